@@ -6,7 +6,6 @@ saved; 128 + signal: stopped by a signal.
 """
 
 import argparse
-import io
 import os
 import platform
 import re
@@ -47,6 +46,7 @@ from tools.commands import (
 )
 from tools.commands import convert as convert
 from tools.commands import parity as parity
+from tools.console.streams import guard_streams
 from tools.training.endings import CODES, ON_PURPOSE, reported
 from tools.training.launch import must_tell, note_failure
 from tools.training.signals import Stopped
@@ -57,14 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Ends the process if torch.distributed could not be shut down: see `parallel.mesh.world`.
     """
+    guard_streams()
     try:
         os.environ.update(slurm_environment(os.environ))
         require_sound(os.environ)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot encode is escaped, as on stderr
     args, joined = _parsed(argv), dist.is_initialized()
     try:
         code = _run(args)

@@ -20,8 +20,8 @@ class Torch:
 
     Its moments, and the property of being elementwise, are determined by a trial on a few numbers, whole and cut.
     Raises UserError if it is not elementwise, or if it changes zero weights with zero gradients: padding must stay
-    zero. The further numbers that it keeps must not depend on learning rate and weight decay, because they are the same
-    for all groups. It waits for the device once a step.
+    zero. The further numbers that it keeps, `scalar_names`, must not depend on learning rate and weight decay, because
+    they are the same for all groups. It waits for the device once a step.
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None) -> None:
@@ -32,7 +32,7 @@ class Torch:
             raise UserError(f"{self._says}: {sorted(given)[0]} is not one of its options here; it comes with each step")
         self._decays = "weight_decay" in inspect.signature(kind).parameters
         self._scalars: dict[str, Tensor] = {}  # values from before this step; empty before the first step
-        self.names, self._scalar_names = self._probe()
+        self.names, self.scalar_names = self._probe()
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -61,8 +61,8 @@ class Torch:
         """Return all state from before this step; the scalars are copies, because other slices need them too."""
         if first:
             return None
-        if self._scalars.keys() != self._scalar_names:
-            had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self._scalar_names))
+        if self._scalars.keys() != self.scalar_names:
+            had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self.scalar_names))
             raise UserError(f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another optimizer")
         return dict(zip(self.names, state, strict=True)) | {n: value.clone() for n, value in self._scalars.items()}
 

@@ -168,6 +168,14 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
         ),
         (["train.folder=my.toml"], [r'train.folder = "my.toml": FOLDER/my.toml is a file, not a folder; give another']),
         (
+            ["data.source=FOLDER"],
+            [r'train.folder = "fresh" lies in data.source = "FOLDER", .* read as text: give a folder outside'],
+        ),
+        (
+            ['data.validation=[{name = "all", source = "FOLDER"}]', "train.eval_every=1"],
+            [r'train.folder = "fresh" lies in data.validation all = "FOLDER", .*'],
+        ),
+        (
             ["train.device=cuda", "train.folder=my.toml", "data.source=nowhere", "data.tokenizer=nothing"],
             ["train.device .*", "train.folder .*", "data.source .*", "data.tokenizer .*"],
         ),

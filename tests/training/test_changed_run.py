@@ -3,6 +3,8 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,11 +14,23 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
 from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
+from tools import cli
 from tools.config.run_file import known_keys, load_run
+from tools.convert.train_state import TrainState
 from tools.journal.records import read_events
-from tools.training.changed_keys import FREELY
+from tools.training.changed_keys import (
+    FREELY,
+    MARK,
+    Rates,
+    changed_keys,
+    keys_of,
+    lr_jump,
+    rates_around,
+    same_rates,
+)
 
 OWN = "data.cache="
+UNITS = ("steps", "samples")  # of lr.unit
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +155,15 @@ def test_an_allowance_that_is_not_needed_is_told(file: Path, run: Path, capsys: 
     assert "note       --allow seed: not needed" in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_was_renamed_is_no_later_one(
+    file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    renamed = checkpoint(run, 3).rename(checkpoint(run, 9))
+    assert train(file, OWN, f"train.folder={run}", "train.steps=9") == 2
+    said = f"{renamed} holds the state after step 3: it was renamed; name it {checkpoint(run, 3).name} again\n"
+    assert capfd.readouterr().err == said
+
+
 def test_removed_data_is_made_again_and_the_run_goes_on_bit_for_bit(file: Path, run: Path) -> None:
     shutil.rmtree(run / "data")
     assert train(file, OWN, f"train.folder={run}") == 0
@@ -259,6 +282,41 @@ def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
 
 
+@pytest.mark.parametrize(
+    ("had", "has", "marked"),
+    [
+        (["lr.length=4", "lr.final=1e-3"], ["lr.final=2e-3"], ["lr.final"]),
+        (["lr.length=4", "lr.final=1e-3"], ["lr.peak=2e-2"], []),
+        (["lr.length=32"], ["lr.unit=samples"], ["lr.unit"]),
+        (["lr.length=32"], ["lr.unit=samples", "lr.length=256"], []),
+        (["lr.schedule=wsd", "lr.decay=9", "train.steps=90000"], ["lr.final=1e-3"], ["lr.final"]),
+        (["lr.schedule=linear"], ["train.steps=8", "lr.length=6"], []),
+    ],
+)
+def test_rates_that_change_at_any_time_are_marked_and_others_are_not(
+    had: list[str], has: list[str], marked: list[str], file: Path, tmp_path: Path
+) -> None:
+    """A schedule may have ended, count in another unit, or part only in a short tail."""
+    before, after = (load_run(file, ["lr.schedule=cosine", *keys]) for keys in (had, had + has))
+    rates = [Rates.of(config.lr, config.train) for config in (before, after)]
+    progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
+    store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
+    changed = [line for line in changed_keys(store, after, progress) if line.startswith(("lr.", "train."))]
+    assert same_rates(rates[0], rates[1], progress) == (not marked)
+    assert all(line.endswith(MARK) == bool(marked) for line in changed) and len(changed) == len(has)
+    assert all(any(line.startswith(f"{key}: ") for line in changed) for key in marked)
+
+
+def test_a_schedule_that_counts_in_another_unit_tells_of_the_jump(file: Path, tmp_path: Path) -> None:
+    keys = ["lr.schedule=cosine", "lr.length=60", f"train.folder={tmp_path}"]  # which has no records
+    before, after = (load_run(file, [*keys, f"lr.unit={unit}"]) for unit in UNITS)
+    progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
+    store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
+    assert rates_around(store, after, progress) == (before.lr_schedule.at(4), after.lr_schedule.at(40))
+    (note,) = lr_jump(store, after, progress)
+    assert note.startswith("the learning rate jumps from 0.00989 in step 5 to 0.0025 in step 6")
+
+
 def test_a_warm_up_that_goes_on_as_before_is_no_jump(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +347,41 @@ def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_c
     for word, key in (("changed", "changed"), ("note", "notes")):
         assert resumes[1][key] == [line[11:] for line in said if line.startswith(f"{word} ")]
     assert "train.steps: 5 -> 8 (not bit for bit)" in resumes[1]["changed"]
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("NAdam", "mu_product and no step"), ("Adagrad", "sum and no step")])
+def test_a_rule_whose_numbers_the_checkpoint_lacks_is_refused_before_the_run_begins(
+    name: str, lacks: str, file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(file, OWN, f"train.folder={run}", f"optimizer.name={name}") == 2
+    said, place = capfd.readouterr(), checkpoint(run, 3)
+    assert said.err.startswith(f"{place} holds no {lacks}, which the optimizer goes on with: a run begins with weights")
+    assert "resumed" not in said.out
+
+
+def test_first_weights_that_a_resumed_run_does_not_use_are_told(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initial = f"train.init_from={file.parent}/run"
+    assert train(file, OWN, f"train.folder={run}", initial, "train.steps=4") == 0
+    note = f"note       train.init_from: not used, for the run goes on with the weights of {checkpoint(run, 3)}"
+    assert note in capsys.readouterr().out.splitlines()
+    assert train(file, OWN, f"train.folder={run}", initial, "train.steps=5") == 0
+    assert "not used" not in capsys.readouterr().out, "nothing has changed"
+
+
+def test_a_run_file_that_was_moved_with_its_run_tells_of_the_place_that_it_names(
+    file: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(file, OWN, f"train.folder={run}", "train.steps=4") == 0
+    moved = run.rename(tmp_path / "moved")
+    capfd.readouterr()
+    assert cli.main(["train", f"{moved}/run.toml", "--strict"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f'note: train.folder = "{run}", as when {moved}/run.toml was saved, so this run goes on or')
+    assert f": train.folder={moved} goes on with the run in {moved}" in said and not run.exists()
+    assert cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={moved}"]) == 0
+    assert cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={run}", "train.steps=1"]) == 0
 
 
 def test_a_checkpoint_keeps_what_it_was_trained_on(file: Path) -> None:

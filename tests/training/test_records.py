@@ -1,17 +1,21 @@
 """One odd line in metrics.jsonl or events.jsonl ends nothing: it stays, it is named, and the rest is used."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.runs import checkpoint, rewind, steps, train, write_run
 from tools.cli import main
-from tools.journal.records import EVENTS, METRICS, odd_lines, read_events, read_lines, read_metrics
+from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_events, read_lines, read_metrics
+from tools.report.run import Run
 
 ODD = (
     b"\xff\xfe", b"5", b"[]", b"{}", b"null", b'"x"', b"[" * 100_000, b'{"step": "three"}', b'{"step": 3}', b"{",
     b'{"step": true, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}', b"\x00\x00\x00",
     b'{"step": 3, "outcome": "applied", "loss": "low", "grad_norm": 1, "loss_scale": 1}',
+    b'{"step": 3, "outcome": "applied", "loss": true, "grad_norm": 1, "loss_scale": 1}',
+    b'{"step": 3, "outcome": [], "loss": 1, "grad_norm": 1, "loss_scale": 1}',
     b'{"event": ["x"], "step": 1}', b'{"event": "overflow", "step": 1}',
 )  # fmt: skip
 
@@ -71,6 +75,39 @@ def test_steps_that_left_no_line_are_named(file: Path, tmp_path: Path, capsys: p
     (run / METRICS).write_bytes(b"".join([lines[0], *lines[3:5]]))
     assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 3
     assert f"note       {run / METRICS} has no record of steps 2 to 3 and 6\n" in capsys.readouterr().out
+
+
+def test_every_step_counts_once_and_what_is_missing_or_repeated_is_named_by_all_who_count(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    lines = (run / METRICS).read_bytes().splitlines(keepends=True)
+    (run / METRICS).write_bytes(
+        b"".join([lines[0].replace(b"1,", b"0,", 1), *lines[1:4], *lines[2:3], lines[5], lines[4]])
+    )
+    assert [record["step"] for record in read_metrics(run)] == [2, 3, 4, 6]
+    notes = [
+        f"{run / METRICS}: lines 1, 5 and 7 are of no later step than those before: kept, not used",
+        f"{run / METRICS} has no record of steps 1 and 5",
+    ]
+    assert main(["compare", str(run), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["runs"][0]["steps"], said["notes"]) == (4, notes)
+    assert main(["compare", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("".join(f"note       {note}\n" for note in notes))
+    assert Run.read(run).notes == notes
+    content = (run / METRICS).read_bytes()
+    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 3
+    assert (run / METRICS).read_bytes().startswith(content), "no line of the past is changed"
+    assert all(f"note       {note}\n" in capsys.readouterr().out for note in notes[:1])
+
+
+def test_a_step_of_any_size_is_told_at_once(tmp_path: Path) -> None:
+    record = '{"step": 100000000000000000000, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}\n'
+    (tmp_path / METRICS).write_text(record)
+    assert lost_steps(tmp_path / METRICS) == f"{tmp_path / METRICS} has no record of steps 1 to 99999999999999999999"
+    assert lost_steps(tmp_path / METRICS, 1) == f"{tmp_path / METRICS} has no record of step 1"
+    assert lost_steps(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize("name", [METRICS, EVENTS])

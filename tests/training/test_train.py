@@ -524,8 +524,8 @@ def test_a_skipped_step_consumes_samples_and_the_learning_rate_waits_for_it(
 
 def test_the_same_text_is_the_same_run_however_it_is_given(run_file: Path, tmp_path: Path) -> None:
     text = (run_file.parent / "text.txt").read_text(encoding="utf-8")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "lines.jsonl").write_text(json.dumps({"content": text}) + "\n")
     prefix = run_file.parent / "data" / "text"
     fresh, known = f"data.cache={tmp_path}", f"data.tokenizer={prefix}.model"
@@ -534,7 +534,7 @@ def test_the_same_text_is_the_same_run_however_it_is_given(run_file: Path, tmp_p
         shutil.copy(prefix.with_suffix(suffix), alone.with_suffix(suffix))
     given = {
         "file": [],
-        "folder": [f"data.source={tmp_path / 'folder'}", f"{fresh}/2", known],
+        "folder": [f"data.source={tmp_path / 'texts'}", f"{fresh}/2", known],
         "jsonl": [f"data.source={tmp_path / 'lines.jsonl'}", "data.text_field=content", f"{fresh}/3", known],
         "tokens": [f"data.source={prefix}", known],
         "tokens alone": [f"data.source={alone}", "model.vocab=330"],

@@ -19,11 +19,11 @@ from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, load_run
-from tools.convert.train_state import read_progress
+from tools.convert.train_state import TrainState, read_progress
 from tools.journal.records import DIGESTS, METRICS, odd_lines, read_digests, read_lines, read_metrics
 from tools.prove.parting import Parting, by_step, first_parting
 from tools.prove.proof import is_canonical
-from tools.training.changed_keys import FREELY, same_rates
+from tools.training.changed_keys import FREELY, Rates, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets
 from tools.training.state_digests import OF_STEP
@@ -111,7 +111,7 @@ def other_keys(a: RunConfig, b: RunConfig) -> list[str]:
     keys of the learning rate that give the same rates.
     """
     free = ["parallel.*", *(key for key in FREELY if key not in ACTING)]
-    if same_rates(a.lr_schedule, b.lr_schedule, 0):
+    if same_rates(Rates.of(a.lr, a.train), Rates.of(b.lr, b.train), TrainState()):
         free += SCHEDULE
     found = [line for line in _keys(a, b) if not _like(line[0], free)]
     return [f"{key}: {one} | {other}" for key, one, other in found if key != "model.vocab" or "0" not in (one, other)]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megaprec.errors import UserError
 from tools.console.tables import add_json, put, table_console
-from tools.journal.records import METRICS, odd_lines, read_metrics
+from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
 from tools.plots.compare_plot import LAST, Curve, by_loss, draw
 
 
@@ -43,7 +43,14 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         draw(curves, args.output, args.over, base, _figure(args.output))
     every = [*curves, *([base] if base else [])]
-    return put(args, lambda: {"runs": [_numbers(curve) for curve in by_loss(every)]}, lambda: _show(args, every))
+    named: list[Path] = [*args.runs, *([args.against] if args.against and args.against not in args.runs else [])]
+    paths = [folder / METRICS for folder in named]
+    notes = [note for path in paths for note in (odd_lines(path), lost_steps(path)) if note]
+    return put(
+        args,
+        lambda: {"runs": [_numbers(curve) for curve in by_loss(every)], "notes": notes},
+        lambda: _show(args, every, notes),
+    )
 
 
 def _require_place(path: Path) -> None:
@@ -62,8 +69,8 @@ def _figure(path: Path) -> Any:
     return Figure
 
 
-def _show(args: argparse.Namespace, curves: Sequence[Curve]) -> None:
-    for note in filter(None, (odd_lines(folder / METRICS) for folder in args.runs)):
+def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str]) -> None:
+    for note in notes:
         print(f"note       {note}")
     table_console().print(table(curves))
     if args.output:

@@ -32,6 +32,7 @@ from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig, load_run
+from tools.console.streams import spare_output
 from tools.console.wrapped import say
 from tools.convert.formats import open_intact
 from tools.convert.hf.write_config import to_hugging_face
@@ -70,7 +71,7 @@ from tools.training.launch import (
     started_here,
 )
 from tools.training.machine import check_machine
-from tools.training.notes import add_strict, tell_notes
+from tools.training.notes import add_strict, moved_notes, tell_notes
 from tools.training.restarts import Restarts
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
@@ -109,8 +110,9 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
+    spare_output()
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
-    tell_notes(config.notes, args.strict)
+    tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
     if joined_world():
         return _run_rank(config, export, args.allow, not args.no_verify)
@@ -163,6 +165,7 @@ def _check_folders(config: RunConfig) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    _check_outside(config)
     require_room(config.checkpoint_folder)
     for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
         if os.path.lexists(path) and not path.is_file():
@@ -170,6 +173,20 @@ def _check_folders(config: RunConfig) -> None:
     if _lock(config).exists():
         with _training(config):
             pass
+
+
+def _check_outside(config: RunConfig) -> None:
+    """Raise UserError if the run folder lies in a folder of text: its records would be read as text the next time."""
+    data, folder = config.data, Path(config.train.folder).resolve()
+    named = [(f"data.blend[{n}].source", one.source) for n, one in enumerate(data.blend)]
+    named = named or [("data.source", data.source)]
+    named += [(f"data.validation {one.name}", one.source) for one in data.validation]
+    for key, name in named:
+        if name != "python" and Path(name).is_dir() and folder.is_relative_to(Path(name).resolve()):
+            raise UserError(
+                f'train.folder = "{config.train.folder}" lies in {key} = "{name}", where its records would be read as '
+                "text: give a folder outside"
+            )
 
 
 def _training(config: RunConfig) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
 from tools.config.run_file import SAVED, RunConfig, load_run
-from tools.journal.records import EVENTS, METRICS, odd_lines, read_lines, read_metrics
+from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines, read_metrics
 
 LARGEST = 50_000_000  # bytes of a file that is read whole, other than those of records
 
@@ -49,8 +49,9 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on damaged lines of the records."""
-        return [note for note in (odd_lines(self.folder / name) for name in (METRICS, EVENTS)) if note]
+        """Notes on damaged lines of the records, and on steps without one."""
+        found = (*(odd_lines(self.folder / name) for name in (METRICS, EVENTS)), lost_steps(self.folder / METRICS))
+        return [note for note in found if note]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind, oldest first."""

@@ -5,6 +5,7 @@ says, except for keys that no number depends on.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,35 @@ FREELY = (
 LAYOUT = ("parallel.*",)  # keys that no number depends on either if sums have one order in every layout
 
 
+@dataclass(frozen=True)
+class Rates:
+    """The learning rates of a run. each: what a step adds to the count that the schedule is a function of."""
+
+    schedule: LRSchedule
+    each: int
+    samples: bool
+
+    @classmethod
+    def of(cls, lr: LR, train: Train) -> "Rates":
+        """Return the rates of a run with these tables. Raises UserError."""
+        samples = lr.unit == "samples"
+        return cls(lr_schedule(lr, train), train.global_batch if samples else 1, samples)
+
+    def at(self, progress: TrainState, steps: int = 0) -> float:
+        """Return the rate of the next step, or of the one that is `steps` later."""
+        return self.schedule.at(self._taken(progress) + steps * self.each)
+
+    def ends(self, progress: TrainState) -> Iterator[int]:
+        """Yield the steps, as `at` counts them, before and after each end of a formula of the schedule."""
+        schedule = self.schedule
+        for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
+            step = (count - self._taken(progress)) // self.each
+            yield from (step, step + 1)
+
+    def _taken(self, progress: TrainState) -> int:
+        return progress.applied_samples if self.samples else progress.applied
+
+
 def keys_of(config: RunConfig) -> dict[str, str]:
     """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but tables that it stores
     separately.
@@ -49,9 +79,9 @@ def keys_of(config: RunConfig) -> dict[str, str]:
 def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
     """Return a line for each key that differs from the checkpoint. Keys that it does not know are omitted."""
     was, now = saved_keys(store), _all_keys(config)
-    before, after = _schedule(was), config.lr_schedule
+    before, after = _rates(was), Rates.of(config.lr, config.train)
     canonical = was.get("train.numerics") == now["train.numerics"] == toml("canonical")
-    rates = before is not None and not same_rates(before, after, _taken(config, progress))
+    rates = before is not None and not same_rates(before, after, progress)
     lines = []
     for key in was.keys() & now.keys():
         if was[key] != now[key]:
@@ -65,9 +95,10 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
     was = saved_keys(store)
     last, rate = rates_around(store, config, progress)
-    if not progress.applied or _schedule(was) in (None, config.lr_schedule):
+    before = _rates(was)
+    if before is None or not progress.applied or before == Rates.of(config.lr, config.train):
         return
-    if last is None or not _far(last, rate) or _was_to_come(was, config, progress, rate):
+    if last is None or not _far(last, rate) or not _far(before.at(progress), rate):  # or was to come, as in warm-up
         return
     yield (
         f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
@@ -81,27 +112,16 @@ def _far(one: float, other: float) -> bool:
     return max(one, other) > JUMP * min(one, other)
 
 
-def _was_to_come(was: dict[str, str], config: RunConfig, progress: TrainState, rate: float) -> bool:
-    """Return True if the schedule before the change has about this rate for the next step too, as during warm-up."""
-    before = _schedule(was)
-    if before is None or was.get("lr.unit") != toml(config.lr.unit):
-        return False
-    return not _far(before.at(_taken(config, progress)), rate)
-
-
 def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple[float | None, float]:
     """Return the learning rates of the last step before a resume, None if it is not known, and of the next one.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
-    was, taken = saved_keys(store), _taken(config, progress)
+    before, following = _rates(saved_keys(store)), Rates.of(config.lr, config.train).at(progress)
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
-            return record["lr"], config.lr_schedule.at(taken)
-    before = _schedule(was)
-    unit = int(was["train.global_batch"]) if before is not None and config.lr.unit == "samples" else 1
-    last = before.at(taken - unit) if before is not None and progress.applied else None
-    return last, config.lr_schedule.at(taken)
+            return record["lr"], following
+    return before.at(progress, -1) if before is not None and progress.applied else None, following
 
 
 def _stretched(was: dict[str, str], config: RunConfig) -> str:
@@ -133,26 +153,24 @@ def _flat(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {f"{name}.{key}": toml(value) for name, values in tables.items() for key, value in values.items()}
 
 
-def _schedule(keys: dict[str, str]) -> LRSchedule | None:
-    """Return the learning-rate schedule of these keys; None if they are not all known."""
+def _rates(keys: dict[str, str]) -> Rates | None:
+    """Return the learning rates of a run with these keys; None if they are not all known."""
     tables: dict[str, dict[str, Any]] = {"lr": {}, "train": {}}
     try:
         for key, value in keys.items():
             table, name = key.split(".", 1)
             if table in tables:
                 tables[table][name] = parse_toml(f"value = {value}")["value"]
-        return lr_schedule(LR(**tables["lr"]), Train(**tables["train"]))
+        return Rates.of(LR(**tables["lr"]), Train(**tables["train"]))
     except (ValidationError, ValueError, TypeError):
         return None
 
 
-def _taken(config: RunConfig, progress: TrainState) -> int:
-    return progress.applied_samples if config.lr.unit == "samples" else progress.applied
-
-
-def same_rates(before: LRSchedule, after: LRSchedule, taken: int) -> bool:
-    """Return True if both schedules have the same rates for the rest of the run, compared at up to a thousand
-    points.
+def same_rates(before: Rates, after: Rates, progress: TrainState) -> bool:
+    """Return True if both have the same rates for all steps after `progress`, compared at up to a thousand of them and
+    around the ends of warm-up, stable phase and schedule.
     """
-    end = max(before.total, after.total)
-    return all(before.at(n) == after.at(n) for n in range(taken, end, max(1, (end - taken) // 1000)))
+    ends = {step for rates in (before, after) for step in rates.ends(progress)}
+    last = max(0, *ends)
+    steps = {*range(0, last, max(1, last // 1000)), *ends, last}
+    return all(before.at(progress, step) == after.at(progress, step) for step in steps if step >= 0)

@@ -1,10 +1,13 @@
 """Notes: remarks on how a configuration was understood that the user should know. `--strict` refuses them."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from tools.config.run_file import SAVED, RunConfig
 from tools.training.launch import must_tell
 
 
@@ -21,3 +24,18 @@ def tell_notes(notes: Iterable[str], strict: bool) -> None:
     if must_tell():
         for line in lines:
             print(line, file=sys.stderr)
+
+
+def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
+    """Yield a note if the run that saved `file` beside its checkpoints was moved or copied, and this is another place.
+
+    A folder that the command line names is meant.
+    """
+    folder, named = Path(file).parent, config.train.folder
+    if config.origin("train.folder") == "command line" or folder.resolve() == Path(named).resolve():
+        return
+    if read_whole(Path(file)).startswith(SAVED.encode()) and (folder / "checkpoints").is_dir():
+        yield (
+            f'train.folder = "{named}", as when {file} was saved, so this run goes on or begins there and leaves '
+            f"{folder} as it is: train.folder={folder} goes on with the run in {folder}"
+        )

@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.reader import Store
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from megaprec.optim.torch_rule import Torch
 from models.config import ModelConfig
 from tools.config.checks import make_rule
 from tools.config.run_file import FREE, RunConfig
@@ -38,7 +40,7 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
             f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
             "set another train.folder, or remove that checkpoint"
         )
-    read_progress(store)
+    step = read_progress(store).step
     read_watch(store)
     problems = [*_other_model(store, corpus.model if corpus else config.model), *_no_state(store, config)]
     problems += _other_shards(store, config)
@@ -46,6 +48,8 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
     lines = [*problems, *(found.line for found in refused)]
     if problems:
         raise UserError(*lines, f"this run cannot resume from {store.path}: set another train.folder")
+    if (place := checkpoint_path(config.checkpoint_folder, step)).name != store.path.name:
+        raise UserError(f"{store.path} holds the state after step {step}: it was renamed; name it {place.name} again")
     if refused:
         flags = " ".join(f"--allow {what}" for what in ALLOW if what in {found.what for found in refused})
         raise UserError(
@@ -105,6 +109,8 @@ def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[tuple[
     yield from (("changed", f"{line}{MARK}") for line in told)
     yield from (("changed", line) for line in keys)
     yield from (("changed", f"{line}{MARK}") for line in moved(store))
+    if any(line.startswith("train.init_from: ") for line in keys):
+        yield "note", f"train.init_from: not used, for the run goes on with the weights of {store.path}"
     yield from (("note", line) for line in lr_jump(store, config, progress))
 
 
@@ -141,8 +147,12 @@ def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
 
 
 def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if the checkpoint has no optimizer state, as one that was converted from Hugging Face."""
-    if lacking := [name for name in make_rule(config.optimizer).names if not store.shapes(name)]:
+    """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of Hugging Face."""
+    rule, numbers = make_rule(config.optimizer), store.index.get("optimizer")
+    lacking = [name for name in rule.names if not store.shapes(name)]
+    if isinstance(rule, Torch) and read_progress(store).applied and isinstance(numbers, dict):
+        lacking += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
+    if lacking:
         yield (
             f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with: a run begins with "
             f'weights alone by train.init_from = "{store.path}"'

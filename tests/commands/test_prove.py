@@ -1,6 +1,7 @@
 """`megaprec prove`: what it proves, what it catches, and that a proof which would catch nothing is none."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,13 @@ def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     assert "steps 3 to 4, stopped after 3" in capsys.readouterr().out
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != prove.FILE}
     assert after == before
+
+
+def test_the_certificate_of_a_run_directory_that_was_copied_lies_in_the_copy(file: Path, here: dict[str, Fault]) -> None:
+    assert train(file, "train.steps=2", "checkpoint.every=0") == 0
+    copy = Path(shutil.copytree(file.parent / "run", file.parent / "copy"))
+    assert cli.main(["prove", str(copy), "--steps", "2"]) == 0
+    assert (copy / prove.FILE).exists() and not (file.parent / "run" / prove.FILE).exists()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 The run takes some steps straight, then in a new process some of them again, then it resumes from the checkpoint of that
 process; digests of its whole state are compared after each step. The checkpoint is also loaded in another layout. As a
 control one sign in a copy of the checkpoint is turned: the difference must be seen. A run directory begins with its
-newest checkpoint. The certificate is written to train.folder. Exit code 0: proven; 1: a bit differs, or the control was
-not seen; 2: it could not be tried, or wrong input.
+newest checkpoint, and gets the certificate; for a run file that is written to train.folder. Exit code 0: proven; 1: a
+bit differs, or the control was not seen; 2: it could not be tried, or wrong input.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tools.prove.runs import Failure, Room
 from tools.training.notes import add_strict, tell_notes
 
 FORMAT = "megaprec prove 1"
-FILE = "prove.json"  # in train.folder
+FILE = "prove.json"  # in the folder of the run
 CODES = {PROVEN: 0, WRONG: 1, NOT_TRIED: 2}
 COLORS = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}
 
@@ -69,7 +69,8 @@ def main(args: argparse.Namespace) -> int:
     layout = _layout(config, args.layout)
     with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
         made = certificate(args, config, Room(config, Path(folder), start), layout)
-    (left,) = write(Path(config.train.folder), {FILE: to_json(made) + "\n"})
+    named = Path(args.run_)  # a run directory may have been moved or copied since train.folder was recorded
+    (left,) = write(named if named.is_dir() else Path(config.train.folder), {FILE: to_json(made) + "\n"})
     put(args, lambda: made, lambda: show(made))
     if not args.json:
         print(f"written    {left}")

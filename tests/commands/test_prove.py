@@ -171,7 +171,7 @@ def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     assert after == before
 
 
-def test_the_certificate_of_a_run_directory_that_was_copied_lies_in_the_copy(file: Path, here: dict[str, Fault]) -> None:
+def test_the_certificate_of_a_copied_run_directory_lies_in_the_copy(file: Path, here: dict[str, Fault]) -> None:
     assert train(file, "train.steps=2", "checkpoint.every=0") == 0
     copy = Path(shutil.copytree(file.parent / "run", file.parent / "copy"))
     assert cli.main(["prove", str(copy), "--steps", "2"]) == 0

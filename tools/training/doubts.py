@@ -20,6 +20,7 @@ from megaprec.resources import cores
 from models.router import PLAIN
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
+from tools.config.settings import LR
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
 from tools.training.corpus import Corpus
@@ -35,6 +36,7 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _repetitions(config, corpus)
     yield from _warmup(config)
+    yield from _without_decay(config)
     yield from _groups(config)
     yield from _other_words(config, corpus)
     yield from _without_text(config, corpus)
@@ -71,6 +73,18 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never reaches "
             f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
         )
+
+
+def _without_decay(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each key of the decay that the schedule does not have."""
+    lr, usual = config.lr, LR()
+    unused = {"constant": ("final", "decay", "length"), "wsd": ()}.get(lr.schedule, ("decay",))
+    for name in unused:
+        if (value := getattr(lr, name)) != getattr(usual, name):
+            yield (
+                f'lr.{name} = {value:g} has no effect with lr.schedule = "{lr.schedule}": leave it out, or choose '
+                "another schedule"
+            )
 
 
 def _groups(config: RunConfig) -> Iterator[str]:

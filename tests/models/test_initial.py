@@ -144,5 +144,6 @@ def test_no_initial_weight_is_drawn_for_a_run_that_loads_others(
     monkeypatch.setattr(layers, "normal_part", lambda *arguments: pytest.fail("a weight was drawn"))
     trainer = Trainer(config, open_corpus(config), None, checkpoint(stopped, 3))
     assert all(p.isfinite().all() for stage in trainer.engine.stages.values() for p in stage.parameters())
-    blank = Engine(config.model, config.plan, None, schedule("1f1b", 1, 1), micro_batch=1, seq_length=8, blank=True)
+    model, one = config.model.with_vocab(330), schedule("1f1b", 1, 1)
+    blank = Engine(model, config.plan, None, one, micro_batch=1, seq_length=8, blank=True)
     assert all(p.isnan().all() for stage in blank.stages.values() for p in stage.parameters())

@@ -13,6 +13,7 @@ from tools.config.run_file import load_run
 RUN = "model.layers=4 model.hidden=32 model.heads=4 train.steps=9 train.global_batch=8 train.micro_batch=2"
 BASE = f"{RUN} train.seq_length=16".split()
 EXPERTS, FP8, SCALED = "model.experts=4", "fp8.kind=delayed", "precision.compute=fp16"
+HALVED = "parallel.pipeline=2"
 CANONICAL, WINDOW = "train.numerics=canonical train.threads=1", "model.window=4 model.window_rope_base=500.0"
 # key, a value of it, keys beside which it has no effect, keys beside which it has one
 CASES = [
@@ -33,6 +34,14 @@ CASES = [
     ("parallel.sequence", "true", f"{CANONICAL} parallel.tensor=2", "parallel.tensor=2"),
     ("parallel.overlap", "true", "", "parallel.data=2"),
     ("parallel.overlap", "true", "", "parallel.context=2"),
+    ("parallel.recompute", '"full"', "parallel.recompute_fraction=0.0", ""),
+    ("parallel.recompute", '"full"', "parallel.recompute_fraction=0.2", "parallel.recompute_fraction=0.25"),
+    (
+        "parallel.recompute",
+        '"full"',
+        f"{HALVED} parallel.recompute_fraction=0.3",
+        f"{HALVED} parallel.recompute_layers=1",
+    ),
     ("precision.reduce", '"bf16"', "", "parallel.data=2"),
     ("precision.pipeline", '"bf16"', "", "parallel.pipeline=2"),
     ("precision.pipeline", '"bf16"', "", "parallel.schedule=zb-v"),
@@ -89,7 +98,7 @@ model: router_bias dense_layers dense_ffn shared_experts shared_gate
 data: source blend tokenizer held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache
-parallel: tensor pipeline data context schedule_file cuts recompute bucket
+parallel: tensor pipeline data context schedule_file cuts bucket
 parallel: expert expert_tensor recompute_modules recompute_layers recompute_fraction zero_size
 parallel: zero elastic timeout
 precision: compute parameters gradients moments residual attention scores output rounding loss_scale scaling
@@ -141,6 +150,29 @@ def test_a_key_that_a_file_replaces_is_told(key: str) -> None:
     replaced = replace(own, train=train) if table == "model" else replace(own, parallel=parallel)
     (told,) = effectless(replaced, {key})
     assert told.startswith(f"{key} = ") and " has no effect with " in told
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ('{pattern="*",lr=1.0},{pattern="embedding.*",lr=0.5}', 'pattern "embedding.*" has no effect: '),
+        ('{pattern="embedding.*"},{pattern="*",lr=0.5}', ""),
+        ('{pattern="*.weight",lr=2.0},{pattern="*norm*",lr=3.0}', 'pattern "*norm*" has no effect: '),
+        ('{pattern="*norm*",lr=2.0},{pattern="*.weight",lr=3.0}', ""),
+        ('{pattern="*norm.weight",lr=2.0},{pattern="*norm.bias",lr=2.0}', ""),
+    ],
+)
+def test_a_group_that_no_parameter_is_left_for_is_told(groups: str, said: str) -> None:
+    assert [said in note for note in notes(f"optimizer.groups=[{groups}]")] == [True] * bool(said)
+
+
+@pytest.mark.parametrize("beside", ["optimizer.weight_decay=0.0", "optimizer.name=Rprop"])
+def test_a_factor_of_a_weight_decay_that_is_not_there_is_told(beside: str) -> None:
+    group = 'optimizer.groups=[{pattern="embedding.*",lr=0.5,weight_decay=0.1}]'
+    (told,) = notes(group, beside)
+    assert 'pattern "embedding.*": weight_decay = 0.1 has no effect with optimizer.' in told
+    assert not notes(group)
+    assert not notes(group.replace("0.1", "0.0"), beside)
 
 
 def test_keys_without_effect_for_one_reason_are_told_in_one_line() -> None:

@@ -8,16 +8,20 @@ without effect on the data in `tools.training.doubts`.
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
 from models.config import ModelConfig
+from tools.config.checks import sized
+from tools.config.data_settings import Data
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
+from tools.convert.core.rules import logical_shapes
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Tables:
     """The tables that decide whether a key has an effect."""
 
     model: ModelConfig
+    data: Data
     parallel: Parallel
     precision: Precision
     fp8: FP8
@@ -73,6 +78,12 @@ def _all_turn_by_window(model: ModelConfig) -> bool:
     return model.window_rope_base > 0 and len(model.window_layers) in (0, model.layers)
 
 
+def _recomputes(run: Tables) -> bool:
+    """Return True if a stage can have so many layers that the fraction, which is rounded down, takes one."""
+    p, most = run.parallel, run.model.layers - run.stages + 1
+    return p.recompute != "full" or p.recompute_layers > 0 or int(most * p.recompute_fraction) > 0
+
+
 def _decays(optimizer: Optimizer) -> bool:
     """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
     kind: Any = getattr(torch.optim, optimizer.name, None)
@@ -101,6 +112,7 @@ NEEDS: tuple[Need, ...] = (
     Need("parallel.sequence", lambda run: run.train.numerics == "fast", "train.numerics"),
     Need("parallel.sequence", lambda run: run.parallel.tensor > 1, "parallel.tensor"),
     Need("parallel.schedule parallel.chunks", lambda run: not run.parallel.schedule_file, "parallel.schedule_file"),
+    Need("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
     Need("precision.reduce", lambda run: run.parallel.copies > 1, "parallel.data parallel.context"),
     Need(
         "parallel.overlap",
@@ -159,6 +171,24 @@ def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
         why = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
         out = f"leave {'them' if many else 'it'} out, or change {' or '.join(deciders)}"
         yield f"{said} {'have' if many else 'has'} no effect with {why}: {out}"
+    if "optimizer.groups" in written:
+        yield from _idle_groups(run)
+
+
+def _idle_groups(run: Tables) -> Iterator[str]:
+    """Yield a line for each group, and each factor of one, that changes nothing; names of custom models are unknown."""
+    optimizer, taken = run.optimizer, set[str]()
+    known = len(optimizer.groups) > 1 and not run.model.factory
+    names = [*logical_shapes(sized(run.model, run.data))] if known else []
+    without = "weight_decay = 0, of which it is a factor" if _decays(optimizer) else f"name = {toml(optimizer.name)}"
+    for group in optimizer.groups:
+        here = f'optimizer.groups: pattern "{group.pattern}"'
+        own = {name for name in names if fnmatchcase(name, group.pattern)}
+        if own and own <= taken:
+            yield f"{here} has no effect: earlier patterns match all its parameters, and the first counts; move it up"
+        elif group.weight_decay and not (optimizer.weight_decay and _decays(optimizer)):
+            yield f"{here}: weight_decay = {group.weight_decay} has no effect with optimizer.{without}: leave it out"
+        taken |= own
 
 
 def _differs(run: Tables, key: str) -> bool:

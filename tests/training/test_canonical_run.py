@@ -31,7 +31,7 @@ REFUSED = {
 }
 NOTED = {
     "parallel.sequence=true": "parallel.sequence = true has no effect",
-    "train.numerics=fast train.canonical_shards=4": "train.canonical_shards = 4 has no effect without",
+    "train.numerics=fast train.canonical_shards=4": "train.canonical_shards = 4 has no effect with train.numerics",
 }
 ONE_MICROBATCH = [*CANONICAL, "train.micro_batch=8", "optimizer.clip=0.0"]
 

@@ -29,10 +29,6 @@ def corpus(run_file: Path) -> Corpus:
         (["lr.warmup=6"], "lr.warmup = 6 steps is the whole run, so the learning rate never reaches lr.peak = 0.01"),
         (["lr.warmup=5"], None),
         (["lr.warmup=48", "lr.unit=samples"], "lr.warmup = 48 samples is the whole run"),
-        (["lr.final=1e-5"], 'lr.final = 1e-05 has no effect with lr.schedule = "constant"'),
-        (["lr.length=100"], 'lr.length = 100 has no effect with lr.schedule = "constant"'),
-        (["lr.schedule=cosine", "lr.final=1e-5", "lr.decay=2"], "lr.decay = 2 has no effect"),
-        (["lr.schedule=wsd", "lr.final=1e-5", "lr.decay=2", "lr.length=5"], None),
     ],
 )
 def test_keys_that_are_surely_not_meant_are_named(

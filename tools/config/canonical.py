@@ -99,14 +99,3 @@ def _layout_of_scales(fp8: FP8) -> Iterator[str]:
         yield f'{SAME} and fp8.backend = "{fp8.backend}": its sums are not known to be fixed; set fp8.backend = "torch"'
     if fp8.shadow_every:
         yield f"{SAME} and fp8.shadow_every = {fp8.shadow_every}: the comparison does not know virtual ranks; set 0"
-
-
-def canonical_notes(train: Train, parallel: Parallel) -> Iterator[str]:
-    """Yield a note for each key without effect that has another value than its default."""
-    if train.numerics == "canonical" and parallel.sequence:
-        yield (
-            f"parallel.sequence = true has no effect under {SAME}, which always cuts the sequence over its virtual "
-            "ranks"
-        )
-    if train.numerics == "fast" and train.canonical_shards != Train.model_fields["canonical_shards"].default:
-        yield f"train.canonical_shards = {train.canonical_shards} has no effect without {SAME}"

@@ -29,9 +29,3 @@ def cut_sequences(
         yield f"{here} and train.sentinel = {train.sentinel}: the sentinel does not know cut sequences; set 0"
     if data.lm_eval:
         yield f"{here} and data.lm_eval: tasks have texts of any length; evaluate exported checkpoints instead"
-
-
-def context_notes(parallel: Parallel) -> Iterator[str]:
-    """Yield a note if a key about cut sequences has no effect."""
-    if parallel.context == 1 and parallel.context_by != "ring":
-        yield f'parallel.context_by = "{parallel.context_by}" has no effect with parallel.context = 1'

@@ -30,10 +30,9 @@ from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.schedules import Schedule
-from tools.config.canonical import canonical_notes
 from tools.config.checks import cross_problems, lr_schedule, sized
-from tools.config.cut_sequences import context_notes
 from tools.config.data_settings import Data
+from tools.config.effectless import Tables, effectless
 from tools.config.key_suggestions import unknown
 from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, take_renamed, with_origins
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
@@ -209,9 +208,17 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     if problems:
         raise UserError(*problems)
     config = RunConfig.model_validate(tables)
-    said = [*canonical_notes(config.train, config.parallel), *context_notes(config.parallel)]
+    said = effectless(Tables.of(dict(config)), _written(given, path))
     config._origins, config._notes = _origins(given), (*renamed, *notes, *said)
     return config
+
+
+def _written(given: Mapping[str, Given], path: str | Path | None) -> set[str]:
+    """Return the keys that the user wrote. A resolved run has all keys, and was told what it is when it began."""
+    places = {"command line"}
+    if path is not None and not read_whole(Path(path)).startswith(SAVED.encode()):
+        places.add(f"file {path}")
+    return {key for key, entry in given.items() if entry.origin in places}
 
 
 def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:

@@ -1,7 +1,8 @@
 """Warnings about a run that can be trained but is surely not meant so: one line each, before the first step.
 
 A text that is repeated without end, a warm-up that never ends, more processes than cores, and documents to evaluate
-that are training documents too, whose loss then says nothing about new text; a key that has no effect beside another.
+that are training documents too, whose loss then says nothing about new text; a key that has no effect on these data.
+Keys that have none beside other keys are in `tools.config.effectless`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,6 @@ from megaprec.resources import cores
 from models.router import PLAIN
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
-from tools.config.settings import LR
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
 from tools.training.corpus import Corpus
@@ -36,7 +36,6 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _repetitions(config, corpus)
     yield from _warmup(config)
-    yield from _without_decay(config)
     yield from _groups(config)
     yield from _other_words(config, corpus)
     yield from _without_text(config, corpus)
@@ -73,18 +72,6 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never reaches "
             f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
         )
-
-
-def _without_decay(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each key of the decay that the schedule does not have."""
-    lr, usual = config.lr, LR()
-    unused = {"constant": ("final", "decay", "length"), "wsd": ()}.get(lr.schedule, ("decay",))
-    for name in unused:
-        if (value := getattr(lr, name)) != getattr(usual, name):
-            yield (
-                f'lr.{name} = {value:g} has no effect with lr.schedule = "{lr.schedule}": leave it out, or choose '
-                "another schedule"
-            )
 
 
 def _groups(config: RunConfig) -> Iterator[str]:

@@ -1,0 +1,199 @@
+"""Keys of a run file that change nothing beside its other keys: one note for each reason, before the first step.
+
+`NEEDS` says when such a key has an effect, and which keys decide it. Only what the user wrote is told, and only if it
+differs from the default, which claims nothing. Keys that are refused in such runs are in `tools.config.checks`, those
+without effect on the data in `tools.training.doubts`.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from models.config import ModelConfig
+from tools.config.checks import sized
+from tools.config.data_settings import Data
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.schedules import stage_count
+from tools.config.settings import LR, Log, Optimizer, Parallel, Train
+from tools.console.toml import toml
+from tools.convert.core.rules import logical_shapes
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables that decide whether a key has an effect."""
+
+    model: ModelConfig
+    data: Data
+    parallel: Parallel
+    precision: Precision
+    fp8: FP8
+    optimizer: Optimizer
+    lr: LR
+    train: Train
+    log: Log
+
+    @classmethod
+    def of(cls, tables: Mapping[str, Any]) -> "Tables":
+        """Return those of all tables by name."""
+        return cls(**{one.name: tables[one.name] for one in fields(cls)})
+
+    def get(self, key: str) -> Any:
+        """Return the value of the dotted `key`."""
+        table, name = key.split(".")
+        return getattr(getattr(self, table), name)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline."""
+        p, train = self.parallel, self.train
+        return stage_count(p, train.global_batch // (train.micro_batch * p.data))
+
+
+@dataclass(frozen=True)
+class Need:
+    """Keys that have an effect only in some runs. keys, deciders: dotted, separated by spaces."""
+
+    keys: str
+    holds: Callable[[Tables], bool]
+    deciders: str
+
+
+_OF_FP8 = [name for name in FP8.model_fields if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY]
+_SCALES = "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis hysteresis_refill"
+_OF_EXPERTS = "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
+
+
+def _within(key: str) -> Need:
+    """Return the need of a number of steps: one that the run does not reach is as none."""
+    return Need(key, lambda run: run.get(key) <= run.train.steps, "train.steps")
+
+
+def _all_turn_by_window(model: ModelConfig) -> bool:
+    return model.window_rope_base > 0 and len(model.window_layers) in (0, model.layers)
+
+
+def _recomputes(run: Tables) -> bool:
+    """Return True if a stage can have so many layers that the fraction, which is rounded down, takes one."""
+    p, most = run.parallel, run.model.layers - run.stages + 1
+    return p.recompute != "full" or p.recompute_layers > 0 or int(most * p.recompute_fraction) > 0
+
+
+def _decays(optimizer: Optimizer) -> bool:
+    """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
+    kind: Any = getattr(torch.optim, optimizer.name, None)
+    return optimizer.name.lower() in ("adamw", "sgd", "muon") or "weight_decay" in inspect.signature(kind).parameters
+
+
+NEEDS: tuple[Need, ...] = (
+    Need("model.qk_norm_over", lambda run: run.model.qk_norm, "model.qk_norm"),
+    Need("model.rope_base", lambda run: run.model.positions == "rope", "model.positions"),
+    Need(
+        "model.rope_base model.rope_scaling",
+        lambda run: not _all_turn_by_window(run.model),
+        "model.window_rope_base model.window_layers",
+    ),
+    Need(f"{_OF_EXPERTS} model.router_correction_speed", lambda run: run.model.experts > 0, "model.experts"),
+    Need("model.router_correction_speed", lambda run: run.model.router.correction, "model.router"),
+    Need(
+        "model.dropout_at",
+        lambda run: run.model.dropout > 0 or run.model.embedding_dropout > 0,
+        "model.dropout",
+    ),
+    Need("model.embedding_dropout", lambda run: run.model.dropout_at != "stream", "model.dropout_at"),
+    Need("model.init_std model.init", lambda run: not run.train.init_from, "train.init_from"),
+    Need("model.mtp_loss_weight", lambda run: run.model.mtp_layers > 0, "model.mtp_layers"),
+    Need("parallel.context_by", lambda run: run.parallel.context > 1, "parallel.context"),
+    Need("parallel.sequence", lambda run: run.train.numerics == "fast", "train.numerics"),
+    Need("parallel.sequence", lambda run: run.parallel.tensor > 1, "parallel.tensor"),
+    Need("parallel.schedule parallel.chunks", lambda run: not run.parallel.schedule_file, "parallel.schedule_file"),
+    Need("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
+    Need("precision.reduce", lambda run: run.parallel.copies > 1, "parallel.data parallel.context"),
+    Need(
+        "parallel.overlap",
+        lambda run: run.parallel.copies > 1 or not run.parallel.overlap,
+        "parallel.data parallel.context",
+    ),
+    Need("precision.pipeline", lambda run: run.stages > 1, "parallel.pipeline"),
+    Need("precision.buffers", lambda run: run.model.positions == "rope", "model.positions"),
+    Need(
+        " ".join(f"precision.{name}" for name in _SCALES.split()),
+        lambda run: run.precision.scaling == "dynamic",
+        "precision.scaling",
+    ),
+    Need("precision.hysteresis_refill", lambda run: run.precision.hysteresis > 1, "precision.hysteresis"),
+    Need("precision.patience", lambda run: run.precision.on_nonfinite == "skip", "precision.on_nonfinite"),
+    Need(" ".join(f"fp8.{name}" for name in _OF_FP8), lambda run: run.fp8.kind != "none", "fp8.kind"),
+    Need(
+        "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
+        lambda run: run.fp8.kind == "delayed",
+        "fp8.kind",
+    ),
+    Need("fp8.history_length", lambda run: run.fp8.amax_algo == "max", "fp8.amax_algo"),
+    Need("fp8.reduce_over", lambda run: run.fp8.reduce_amax, "fp8.reduce_amax"),
+    Need("fp8.power_2_scales", lambda run: run.fp8.kind != "mx", "fp8.kind"),
+    Need("fp8.calibrate", lambda run: not run.fp8.calibrating, "fp8.calibrating"),
+    Need("fp8.shadow_loss_gap fp8.shadow_cosine", lambda run: run.fp8.shadow_every > 0, "fp8.shadow_every"),
+    Need(
+        "optimizer.betas optimizer.eps",
+        lambda run: run.optimizer.name.lower() in ("adamw", "muon"),
+        "optimizer.name",
+    ),
+    Need("optimizer.weight_decay", lambda run: _decays(run.optimizer), "optimizer.name"),
+    Need("lr.final lr.length", lambda run: run.lr.schedule != "constant", "lr.schedule"),
+    Need("lr.decay", lambda run: run.lr.schedule == "wsd", "lr.schedule"),
+    Need("train.canonical_shards", lambda run: run.train.numerics == "canonical", "train.numerics"),
+    Need("train.eval_batches", lambda run: run.train.eval_every > 0, "train.eval_every"),
+    *(_within(key) for key in ("train.eval_every", "train.sentinel", "fp8.shadow_every", "log.timeline")),
+)
+
+
+def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
+    """Yield a line for each reason by which keys have no effect. written: the dotted keys that the user gave.
+
+    A model of model.factory may read any key of [model].
+    """
+    told = set[str]()
+    for need in NEEDS:
+        idle = [key for key in need.keys.split() if key in written and key not in told and _differs(run, key)]
+        if run.model.factory:
+            idle = [key for key in idle if not key.startswith("model.")]
+        if not idle or need.holds(run):
+            continue
+        told.update(idle)
+        many, deciders = len(idle) > 1, need.deciders.split()
+        said = ", ".join(f"{key} = {toml(run.get(key))}" for key in idle)
+        why = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
+        out = f"leave {'them' if many else 'it'} out, or change {' or '.join(deciders)}"
+        yield f"{said} {'have' if many else 'has'} no effect with {why}: {out}"
+    if "optimizer.groups" in written:
+        yield from _idle_groups(run)
+
+
+def _idle_groups(run: Tables) -> Iterator[str]:
+    """Yield a line for each group, and each factor of one, that changes nothing; names of custom models are unknown."""
+    optimizer, taken = run.optimizer, set[str]()
+    known = len(optimizer.groups) > 1 and not run.model.factory
+    names = [*logical_shapes(sized(run.model, run.data))] if known else []
+    without = "weight_decay = 0, of which it is a factor" if _decays(optimizer) else f"name = {toml(optimizer.name)}"
+    for group in optimizer.groups:
+        here = f'optimizer.groups: pattern "{group.pattern}"'
+        own = {name for name in names if fnmatchcase(name, group.pattern)}
+        if own and own <= taken:
+            yield f"{here} has no effect: earlier patterns match all its parameters, and the first counts; move it up"
+        elif group.weight_decay and not (optimizer.weight_decay and _decays(optimizer)):
+            yield f"{here}: weight_decay = {group.weight_decay} has no effect with optimizer.{without}: leave it out"
+        taken |= own
+
+
+def _differs(run: Tables, key: str) -> bool:
+    """Return True if the key has another value than if it were left out."""
+    table, name = key.split(".")
+    values: BaseModel = getattr(run, table)
+    usual = type(values).model_fields[name].get_default(call_default_factory=True, validated_data=dict(values))
+    return run.get(key) != usual

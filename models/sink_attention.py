@@ -21,12 +21,21 @@ from torch.autograd.function import once_differentiable
 from models import cpu_attention
 
 _ALIGNED = 16  # elements: kernels want the rows of a bias to begin at multiples of it
+_WIDEST = 256  # features of a head that flash attention takes
 _ATEN = torch.ops.aten
 
 
 def fuses(query: Tensor) -> bool:
-    """Return True if `attend` has a kernel for such a query [b, n, s, d]: a GPU's want d in eights, and no float64."""
-    return query.device.type == "cpu" or (query.shape[-1] % 8 == 0 and query.dtype.itemsize <= 4)
+    """Return True if `attend` has a kernel for such a query [b, n, s, d].
+
+    A GPU's want d in eights, and no float64. Flash attention, in half precision, wants a GPU of compute capability 8.
+    """
+    if query.device.type == "cpu":
+        return True
+    width, half = query.shape[-1], query.dtype.itemsize == 2
+    if width % 8 or query.dtype.itemsize > 4 or (half and width > _WIDEST):
+        return False
+    return not half or query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def attend(
@@ -76,7 +85,8 @@ class _Attend(torch.autograd.Function):
         query, key, value, sinks, bias, output, total = ctx.saved_tensors
         along = (grad.to(total.dtype) * output).sum(-1)
         grad_sinks = -((sinks.to(total.dtype)[:, None] - total).exp() * along).sum((0, 2)).to(sinks.dtype)
-        sums = torch.nn.functional.pad(total, (0, ctx.padding)) if ctx.padding else total
+        # The kernel reads its added rows too. Infinity, which it makes there itself, gives them no weight.
+        sums = torch.nn.functional.pad(total, (0, ctx.padding), value=torch.inf) if ctx.padding else total
         grads = _backward(grad, query, key, value, bias, output, sums, ctx.rest, ctx.scale)
         return *grads, grad_sinks, None, None
 

@@ -23,7 +23,7 @@ from megaprec.comm.axis import AXES
 from megaprec.comm.groups import split
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
-from parallel.described_world import slurm_environment
+from parallel.described_world import require_sound, slurm_environment
 from parallel.joining import NEWS, join
 
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
@@ -82,8 +82,8 @@ def world(
     in all groups that `make_mesh` and `megaprec.comm.groups` make too. failed(error): called before the world is left
     after an exception, while it is handled.
 
-    Raises UserError if not all ranks join (`joining.py`), and if this process has joined a world before. After an
-    exception the world is left if that is possible within a few seconds (see `_part`).
+    Raises UserError if not all ranks join (`joining.py`), if this rank has no device of its own, and if this process
+    has joined a world before. After an exception the world is left if that is possible within a few seconds (`_part`).
     """
     _require_type_of_device(device)
     if not is_number(minutes) or minutes <= 0:
@@ -159,8 +159,14 @@ def told_by_first(
 
 
 def _own_device() -> torch.device:
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
+    require_sound(os.environ)
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if not there or (there > 1 and local >= there):
+        raise UserError(
+            f'device = "cuda": local rank {local} has no CUDA device of its own, because torch sees {there}: look at '
+            'CUDA_VISIBLE_DEVICES and the driver, start fewer ranks on this machine, or use "cpu"'
+        )
+    device = torch.device("cuda", local if there > 1 else 0)
     torch.cuda.set_device(device)
     # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning does not apply.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -18,9 +18,9 @@ tensors without dims in sums and products, and CPU indices, and waits for each.
 What waits. The host of a GPU runs ahead of it until it asks for a value or a size, or copies without `non_blocking`
 between the two. `waits` lists each operator that makes it wait: CUDA's `bincount` twice, for the least and the largest.
 
-Ranks (`join`) talk as over NCCL, and no milder: groups take tensors of the device only, tags mean nothing, so messages
-of two ranks match by order, results are there when they have been waited for and not before, and until then nobody may
-write to what is under way. (gloo carries it all.)
+Ranks (`join`) talk as over NCCL, and no milder: groups take tensors of the device only, contiguous and of a dtype that
+NCCL has, tags mean nothing, so messages of two ranks match by order, results are there when they have been waited for
+and not before, and until then nobody may write to what is under way. (gloo carries it all.)
 
 torch must know a device before its first backward pass and cannot forget it: this is for ranks of tests/ranks.py.
 """
@@ -43,6 +43,8 @@ NAME = "pretend"
 _CPU = torch.device("cpu")
 _NO_ADDRESS = 1 << 62  # set in an address, it is none
 waits: list[str] = []  # operators for which a host waits for its device, in the order of their calls
+_SENT = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""What NCCL sends. It knows FP8 only for copies and from Hopper on, and int16 not at all."""
 _ASKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _ANY = torch._C.DispatchKey.CPU  # of kernels that only change sizes and strides, on whatever device
 
@@ -74,7 +76,7 @@ def join(mesh: DeviceMesh) -> DeviceMesh:
     dist.Backend.register_backend(NAME, _Group.make, devices=[NAME])
     store = dist.PrefixStore(NAME, store)
     dist.init_process_group(NAME, store=store, rank=rank, world_size=size, device_id=torch.device(NAME, 0))
-    return make_mesh(*mesh.shape, device=NAME)
+    return make_mesh(**dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)), device=NAME)
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -273,4 +275,6 @@ class _Group(dist.ProcessGroup):
 def _copy(tensor: Tensor) -> Tensor:
     if not _on_device(tensor):
         raise RuntimeError(f"this group has no backend for tensors on {tensor.device}")
+    if tensor.dtype not in _SENT or not tensor.is_contiguous():
+        raise RuntimeError(f"this group sends no {tensor.dtype} with the strides {tensor.stride()}")
     return on_host(tensor).clone()

@@ -5,8 +5,13 @@ some sixty times slower than its FP32 product, and so is its BF16 product on a C
 There the factors are cast to FP32, multiplied, and the result is rounded. A tensor core does the same, with overflow to
 inf at the same magnitude. A CPU has no TF32 either, so there FP32 factors are first rounded to TF32, which shows the
 numbers that a GPU would compute.
+
+A GPU may cut a long sum into parts. torch lets cuBLAS add these in 16 bits, so that a product is rounded several times;
+`fp32_sums` forbids that.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +22,7 @@ from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
 
 _WIDENED = 1 << 16  # elements that a CPU casts to a wider dtype at a time
+_NARROW_SUMS = ("bf16_reduced_precision_reduction", "fp16_reduced_precision_reduction", "fp16_accumulation")
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,20 @@ def sum_with_product(base: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
     if slow_half(a):
         return torch.addmm(base.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
     return torch.addmm(base, a, b, beta=beta, alpha=alpha)
+
+
+@contextmanager
+def fp32_sums() -> Iterator[None]:
+    """Context manager in which a GPU sums 16-bit products in FP32 throughout. Puts torch's switches back at the end."""
+    switches = torch.backends.cuda.matmul
+    on = [name for name in (f"allow_{kind}" for kind in _NARROW_SUMS) if getattr(switches, name)]
+    for name in on:
+        setattr(switches, name, False)
+    try:
+        yield
+    finally:
+        for name in on:
+            setattr(switches, name, True)
 
 
 def slow_half(tensor: Tensor) -> bool:

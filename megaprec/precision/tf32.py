@@ -1,12 +1,13 @@
 """TF32: products of FP32 factors of which only ten bits of mantissa are used.
 
-TF32 is not a dtype. On a device that supports it, two torch switches turn it on for the whole process; `tf32` sets them
+TF32 is not a dtype. On a device that supports it, torch's switches turn it on for the whole process; `tf32` sets them
 for the duration of a `with` block. On other devices the same numbers result from rounding the factors of a product
 with `round_tf32` first: a tensor core multiplies the rounded factors exactly and accumulates in FP32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,33 @@ _DROPPED = 13  # bits of FP32's mantissa that TF32 lacks
 def tf32(on: bool) -> Iterator[None]:
     """Context manager in which FP32 matrix products and convolutions may use TF32 (`on`), or must not.
 
-    Sets torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32, and restores them at the end.
+    torch has each switch twice: `allow_tf32`, and since 2.9 `fp32_precision`. Both are set, and put back at the end.
+    On a CPU, FP32 products are in FP32 inside, whatever `torch.set_float32_matmul_precision` has allowed.
     """
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+    torch_wide: Any = torch.backends
+    cuda, cudnn, host = torch_wide.cuda.matmul, torch_wide.cudnn, torch_wide.mkldnn.matmul
+    whole = _known(torch.get_float32_matmul_precision)
+    older = _known(lambda: cuda.allow_tf32), _known(lambda: cudnn.allow_tf32)
+    newer = [(switch, switch.fp32_precision) for switch in (cuda, cudnn.conv, cudnn.rnn, host)]
+    cuda.allow_tf32 = cudnn.allow_tf32 = on
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if on else "ieee"
+    host.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        cuda.allow_tf32, cudnn.allow_tf32 = older[0] is True, older[1] is not False
+        if whole == "medium":  # which the older switch does not know
+            torch.set_float32_matmul_precision(whole)
+        for switch, precision in newer:
+            switch.fp32_precision = precision
+
+
+def _known(read: Callable[[], Any]) -> Any:
+    """Return what an older switch says; None if torch refuses, because newer ones were set otherwise."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def round_tf32(values: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ FAMILIES = {
     "mixtral": {**MODEL, "family": "mixtral", "experts": 4},
 }
 FOUR = {**LLAMA, "layers": 4}
+WHOLE_WEIGHTS = {**LLAMA, "attention_dropout": 0.0}
 WHOLE = {"hidden": 32, "ffn": 64, "vocab": 64, "layers": 1}
 LOWERED = LossScaling("dynamic", 2.0**10, hysteresis=1)
 
@@ -160,6 +161,14 @@ TOGETHER = {
             fp8("current", parameters=True),
         ],
     ),
+    "cp": (
+        {"cp": 2},
+        [run("fp64", WHOLE_WEIGHTS, ring=False, borders=2, reset=True), run("fp32", WHOLE_WEIGHTS), run("fp64", FOUR)],
+    ),
+    "experts": (
+        {"dp": 2},
+        [run("fp64", FAMILIES["mixtral"], expert=2), run("bf16", FAMILIES["mixtral"], expert=2, zero_size=1)],
+    ),
     "tp and pp": (
         {"tp": 2, "pp": 2},
         [run("fp64", {**FOUR, "tied": True}, sequence=True), run(plant=(3, 1, math.nan))],
@@ -218,6 +227,16 @@ def test_tensors_of_the_device_share_memory_as_any_do(mesh: DeviceMesh) -> None:
     assert parameter.tolist() == [[0, 5], [3, 3]]
     assert parameter.grad is not None and parameter.grad.device == parameter.device
     assert parameter.grad.tolist() == [[0, 2], [1, 3]]
+
+
+@on_ranks(dp=2)
+def test_ranks_send_what_nccl_sends(mesh: DeviceMesh) -> None:
+    pretend.install()
+    axis = Axis.of(pretend.join(mesh), "dp")
+    for refused in (torch.zeros(2, 3).t(), torch.zeros(4, dtype=torch.int16), torch.zeros(4, dtype=torch.float8_e5m2)):
+        with pytest.raises(RuntimeError, match="this group sends no"):
+            axis.sum_(refused.to(pretend.NAME))
+    assert axis.sum_(torch.ones(2, device=pretend.NAME)).tolist() == [2, 2]
 
 
 def read(mesh: DeviceMesh) -> None:

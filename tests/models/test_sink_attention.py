@@ -1,6 +1,7 @@
 """A sink is one more logit in the softmax of a head: the same numbers and gradients as a key that has no value."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -103,8 +104,35 @@ def test_a_gpu_s_kernels_give_the_shapes_that_the_gradient_needs(dtype: torch.dt
     assert [grad.shape for grad in grads] == [x.shape for x in (*leaves, sinks)]
 
 
+def test_rows_that_a_kernel_adds_to_the_sums_are_given_back_as_it_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's efficient attention makes multiples of 32 rows, and its backward pass reads all: infinity, no weight."""
+    (query, key, value, sinks), wanted = tensors()
+    forward, given = sink_attention._forward, list[Tensor]()
+
+    def padded(*args: Any) -> tuple[Any, ...]:
+        plain, sums, *rest = forward(*args)
+        return plain, F.pad(sums, (0, 32 - S), value=torch.inf), *rest
+
+    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        given.append(others[2])
+        return query, key, value
+
+    monkeypatch.setattr(sink_attention, "_forward", padded)
+    monkeypatch.setattr(sink_attention, "_backward", backward)
+    sink_attention.attend(query, key, value, sinks).backward(wanted)
+    assert given[0].shape[-1] == 32 and given[0][..., :S].isfinite().all()
+    assert (given[0][..., S:] == torch.inf).all()
+
+
 def test_a_gpu_without_a_kernel_for_heads_of_such_a_width_or_dtype_takes_the_unfused_way() -> None:
-    cases = {(8, torch.bfloat16): True, (6, torch.bfloat16): False, (8, torch.float64): False}
+    cases = {
+        (8, torch.bfloat16): True,
+        (6, torch.bfloat16): False,
+        (8, torch.float64): False,
+        (256, torch.float16): True,
+        (264, torch.float16): False,
+        (264, torch.float32): True,
+    }
     for (width, dtype), fused in cases.items():
         assert sink_attention.fuses(torch.empty(B, N, S, width, dtype=dtype, device="meta")) == fused
         assert sink_attention.fuses(torch.empty(B, N, S, width, dtype=dtype))

@@ -53,6 +53,21 @@ def test_a_world_is_needed_and_joined_for_a_device_that_is_known() -> None:
         pass
 
 
+@pytest.mark.parametrize(("local", "devices"), [("0", 0), ("3", 2)])
+def test_a_world_of_gpus_needs_one_for_each_local_rank(
+    local: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    with pytest.raises(UserError, match=f"^device = .cuda.: local rank {local} .* sees {devices}: "), world("cuda"):
+        pass
+    described = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "x"}
+    for name, value in described.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="LOCAL_RANK"), world("cuda"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("plan", "bf16"), ("plan", None), ("tp", "tp"), ("tp", 2), ("sequence", "no"), ("seed", "x"), ("blank", 1)]

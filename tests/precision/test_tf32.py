@@ -1,5 +1,9 @@
 """TF32: ten bits of mantissa, halfway cases away from zero, special values as they are, and switches put back."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +109,59 @@ def test_the_switches_hold_in_the_block_and_are_put_back_even_after_an_error(bef
         assert switches() == (before, before)
     assert inside == [(on, on)]
     assert switches() == untouched
+
+
+def all_switches() -> list[object]:
+    torch_wide: Any = torch.backends
+    cuda, cudnn, host = torch_wide.cuda.matmul, torch_wide.cudnn, torch_wide.mkldnn.matmul
+    return [
+        *(switch.fp32_precision for switch in (cuda, cudnn.conv, cudnn.rnn, host)),
+        *(said(read) for read in (lambda: cuda.allow_tf32, lambda: cudnn.allow_tf32)),
+        said(torch.get_float32_matmul_precision),
+    ]
+
+
+def said(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RuntimeError:  # torch refuses to say what its older switch is after a newer one was set
+        return "mixed"
+
+
+SET_BY_USERS: dict[str, Callable[[], object]] = {
+    "matmul": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "convolution": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),  # type: ignore[attr-defined]
+    "all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+}
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Puts back what a test sets: the newer switches, after the older ones are at torch's defaults."""
+    torch_wide: Any = torch.backends
+    cuda, cudnn, host = torch_wide.cuda.matmul, torch_wide.cudnn, torch_wide.mkldnn.matmul
+    try:
+        yield
+    finally:
+        torch_wide.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = True
+        cuda.fp32_precision = host.fp32_precision = "none"
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("name", SET_BY_USERS)
+def test_switches_that_users_set_in_any_of_torchs_ways_are_overruled_and_put_back(name: str, on: bool) -> None:
+    with as_before():
+        SET_BY_USERS[name]()
+        before = all_switches()
+        with tf32(on):
+            now = "tf32" if on else "ieee"
+            assert all_switches() == [now, now, now, "ieee", on, on, "high" if on else "highest"]
+        assert all_switches() == before
 
 
 def test_what_is_not_a_number_in_tf32_is_nan() -> None:

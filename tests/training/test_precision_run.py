@@ -266,18 +266,21 @@ def test_every_mode_takes_steps_on_two_tensor_ranks(tmp_path: Path) -> None:
         assert loss[-1] < loss[0], name
 
 
-def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[set[tuple[bool, bool]], bool]:
-    """The two switches at every step, and whether they are afterwards what they were before."""
+def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[set[tuple[bool, ...]], bool]:
+    """The switches at every step, and whether they are afterwards what they were before."""
     config = load_run(file, keys)
-    trainer, seen, before = Trainer(config, open_corpus(config), mesh), set(), tf32_switches()
+    trainer, seen, before = Trainer(config, open_corpus(config), mesh), set(), gpu_switches()
     step = trainer.step
-    trainer.step = lambda: (seen.add(tf32_switches()), step())[1]  # type: ignore[method-assign]
+    trainer.step = lambda: (seen.add(gpu_switches()), step())[1]  # type: ignore[method-assign]
     trainer.run()
-    return seen, tf32_switches() == before
+    return seen, gpu_switches() == before
 
 
-def tf32_switches() -> tuple[bool, bool]:
-    return bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
+def gpu_switches() -> tuple[bool, ...]:
+    """Whether TF32 is on, for products and for cuDNN, and whether sums of 16-bit products may be rounded to 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    narrow = matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction
+    return bool(matmul.allow_tf32), torch.backends.cudnn.allow_tf32, bool(narrow)
 
 
 @pytest.mark.parametrize(("dtype", "on"), [("torch.tf32", True), ("torch.float32", False)])
@@ -285,5 +288,5 @@ def test_tf32_is_on_for_the_time_of_a_run_that_asks_for_it(dtype: str, on: bool,
     keys = [f"precision.internevo.dtype={dtype}", "train.steps=2"]
     file = write_run(tmp_path)
     for seen, restored in run_ranks(_switches_of_a_run, {"pp": 1, "dp": 1, "tp": 1}, file=file, keys=keys):
-        assert seen == {(on, on)}
+        assert seen == {(on, on, False)}
         assert restored

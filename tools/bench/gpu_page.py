@@ -41,6 +41,8 @@ Each law is a test for both devices. On the CPU it compares the run with itself 
 | an overflow is skipped, and its tensor is named as on a CPU | `tests/gpu/test_training.py` |
 | a checkpoint of a GPU goes on on a CPU, and the other way round; a text is made of it | `tests/gpu/test_training.py` |
 | attention within windows and documents, which has no mask there, is that of the mask | `tests/gpu/test_windows.py` |
+| attention with sinks and its gradients are those of the formula | `tests/gpu/test_sinks.py` |
+| grouped products and products added to FP32 totals are right, long sums too | `tests/gpu/test_products.py` |
 | kernels are right, and there from the generation on that has them | `tests/gpu/test_kernels.py` |
 | every kind of FP8 is computed by a kernel, or emulated for a reason that is said | `tests/gpu/test_kernels.py` |
 | two GPUs train over NCCL in float64 what one process trains; their links are in order | `tests/gpu/test_several.py` |

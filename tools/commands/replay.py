@@ -18,6 +18,7 @@ from megaprec.checkpoint.atomic import checkpoints
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.replay import trace_modules
 from parallel.mesh import make_mesh, world
@@ -66,7 +67,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     host = config.train.device == "cpu" or config.optimizer.native  # as the run itself was
     device = "cuda" if torch.cuda.is_available() and not host else "cpu"
     torch.set_num_threads(config.train.threads or share_of_cores(1))
-    with world(device), tf32(config.plan.tf32):
+    with world(device), tf32(config.plan.tf32), fp32_sums():
         trainer = Trainer(config, corpus, make_mesh(device=device), start)
         _catch_up(trainer, event["step"], "the initial weights" if start is None else start.name)
         microbatch, trace = _watched(trainer, event)

@@ -28,6 +28,7 @@ from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NonFiniteStep, StepReport, report_fields
+from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.plan import PrecisionPlan
 from megaprec.precision.tf32 import tf32
 from models.engine import Engine, OutsideVocabulary, Share
@@ -168,7 +169,7 @@ class Trainer:
             if self.progress.step < self.config.train.steps:  # else run.toml would differ from the steps taken
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
-            with tf32(self.config.plan.tf32), self._journal() as journal:
+            with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
                 self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
                 with self.position.during(Phase.SAVE):
                     self._saves.finish()

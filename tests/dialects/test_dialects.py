@@ -354,6 +354,11 @@ def test_every_field_has_an_origin(system: str) -> None:
             {"precision": "bf16", "fp8": "e5m2", "fp8_margin": 1.5, "fp8_hist": 2},
             [".*fp8 = .*", ".*fp8_margin = 1.5.*", ".*fp8_hist = 2: no such key.*"],
         ),
+        (
+            "colossalai",
+            {"plugin": {"kind": "HybridParallelPlugin", "zero_stage": 2, "pp_size": 2, "precision": "bf16"}},
+            [r"precision\.colossalai\.plugin\.zero_stage = 2: .* with pipeline parallelism.*: use 1 .*"],
+        ),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, dict) else "",
 )

@@ -197,7 +197,8 @@ def _refuse_stub(reading: Reading, asked: Config) -> None:
 def _plugged(reading: Reading, asked: Config) -> Resolved:
     """Return a plugin's plan. The Booster's `mixed_precision` is used only if the plugin does not decide precision."""
     plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
-    clipping = reading.idle(asked, ("clip_grad_norm",), "beside a plugin; max_norm is its key")
+    key = "max_norm is its key" if isinstance(plugin, Plugin) else "which here clips nothing"
+    clipping = reading.idle(asked, ("clip_grad_norm",), f"beside a plugin; {key}")
     if asked.fp16 is not None and isinstance(plugin, Plugin):
         reading.refuse("fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant")
     if isinstance(plugin, Plugin):
@@ -205,13 +206,14 @@ def _plugged(reading: Reading, asked: Config) -> Resolved:
         note = "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
         return replace(resolved, notes=(*resolved.notes, *([note] if asked.mixed_precision else []), *clipping))
     _refuse_stub(reading, asked)
+    unclipped = {"optimizer.clip": reading.always(0.0)}
     notes = (*((FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()), *clipping)
     if asked.fp16 is None and asked.mixed_precision is None:
         reading.done()
         plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision"))
-        return reading.resolved(plain, {}, notes)
+        return reading.resolved(plain, unclipped, notes)
     resolved = _torch(reading, asked.fp16 or {"mode": "TORCH"})
-    return replace(resolved, notes=(*resolved.notes, *notes))
+    return replace(resolved, settings={**resolved.settings, **unclipped}, notes=(*resolved.notes, *notes))
 
 
 def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:

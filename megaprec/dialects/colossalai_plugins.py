@@ -174,6 +174,9 @@ def _contradictions(reading: Reading, asked: Plugin) -> None:
     sharded = getattr(asked, "zero_stage", 0)
     if asked.precision == "fp32" and (sharded or isinstance(asked, GeminiPlugin)):
         reading.refuse(f"{TABLE}.precision", "fp32", 'this plugin or ZeRO stage needs "fp16" or "bf16"')
+    if sharded == 2 and (getattr(asked, "pp_size", None) or 1) > 1:
+        why = "Colossal-AI has stages 0 and 1 alone with pipeline parallelism, pp_size above 1: use 1"
+        reading.refuse(f"{TABLE}.zero_stage", 2, why)
 
 
 def express_plugin(values: Mapping[str, Any], half: str, sharded: bool) -> dict[str, Any]:

@@ -56,12 +56,28 @@ def module_has_fp32_attr(module: nn.Module) -> bool:
 
 
 def marked_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of the outermost marked modules; a mark includes all submodules."""
-    if module_has_fp32_attr(model):
-        yield path or "the model", model
+    """Yield (path, module) of the outermost marked modules; a mark includes all submodules.
+
+    Of a marked container that is never called, such as a ModuleList, these are the modules in it.
+    """
+    yield from _marked_in(model, path, False)
+
+
+def _marked_in(module: nn.Module, path: str, within: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost marked modules in `module`. within: it is in a marked container."""
+    marked = within or module_has_fp32_attr(module)
+    if marked and not _is_container(module):
+        yield path or "the model", module
         return
-    for name, child in model.named_children():
-        yield from marked_parts(child, f"{path}.{name}" if path else name)
+    for name, child in module.named_children():
+        yield from _marked_in(child, f"{path}.{name}" if path else name, marked)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Return True for a module without a forward pass, whose hooks would never run: it only holds other modules."""
+    empty = next(module.parameters(recurse=False), next(module.buffers(recurse=False), None)) is None
+    called = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+    return empty and not called and any(True for _ in module.children())
 
 
 def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -69,6 +69,7 @@ class NaiveAMPModel(nn.Module):
         self._first_eval = False
         _cast_tensors(model, self.dtype, self.dtype)
         _cast_borders(model, self.dtype)
+        note_cast(self)
 
     @property
     def sync_buffer(self) -> bool:
@@ -97,8 +98,8 @@ class PlannedModel(nn.Module):
     """A wrapper that casts the parameters, buffers, inputs and outputs of `model` to the dtypes of a plan.
 
     A module stays in FP32 if a pattern of `plan.keep_fp32` matches the path of one of its parameters. Casts `model` in
-    place. Raises UserError for a pattern that matches no parameter, and for a plan whose parameters are wider than its
-    compute dtype: use torch.autocast for that.
+    place. Raises UserError for a pattern that matches no parameter, for a plan whose parameters are wider than its
+    compute dtype (use torch.autocast for that), and for a plan with FP8 if no layer of `model` could compute in it.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
@@ -108,6 +109,11 @@ class PlannedModel(nn.Module):
             raise UserError(f"plan = {plan!r:.60}: must be a PrecisionPlan, like megaprec.plan('bf16')")
         if plan.parameters != plan.compute:
             raise UserError("parameters wider than compute: run the model under torch.autocast instead")
+        if plan.fp8 is not None and not _has_parallel_layers(model):
+            raise UserError(
+                f"fp8 = {plan.fp8.kind}: no layer of this {type(model).__name__} computes in FP8, and PlannedModel "
+                "only casts: make its layers parallel ones with parallel.parallelize, or leave fp8 out of the plan"
+            )
         names = [name for name, _ in model.named_parameters()]
         if unused := list(unmatched("keep_fp32", plan.keep_fp32, matched(plan.keep_fp32, names), names)):
             raise UserError(*unused)
@@ -119,6 +125,7 @@ class PlannedModel(nn.Module):
             for module in model.modules():
                 if module is not model and any(True for _ in module.parameters(recurse=False)):
                     module.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
+        note_cast(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.plan.cast_inputs in ("root", "all"):
@@ -161,6 +168,11 @@ def _use_dtype(dtype: object) -> torch.dtype:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     assert isinstance(known, torch.dtype)
     return known
+
+
+def _has_parallel_layers(model: nn.Module) -> bool:
+    """Return True if a module holds a `GemmProvider`, by which the parallel layers compute their products."""
+    return any(hasattr(value, "weight_gradient") for module in model.modules() for value in vars(module).values())
 
 
 def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaprec.dialects import colossalai, nemo, smp
+from megaprec.dialects import colossalai, colossalai_plugins, nemo, smp
 from megaprec.dialects.reading import Resolved
 from megaprec.dialects.translate import DIALECTS
 from megaprec.errors import UserError
@@ -112,6 +112,14 @@ def test_internevo_defaults_are_those_of_its_dynamic_scaler() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "half", "bfloat16"])
 def test_internevo_scales_the_loss_of_both_half_precisions(dtype: str) -> None:
     assert resolve("internevo", {"dtype": f"torch.{dtype}"}).plan.scaling.kind == "dynamic"
+
+
+@pytest.mark.parametrize("kind", colossalai_plugins.PLUGINS)
+def test_colossalai_with_a_plugin_clips_nothing_unless_it_is_told_to(kind: str) -> None:
+    for precision in ("fp16", None):
+        resolved = colossalai.resolve({"plugin": {"kind": kind}, "mixed_precision": precision, "clip_grad_norm": 1.0})
+        assert resolved.settings["optimizer.clip"].value == 0
+        assert any("clip_grad_norm" in note for note in resolved.notes)
 
 
 def test_nemo_defaults_of_the_plugin() -> None:
@@ -345,6 +353,11 @@ def test_every_field_has_an_origin(system: str) -> None:
             "nemo",
             {"precision": "bf16", "fp8": "e5m2", "fp8_margin": 1.5, "fp8_hist": 2},
             [".*fp8 = .*", ".*fp8_margin = 1.5.*", ".*fp8_hist = 2: no such key.*"],
+        ),
+        (
+            "colossalai",
+            {"plugin": {"kind": "HybridParallelPlugin", "zero_stage": 2, "pp_size": 2, "precision": "bf16"}},
+            [r"precision\.colossalai\.plugin\.zero_stage = 2: .* with pipeline parallelism.*: use 1 .*"],
         ),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, dict) else "",

@@ -351,10 +351,11 @@ TABLE: tuple[Expected, ...] = (
         quiet=True,
     ),
     # booster/mixed_precision/fp16_torch.py: torch's autocast and scaler; clipping is left to the script.
-    Expected("colossalai_ddp_fp16.py", autocast(FP16, scaling=TORCH_SCALE), quiet=True),
+    Expected("colossalai_ddp_fp16.py", autocast(FP16, scaling=TORCH_SCALE), {"optimizer.clip": 0.0}, quiet=True),
     Expected(
         "colossalai_fp16_object.py",
         autocast(FP16, scaling=dynamic(2.0**10, NO_FLOOR, 250, 1, None)),
+        {"optimizer.clip": 0.0},
         quiet=True,
     ),
     # booster/booster.py: a plugin that controls precision wins over mixed_precision, which is warned of.

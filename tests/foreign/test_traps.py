@@ -119,6 +119,87 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         "    return dtype\ndtype = make()" + USE,
         OPEN,
     ),
+    "a dict into which a file is loaded": (
+        "cfg = {'dtype': torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ndtype = cfg['dtype']" + USE,
+        OPEN,
+    ),
+    "a key that is set after the file is loaded": (
+        "cfg = {'dtype': torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ncfg['dtype'] = torch.float16\n"
+        "dtype = cfg.get('dtype')" + USE,
+        {"compute": FP16},
+    ),
+    "a dict written before one that is not known": (
+        "cfg = {'dtype': torch.bfloat16, **load()}\ndtype = cfg['dtype']" + USE,
+        OPEN,
+    ),
+    "a dict written after one that is not known": (
+        "cfg = {**load(), 'dtype': torch.bfloat16}\ndtype = cfg['dtype']" + USE,
+        {"compute": BF16},
+    ),
+    "keywords beside those that are not known": (
+        "def make(dtype=torch.float16, **more):\n    return dtype\ndtype = make(dtype=torch.bfloat16, **load())" + USE,
+        {"compute": BF16},
+    ),
+    "keys that are not known in a loop": (
+        "cfg = {'dtype': torch.bfloat16}\nfor k, v in load().items():\n    cfg[k] = v\ndtype = cfg['dtype']" + USE,
+        OPEN,
+    ),
+    "settings by setattr in a loop": (
+        "cfg = SimpleNamespace(dtype=torch.bfloat16)\nfor k, v in load().items():\n    setattr(cfg, k, v)\n"
+        "dtype = cfg.dtype" + USE,
+        OPEN,
+    ),
+    "settings of a class by setattr in a loop": (
+        "class C:\n    dtype = torch.bfloat16\nfor k, v in load().items():\n    setattr(C, k, v)\ndtype = C.dtype"
+        + USE,
+        OPEN,
+    ),
+    "settings of an object by setattr in a loop": (
+        "class C:\n    dtype = torch.bfloat16\nc = C()\nfor k, v in load().items():\n    setattr(c, k, v)\n"
+        "dtype = c.dtype" + USE,
+        OPEN,
+    ),
+    "a field through vars": (
+        "args = parse()\nargs.dtype = torch.bfloat16\nvars(args)['dtype'] = torch.float16\ndtype = args.dtype" + USE,
+        {"compute": FP16},
+    ),
+    "fields that are loaded behind an object": (
+        "args = parse()\nargs.dtype = torch.bfloat16\nargs.__dict__.update(load())\ndtype = args.dtype" + USE,
+        OPEN,
+    ),
+    "fields that are only looked at": (
+        "args = parse()\nargs.dtype = torch.bfloat16\nprint(vars(args), args.__dict__)\ndtype = args.dtype" + USE,
+        {"compute": BF16},
+    ),
+    "a dict that is emptied": (
+        "kw = dict(param_dtype=torch.float16)\nkw.clear()\nkw['param_dtype'] = torch.bfloat16\nMixedPrecision(**kw)",
+        {"compute": BF16, "reduce": BF16},
+    ),
+    "an item of a dict by its method": (
+        "kw = dict(param_dtype=torch.float16)\nkw.__setitem__('param_dtype', torch.bfloat16)\nMixedPrecision(**kw)",
+        {"compute": BF16},
+    ),
+    "a dict's update by its class": (
+        "kw = dict(param_dtype=torch.float16)\ndict.update(kw, param_dtype=torch.bfloat16)\nMixedPrecision(**kw)",
+        {"compute": BF16},
+    ),
+    "a dict that a package's method changes": (
+        "cfg = EasyDict(dtype=torch.bfloat16)\ncfg.merge_from_list(opts)\ndtype = cfg.dtype" + USE,
+        OPEN,
+    ),
+    "an update that is handed on": (
+        "cfg = dict(dtype=torch.bfloat16)\nlist(map(cfg.update, [{'dtype': torch.float16}]))\ndtype = cfg['dtype']"
+        + USE,
+        OPEN,
+    ),
+    "an item that is deleted from a list": (
+        "order = [torch.bfloat16, torch.float16]\ndel order[0]\ndtype = order[0]" + USE,
+        OPEN,
+    ),
+    "an attribute that is deleted": (
+        "class C:\n    dtype = torch.float16\nc = C()\nc.dtype = torch.bfloat16\ndel c.dtype\ndtype = c.dtype" + USE,
+        OPEN,
+    ),
     "a dict that holds itself": ("model = dict(dtype='torch.bfloat16')\nmodel['x'] = model", OPEN),
 }
 

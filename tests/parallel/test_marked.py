@@ -139,6 +139,13 @@ def compare(mesh: DeviceMesh | None, residual: str = "bf16") -> list[tuple[str, 
     return wrong
 
 
+def test_a_marked_dict_of_layers_trains_what_its_marked_layers_train() -> None:
+    """Nobody calls the dict, so that its layers have to cast what they are given."""
+    each = [f"layers.{n}" for n in range(MODEL["layers"])]
+    losses = [train(engine_of(None, MODEL, plan("bf16"), Marks(*marks)), None, MODEL) for marks in (["layers"], each)]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("residual", ["bf16", "fp32"])
 def test_a_marked_part_computes_what_it_computes_in_an_fp32_model(residual: str) -> None:
     assert compare(None, residual) == []

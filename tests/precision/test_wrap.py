@@ -388,3 +388,5 @@ def test_a_mark_that_comes_too_late_is_refused(wrap: Callable[[nn.Module], nn.Mo
     set_fp32_attr_to_module(model.first)  # as it is already
     with pytest.raises(UserError, match=r"Linear is part of a model that is already wrapped.*: mark it before"):
         set_fp32_attr_to_module(model.second)
+    with pytest.raises(UserError, match="is part of a model that is already wrapped"):
+        set_fp32_attr_to_module(wrap(Seen()))

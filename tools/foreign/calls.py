@@ -19,6 +19,8 @@ TABLES = ("dict", "OrderedDict", "collections.OrderedDict", "SimpleNamespace", "
 TABLES += ("argparse.Namespace", "EasyDict", "easydict.EasyDict", "addict.Dict", "AttrDict", "Box")
 ROWS = ("list", "tuple", "set")
 SETTERS = ("setattr", "object.__setattr__")
+CHANGING = ("update", "merge", "set", "load", "override", "pop", "del", "add", "clear", "__ior__")
+"""Beginnings of the names of methods that change a dict, also those of configuration packages: merge_from_list."""
 REARRANGING = ("clear", "insert", "pop", "remove", "reverse", "sort")
 UNREAD_OPERAND = "is not in the file"
 
@@ -37,6 +39,13 @@ class Calls(Expressions):
         self.seen[id(node)] = made
         return made
 
+    def _attribute(self, node: ast.Attribute) -> Any:
+        """Return the value of an attribute; a dict whose changing method is handed on may change unseen."""
+        base = self.value(node.value)
+        if isinstance(base, Table) and node.attr not in base.entries and changes(node.attr):
+            self.open_up(base, self.unknown(node, "may change any key"))
+        return self.attribute(base, node.attr, node)
+
     def _arguments(self, node: ast.Call) -> tuple[tuple[Entry, ...], Table]:
         positional: list[Entry] = []
         for item in node.args:
@@ -50,7 +59,9 @@ class Calls(Expressions):
         for word in node.keywords:
             value = self.value(word.value)
             if word.arg is None:
+                given = dict(arguments.entries)  # certain, for Python refuses an argument that is given twice
                 self.merge_into(arguments, value)
+                arguments.entries |= given
             else:
                 self.seen[id(word)] = value
                 arguments.entries[word.arg] = Entry(value, word.lineno, id(word))
@@ -114,7 +125,11 @@ class Calls(Expressions):
         if function.name in SETTERS and len(positional) == 3:
             return self._set_attribute(first, positional[1].value, Entry(positional[2].value, node.lineno, id(node)))
         if function.name == "vars" and isinstance(first, Thing):
-            first.arguments.open.append(self.unknown(node, "may change any field"))
+            return Entry(self.fields_of(first, node))
+        if function.name.startswith("dict.") and isinstance(first, Table):
+            return self._table_method(first, function.last, node, positional[1:], arguments)
+        if function.name in ("operator.setitem", "operator.delitem") and isinstance(first, Table):
+            return self._table_method(first, f"__{function.last}__", node, positional[1:], arguments)
         if function.name in ("os.putenv", "putenv") and len(positional) == 2:
             self.set_environment(first, Entry(positional[1].value, node.lineno, id(node)))
             return Entry(None)
@@ -245,8 +260,17 @@ class Calls(Expressions):
             pairs = [Row({"items": (key, entry.value)}) for key, entry in table.entries.items()]
             parts = {"items": pairs, "keys": list(table.entries), "values": [e.value for e in table.entries.values()]}
             return Entry(Row({"items": tuple(parts[name])}))
-        if name in ("get", "pop", "setdefault") and values and isinstance(values[0], str):
-            return self._looked_up(table, name, node, values)
+        if name in ("get", "pop", "setdefault", "__delitem__") and values and isinstance(values[0], str):
+            return self._looked_up(table, name.replace("__delitem__", "pop"), node, values)
+        if name == "__setitem__" and len(values) == 2 and isinstance(values[0], str):
+            self.write(table.entries, values[0], Entry(values[1], node.lineno, id(node)))
+            return Entry(None)
+        if name == "clear":
+            for key in list(table.entries):
+                self.erase(table.entries, key)
+            return Entry(None)
+        if changes(name):
+            self.open_up(table, self.unknown(node, "may change any key"))
         return None
 
     def _looked_up(self, table: Table, name: str, node: ast.Call, values: list[Any]) -> Entry:
@@ -258,13 +282,24 @@ class Calls(Expressions):
             self.write(table.entries, key, Entry(default, node.lineno, id(node)))
         if name == "pop":
             self.erase(table.entries, key)
-        return Entry(default) if entry is None else entry
+        return Entry(default if entry is None else self.held(entry, node))
 
     def _set_attribute(self, base: Any, name: Any, entry: Entry) -> Entry:
         if isinstance(name, str):
             self.assign_attribute(base, name, entry)
+            return Entry(None)
+        by = Thing("setattr(...)", entry.line, "sets a field that is not known")
+        if isinstance(base, Table):
+            self.open_up(base, by)
         elif isinstance(base, Thing):
-            base.arguments.open.append(Thing("setattr(...)", entry.line, "sets a field that is not known"))
+            base.arguments.open.append(by)
+            self.doubt(base.arguments.entries, by)
+            self.doubt(base.attributes, by)
+        elif isinstance(base, Class):
+            for field, value in list(base.scope.names.items()):
+                if not isinstance(value, Function):
+                    unknown = Thing(f"{base.name}.{field}", entry.line, f"may be set by `{by.text}`")
+                    self.write(base.scope.names, field, unknown)
         return Entry(None)
 
     def assign_attribute(self, base: Any, name: str, entry: Entry) -> None:
@@ -279,6 +314,25 @@ class Calls(Expressions):
             self.write(self.outside.entries, f"{base.name}.{name}", entry)
         elif isinstance(base, Class):
             self.write(base.scope.names, name, entry.value)
+
+    def delete(self, target: ast.expr) -> None:
+        """Follow `del target`, of an item or an attribute."""
+        if isinstance(target, ast.Attribute) and isinstance(owner := self.value(target.value), Thing):
+            self.write(owner.attributes, target.attr, Entry(self.unknown(target, "is deleted"), target.lineno))
+        if not isinstance(target, ast.Subscript):
+            return
+        base, key = self.value(target.value), self.value(target.slice)
+        if isinstance(base, Table):
+            self.erase(base.entries, key)
+        elif isinstance(base, Row):
+            self.write(base.slots, "items", (self.unknown(target, "is deleted from a list"),))
+        elif isinstance(base, External) and base.name in ENVIRONMENT:
+            self.erase(self.outside.entries, f"env {key}")
+
+
+def changes(method: str) -> bool:
+    """Return True if a method of this name may change its dict."""
+    return method.startswith(CHANGING)
 
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}

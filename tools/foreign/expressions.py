@@ -9,9 +9,10 @@ otherwise be unknown.
 import ast
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tools.foreign.memory import PLACEHOLDER, Memory, either
 from tools.foreign.values import Class, Condition, Entry, External, Function, Partial, Row, Scope, Table, Thing, same
 
 ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -40,23 +41,23 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 LARGEST, LONGEST = 2.0**128, 1000  # numbers and texts past these are not worked out
 STEPS = 100_000  # expressions that are looked at in all; a bound on functions that call each other
 ENVIRONMENT = ("os.environ", "environ")
-_ABSENT = object()
 
 
 class TooMuch(Exception):
     """A file that needs more work than any configuration does."""
 
 
-class Expressions(ABC):
+class Expressions(Memory, ABC):
     """Values of expressions in `scope`.
 
     assumptions: text of an expression -> the expression to use instead. assumed: assumptions that were used. things:
     results of external calls, in order. outside: values assigned to attributes of external names and to environment
     variables. seen: id of a syntax node with a key or a call -> its value. assigned: ids of values that were given a
-    name. replaced: entries that were overwritten. unreached: (first line, last line, reason) of code that never runs.
+    name. unreached: (first line, last line, reason) of code that never runs.
     """
 
     def __init__(self, assumptions: Mapping[str, ast.expr]) -> None:
+        super().__init__()
         self.scope = Scope()
         self.assumptions, self.assumed = assumptions, set[str]()
         self.things: list[Thing] = []
@@ -64,9 +65,6 @@ class Expressions(ABC):
         self.seen: dict[int, Any] = {}
         self.unreached: list[tuple[int, int, str]] = []
         self.assigned = set[int]()
-        self.replaced: list[Entry] = []
-        self.conditions: list[Condition] = []
-        self._logs: list[dict[tuple[int, Hashable], tuple[MutableMapping[Hashable, Any], Hashable, Any]]] = []
         self._steps = 0
 
     @abstractmethod
@@ -102,54 +100,6 @@ class Expressions(ABC):
         """Return a thing for an expression whose value cannot be known."""
         return Thing(shortened(node), node.lineno, why, alternatives=alternatives)
 
-    # what is written can be undone, for a branch under an unknown condition is followed and taken back
-
-    def write(self, place: MutableMapping[Hashable, Any], key: Hashable, value: Any) -> None:
-        """Assign place[key] such that a branch can be undone."""
-        if isinstance(before := place.get(key), Entry) and before.node:
-            self.replaced.append(before)
-        if self._logs:
-            self._logs[-1].setdefault((id(place), key), (place, key, place.get(key, _ABSENT)))
-        place[key] = value
-
-    def erase(self, place: MutableMapping[Hashable, Any], key: Hashable) -> None:
-        """Remove place[key], if present, such that a branch can be undone."""
-        if key in place:
-            self.write(place, key, None)
-            del place[key]
-
-    def attempt(self, follow: Callable[[], str], condition: Condition | None) -> tuple[str, dict[Any, Any]]:
-        """Follow a branch and undo it. Returns the word by which it left the block, and the assignments of the branch.
-
-        condition: the condition of the branch; None for a loop, which is assumed to run.
-        """
-        self._logs.append({})
-        before = list(self.conditions)
-        self.conditions += [condition] if condition else []
-        left = follow()
-        self.conditions = before
-        log = self._logs.pop()
-        written = {where: (place, key, place.get(key, _ABSENT)) for where, (place, key, _) in log.items()}
-        for place, key, before in log.values():
-            _restore(place, key, before)
-        return left, written
-
-    @staticmethod
-    def is_new(written: tuple[MutableMapping[Hashable, Any], Hashable, Any]) -> bool:
-        """Return True if the undone branch wrote something that did not exist before."""
-        place, key, _ = written
-        return key not in place
-
-    def merge(self, one: Mapping[Any, Any], other: Mapping[Any, Any], condition: Condition) -> None:
-        """Write the values on which two branches agree, and things that depend on the condition where they differ."""
-        for where, (place, key, _) in {**one, **other}.items():
-            now = place.get(key, _ABSENT)
-            a, b = one.get(where, (0, 0, now))[2], other.get(where, (0, 0, now))[2]
-            if a is _ABSENT and b is _ABSENT:
-                self.erase(place, key)
-            else:
-                self.write(place, key, a if same(a, b) else _either(a, b, condition, str(key)))
-
     # expressions, by the name of their syntax node
 
     def _constant(self, node: ast.Constant) -> Any:
@@ -171,17 +121,30 @@ class Expressions(ABC):
         if isinstance(base, Class):
             return base.scope.names.get(name, self.unknown(node, f"{base.name} has no {name} in this file"))
         if isinstance(base, Table) and name in base.entries:
-            return base.entries[name].value
+            return self.held(base.entries[name], node)
+        if isinstance(base, Thing) and name == "__dict__":
+            return self.fields_of(base, node)
         if isinstance(base, Thing):
             entry = base.attributes.get(name) or base.arguments.entries.get(name)
             if entry is None:
                 why = "" if base.function else base.why or "is not in the file"
                 entry = Entry(Thing(f"{base.text}.{name}", node.lineno, why or "is not in the file"), node.lineno)
                 base.attributes[name] = entry  # to look at it changes nothing, so that no branch takes it back
-            if name == "__dict__":
-                base.arguments.open.append(self.unknown(node, "may change any field"))
-            return entry.value
+            return self.held(entry, node)
         return self.unknown(node, "is not worked out")
+
+    def held(self, entry: Entry, node: ast.expr) -> Any:
+        """Return the value of an entry, unless something may have set another since."""
+        if entry.doubt is None:
+            return entry.value
+        text = entry.doubt.text if isinstance(entry.doubt, Thing) else getattr(entry.doubt, "name", "a dict")
+        return self.unknown(node, f"may be set by `{text}`")
+
+    def fields_of(self, base: Thing, node: ast.expr) -> Table:
+        """Return `vars(base)`, or base.__dict__: a change of it is one of a field, and it may have other fields."""
+        more = self.unknown(node, "may change any field")
+        base.arguments.open.append(more)
+        return Table(base.attributes, node.lineno, [more])
 
     def _subscript(self, node: ast.Subscript) -> Any:
         base, key = self.value(node.value), self.value(node.slice)
@@ -190,7 +153,7 @@ class Expressions(ABC):
                 return self.outside.entries[f"env {key}"].value
             return self.unknown(node, "is not in the file")
         if isinstance(base, Table) and isinstance(key, str) and key in base.entries:
-            return base.entries[key].value
+            return self.held(base.entries[key], node)
         if isinstance(base, Row) and type(key) is int and -len(base.items) <= key < len(base.items):
             return base.items[key]
         if isinstance(base, Thing) and isinstance(key, str):
@@ -206,17 +169,8 @@ class Expressions(ABC):
                 self.seen[id(key)] = made = self.value(value)
                 table.entries[name] = Entry(made, key.lineno, id(key))
             else:
-                table.open.append(self.unknown(key, "is a key that is not known"))
+                self.open_up(table, self.unknown(key, "is a key that is not known"))
         return table
-
-    def merge_into(self, table: Table, other: Any) -> None:
-        """Apply table.update(other); a value that is not a known dict leaves the table open."""
-        if isinstance(other, Table):
-            for key, entry in other.entries.items():
-                self.write(table.entries, key, entry)
-            table.open += other.open
-        else:
-            table.open.append(other)
 
     def _row(self, node: ast.List | ast.Tuple | ast.Set) -> Row:
         items: list[Any] = []
@@ -234,7 +188,7 @@ class Expressions(ABC):
         row = self._row(node)
         lone = row.items[0] if len(row.items) == 1 else None
         if isinstance(lone, External) and not lone.imported and lone.name.isupper():
-            return Thing(shortened(node), node.lineno, "is a placeholder of documentation, read as nothing")
+            return Thing(shortened(node), node.lineno, PLACEHOLDER)
         return row
 
     def _unaryop(self, node: ast.UnaryOp) -> Any:
@@ -297,7 +251,7 @@ class Expressions(ABC):
             self.conditions.append(truth)
             made.append(self.value(branch))
             self.conditions.pop()
-        return made[0] if same(*made) else _either(made[0], made[1], truth, shortened(node))
+        return made[0] if same(*made) else either(made[0], made[1], truth, shortened(node))
 
     def condition(self, test: ast.expr) -> bool | Condition:
         """Return the truth of a condition, or the condition itself if it is unknown."""
@@ -373,27 +327,3 @@ def shortened(node: ast.AST, longest: int = 100) -> str:
     """Return an expression as text, truncated if it is long."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
-
-
-def _restore(place: MutableMapping[Hashable, Any], key: Hashable, before: Any) -> None:
-    if before is _ABSENT:
-        place.pop(key, None)
-    else:
-        place[key] = before
-
-
-def _either_items(a: tuple[Any, ...], b: tuple[Any, ...], condition: Condition) -> tuple[Any, ...]:
-    """Return the common beginning of two versions of a list, and the rest as one thing."""
-    shared = next((i for i, pair in enumerate(zip(a, b, strict=False)) if not same(*pair)), min(len(a), len(b)))
-    return (*a[:shared], _either(a[shared:] or _ABSENT, b[shared:] or _ABSENT, condition, "items"))
-
-
-def _either(a: Any, b: Any, condition: Condition, name: str) -> Any:
-    """Return a thing that is `a` or `b`, as an entry if they are entries."""
-    if isinstance(a, tuple) and isinstance(b, tuple):  # of lists that grew in one branch
-        return _either_items(a, b, condition)
-    entry = next((v for v in (a, b) if isinstance(v, Entry)), None)
-    values = tuple(v.value if isinstance(v, Entry) else v for v in (a, b) if v is not _ABSENT)
-    why = f"depends on `{condition.text}` (line {condition.line})"
-    thing = Thing(name, condition.line, why, alternatives=values)
-    return thing if entry is None else Entry(thing, entry.line, entry.node)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.foreign.calls import Calls
-from tools.foreign.expressions import ENVIRONMENT, calculated, shortened
+from tools.foreign.expressions import calculated, shortened
 from tools.foreign.values import Class, Condition, Entry, External, Function, Row, Scope, Table, Thing, same
 
 DEEPEST = 12  # calls within calls
@@ -103,17 +103,11 @@ class Statements(Calls):
                 items[key] = value
             self.write(base.slots, "items", tuple(items))
         elif isinstance(base, Table):
-            base.open.append(Thing(shortened(target), target.lineno, "is set under a key that is not known"))
+            self.open_up(base, Thing(shortened(target), target.lineno, "is set under a key that is not known"))
 
     def _delete_(self, node: ast.Delete) -> None:
         for target in node.targets:
-            if not isinstance(target, ast.Subscript):
-                continue
-            base, key = self.value(target.value), self.value(target.slice)
-            if isinstance(base, Table):
-                self.erase(base.entries, key)
-            elif isinstance(base, External) and base.name in ENVIRONMENT:
-                self.erase(self.outside.entries, f"env {key}")
+            self.delete(target)
 
     def _import_(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -308,7 +302,8 @@ class Statements(Calls):
         names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
         given: dict[str, Any] = dict(zip(names, [function.owner] if function.owner else [], strict=False))
         given |= zip(names[len(given) :], [entry.value for entry in positional], strict=False)
-        spread = {str(key): entry.value for key, entry in arguments.entries.items()}
+        unsure_of = {key: Thing(str(key), function.node.lineno, "may be given by **") for key in arguments.entries}
+        spread = {str(k): e.value if e.doubt is None else unsure_of[k] for k, e in arguments.entries.items()}
         given |= {name: spread.pop(name) for name in list(spread) if name in (*names, *_words(spec))}
         for name, default in _defaults(spec).items():
             if name not in given:

@@ -30,12 +30,14 @@ class External:
 class Entry:
     """A value under a key, and the place where it was given.
 
-    node: id of the syntax node of the key, by which it is accounted for; 0: none.
+    node: id of the syntax node of the key, by which it is accounted for; 0: none. doubt: what may have set the key
+    since, such as a dict that is not known; None: nothing.
     """
 
     value: Any
     line: int = 0
     node: int = 0
+    doubt: Any = None
 
 
 @dataclass(eq=False)
@@ -151,7 +153,7 @@ class Partial:
 def same(a: Any, b: Any) -> bool:
     """Return True if two values are certainly the same."""
     if isinstance(a, Entry) and isinstance(b, Entry):
-        return same(a.value, b.value)
+        return a.doubt is b.doubt and same(a.value, b.value)
     if isinstance(a, Row) and isinstance(b, Row):
         return len(a.items) == len(b.items) and all(map(same, a.items, b.items))
     return a is b or (type(a) is type(b) and not isinstance(a, Table | Thing | Function | Class) and bool(a == b))

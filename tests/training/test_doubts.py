@@ -48,6 +48,17 @@ def test_a_comparison_of_groups_that_are_all_taken_is_named(
     assert [line.startswith("model.router.group_best = ") for line in doubts(config, corpus, 1, "cpu")] == [True] * said
 
 
+@pytest.mark.parametrize(("override", "tf32", "said"), [("1", False, True), ("0", True, True), ("1", True, False)])
+def test_an_environment_that_overrules_tf32_on_gpus_is_named(
+    override: str, tf32: bool, said: bool, run_file: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    config = load_run(run_file, [f"precision.tf32={str(tf32).lower()}"])
+    found = [*doubts(config, corpus, 1, "cuda")]
+    assert [line.startswith(f"NVIDIA_TF32_OVERRIDE={override} ") for line in found] == [True] * said
+    assert not [*doubts(config, corpus, 1, "cpu")]
+
+
 def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Corpus) -> None:
     config = load_run(run_file)
     (said,) = doubts(config, corpus, 1000, "cpu")

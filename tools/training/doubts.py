@@ -5,6 +5,7 @@ that are training documents too, whose loss then says nothing about new text; a 
 Keys that have none beside other keys are in `tools.config.effectless`.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     yield from _groups(config)
     yield from _other_words(config, corpus)
     yield from _without_text(config, corpus)
+    if device == "cuda":
+        yield from _overruled(config)
     if device == "cpu" and local_ranks > cores():
         share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
         yield f"{share}: this shows that the layout works, but one process is faster here"
@@ -72,6 +75,14 @@ def _warmup(config: RunConfig) -> Iterator[str]:
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never reaches "
             f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
         )
+
+
+def _overruled(config: RunConfig) -> Iterator[str]:
+    """Yield a line if the environment decides on TF32 inside NVIDIA's libraries otherwise than the run does."""
+    said, wanted = os.environ.get("NVIDIA_TF32_OVERRIDE", ""), config.plan.tf32
+    if said in ("0", "1") and wanted != (said == "1"):
+        does = "forces" if said == "1" else "forbids"
+        yield f"NVIDIA_TF32_OVERRIDE={said} {does} TF32, against precision.tf32 = {toml(wanted)}: unset the variable"
 
 
 def _groups(config: RunConfig) -> Iterator[str]:

@@ -141,3 +141,11 @@ def test_texts_are_read_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_nothing_at_all_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         command("verify", tmp_path / "nothing")
+
+
+def test_an_option_of_texts_is_refused_beside_tokens_and_one_of_tokens_beside_texts(good: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--text-field body: {good} is a data set of tokens"):
+        command("verify", good, "--text-field", "body")
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(UserError, match=f"--tokenizer {good}.model: {tmp_path}/x.txt is text"):
+        command("verify", tmp_path / "x.txt", "--tokenizer", f"{good}.model")

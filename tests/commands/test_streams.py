@@ -105,7 +105,7 @@ def test_a_run_whose_reader_has_gone_is_told_once_as_by_a_closed_terminal(left: 
         for n in range(3):
             print(n, flush=True)
 
-    assert said(program, left) == "hung up\n"
+    assert said(program, left) == "note: nobody reads standard output any more: training stops\nhung up\n"
 
 
 def test_a_command_whose_reader_has_gone_still_meets_a_broken_pipe(left: int) -> None:
@@ -148,5 +148,6 @@ def test_training_saves_its_state_when_its_reader_has_gone_and_is_complete_on_a_
     lines = process.stderr.read().splitlines()
     process.stderr.close()
     assert process.wait(600) == 129
+    assert lines[-2] == "note: nobody reads standard output any more: training stops"
     assert lines[-1].startswith("stopped by SIGHUP after step ") and "state saved" in lines[-1]
     assert len([*(tmp_path / "endless" / "checkpoints").glob("step_*")]) == 1

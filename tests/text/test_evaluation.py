@@ -50,10 +50,12 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
-def evaluate(capsys: pytest.CaptureFixture[str], model: Path, *options: object) -> dict[str, Any]:
+def evaluate(capsys: pytest.CaptureFixture[str], model: Path, *options: object, told: str = "") -> dict[str, Any]:
     capsys.readouterr()
     assert main(["evaluate", str(model), "--json", *map(str, options)]) == 0
-    return json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert told in printed.err
+    return json.loads(printed.out)
 
 
 def plain_nats(trained: Path, length: int, stride: int) -> tuple[float, int]:
@@ -125,6 +127,8 @@ def test_text_and_the_tokens_that_it_was_built_into_have_one_score(
     assert [one.pop("name") for one in sets] == ["lines", "built", str(tmp_path / "folder")]
     assert [one.pop("source") for one in sets] == [str(texts), f"{tmp_path}/tokens", str(tmp_path / "folder")]
     assert sets[0] == sets[1] == sets[2]
+    told = "note: --text-field body has no effect: all that is evaluated is tokens already"
+    evaluate(capsys, trained, "--data", f"{tmp_path}/tokens", "--text-field", "body", told=told)
 
 
 def test_a_begin_token_that_a_data_set_has_before_its_documents_is_no_text(

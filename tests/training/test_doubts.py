@@ -70,6 +70,7 @@ def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Cor
     ("overrides", "begins"),
     [
         ([], []),
+        (["model.vocab=331", "data.vocab_size=4096"], []),
         (["data.max_chars=9"], ["data.max_chars = 9 has no effect on {tokens}: it is tokens, not text"]),
         (["data.text_field=body"], ['data.text_field = "body" has no effect on {tokens}: it is tokens, not text']),
         (["data.text_field=body", 'data.validation=[{{name="a", source="{text}"}}]'], []),

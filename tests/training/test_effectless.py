@@ -212,3 +212,14 @@ def test_a_run_file_is_told_as_the_command_line_is(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text('[optimizer]\nname = "sgd"\neps = 0.1\n')
     (told,) = load_run(tmp_path / "my.toml", BASE).notes
     assert told.startswith('optimizer.eps = 0.1 has no effect with optimizer.name = "sgd": leave it out')
+
+
+def test_a_trial_that_the_command_line_shortens_is_not_told_of_steps_that_its_file_names(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 90\neval_every = 30\n")
+    shortened = [*BASE, "train.steps=9"]
+    assert not load_run(tmp_path / "my.toml", shortened).notes
+    (told,) = load_run(tmp_path / "my.toml", [*shortened, "train.eval_every=20"]).notes
+    assert told.startswith("train.eval_every = 20 has no effect with train.steps = 9: ")
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 9\neval_every = 30\n")
+    (told,) = load_run(tmp_path / "my.toml", [one for one in BASE if not one.startswith("train.steps")]).notes
+    assert told.startswith("train.eval_every = 30 has no effect with train.steps = 9: ")

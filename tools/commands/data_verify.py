@@ -12,6 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
@@ -32,7 +34,7 @@ Finding = tuple[int, str, str]  # level, what was looked at, what was seen
 def verify(args: argparse.Namespace) -> int:
     """Run `megaprec data verify`; return the worst level. Raises UserError if the path does not exist."""
     found = list[Finding]()
-    for level, what, seen in findings(args.path, args.tokenizer, args.text_field):
+    for level, what, seen in _shown(args.path, findings(args.path, args.tokenizer, args.text_field)):
         found.append((level, what, seen))
         if not args.json:
             print(f"{LEVELS[level]:<5} {what:<10} {seen}")
@@ -41,17 +43,31 @@ def verify(args: argparse.Namespace) -> int:
     return worst
 
 
+def _shown(path: str, each: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield the findings; while one is looked for, say so on a terminal: large files take minutes to read."""
+    while True:
+        with Console(stderr=True).status(f"reading {escape(path)}"):
+            found = next(each, None)
+        if found is None:
+            return
+        yield found
+
+
 def _entry(level: int, what: str, seen: str) -> dict[str, str]:
     return {"level": LEVELS[level], "check": what, "seen": seen}
 
 
 def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
-    """Yield the findings on a data set or a text."""
+    """Yield the findings on a data set or a text. Raises UserError for an option that only the other one has."""
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
+        if text_field != "text":
+            raise UserError(f"--text-field {text_field}: {path} is a data set of tokens, which has no fields")
         yield from _of_data_set(Path(path), tokenizer)
     else:
+        if tokenizer:
+            raise UserError(f"--tokenizer {tokenizer}: {path} is text, which has no ids yet: leave the option out")
         yield from _of_text(path, text_field)
 
 

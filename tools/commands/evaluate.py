@@ -122,7 +122,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
             raise UserError(f"--data {sets[name]} has no token to predict: give more text")
     if not first:
         return 0
-    for note in _notes(model, sets):
+    for note in _notes(model, sets, args.text_field):
         print(f"note: {note}", file=sys.stderr)
     how = {"window": window, "stride": stride, "compute": args.compute, "begin_token": model.begin}
     said = [{"name": name, "source": sets[name], **_fields(one)} for name, one in scores.items()]
@@ -162,8 +162,10 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     return window, stride
 
 
-def _notes(model: Loaded[Stage], sets: dict[str, str]) -> Iterator[str]:
+def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
     yield from model.notes
+    if text_field != "text" and all(beside(Path(path), ".idx").is_file() for path in sets.values()):
+        yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
     if model.begin is None:
         yield (
             "the model has no token to begin a document with: the first token of each document is not predicted, and "

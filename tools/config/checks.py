@@ -271,7 +271,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
-    if not data.tokenizer and 0 < model.vocab < data.vocab_size:
+    if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
         yield (
             f"model.vocab {model.vocab} is smaller than data.vocab_size {data.vocab_size}: "
             f"set model.vocab = 0 or data.vocab_size = {model.vocab}"

@@ -1,7 +1,10 @@
 """The table [data] of a run file: every key with its type, default, unit and help."""
 
+from pathlib import Path
+
 from pydantic import Field
 
+from megaprec.data.files import beside
 from tools.config.table import MOST, FilePath, Table
 
 
@@ -87,3 +90,12 @@ class Data(Table):
         default="",
         description="Folder for the trained tokenizer and the token files; empty: the folder data in train.folder.",
     )
+
+    @property
+    def sources(self) -> list[str]:
+        """The texts and data sets of the training data."""
+        return [one.source for one in self.blend] or [self.source]
+
+    def has_text(self) -> bool:
+        """Return True if any training data is text, for which a tokenizer is needed, and not tokens already."""
+        return not all(beside(Path(one), ".idx").is_file() for one in self.sources)

@@ -66,6 +66,7 @@ class Need:
 
 _OF_FP8 = [name for name in FP8.model_fields if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY]
 _SCALES = "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis hysteresis_refill"
+PERIODS = ("train.eval_every", "train.sentinel", "fp8.shadow_every", "log.timeline")  # in steps
 _OF_EXPERTS = "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
 
 
@@ -149,7 +150,7 @@ NEEDS: tuple[Need, ...] = (
     Need("lr.decay", lambda run: run.lr.schedule == "wsd", "lr.schedule"),
     Need("train.canonical_shards", lambda run: run.train.numerics == "canonical", "train.numerics"),
     Need("train.eval_batches", lambda run: run.train.eval_every > 0, "train.eval_every"),
-    *(_within(key) for key in ("train.eval_every", "train.sentinel", "fp8.shadow_every", "log.timeline")),
+    *map(_within, PERIODS),
 )
 
 

@@ -32,7 +32,7 @@ from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.schedules import Schedule
 from tools.config.checks import cross_problems, lr_schedule, sized
 from tools.config.data_settings import Data
-from tools.config.effectless import Tables, effectless
+from tools.config.effectless import PERIODS, Tables, effectless
 from tools.config.key_suggestions import unknown
 from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, take_renamed, with_origins
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
@@ -214,11 +214,16 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _written(given: Mapping[str, Given], path: str | Path | None) -> set[str]:
-    """Return the keys that the user wrote. A resolved run has all keys, and was told what it is when it began."""
-    places = {"command line"}
-    if path is not None and not read_whole(Path(path)).startswith(SAVED.encode()):
-        places.add(f"file {path}")
-    return {key for key, entry in given.items() if entry.origin in places}
+    """Return the keys that the user wrote and means for this run.
+
+    A resolved run has all keys, and was told what it is when it began. A trial that the command line shortens need not
+    reach the steps that its file names.
+    """
+    asked = {key for key, entry in given.items() if entry.origin == "command line"}
+    if path is None or read_whole(Path(path)).startswith(SAVED.encode()):
+        return asked
+    inside = {key for key, entry in given.items() if entry.origin == f"file {path}"}
+    return asked | (inside.difference(PERIODS) if "train.steps" in asked else inside)
 
 
 def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:

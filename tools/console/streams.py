@@ -54,6 +54,7 @@ class _Output(_Error):
         """Stop the run as a closed terminal does, once it listens to that."""
         if not self._left and callable(signal.getsignal(signal.SIGHUP)):
             self._left = True
+            print("note: nobody reads standard output any more: training stops", file=sys.stderr, flush=True)
             signal.raise_signal(signal.SIGHUP)
 
 

@@ -47,7 +47,7 @@ class Run:
 
 def corpus_of(config: RunConfig) -> Corpus:
     """Open the data of a run whose sources are existing data sets and whose vocabulary is known."""
-    sources = [part.source for part in config.data.blend] or [config.data.source]
+    sources = config.data.sources
     return open_made(config, [Path(source) for source in sources], None)
 
 

@@ -53,7 +53,7 @@ def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train, taken = config.train, config.train.steps * config.train.global_batch
     parts = corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train]
     shares = corpus.train.taken(taken) if isinstance(corpus.train, Blend) else [taken]
-    names = [blended.source for blended in config.data.blend] or [config.data.source]
+    names = config.data.sources
     for name, part, share in zip(names, parts, shares, strict=True):
         if (epochs := share / len(part)) > MANY_EPOCHS:
             yield (
@@ -109,7 +109,7 @@ def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 def _without_text(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each key of texts that has no effect on data sets that are tokens already."""
     data, usual = config.data, Data()
-    trained = [one.source for one in data.blend] or [data.source]
+    trained = data.sources
     evaluated = [one.source for one in data.validation]
     made = [name for name in trained if beside(Path(name), ".idx").is_file()]
     if data.max_chars and made:

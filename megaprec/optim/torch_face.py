@@ -12,12 +12,26 @@ import torch
 from megaprec.errors import UserError
 from megaprec.optim.scaler import TWO_SCALERS
 
+# What an optimizer is built with and does not look up again: its buffers and groups are made for it.
+FIXED = ["lr", "weight_decay", "groups", "norm", "average", "overlap", "bucket", "seed", "native", "canonical"]
+FIXED += ["zero_size", "plan", "mesh", "rule", "betas", "eps", "momentum", "nesterov"]
+
 
 class TorchFace(torch.optim.Optimizer):
     """The part of an optimizer that only loops for torch's optimizers look at.
 
     An optimizer is complete, and no longer in torch's constructor, when it has the attribute `buffers`.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Raises UserError for one that a complete optimizer would not look at."""
+        if name in FIXED and hasattr(self, "buffers"):
+            instead = {"lr": "step(lr=...) or param_groups, whichever has it", "weight_decay": "param_groups"}
+            raise UserError(
+                f"optimizer.{name} is set, but the optimizer keeps what it was built with: "
+                + (f"use optimizer.{instead[name]}" if name in instead else "build a new one")
+            )
+        super().__setattr__(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""

@@ -19,6 +19,7 @@ from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.rule_by_name import rule
+from megaprec.optim.torch_face import FIXED
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from tests.project.test_readme import ROOT
@@ -207,6 +208,15 @@ def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without
     del optimizer.param_groups[0][key]
     optimizer.param_groups[0]["name"] = "all of them"  # the caller's own
     assert optimizer.step(None if lr else LR).outcome == "applied"
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_an_optimizer_was_built_with_is_not_set_in_vain(name: str) -> None:
+    _, optimizer = made(lr=LR)
+    with pytest.raises(UserError, match=f"optimizer.{name} is set, but the optimizer keeps what it was built with: "):
+        setattr(optimizer, name, 0.5)
+    optimizer.clip = 0.5  # each step looks at it
+    optimizer.mine = name  # type: ignore[attr-defined]
 
 
 def test_a_rule_that_counts_steps_is_one_optimizers_alone() -> None:

@@ -46,10 +46,10 @@ def updates(config: RunConfig, corpus: Corpus, ours: Record, start: Path | None 
 class _Told(ParallelAMPOptimizer):
     """Optimizer that clips by a given norm: a norm summed in another order would move every element."""
 
-    norm = 0.0
+    told = 0.0
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        return super()._clip_factor(torch.full_like(norm, self.norm))
+        return super()._clip_factor(torch.full_like(norm, self.told))
 
 
 class _Again(Trainer):
@@ -62,7 +62,7 @@ class _Again(Trainer):
         """Take one step with these gradients by name, of the given `norm`; skip it if there are none."""
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, _Told)
-        optimizer.norm = norm
+        optimizer.told = norm
         for buffer in optimizer.all_buffers():
             for parameter in buffer.parameters:
                 cleared(parameter).fill_(torch.inf if grads is None else 0)

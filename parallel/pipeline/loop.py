@@ -101,6 +101,7 @@ class Pipeline:
         inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its tensor and pipeline
             ranks. The samples are cut evenly into micro-batches.
         lr: the learning rate, unless the optimizer was built with one.
+        Gradients that a backward pass outside has left are part of the step, as in torch; zero_grad discards them.
         Raises NonFiniteStep if a step is not finite and the precision plan asks for an error. After another error in
         the middle of a step, one process alone has discarded its gradients; ranks of several cannot go on.
         """

@@ -68,6 +68,15 @@ def test_a_world_of_gpus_needs_one_for_each_local_rank(
         pass
 
 
+def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^LOCAL_RANK is not set, and torch sees 2 CUDA devices: "), world("cuda"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("plan", "bf16"), ("plan", None), ("tp", "tp"), ("tp", 2), ("sequence", "no"), ("seed", "x"), ("blank", 1)]

@@ -73,7 +73,7 @@ def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="^LOCAL_RANK is not set, and torch sees 2 CUDA devices: "), world("cuda"):
+    with pytest.raises(UserError, match=r"^LOCAL_RANK is not set, and torch sees 2 CUDA devices: "), world("cuda"):
         pass
 
 

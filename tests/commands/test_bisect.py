@@ -90,6 +90,27 @@ def test_without_digests_the_metrics_tell_the_step(room: Path, capsys: pytest.Ca
     assert (code, said["records"]["by"], first["step"], first["what"]) == (1, "metrics", 3, "loss")
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_steps_without_a_digest_are_compared_by_their_losses_too(
+    step: int, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        shutil.rmtree(room / name / "checkpoints")
+        edit(room / name / "digests.jsonl", step, lambda record: record.update(event="none"))
+    edit(room / "b" / "metrics.jsonl", step, lambda record: record.update(loss=record["loss"] * (1 + 2.0**-50)))
+    code, said = bisected(capsys, room / "a", room / "b", "--steps", "1")
+    first = said["records"]["first"]
+    assert (code, said["records"]["by"], first["step"], first["what"]) == (1, "metrics", step, "loss")
+
+
+def test_steps_after_the_newest_digest_are_not_said_to_be_equal_in_every_bit(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(room / "b" / "digests.jsonl", 3, lambda record: record.update(event="none"))
+    code, said = bisected(capsys, room / "a", room / "b")
+    assert code == 0 and said["why"].startswith("2 steps of digests agree: every bit is equal; 1 later step without a")
+
+
 def test_damaged_digests_are_named_and_metrics_do_not_stand_for_every_bit(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

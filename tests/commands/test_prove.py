@@ -223,3 +223,20 @@ def test_the_first_difference_is_the_earliest_step_and_in_it_the_earliest_cause(
     assert found is not None and (found.step, found.what, found.others) == (2, "m a", 1)
     found = first_parting(ours, by_step([record(1, state="t", progress={"samples": 9}, loss=3.0)]))
     assert found is not None and found.what == "progress samples" and found.others == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"state": "t"}, "state"),
+        ({"tensors": {"weight": {"a": "3"}, "m": {"a": "2"}}}, "weight a"),
+        ({"progress": {"samples": 9}}, "progress samples"),
+        ({"numbers": {"steps": 7}}, "optimizer steps"),
+    ],
+)
+@pytest.mark.parametrize("state_only", [False, True])
+def test_neither_the_digest_of_a_state_nor_its_tables_stand_for_the_other(
+    changed: dict[str, Any], what: str, state_only: bool
+) -> None:
+    found = first_parting(by_step([record(1)]), by_step([record(1, **changed)]), state_only)
+    assert found is not None and (found.what, found.others) == (what, 0)

@@ -89,12 +89,14 @@ class Side:
 class Records:
     """The comparison of two runs' records. by: "digests" or "metrics", "" if they have no step in common.
 
-    steps: number of compared steps. parting: the first difference.
+    steps: number of compared steps. parting: the first difference. beyond: steps without a digest after the newest one,
+    of which losses, norms and scales were compared.
     """
 
     by: str
     steps: int
     parting: Parting | None
+    beyond: int = 0
 
 
 def must_be_equal(a: RunConfig, b: RunConfig) -> bool:
@@ -142,10 +144,23 @@ def _keys(a: RunConfig, b: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def compare_records(a: Side, b: Side, exact: bool) -> Records:
-    """Compare what both runs have recorded, by digests if both have them and their bits must be equal."""
-    ours, theirs = a.digests, b.digests
-    if exact and (common := ours.keys() & theirs.keys()):
-        return Records("digests", len(common), _first(a, b))
+    """Compare what both runs have recorded of the steps that both took.
+
+    Where bits must be equal, that is the digests of both and the metrics: there may be none of some steps, and the
+    earlier difference tells more. by: of which the first difference is; digests if there is none.
+    """
+    metrics = _by_metrics(a, b, exact)
+    if not exact or not (common := a.digests.keys() & b.digests.keys()):
+        return metrics
+    found, later = _first(a, b), metrics.parting
+    if later and (found is None or later.step < found.step):
+        return metrics
+    beyond = sum(step > max(common) for step in a.metrics.keys() & b.metrics.keys())
+    return Records("digests", len(common), found, beyond)
+
+
+def _by_metrics(a: Side, b: Side, exact: bool) -> Records:
+    """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
     ours, theirs = a.metrics, b.metrics
     common = sorted(ours.keys() & theirs.keys())
     if not common:

@@ -107,6 +107,9 @@ def _agreement(records: Records, exact: bool) -> str:
     if exact:
         weaker = "losses, norms and scales are the same bits; log.digests or --replay compare the whole state"
         how = "every bit is equal" if records.by == "digests" else weaker
+    if records.beyond:
+        later = f"{records.beyond} later step{'' if records.beyond == 1 else 's'}"
+        how += f"; {later} without a digest: losses, norms and scales are the same bits"
     return f"{records.steps} steps of {records.by} agree: {how}"
 
 

@@ -1,7 +1,8 @@
 """The first difference between the digests of two runs that ought to be the same.
 
 Within a step the order is that of its computation: the samples, loss, norm and decision, then moments and weights, then
-the loss scaler. Values are equal if all their bits are; NaN equals NaN.
+the loss scaler. Values are equal if all their bits are; NaN equals NaN. The digest of the whole state never stands for
+its tables, nor they for it: one of them may have been damaged or edited.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.training.state_digests import OF_STEP
+
+STATE = ("state", "progress", "tensors", "numbers")  # fields of a digest; the first is made of the others
 
 Records = Mapping[int, Mapping[str, Any]]
 LOADED = "loaded"
@@ -53,7 +56,7 @@ def first_parting(ours: Records, theirs: Records, state_only: bool = False) -> P
     """
     for step in sorted(ours.keys() & theirs.keys()):
         one, other = ours[step], theirs[step]
-        if one["state"] == other["state"] and (state_only or _of_step(one) == _of_step(other)):
+        if all(one[part] == other[part] for part in STATE) and (state_only or _of_step(one) == _of_step(other)):
             continue
         apart = [found for found in _quantities(one, other, state_only) if found[1] != found[2]]
         if apart:
@@ -75,6 +78,8 @@ def _quantities(one: Mapping[str, Any], other: Mapping[str, Any], state_only: bo
     for kind in kinds:
         yield from _tables(kind, one["tensors"].get(kind, {}), other["tensors"].get(kind, {}))
     yield from _tables("optimizer", one["numbers"], other["numbers"])
+    if all(one[part] == other[part] for part in STATE[1:]):  # else it differs because one of them does
+        yield "state", one["state"], other["state"]
 
 
 def _tables(kind: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

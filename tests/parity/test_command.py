@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from models.presets import PRESETS
 from tools import cli
+from tools.commands import doctor_layout
 from tools.commands.parity import fitting
 from tools.config.run_file import load_run
 from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
 from tools.parity.layouts import every
-from tools.parity.page import conclusion
+from tools.parity.page import conclusion, show
 from tools.parity.shrink import Most, like, shrunk
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +141,28 @@ def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
     said = conclusion({"layouts": entries, "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
     assert said.startswith("all 1 comparisons agree")
     assert said.endswith("; 1 not tried")
+    none = conclusion({"layouts": entries[1:], "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
+    assert none.startswith("NOTHING is proven: none of 1 comparisons")
+
+
+def test_keys_that_a_layout_is_compared_without_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = {"layout": "pp=2", "precision": "float64", "ranks": 2, "verdict": "proven", "left_out": ["cuts"]}
+    entry["quantities"] = {
+        "loss": {"verdict": "proven", "error": 1e-13, "bound": 1e-12, "failed": 0, "ratio": 1.0},
+        "scaler": {"verdict": "proven", "error": 0.0, "bound": 0.0, "failed": 0, "ratio": "nan"},
+        "moments": {"verdict": "not tried", "why": "the optimizer keeps no averages"},
+    }
+    counts = {"tensors": 1, "steps": 4, "applied": 3, "clipped": 3}
+    made = {"verdict": "proven", "changes": {}, "not_tried": [], "layouts": [entry], **counts}
+    show(made, Console(width=200))
+    assert "not tried: parallel.cuts (pp=2 in float64: " in capsys.readouterr().out
+    monkeypatch.setattr(doctor_layout, "proven", lambda *_: made)
+    config = load_run(None, [*doctor_layout.OWN, "parallel.pipeline=2"])
+    found = doctor_layout.parity(config, "run.toml", tmp_path)
+    assert found.said.endswith("; not tried with parallel.cuts, which the small run cannot have")
+    assert found.facts["worst_of_bound"] == pytest.approx(0.1), "of the bound, not of the reference"
 
 
 def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:

@@ -7,8 +7,9 @@ folder of the runs is one that all hosts share; one process is then a child of r
 import argparse
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -56,13 +57,21 @@ def parity(config: RunConfig, file: str, folder: Path, hands: Hands | None = Non
         return not_tried("parity", str(error.problems[0]), needed=True)
     (entry,) = made["layouts"]
     if entry["verdict"] == PROVEN:
-        worst = max(q.get("ratio", 0.0) for q in entry["quantities"].values() if isinstance(q.get("ratio", 0.0), float))
-        said = f"{layout} trains what one process trains: {made['applied']} steps, float64"
-        return ok("parity", said, layout=layout, worst_of_bound=worst)
+        return _well(layout, entry, made["applied"])
     if entry["verdict"] == NOT_TRIED:
         return not_tried("parity", entry["why"], needed=True)
     first = entry["first"]
     return wrong("parity", f"{layout} differs from one process: {first.get('note') or first['place']}", SEE)
+
+
+def _well(layout: str, entry: Mapping[str, Any], applied: int) -> Finding:
+    """Return the finding about a layout that is proven, with its largest error as a part of the bound."""
+    said = f"{layout} trains what one process trains: {applied} steps, float64"
+    if entry["left_out"]:
+        said += f"; not tried with parallel.{', parallel.'.join(entry['left_out'])}, which the small run cannot have"
+    bounded = [q for q in entry["quantities"].values() if q["verdict"] == PROVEN and q["bound"]]
+    worst = max((q["error"] / q["bound"] for q in bounded), default=0.0)
+    return ok("parity", said, layout=layout, left_out=entry["left_out"], worst_of_bound=worst)
 
 
 def parity_here(config: RunConfig, file: str) -> Finding:

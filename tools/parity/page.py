@@ -65,8 +65,11 @@ def verdict(one: Mapping[str, Any]) -> str:
 
 
 def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
-    """Yield (what, why) that no layout has tried, of the run or of one quantity."""
+    """Yield (what, why) that was not tried: of the run, of one layout, or a quantity in every layout."""
     yield from ((what, why) for what, why in made["not_tried"])
+    for one in made["layouts"]:
+        if left_out := ", ".join(f"parallel.{key}" for key in one["left_out"]):
+            yield left_out, f"{one['layout']} in {one['precision']}: not of a layout and a model of these sizes"
     tried = [one for one in made["layouts"] if one["quantities"]]
     for precision in dict.fromkeys(one["precision"] for one in tried):
         alike = [one["quantities"] for one in tried if one["precision"] == precision]
@@ -84,6 +87,8 @@ def conclusion(made: Certificate) -> str:
     equal = sum(bool(one.get("equal_bits")) for one in layouts)
     bits = f", {equal} of them in every bit" if equal else ""
     how = f"{made['tensors']} tensors, {made['steps']} steps, of which {made['applied']} applied"
+    if not tried:
+        return f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be tried ({how})"
     if good == tried:
         return f"all {good} comparisons agree with one process{bits}: {how} and {made['clipped']} clipped{rest}"
     return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({how}){rest}"

@@ -13,9 +13,15 @@ import pytest
 from tests.parity.test_command import open_tags
 from tests.runs import train, write_run
 from tools import cli
+from tools.config.run_file import load_run
+from tools.parity.certificate import run_digest
 from tools.report.sections import SECTIONS
 
 EVIL = "</td><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)>&\"'"
+OTHER_KEYS = "the certificate below is of other keys than those of run.toml"
+SCALED = ["precision.compute=fp16", "precision.initial_scale=65536.0", "precision.growth_interval=1"]
+SCALED += ["train.eval_every=2"]
+KEYS = [*SCALED, "train.steps=7", "lr.peak=1e-3", "precision.max_scale=1e30"]  # of the run that was resumed
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "nav", "a", "section", "dl", "div", "dt", "dd", "p",
     "figure", "figcaption", "b", "span", "i", "svg", "path", "text", "table", "tr", "th", "td", "details", "summary",
@@ -43,9 +49,8 @@ class Page(HTMLParser):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has skipped a step, was resumed with other keys and stopped before its end."""
     file = write_run(tmp_path_factory.mktemp("report"))
-    scaled = ("precision.compute=fp16", "precision.initial_scale=65536.0", "precision.growth_interval=1")
-    assert train(file, "train.steps=6", "train.eval_every=2", *scaled) == 0
-    assert train(file, "train.steps=7", "lr.peak=1e-3", "train.eval_every=2", *scaled, "precision.max_scale=1e30") == 0
+    assert train(file, "train.steps=6", *SCALED) == 0
+    assert train(file, *KEYS) == 0
     return file.parent / "run"
 
 
@@ -152,6 +157,20 @@ def test_damaged_files_beside_the_records_end_nothing(content: bytes, folder: Pa
     (run / "last_end").mkdir()
     (run / "last_end" / "rank-00000.json").write_bytes(content)
     require_alone(made(run, tmp_path / "a.html"))
+
+
+@pytest.mark.parametrize("name", ["parity.json", "prove.json"])
+def test_a_certificate_of_other_keys_is_told_from_one_of_the_run(name: str, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    counts = {"tensors": 1, "steps": 4, "applied": 3, "clipped": 3, "first_step": 1, "last_step": 4}
+    for overrides, foreign in (([], False), (["model.layers=3"], True)):
+        about = {"configuration": {"sha256": run_digest(load_run(folder.parent / "my.toml", [*KEYS, *overrides]))}}
+        proof = {"layouts": [], "rows": [], "verdict": "proven"} | counts | about
+        (run / name).write_text(json.dumps(proof))
+        assert (OTHER_KEYS in made(run, tmp_path / "a.html")) == foreign
+    (run / "run.toml").write_text("")
+    assert "whether the certificate below is of this run is not known" in made(run, tmp_path / "a.html")
 
 
 def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

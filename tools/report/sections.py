@@ -12,6 +12,7 @@ from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import flops
+from tools.parity.certificate import run_digest
 from tools.parity.page import conclusion, verdict
 from tools.plots.compare_plot import LAST, Curve
 from tools.plots.drawing import to_svg as to_svg_file
@@ -237,7 +238,8 @@ def _parity(run: Run) -> Html:
         said = conclusion(made)
     except (KeyError, TypeError, AttributeError, ValueError):
         return paragraph("parity.json is not a certificate.")
-    return Html(paragraph(f"Parity: {said}.").text + table(("layout", "precision", "verdict"), rows).text)
+    body = paragraph(f"Parity: {said}.").text + table(("layout", "precision", "verdict"), rows).text
+    return Html(_of_other_keys(run, made).text + body)
 
 
 def _proof(run: Run) -> Html:
@@ -253,7 +255,20 @@ def _proof(run: Run) -> Html:
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):
         return paragraph("prove.json is not a certificate.")
     head = ("compared with the straight run", "steps", "verdict", "why")
-    return Html(paragraph(f"Repeating and resuming bit for bit, {said}.").text + table(head, rows).text)
+    body = paragraph(f"Repeating and resuming bit for bit, {said}.").text + table(head, rows).text
+    return Html(_of_other_keys(run, made).text + body)
+
+
+def _of_other_keys(run: Run, made: Any) -> Html:
+    """Return a note if a certificate is not of the run as run.toml describes it; nothing if it is."""
+    about = made.get("configuration")
+    digest = about.get("sha256") if isinstance(about, dict) else None
+    if not isinstance(run.config, RunConfig):
+        return paragraph("Note: whether the certificate below is of this run is not known: run.toml cannot be read.")
+    if digest == run_digest(run.config):
+        return Html("")
+    other = "of another run, or made before a key was changed: that it holds for this run as it is was not tried."
+    return paragraph(f"Note: the certificate below is of other keys than those of run.toml, {other}")
 
 
 def faults(run: Run) -> Html | None:

@@ -125,3 +125,18 @@ def path_problem(path: str) -> str:
     if any(len(name.encode()) > LONGEST_NAME for name in path.split("/")) or len(path.encode()) > LONGEST_PATH:
         return f"a name has {LONGEST_NAME} bytes at most, and a path {LONGEST_PATH}"
     return ""
+
+
+def home_problem(path: str) -> str:
+    """Return the reason why a leading ~ or ~USER stands for no home folder; empty if it does, or there is none."""
+    if not path.startswith("~") or os.path.expanduser(path) != path:
+        return ""
+    home = path.partition("/")[0]
+    return f"no home folder is known for {home}; write the whole path, or ./{home} if that is a file or folder here"
+
+
+def home_expanded(path: str) -> str:
+    """Return the path with the home folder in place of a leading ~ or ~USER. Raises UserError if none is known."""
+    if problem := home_problem(path):
+        raise UserError(f"{path}: {problem}")
+    return os.path.expanduser(path)

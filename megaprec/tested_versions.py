@@ -1,10 +1,11 @@
-"""Installed packages of other versions than those that megaprec is tested with.
+"""Installed packages, and a Python, of other versions than those that megaprec is tested with.
 
 pip keeps the bounds of setup.py beside an installed megaprec, and looks at them only while it installs. Other versions
 are there afterwards if a package was changed later, or in an image that brings its own torch (`pip install --no-deps`).
 They may work, but what they decide, such as last bits or what another library computes, has not been tried.
 """
 
+import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -12,14 +13,18 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+PYTHONS = SpecifierSet("<3.14,>=3.11")
 EXTRAS = ("", "data", "hf", "lm-eval", "plots", "tensorboard", "wandb", "yaml")  # those of users
 
 
 def untested(*names: str) -> Iterator[str]:
     """Yield, of each package that users need or may have, its version and the tested ones if it is not of these.
 
-    names: of some packages; of all if there are none. A checkout that is not installed knows no versions.
+    names: of some packages; of all, and of Python, if there are none. A checkout that is not installed knows no
+    versions of packages.
     """
+    if not names and not _allows(PYTHONS, running := platform.python_version()):
+        yield f"python {running} is not of the versions that megaprec is tested with: {PYTHONS}"
     for rule in _rules():
         installed = _version(rule.name) if not names or rule.name in names else ""
         if installed and not _allows(rule.specifier, installed):

@@ -40,6 +40,7 @@ from megaprec.data.readers import (
     require_read,
 )
 from megaprec.errors import UserError
+from megaprec.parsing import home_expanded
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -109,7 +110,7 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
         raise UserError(f"a limit of {max_chars} characters leaves no text; give at least 1 or no limit")
     if name == "python":
         return _standard_library(max_chars)
-    path = Path(name).expanduser()
+    path = Path(home_expanded(name))
     if not path.exists():
         here = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UserError(

@@ -108,7 +108,7 @@ def _built() -> Path:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     target = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
     parts = (_SOURCE.read_text(encoding="utf-8"), shlex.join([*compiler, *_FLAGS]), target)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megaprec"
+    cache = _cache()
     library = cache / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,6 +123,14 @@ def _built() -> Path:
     except OSError as error:
         raise UserError(f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME") from error
     return library
+
+
+def _cache() -> Path:
+    """Return the folder of compiled libraries. Raises UserError if neither it nor a home folder is known."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaprec"
+    except RuntimeError as error:
+        raise UserError(f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME") from error
 
 
 def _run(command: list[str]) -> str:

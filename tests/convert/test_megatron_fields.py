@@ -1,7 +1,7 @@
 """Every field of megatron-core and every argument of its GPTModel: the same logits, or refused by that name.
 
 The oracle is megatron-core's own model on one CPU rank, in FP32. Fields that it takes on GPUs alone are refused or have
-a reason in `megatron_keys`, as every other one has.
+a reason in `tools.convert.megatron.keys`, as every other one has.
 """
 
 import contextlib

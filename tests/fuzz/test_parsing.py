@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megaprec.data.text import open_source
 from megaprec.durable import file_error
 from megaprec.errors import LONGEST_LINE, UserError
-from megaprec.parsing import NESTING, parse_json, parse_toml, path_problem, read_regular, read_text
+from megaprec.parsing import NESTING, home_expanded, parse_json, parse_toml, path_problem, read_regular, read_text
+from tools.config.run_file import load_run
 
 VALUES = some.recursive(
     some.none() | some.booleans() | some.integers(-(2**70), 2**70) | some.floats(allow_nan=False) | some.text(),
@@ -84,6 +86,27 @@ def test_a_text_has_the_line_ends_that_python_reads(tmp_path: Path) -> None:
 def test_paths_that_no_file_can_have_are_known() -> None:
     assert not any(map(path_problem, ("", ".", "a/b", "/", "é" * 127, "x" * 255)))
     assert all(map(path_problem, ("a\0b", "\udcff", "x" * 256, "é" * 128, "x/" * 3000)))
+
+
+def test_a_home_folder_that_is_not_known_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [home_expanded(path) for path in ("~/a", "a/~", "~")] == [f"{tmp_path}/a", "a/~", str(tmp_path)]
+    for key in ("data.source", "train.init_from", "train.folder"):
+        with pytest.raises(UserError) as caught:
+            load_run(None, [f"{key}=~nosuch/a"])
+        (problem,) = (line for line in caught.value.problems if "nosuch" in line)
+        assert problem.startswith(key) and "no home folder is known for ~nosuch; write the whole path" in problem
+    with pytest.raises(UserError, match=r"~nosuch.*or \./~nosuch if that"):
+        open_source("~nosuch")
+
+
+def test_a_path_below_home_is_refused_in_one_line_where_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as for the user of a container
+    with pytest.raises(UserError, match=r"^~/a: no home folder is known for ~; write the whole path"):
+        home_expanded("~/a")
 
 
 @given(some.text(some.characters(exclude_categories=[])))

@@ -77,6 +77,15 @@ def test_what_the_kernel_cannot_read_is_read_all_the_same(kernels: Kernels) -> N
 
 
 @needs_compiler
+def test_a_user_without_a_home_is_told_where_to_give_the_kernel_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as for the user of a container
+    with pytest.raises(UserError, match=r"no place for the compiled kernel: .*; set XDG_CACHE_HOME$"):
+        Kernels()
+
+
+@needs_compiler
 def test_statistics_and_updates_are_the_same_for_any_number_of_threads(kernels: Kernels) -> None:
     before, made = torch.get_num_threads(), []
     try:

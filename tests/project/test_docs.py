@@ -15,8 +15,12 @@ import pytest
 
 from models.estimate.flops import training_flops
 from tests.project.test_readme import ROOT
+from tools.cli import main
+from tools.commands.prove import FILE
 from tools.config.run_file import load_run
 from tools.console.units import flops
+from tools.plots.run_plots import PLOT
+from tools.plots.shadow_plot import PICTURE
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"prose", "", "sh", "console", "text", "toml", "python", "yaml"}
@@ -205,3 +209,40 @@ def test_flops_of_the_tutorials_lines_are_those_of_its_model_at_their_speed(name
     told = [(line["tokens"], line["flops"]) for line in found if line]
     assert len(told) > 1
     assert [said for _, said in told] == [flops(float(tokens.replace(",", "")) * token) for tokens, _ in told]
+
+
+def test_the_verdict_of_doctor_counts_the_checks_that_are_printed_above_it() -> None:
+    (table,) = (text for text in blocks(ROOT / "docs" / "doctor.md", "text") if "verdict    all is well" in text)
+    rows = [re.split(r" {2,}", line)[1] for line in table.splitlines() if re.search(r"  (ok|not tried)  ", line)]
+    assert f"{rows.count('ok')} checks ok, {rows.count('not tried')} not tried" in table
+
+
+def test_every_page_has_the_same_order_of_ranks() -> None:
+    orders = [
+        " ".join(found.split()) for page in DOCS for found in re.findall(r"rank = (\(\(?pp[^.]*)", page.read_text())
+    ]
+    assert orders == ["((pp · data + dp) · context + cp) · tensor + tp"] * 2
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("runs.md", "train run.toml train.stps=12 lr.warmup=-1"),
+        ("own-text.md", "data verify mine.jsonl"),
+    ],
+)
+def test_what_a_page_says_of_wrong_input_is_what_is_printed(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "mine.jsonl").write_text('{"id": 1, "body": "The fox sleeps now."}\n')
+    assert main(command.split()) == 2
+    printed = "".join(capfd.readouterr())
+    assert printed.splitlines() and printed in "".join(blocks(ROOT / "docs" / page, "text"))
+
+
+def test_every_file_that_is_made_of_a_run_is_in_the_table_of_its_files() -> None:
+    table = (ROOT / "docs" / "runs.md").read_text().partition("## Files of a run")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert {PLOT, PICTURE, FILE, "parity.json", "parity.html"} <= set(re.findall(r"`([^`]+)`", "".join(files)))

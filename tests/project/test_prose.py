@@ -95,6 +95,14 @@ def test_every_docstring_of_a_room_is_a_plain_sentence(room: str) -> None:
     assert offences(room) == []
 
 
+def test_docstrings_name_modules_as_they_are_called_now() -> None:
+    """A module "buckets" in a folder "megatron" may have been "megatron_buckets" before."""
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    earlier = {f"{file.parent.name}_{file.stem}" for file in files} - {file.stem for file in files}
+    named = {(file.name, word) for file in files for word in re.findall(r"`(\w+)`", file.read_text())}
+    assert {(file, word) for file, word in named if word in earlier} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
     assert page_offences(page) == []

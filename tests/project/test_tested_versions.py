@@ -1,5 +1,6 @@
 """Versions of packages that nobody has tried are named: in a run, by `doctor`, and where their results are compared."""
 
+import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -8,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from megaprec import tested_versions
 from megaprec.errors import UserError
-from megaprec.tested_versions import untested
+from megaprec.tested_versions import PYTHONS, untested
 from tests.doctor.places import place
 from tests.other_systems import write_folder
+from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
 from tools.convert import probe, verify
 from tools.doctor.machine import facts
@@ -76,6 +78,22 @@ def test_a_checkout_that_is_not_installed_knows_no_versions(monkeypatch: pytest.
 
 def test_what_is_installed_here_is_tested() -> None:
     assert not [*untested()]
+
+
+@pytest.mark.parametrize("running", ["3.10.9", "3.14.0", "3.15.0a1", "3.13.1+"])
+def test_a_python_that_was_not_tried_is_named(running: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.python_version", lambda: running)
+    install(monkeypatch)
+    assert [*untested()] == [f"python {running} is not of the versions that megaprec is tested with: {PYTHONS}"]
+    assert not [*untested("torch")]
+
+
+def test_the_readme_names_the_pythons_that_were_tried() -> None:
+    listed = re.findall(r"Python (3\.\d+), (3\.\d+) or (3\.\d+)", (ROOT / "README.md").read_text())
+    tried = re.findall(r"^\| Python (3\.\d+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(listed) == 2 and "or later" not in (ROOT / "README.md").read_text()
+    for versions in (*listed, tuple(dict.fromkeys(tried))):
+        assert versions == tuple(f"3.{n}" for n in range(20) if f"3.{n}" in PYTHONS)
 
 
 def test_a_run_names_them_and_trains(

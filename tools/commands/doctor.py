@@ -5,7 +5,8 @@ then a small run takes 20 steps in the layout and on one process, which must tra
 layout, the folder and the device are the run's. By hand the command starts local ranks; under torchrun or srun the
 ranks that are there take part, with one replica on each host if no run file says otherwise.
 
-Exit code 0: all is well; 1: something is wrong, with a line for each; 2: something could not be tried, or wrong input.
+Exit code 0: all is well; 1: something is wrong, with a line for each; 2: a check that the layout needs could not be
+tried, or wrong input.
 """
 
 import argparse

@@ -18,7 +18,7 @@ def beside_run_file(origin: str, name: str) -> str:
     """
     folder = Path(origin.removeprefix(FROM_FILE)).parent
     from_elsewhere = origin.startswith(FROM_FILE) and folder.resolve() != Path.cwd()
-    if not from_elsewhere or name == STANDARD_LIBRARY or Path(name).expanduser().is_absolute() or _is_there(Path(name)):
+    if not from_elsewhere or name == STANDARD_LIBRARY or name.startswith(("/", "~")) or _is_there(Path(name)):
         return ""
     if _is_there(folder / name):
         return f"; {folder / name} is there: a path in a run file is relative to the working directory"

@@ -22,7 +22,7 @@ from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import read_whole
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
-from megaprec.parsing import parse_toml, read_text
+from megaprec.parsing import home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import cuts
@@ -365,10 +365,10 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
     contradicted: receives a line for each given key that has another value there.
     """
     asked = given.get("train.init_from")
-    if asked is None or not isinstance(asked.value, str) or not asked.value:
-        return
+    if asked is None or not isinstance(asked.value, str) or not asked.value or home_problem(asked.value):
+        return  # the checks of the table's kinds report a value that cannot be
     try:
-        said, tokenizer, origin = initial_model(Path(asked.value).expanduser())
+        said, tokenizer, origin = initial_model(Path(home_expanded(asked.value)))
     except UserError as error:
         hint = beside_run_file(asked.origin, asked.value)
         yield from (f"train.init_from ({asked.origin}): {problem}{hint}" for problem in error.problems)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from megaprec.parsing import path_problem
+from megaprec.parsing import home_problem, path_problem
 
 MOST = 2**31 - 1  # of a size that tensors have
 MOST_RANKS = 2**20
@@ -15,8 +15,8 @@ MOST_STEPS = 2**53  # up to here a float holds every whole number
 
 
 def _expanded(path: str) -> str:
-    """Return the path with ~ expanded. Raises ValueError if no file can have it."""
-    if problem := path_problem(path):
+    """Return the path with ~ expanded. Raises ValueError if no file can have it, or no home folder is known."""
+    if problem := path_problem(path) or home_problem(path):
         raise ValueError(problem)
     return os.path.expanduser(path)
 

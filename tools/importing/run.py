@@ -1,5 +1,6 @@
 """From what was given to the run file: the parts put together, and the result checked as `megaprec train` checks it."""
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def _leaves(content: object) -> int:
 def _check(draft: Draft, text: str, sources: Sources) -> None:
     """Raise UserError unless a run can be read from the text. Weights to begin with need not be there yet."""
     first = draft.keys.get("train.init_from")
-    absent = first is not None and not Path(str(first.value)).expanduser().exists()
+    absent = first is not None and not os.path.exists(os.path.expanduser(str(first.value)))
     lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"

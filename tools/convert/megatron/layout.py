@@ -98,7 +98,7 @@ def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int =
 def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
     """The model that Megatron's args describe. vocab: tokens without padding; None: what the args say, or all rows.
 
-    UserError for an argument by which it would be none of ours (`megatron_keys`).
+    UserError for an argument by which it would be none of ours (`keys`).
     """
     try:
         known = named(args)

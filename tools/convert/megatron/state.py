@@ -3,7 +3,7 @@
 Megatron's optimizer knows parameters by number only: first all with weight decay, then those without (biases and
 other vectors), each in the order of the model. With half weights there are FP32 masters besides. Experts that other
 ranks have not have an optimizer of their own, the second in a list. Its distributed optimizer saves elsewhere
-(`megatron_flat`).
+(`flat`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

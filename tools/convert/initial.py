@@ -54,8 +54,8 @@ def open_weights(folder: Path) -> Source:
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
 
-    Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or infinite. Collective over the world. Raises
-    UserError, before anything is changed, if a file of the checkpoint is damaged.
+    Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or infinite. Collective over
+    the world. Raises UserError, before anything is changed, if a file of the checkpoint is damaged.
     """
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)

@@ -69,6 +69,84 @@ def test_an_index_of_one_file_beside_that_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["model.fp16.safetensors", "adapter_model.safetensors", "adapter_model.bin", "value_head.safetensors"]
+)
+def test_weights_beside_those_that_are_read_are_noted(name: str, tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "hf", "llama", torch.bfloat16)
+    for other in (name, "optimizer.bin", "optimizer.safetensors", "training_args.bin"):
+        (path / other).touch()
+    (note,) = open_source(path).facts.notes
+    assert note == f"{path}: {name} is not read: model.safetensors and what belongs to it hold the model"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("chat_template.jinja", "x"), ("chat_template.json", "{}"), ("additional_chat_templates", "")]
+)
+def test_chat_templates_that_are_not_carried_over_are_noted(name: str, content: str, tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "hf", "llama", torch.bfloat16)
+    (path / name).write_text(content) if content else (path / name).mkdir()
+    (note,) = open_source(path).facts.notes
+    assert note == f"{path / name} is not carried over: copy it where the tokenizer goes"
+
+
+def sharded(path: Path) -> dict[str, Any]:
+    """Put a folder's weights in two shards; return their index, which is not written."""
+    tensors, where = load_file(path / "model.safetensors"), dict[str, str]()
+    (path / "model.safetensors").unlink()
+    for number in (0, 1):
+        part = {name: t for n, (name, t) in enumerate(sorted(tensors.items())) if n % 2 == number}
+        save_file(part, path / f"{number}.safetensors", metadata={"format": "pt"})
+        where |= dict.fromkeys(part, f"{number}.safetensors")
+    return {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda index: None, ""),
+        (lambda index: index.pop("metadata"), ""),
+        (lambda index: index.update(metadata=None), ""),
+        (
+            lambda index: index["metadata"].update(total_size=7),
+            "says total_size = 7, but its tensors have 59,088 bytes",
+        ),
+        (
+            lambda index: index["weight_map"].update({EMBEDDING: "0.safetensors"}),
+            f"puts {EMBEDDING} in 0.safetensors, but it is in 1.safetensors",
+        ),
+        (lambda index: index["weight_map"].pop(EMBEDDING), f"does not name {EMBEDDING}, which is in 1.safetensors"),
+    ],
+)
+def test_an_index_that_says_otherwise_than_its_shards_is_noted(
+    change: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
+) -> None:
+    path = write_folder(tmp_path / "hf", "llama", torch.bfloat16)
+    index = sharded(path)
+    change(index)
+    (path / INDEX).write_text(json.dumps(index))
+    notes = open_source(path).facts.notes
+    assert notes == ((f"{path}: {INDEX} {said}: the files were read as they are",) if said else ())
+
+
+@pytest.mark.parametrize(("base", "noted"), [(1e4, False), (77.0, True)])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_saved_angles_that_are_not_those_of_the_config_are_noted(
+    name: str, base: float, noted: bool, tmp_path: Path
+) -> None:
+    """Older versions of transformers saved them. In bf16 too, and before they were scaled."""
+    path = write_folder(tmp_path / "hf", "llama-stretched", torch.bfloat16, rope_theta=1e4)
+    angles = (base ** (-torch.arange(0, 10, 2) / 10)).bfloat16()
+    save_file(load_file(path / "model.safetensors") | {name: angles}, path / "model.safetensors")
+    said = (
+        f"{path}: {name} has other angles than config.json says, which is followed: rope_theta may be another there",
+    )
+    assert open_source(path).facts.notes == (said if noted else ())
+
+
+@pytest.mark.parametrize(
     ("ids", "noted"),
     [({"eos_token_id": 131}, True), ({"eos_token_id": [1, 400]}, True), ({"pad_token_id": -1}, False), ({}, False)],
 )

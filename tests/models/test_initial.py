@@ -63,6 +63,28 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(
     assert expected[0]["loss"] < (steps(run)[0]["loss"] + last) / 2, "it did not begin with trained weights"
 
 
+@pytest.mark.usefixtures("torch_files_read_here")
+def test_the_command_begins_with_the_weights_of_a_format_that_has_no_config_json(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is compared with transformers is a config.json, which Megatron's folders lack."""
+    convert(file.parent / "run", tmp_path / "megatron", "--to", "megatron", "--no-verify")
+    keys = [f"train.init_from={tmp_path}/megatron", f"train.folder={tmp_path}/run", "train.steps=1"]
+    assert train(file, *keys) == 0
+    assert f"weights    from {tmp_path}/megatron" in capsys.readouterr().out
+
+
+def test_a_run_that_begins_with_a_folder_tells_its_notes(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(file.parent / "run", tmp_path / "hf", "--no-verify")
+    (tmp_path / "hf/model.fp16.safetensors").touch()
+    keys = [f"train.init_from={tmp_path}/hf", f"train.folder={tmp_path}/run", "train.steps=1"]
+    keys += [f"data.cache={tmp_path}/data"]
+    assert main(["train", str(file), *keys, "--no-verify"]) == 0
+    assert f"note: {tmp_path}/hf: model.fp16.safetensors is not read" in capsys.readouterr().out
+
+
 def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> None:
     found = checkpoint(file.parent / "run", 6)
     bare = file.with_name("bare.toml")

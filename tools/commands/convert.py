@@ -20,7 +20,7 @@ from megaprec.errors import UserError
 from tools.console.progress_bar import moving
 from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
-from tools.convert.formats import TARGETS, check_vocab, open_intact
+from tools.convert.formats import TARGETS, WITH_CONFIG, check_vocab, open_intact
 from tools.convert.hf.folder import CONFIG, hf_target, read_config
 from tools.convert.hf.vocabulary import begin_note, check_tokenizer, folder_notes
 from tools.convert.hf.write_config import to_hugging_face
@@ -136,7 +136,7 @@ def write_model(
 
 
 def _verified(source: Source, to: str, destination: Path) -> Iterator[str]:
-    if source.kind == "hf":
+    if source.kind in WITH_CONFIG:
         yield check_config(read_config(source.path), f"{source.path / CONFIG}")
     if to == "hf":
         yield check_config(to_hugging_face(source.model, "float32"), f"{destination / CONFIG}")

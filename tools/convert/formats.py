@@ -47,6 +47,7 @@ FORMATS = {
 }
 MOST_INSIDE = 100  # folders of a folder that are looked into, to name those that may be meant
 WITH_VOCAB = ("megatron", "nemo")  # the formats that may leave the vocabulary's size without padding unsaid
+WITH_CONFIG = ("hf", "colossalai")  # the formats whose config.json is one of transformers
 TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 

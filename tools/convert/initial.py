@@ -54,8 +54,8 @@ def open_weights(folder: Path) -> Source:
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
 
-    Rank 0 prints a warning for tensors with numbers that are NaN or infinite. Collective over the world. Raises
-    UserError, before anything is changed, if a file of the checkpoint is damaged.
+    Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or infinite. Collective over
+    the world. Raises UserError, before anything is changed, if a file of the checkpoint is damaged.
     """
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
@@ -64,7 +64,9 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     load_weights(slices, optimizer)
     found = everyones(slices.wrong, optimizer.world, optimizer.device)
     if optimizer.world.rank == 0:
-        print(*(f"warning: {folder}: {line}\n" for line in _told(slices.source, found)), sep="", end="", flush=True)
+        notes = (f"note: {note}\n" for note in slices.source.facts.notes)
+        warnings = (f"warning: {folder}: {line}\n" for line in _told(slices.source, found))
+        print(*notes, *warnings, sep="", end="", flush=True)
 
 
 def _told(source: Source, wrong: Mapping[str, int]) -> list[str]:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.defaults import ALIASES, DEFAULTS
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
@@ -53,12 +53,11 @@ def check_config(config: Json, name: str) -> str:
 
 
 def verify_initial(folder: Path) -> str:
-    """Return a line on the check of the folder's config.json; empty for megaprec checkpoints. Raises UserError if
+    """Return a line on the check of the folder's config.json; empty for formats that have none. Raises UserError if
     models differ.
     """
-    if checkpoint_at(folder):
-        return ""
-    return check_config(read_config(folder), f"train.init_from: {folder / CONFIG}")
+    kind, found = format_of(folder)
+    return check_config(read_config(found), f"train.init_from: {found / CONFIG}") if kind in WITH_CONFIG else ""
 
 
 def reduced(config: Json) -> dict[str, Any]:

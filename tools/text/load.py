@@ -27,6 +27,7 @@ from models.stages import Stage
 from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
+from tools.convert.hf.notes import KEPT
 from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file
 from tools.convert.initial import open_weights
 from tools.convert.train_state import read_model, tokenizer_files
@@ -82,7 +83,8 @@ def load_model(
     tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
     stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)
-    notes = [*folder_notes(source.path, source.tokenizer), *(words.notes if words else ()), *_left_out(source, words)]
+    notes = [note for note in source.facts.notes if not note.endswith(KEPT)]  # `_left_out` says what comes of these
+    notes += [*folder_notes(source.path, source.tokenizer), *(words.notes if words else ()), *_left_out(source, words)]
     if tokenizer and own and read_whole(own) != read_whole(tokenizer):
         notes.append(
             f"{tokenizer} is used, not {own}, which the model was trained with: their tokens must mean the same"

@@ -1,16 +1,20 @@
 """Files beside the weights of a Hugging Face folder that make it another model, or none."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from megaprec.parsing import read_regular
+from megaprec.parsing import read_json, read_regular
+from tools.convert.core.tensors import Stored
+from tools.convert.hf.kinds import short
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
-_WEIGHTS = re.compile(r"(?:pytorch_)?model\b.*\.(?:safetensors|bin)")
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_WEIGHTS = re.compile(r"(?:(?!optim|pytorch_optim).*\.safetensors)|(?:(?:pytorch|adapter)_)?model\b.*\.bin")
+_AS_THEY_ARE = "the files were read as they are"
 _OTHERS = {".gguf": "llama.cpp", ".onnx": "ONNX", ".h5": "TensorFlow", ".msgpack": "Flax", ".pth": "its publisher"}
 
 
@@ -49,6 +53,32 @@ def unread_weights(path: Path, read: Collection[Path]) -> str:
     others = f"{len(found) - 1} more {'files' if found[2:] else 'file'}"
     more = f" and {others} of weights are" if found[1:] else " is"
     return f"{found[0]}{more} not read: {min(read).name if read else 'nothing'} and what belongs to it hold the model"
+
+
+def index_notes(index: Path, files: Mapping[str, Stored]) -> Iterator[str]:
+    """Yield notes on what an index says of its shards, other than they are. files: the tensors in them, by name."""
+    said = read_json(index)
+    where, metadata = said["weight_map"], said.get("metadata")
+    total, there = (
+        (metadata if isinstance(metadata, dict) else {}).get("total_size"),
+        sum(s.nbytes for s in files.values()),
+    )
+    if total not in (None, there):
+        yield f"{index.name} says total_size = {short(total)}, but its tensors have {there:,} bytes: {_AS_THEY_ARE}"
+    odd = [(name, where.get(name), s.file.name) for name, s in files.items() if where.get(name) != s.file.name]
+    for name, named, file in odd[:1]:
+        place = f"puts {name} in {named}, but it" if named else f"does not name {name}, which"
+        more = f", and {len(odd) - 1} more such" if odd[1:] else ""
+        yield f"{index.name} {place} is in {file}{more}: {_AS_THEY_ARE}"
+
+
+def template_notes(path: Path) -> Iterator[str]:
+    """Yield a note for each chat template in a file of its own."""
+    yield from (
+        f"{path / name} is not carried over: copy it where the tokenizer goes"
+        for name in TEMPLATES
+        if (path / name).exists()
+    )
 
 
 def other_weights(path: Path) -> str:

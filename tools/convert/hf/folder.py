@@ -27,16 +27,16 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
-from tools.convert.hf.beside import other_weights, require_plain, unread_weights
+from tools.convert.hf.beside import index_notes, other_weights, require_plain, template_notes, unread_weights
 from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
-from tools.convert.hf.notes import notes
+from tools.convert.hf.notes import notes, rotary_notes
 from tools.convert.hf.quantized import quantized_notes, with_quantized
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
 
-CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  # an index of shards, or one file
     ("model.safetensors.index.json", "model.safetensors", safetensors_in),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
@@ -114,12 +114,14 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
     own_notes = notes(config, ARCHITECTURES[kind], model.mtp_layers > 0)
-    found_notes = *own_notes, *wrapped_notes(files, whole), *quantized_notes(config)
+    indices = [path / index for index, _, _ in WEIGHTS if (path / index).is_file()]
+    of_index = index_notes(indices[0], files) if indices else ()
+    of_files = *wrapped_notes(files, whole), *quantized_notes(config), *rotary_notes(model, files), *of_index
+    found_notes = *own_notes, *of_files
     unread = unread_weights(path, {one.file for one in files.values()})
     said = tuple(f"{path}: {note}" for note in (*found_notes, *([unread] if unread else [])))
-    if (path / TEMPLATE).is_file():
-        said += (f"{path / TEMPLATE} is not carried over: copy it where the tokenizer goes",)
-    facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))
+    told = (*facts.notes, *said, *template_notes(path))
+    facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=told)
     return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
 

@@ -1,13 +1,21 @@
 """Notes on what a config.json says and this project does otherwise, or not at all."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.rope import RopeScaling, frequencies
+from tools.convert.core.tensors import Stored
 from tools.convert.hf.defaults import DEFAULTS
 from tools.convert.hf.keys import Keys
 from tools.convert.hf.kinds import IDS
 
 Json = Mapping[str, Any]
+ANGLES = "rotary_emb.inv_freq"
+KEPT = "which no token of vocab_size has: it is kept"
 
 
 def notes(config: Json, architecture: str, read: bool) -> list[str]:
@@ -21,7 +29,7 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
     found = [f"architectures = {others}: it is read as {architecture}, as model_type says"] if others else []
     if config.get("auto_map"):
         found.append(f"auto_map: code of the folder's own is not run; it is read as {architecture}")
-    found += [f"{key} = {config[key]}, which no token of vocab_size has: it is kept" for key in _strange(config)]
+    found += [f"{key} = {config[key]}, {KEPT}" for key in _strange(config)]
     if (extra := further_layers(config)) and read:
         found.append(
             f"{extra} layers for multi-token prediction: they are read as model.mtp_layers, which only training uses"
@@ -29,6 +37,27 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
     elif extra:
         found.append(f"{extra} layers for multi-token prediction, of which the files hold no tensor: there are none")
     return [f"config.json has {note}" for note in found]
+
+
+def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[str]:
+    """Yield a note on angles of rotary positions in the files that are not those of config.json, which are followed.
+
+    Older versions of transformers saved them, with rope_scaling or before it, and 16 bits round them.
+    """
+    saved = {name: stored for name, stored in files.items() if name.endswith(ANGLES)}
+    for name, stored in saved.items():
+        if stored.shape != (model.rotary_dims // 2,) or not _are_angles(stored.read().double(), model):
+            yield f"{name} has other angles than config.json says, which is followed: rope_theta may be another there"
+            return
+
+
+def _are_angles(said: Tensor, model: ModelConfig) -> bool:
+    for base in (model.rope_base, model.window_rope_base or model.rope_base):
+        for scaling in (model.rope_scaling, RopeScaling()):
+            ours = frequencies(scaling, base, model.rotary_dims, model.max_positions)
+            if torch.allclose(said, ours, rtol=0.02, atol=1e-6):
+                return True
+    return False
 
 
 def _strange(config: Json) -> list[str]:

@@ -214,7 +214,8 @@ class ModelConfig(ModelFields):
         """Return the number of parameters of the experts of all layers, without their routers."""
         modules = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
         layers = self.layers - len(self.dense_layers) + modules
-        return layers * self.experts * self.hidden * self._mlp_matrices * self.ffn
+        weights = self.hidden * self._mlp_matrices * self.ffn
+        return layers * self.experts * (weights + self.expert_bias * self._mlp_biases(self.ffn))
 
     @property
     def gated(self) -> bool:
@@ -240,9 +241,9 @@ class ModelConfig(ModelFields):
         """Return the number of parameters of one block, with experts if the model has any."""
         latent = self.latent
         qkv = latent.width if latent else (self.heads + 2 * self.kv_heads) * self.head_dim
-        up = (self._mlp_matrices - 1) * self.ffn
-        biases = self.qkv_bias * qkv + self.output_bias * self.hidden + self.mlp_bias * (up + self.hidden)
-        biases += self.experts * (self.router_bias + self.expert_bias * (up + self.hidden))
+        biases = self.qkv_bias * qkv + self.output_bias * self.hidden + self.mlp_bias * self._mlp_biases(self.ffn)
+        biases += self.experts * (self.router_bias + self.expert_bias * self._mlp_biases(self.ffn))
+        biases += self.expert_bias * self._mlp_biases(self.shared_experts)
         norms = self._norms_of_layer * self._norm_parameters + self.qk_norm * self._qk_norm_parameters
         others = latent.query_rank + latent.kv_rank + self.experts * self.router.correction  # norms of latents
         sinks = self.attention_sinks * self.heads
@@ -264,6 +265,10 @@ class ModelConfig(ModelFields):
     @property
     def _mlp_matrices(self) -> int:
         return 3 if self.gated else 2
+
+    def _mlp_biases(self, width: int) -> int:
+        """Return the elements of the biases of a feed-forward of inner size `width`; 0 for one of width 0."""
+        return (self._mlp_matrices - 1) * width + self.hidden if width else 0
 
     @property
     def _attention_weights(self) -> int:
@@ -310,10 +315,12 @@ class ModelConfig(ModelFields):
     def again_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
 
-        The last product of a block is not recomputed, because no gradient needs its result, unless dropout or expert
-        weights are applied to it.
+        The last product of a block is not recomputed, because no gradient needs its result, unless a norm, dropout or
+        the weights of experts are applied to it.
         """
-        unneeded = 0 if self.experts or self.dropout else 2 * self.hidden * self.ffn
+        dropout = self.dropout and self.dropout_at == "branches"
+        needed = self.experts or dropout or self.norm_at != "before"
+        unneeded = 0 if needed else 2 * self.hidden * self.ffn
         return self.layer_flops(seq_length) - unneeded
 
     def embedding_flops(self) -> int:

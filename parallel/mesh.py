@@ -160,12 +160,13 @@ def told_by_first(
 
 def _own_device() -> torch.device:
     require_sound(os.environ)
-    if "LOCAL_RANK" not in os.environ and torch.cuda.device_count() > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
+    there = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ and there > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"LOCAL_RANK is not set, and torch sees {torch.cuda.device_count()} CUDA devices: the ranks of a machine "
-            "would share the first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
+            f"LOCAL_RANK is not set, and torch sees {there} CUDA devices: the ranks of a machine would share the "
+            "first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
         )
-    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if not there or (there > 1 and local >= there):
         raise UserError(
             f'device = "cuda": local rank {local} has no CUDA device of its own, because torch sees {there}: look at '

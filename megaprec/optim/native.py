@@ -128,7 +128,7 @@ def _built() -> Path:
 def _cache() -> Path:
     """Return the folder of compiled libraries. Raises UserError if neither it nor a home folder is known."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaprec"
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megaprec"
     except RuntimeError as error:
         raise UserError(f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME") from error
 

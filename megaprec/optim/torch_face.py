@@ -12,9 +12,10 @@ import torch
 from megaprec.errors import UserError
 from megaprec.optim.scaler import TWO_SCALERS
 
-# What an optimizer is built with and does not look up again: its buffers and groups are made for it.
+# Arguments that an optimizer is built with and does not look up again: its buffers and groups are made for them.
 FIXED = ["lr", "weight_decay", "groups", "norm", "average", "overlap", "bucket", "seed", "native", "canonical"]
-FIXED += ["zero_size", "plan", "mesh", "rule", "betas", "eps", "momentum", "nesterov"]
+FIXED += ["zero_size", "parts", "plan", "mesh", "virtual", "experts", "rule"]
+FIXED += ["betas", "eps", "momentum", "nesterov"]  # torch's, which the rule has here
 
 
 class TorchFace(torch.optim.Optimizer):

@@ -32,7 +32,8 @@ def save(folder: Path, hf: Path, stages: int, safe: bool) -> Path:
         file = f"{name}-{ending}.{kind}"
         where |= dict.fromkeys(part, file)
         put(folder / file, part, safe)
-    index = {"metadata": {"total_size": 1}, "weight_map": where}
+    size = sum(t.nbytes for t in whole.values()) / 1024**2  # in MiB, as its calculate_tensor_size
+    index = {"metadata": {"total_size": size}, "weight_map": where}
     (folder / f"{name}.{kind}.index.json").write_text(json.dumps(index))
     shutil.copy(hf / "config.json", folder)
     return folder

@@ -33,6 +33,7 @@ MODELS += [
     {"family": "deepseek_v3", "latent": {**LATENT, "query_rank": 14}, **SIZES},
     {"family": "deepseek_v2", "latent": LATENT, "bias": True, **SIZES},
 ]
+EXPERTS = {"family": "mixtral", "experts": 4, "experts_per_token": 2, "shared_experts": 20, "expert_bias": True}
 LENGTH, BATCH = 24, 2
 
 
@@ -49,7 +50,7 @@ def inputs(stage: Stage) -> tuple[Tensor, Tensor]:
     return torch.zeros(shape, dtype=stage.context.plan.compute, requires_grad=True), ids
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, {**EXPERTS, **SIZES}, {**EXPERTS, "mlp": "gelu", **SIZES}])
 def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) -> None:
     config = ModelConfig(**model)
     for count in (1, 3):
@@ -58,6 +59,12 @@ def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) 
         assert [cost.parameters for cost in costs] == held
         twice = config.vocab * config.hidden if config.tied and count > 1 else 0
         assert sum(held) == config.num_parameters + twice
+
+
+def test_experts_parameters_are_known_with_their_biases() -> None:
+    config = ModelConfig(**{**EXPERTS, **SIZES})
+    (stage,) = stages(config, 1)
+    assert config.expert_parameters == sum(p.numel() for name, p in stage.named_parameters() if ".experts." in name)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,8 @@ def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) 
         (MODELS[3], Recompute(fraction=0.5)),
         (MODELS[0], Recompute(layers=1)),
         (MODELS[4], Recompute(("attention",))),
+        ({**MODELS[0], "norm_at": "after"}, Recompute(fraction=1.0)),
+        ({**MODELS[0], "norm_at": "around"}, Recompute(fraction=1.0)),
     ],
 )
 def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Recompute) -> None:

@@ -1,6 +1,7 @@
 """The optimizer where a torch optimizer is expected: what loops reach for works, or is refused with what to do."""
 
 import copy
+import inspect
 import pickle
 import re
 import subprocess
@@ -217,6 +218,11 @@ def test_what_an_optimizer_was_built_with_is_not_set_in_vain(name: str) -> None:
         setattr(optimizer, name, 0.5)
     optimizer.clip = 0.5  # each step looks at it
     optimizer.mine = name  # type: ignore[attr-defined]
+
+
+def test_every_argument_of_an_optimizer_is_looked_at_later_or_may_not_be_set() -> None:
+    arguments = set(inspect.signature(ParallelAMPOptimizer.__init__).parameters) - {"self"}
+    assert arguments - set(FIXED) == {"clip", "observers"}
 
 
 def test_a_rule_that_counts_steps_is_one_optimizers_alone() -> None:

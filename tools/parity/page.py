@@ -69,7 +69,7 @@ def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
     yield from ((what, why) for what, why in made["not_tried"])
     for one in made["layouts"]:
         if left_out := ", ".join(f"parallel.{key}" for key in one["left_out"]):
-            yield left_out, f"{one['layout']} in {one['precision']}: not of a layout and a model of these sizes"
+            yield left_out, f"{one['layout']} in {one['precision']}: the sizes that were compared do not allow it"
     tried = [one for one in made["layouts"] if one["quantities"]]
     for precision in dict.fromkeys(one["precision"] for one in tried):
         alike = [one["quantities"] for one in tried if one["precision"] == precision]

@@ -166,7 +166,7 @@ def _layer(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         for e in range(model.experts):
             yield from _feed_forward(f"mlp.experts.{e}", model, model.ffn, model.expert_bias)
         if model.shared_experts:
-            yield from _feed_forward("mlp.shared", model, model.shared_experts, False)
+            yield from _feed_forward("mlp.shared", model, model.shared_experts, model.expert_bias)
         if model.shared_gate:
             yield "mlp.shared_gate.weight", (1, h)
     else:

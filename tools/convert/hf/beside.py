@@ -55,15 +55,18 @@ def unread_weights(path: Path, read: Collection[Path]) -> str:
     return f"{found[0]}{more} not read: {min(read).name if read else 'nothing'} and what belongs to it hold the model"
 
 
-def index_notes(index: Path, files: Mapping[str, Stored]) -> Iterator[str]:
-    """Yield notes on what an index says of its shards, other than they are. files: the tensors in them, by name."""
+def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Iterator[str]:
+    """Yield notes on what an index says of its shards, other than they are.
+
+    files: the tensors in them, by name. in_bytes: total_size is in bytes; Colossal-AI counts in MiB, with fractions.
+    """
     said = read_json(index)
     where, metadata = said["weight_map"], said.get("metadata")
     total, there = (
         (metadata if isinstance(metadata, dict) else {}).get("total_size"),
         sum(s.nbytes for s in files.values()),
     )
-    if total not in (None, there):
+    if in_bytes and total not in (None, there):
         yield f"{index.name} says total_size = {short(total)}, but its tensors have {there:,} bytes: {_AS_THEY_ARE}"
     odd = [(name, where.get(name), s.file.name) for name, s in files.items() if where.get(name) != s.file.name]
     for name, named, file in odd[:1]:

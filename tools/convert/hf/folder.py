@@ -115,7 +115,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     ]
     own_notes = notes(config, ARCHITECTURES[kind], model.mtp_layers > 0)
     indices = [path / index for index, _, _ in WEIGHTS if (path / index).is_file()]
-    of_index = index_notes(indices[0], files) if indices else ()
+    of_index = index_notes(indices[0], files, system == "hf") if indices else ()
     of_files = *wrapped_notes(files, whole), *quantized_notes(config), *rotary_notes(model, files), *of_index
     found_notes = *own_notes, *of_files
     unread = unread_weights(path, {one.file for one in files.values()})

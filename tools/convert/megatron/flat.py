@@ -4,7 +4,7 @@ All FP32 masters of a rank lie one after another in one flat tensor, as the grad
 reduced in, and so do the moments: parameters from the last to the first, each from a multiple of 64 elements on. A
 buffer is a row of buckets, of which each begins anew where the one before it ends. Parameters of every dtype have a
 buffer of their own, so have those of every virtual stage, and so have experts that other ranks have not. In
-distrib_optim.pt, beside a model-parallel rank's file, a buffer is one tensor; see `buckets` for the other way.
+distrib_optim.pt, beside a model-parallel rank's file, a buffer is one tensor; see `buckets.py` for the other way.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

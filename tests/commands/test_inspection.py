@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaprec.errors import UserError
+from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tests.other_systems import write_folder
 from tools.cli import main
@@ -91,6 +92,21 @@ def test_a_difference_is_the_largest_and_the_mean_in_float64() -> None:
     assert (found.largest, found.mean) == (0.5, 0.5 / 3)
     assert compare("x", torch.tensor([float("nan")]), torch.tensor([float("nan")])).largest == float("inf")
     assert compare("x", torch.zeros(2), torch.zeros(3)).note == "[2] and [3]"
+    damaged = compare("x", torch.tensor([float("nan"), 2.0]), torch.tensor([1.0, 2.0]))
+    assert damaged.largest == float("inf") and damaged.size != damaged.size, "NaN is not a largest value of 0 or 2"
+
+
+def test_equal_tensors_of_another_model_are_told_to_be_that(
+    folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_json(folders[0] / "config.json")
+    (folders[0] / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0, "rms_norm_eps": 0.5}))
+    equal, eps, base = said(capsys, "diff", folders[0], folders[1]).splitlines()
+    assert equal == "39 of 39 tensors are equal, 0 differ"
+    assert eps.startswith(f"model.norm_eps is 0.5 in {folders[0]} and ") and eps.endswith(f" in {folders[1]}")
+    assert base.startswith(f"model.rope_base is 500.0 in {folders[0]} and ")
+    told = json.loads(said(capsys, "diff", folders[1], folders[0], "--json"))["model"]
+    assert {key: values["b"] for key, values in told.items()} == {"norm_eps": 0.5, "rope_base": 500.0}
 
 
 def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`megaprec diff A B`: the differences between two models, tensor by tensor, in any formats.
 
-Tensors are matched by logical name and compared in float64, a block of elements at a time.
+Tensors are matched by logical name and compared in float64, a block of elements at a time. Keys of the model that
+differ, such as the base of its rotary positions, are listed, for equal tensors make another model with them.
 """
 
 import argparse
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from tools.console.progress_bar import moving
 from tools.console.tables import add_json, put, table_console
+from tools.console.toml import toml
 from tools.convert.core.source import Source
 from tools.convert.formats import check_vocab, open_intact
 
@@ -25,13 +29,13 @@ BLOCK = 1 << 22  # elements that are made float64 at once
 class Difference:
     """The difference of one tensor between two models.
 
-    largest, mean: of the absolute differences; inf if one is not finite or the shapes differ.
+    largest, mean: of the absolute differences; inf if one is not finite or the shapes differ. NaN differs from all.
     """
 
     key: str
     largest: float
     mean: float
-    size: float  # largest absolute value in the first model
+    size: float  # largest absolute value in the first model; NaN if one is
     note: str = ""
 
 
@@ -77,10 +81,13 @@ def main(args: argparse.Namespace) -> int:
             "equal": len(both) - len(differing),
             "differ": len(differing),
             "differences": [asdict(one) for one in differing[: args.top]],
+            "model": {key: {"a": a, "b": b} for key, (a, b) in other_keys(first.model, second.model).items()},
             "only_in_a": [key for key in first.shapes if key not in second.shapes],
             "only_in_b": [key for key in second.shapes if key not in first.shapes],
         },
-        lambda: _show(differing[: args.top], len(both), len(differing), [*_only_in(first, second)]),
+        lambda: _show(
+            differing[: args.top], len(both), len(differing), [*_other_model(first, second), *_only_in(first, second)]
+        ),
     )
 
 
@@ -99,7 +106,7 @@ def compare(key: str, one: Tensor, other: Tensor) -> Difference:
         apart = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf"))
         apart[a == b] = 0  # two infinities of one sign
         largest, total = max(largest, apart.max().item()), total + apart.sum().item()
-        size = max(size, a.double().abs().max().item())
+        size = torch.maximum(a.double().abs().max(), torch.tensor(size)).item()  # NaN, if one of them is
     return Difference(key, largest, total / max(1, one.numel()), size)
 
 
@@ -111,6 +118,17 @@ def _table(found: list[Difference]) -> Table:
     for d in found:
         table.add_row(d.key, f"{d.largest:.4g}", f"{d.mean:.4g}", f"{d.size:.4g}", d.note)
     return table
+
+
+def other_keys(one: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the keys of `[model]` in which two models differ, with both values."""
+    a, b = (model.model_dump(mode="json") for model in (one, other))
+    return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+
+
+def _other_model(first: Source, second: Source) -> Iterator[str]:
+    for key, (a, b) in other_keys(first.model, second.model).items():
+        yield f"model.{key} is {toml(a)} in {first.path} and {toml(b)} in {second.path}"
 
 
 def _only_in(first: Source, second: Source) -> Iterator[str]:

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from megaprec.errors import UserError

@@ -99,6 +99,12 @@ def half_a_copy(held: dict[str, Any]) -> None:
     held["model"][name] = held["model"][name].double()
 
 
+def stepped(step: int, scale: float = 0.0) -> dict[str, Any]:
+    """The state of an optimizer, with a loss scaler if `scale` is given, but without moments."""
+    numbers = dict.fromkeys(("scale", "growth_tracker", "hysteresis_tracker"), scale)
+    return {"optimizer": {"state": {}, "param_groups": [{"step": step}]}, "grad_scaler": numbers if scale else None}
+
+
 def shortened(name: str) -> Callable[[dict[str, Any]], object]:
     return lambda held: held["model"].update({name: held["model"][name][:-1].clone()})
 
@@ -128,13 +134,23 @@ def test_parts_of_other_shapes_than_the_first_are_refused(kind: str, name: str, 
         (lambda held: held.update(iteration="x"), "iteration = 'x'"),
         (lambda held: held.update(iteration=-4), "iteration = -4"),
         (lambda held: held.update(opt_param_scheduler={"num_steps": "x"}), "num_steps = 'x' is not a whole number"),
+        (
+            lambda held: held.update(iteration=7),
+            "was saved at another time than .*: iteration is 7 there, and 0 in the",
+        ),
+        (lambda held: held.update(opt_param_scheduler={"num_steps": 3}), "num_steps of the scheduler is 3 there"),
+        (lambda held: held.update(optimizer=stepped(3)), "the step of the optimizer is 3 there, and 0 in the other"),
+        (lambda held: held.update(optimizer=stepped(0, 4.0)), "the state of the loss scaler is .*4.0.* there"),
+        (lambda held: held.update(checkpoint_version=1.0), r"checkpoint_version = 1.0, and only 2.0 and 3.0 are read"),
+        (lambda held: held.update(checkpoint_version="3"), r"checkpoint_version = '3'"),
+        (lambda held: held.update(checkpoint_version=4.0), r"checkpoint_version = 4.0"),
         (lambda held: held.pop("args"), "has no args, which the file of every rank has"),
     ],
 )
 def test_files_that_do_not_belong_together_are_refused(
     change: Callable[[dict[str, Any]], object], said: str, written: Path, tmp_path: Path
 ) -> None:
-    rank = "00_000" if said.startswith(("iteration", "num_steps")) else "01_000"
+    rank = "00_000" if said.startswith(("iteration =", "num_steps =")) else "01_000"
     with pytest.raises(UserError, match=said):
         open_source(edited(written, tmp_path / "odd", rank, change))
 
@@ -155,6 +171,19 @@ def test_args_that_say_another_number_of_ranks_are_noted(written: Path, tmp_path
     assert not open_source(written).facts.notes
     (note,) = open_source(edited(written, tmp_path / "odd", "00_000", said)).facts.notes
     assert note.startswith("args say tensor_model_parallel_size = 4, but there are files of 2")
+
+
+def test_tensor_ranks_with_each_others_names_are_noted(written: Path, tmp_path: Path) -> None:
+    folder = edited(written, tmp_path / "swapped", "00_000", lambda held: held)
+    for stage in ("000", "001"):
+        first, second = (file_of(folder, f"{tensor}_{stage}").parent for tensor in ("00", "01"))
+        first.rename(folder / "kept")
+        second.rename(first)
+        (folder / "kept").rename(second)
+    (note,) = open_source(folder).facts.notes
+    assert "say rank = 1, whose folder has another name: files may have each other's names" in note
+    converted = in_all(written, tmp_path / "one", lambda held: setattr(held["args"], "rank", 0))
+    assert not open_source(converted).facts.notes, "programs that convert write the same number into all"
 
 
 def in_all(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:

@@ -143,6 +143,14 @@ def contradicted(ranks: Ranks) -> Iterator[str]:
         said = ranks.args.get(key := f"{axis}_parallel_size")
         if said not in (None, size):
             yield f"args say {key} = {said}, but there are files of {size}; the files were read as they are"
+    numbers = {place: rank.content["args"].get("rank") for place, rank in ranks.files.items()}
+    if len({*numbers.values()}) == 1:  # as programs write it that convert files
+        return
+    for place, number in numbers.items():
+        if isinstance(number, int) and number % ranks.sizes[0] != place[0]:  # Megatron numbers ranks along tensor first
+            file = ranks.files[place].folder / FILE
+            yield f"args of {file} say rank = {number}, whose folder has another name: files may have each other's names"
+            return
 
 
 def copied(path: Path, held: Mapping[Any, Sequence[Mapping[str, Stored]]]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
 from megaprec.parsing import read_regular
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
@@ -70,6 +71,7 @@ def open_megatron(path: Path, vocab: int | None = None, weights_only: bool = Fal
 
 def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     ranks = read_ranks(path)
+    _require_one_time(ranks)
     model = model_of(ranks.args, vocab)
     by_name = named_over_all(ranks, lambda rank: rank.chunks)
     _check_tied(path, model, by_name)
@@ -88,6 +90,7 @@ def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
 def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Source:
     common = read_common(path)
     args = common["args"]
+    _require_form(path, common)
     model = model_of(args, vocab)
     held = read_chunked(path)
     if weights_only:
@@ -170,17 +173,52 @@ def _down(by_name: Mapping[str, list[Held]], model: ModelConfig) -> Cut:
     return "rows" if any(part.shape[0] != whole for parts in held for part in parts) else "whole"
 
 
+def _require_one_time(ranks: Ranks) -> None:
+    """Raise UserError unless all files were saved after the same step, in a form that is read."""
+    for rank in ranks.files.values():
+        _require_form(rank.folder, rank.content)
+    first, expected = ranks.first.folder, dict(_time(ranks.first.content))
+    for rank in ranks.files.values():
+        for what, value in _time(rank.content):
+            if value != expected[what]:
+                raise UserError(
+                    f"{rank.folder} was saved at another time than {first}: {what} is {value} there, and "
+                    f"{expected[what]} in the other"
+                )
+
+
+def _time(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "iteration", content.get("iteration")
+    yield "num_steps of the scheduler", _scheduled(content)
+    yield "the step of the optimizer", steps_of(content)
+    yield "the state of the loss scaler", scaler_of(content)
+
+
+def _scheduled(content: Mapping[str, Any]) -> Any:
+    """Return the number of samples that the schedule of the learning rate has counted; None if it is not said."""
+    schedule = content.get("opt_param_scheduler")
+    return schedule.get("num_steps") if isinstance(schedule, dict) else None
+
+
+def _require_form(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise UserError for a file's version or counts that are not read. Before 2.0 rows of QKV had another order."""
+    require_kinds({"iteration": content.get("iteration"), "num_steps": _scheduled(content)})
+    version = content.get("checkpoint_version")
+    if version is not None and not (is_number(version) and 2 <= version <= 3):
+        raise UserError(
+            f"{path}: checkpoint_version = {version!r}, and only 2.0 and 3.0 are read, for older ones have the rows of "
+            "query, key and value in another order: load it with Megatron-LM and have it saved again"
+        )
+
+
 def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, int, int]) -> Facts:
     """first: a rank's file, or what all ranks have in common. sizes: ranks along tp, pp and ep."""
-    require_kinds({key: first[key] for key in ("iteration",) if key in first})
     steps, scaler = steps_of(first), scaler_of(first)
     iteration = first.get("iteration") or 0
     samples = args.get("consumed_train_samples") or 0
     tokens = samples * (args.get("seq_length") or 0)
     progress = {"step": iteration, "applied": steps or iteration, "tokens": tokens}
-    schedule = first.get("opt_param_scheduler")
-    applied = schedule.get("num_steps") if isinstance(schedule, dict) else None
-    require_kinds({"num_steps": applied})
+    applied = _scheduled(first)
     progress |= {"samples": samples, "applied_samples": samples if applied is None else applied}
     tp, pp, ep = sizes
     layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}

@@ -181,7 +181,7 @@ def test_tensor_ranks_with_each_others_names_are_noted(written: Path, tmp_path: 
         second.rename(first)
         (folder / "kept").rename(second)
     (note,) = open_source(folder).facts.notes
-    assert "say rank = 1, whose folder has another name: files may have each other's names" in note
+    assert "say rank = 1, which has another folder: files may have each other's names" in note
     converted = in_all(written, tmp_path / "one", lambda held: setattr(held["args"], "rank", 0))
     assert not open_source(converted).facts.notes, "programs that convert write the same number into all"
 

@@ -149,7 +149,7 @@ def contradicted(ranks: Ranks) -> Iterator[str]:
     for place, number in numbers.items():
         if isinstance(number, int) and number % ranks.sizes[0] != place[0]:  # Megatron numbers ranks along tensor first
             file = ranks.files[place].folder / FILE
-            yield f"args of {file} say rank = {number}, whose folder has another name: files may have each other's names"
+            yield f"args of {file} say rank = {number}, which has another folder: files may have each other's names"
             return
 
 

@@ -63,27 +63,31 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def held(pid: int) -> dict[str, int]:
+def held(pid: int, above: str = "") -> dict[str, int]:
     """Return the bytes of memory of a process and of all its children, by pid. A page that several of them share is
     divided among them: just after a fork all pages are shared, and would otherwise count twice.
+
+    above: what the kernel says of the memory of the process that has started it. A process of which it says the same
+    to the byte is in that memory (vfork) until it runs its own program, and does not count.
     """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        said = Path(f"/proc/{pid}/smaps_rollup").read_text()
         children = [c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return {}  # it has ended
-    own = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
-    sizes = {f"{pid}": own}
+    if said == above:
+        return {}
+    sizes = {f"{pid}": next((int(line.split()[1]) * 1024 for line in said.splitlines() if line.startswith("Pss:")), 0)}
     for child in children:
-        sizes |= held(int(child))
+        sizes |= held(int(child), said)
     return sizes
 
 
 def peak(command: list[str], often: float = OFTEN) -> tuple[int, int]:
     """Return the largest memory of a program and its children, and the number of samples. The program must succeed.
 
-    A process counts from the second look at it: one that is being started (vfork) is in its parent's memory until it
-    runs its own program, so the same pages would count twice.
+    A process counts from the second look at it: while one is being started (vfork), threads of its parent may change
+    the memory that both are in between the looks at them, which would then count twice.
     """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         largest = looks = 0

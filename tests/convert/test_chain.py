@@ -65,7 +65,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """KIND/hf, a folder, and KIND/run, the run directory of the ranks that began with it; of kinds that are tried."""
     place = tmp_path_factory.mktemp("chain")
     cases = (case for case in request.session.items if case.path == request.path and isinstance(case, pytest.Function))
-    kinds = dict.fromkeys(case.callspec.params["kind"] for case in cases)
+    kinds = dict.fromkeys(str(case.callspec.params["kind"]) for case in cases)
     folders = [folder_of(kind, place / kind / "hf") for kind in kinds]
     run_ranks(train_from, {"tp": 2, "pp": 2}, folders=folders)
     return place

@@ -1,9 +1,9 @@
 """Runs command lines of megaprec in forked processes, each with a limit of processor time, of memory and of time.
 
 The server is an interpreter, or a fork of one, that has imported the command and what it imports late, and nothing else
-has happened in: a fork of it starts in milliseconds. Local ranks are not started, their number is: `RANKS` and more are a fault. A
-run that has begun to train is stopped after some steps, one that builds a model too large for this machine soon.
-`faults` says what is wrong with how a command ended.
+has happened in: a fork of it starts in milliseconds. Local ranks are not started, their number is: `RANKS` and more are
+a fault. A run that has begun to train is stopped after some steps, one that builds a model too large for this machine
+soon. `faults` says what is wrong with how a command ended.
 """
 
 import contextlib

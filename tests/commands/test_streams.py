@@ -127,13 +127,18 @@ def test_a_closed_output_is_no_error_and_no_file_takes_its_place() -> None:
     assert said(program, None) == "(False, True)\n"
 
 
+# A command in an interpreter of its own, which flushes its streams at its end, with forked processes as its ranks.
+LAUNCHER = "import sys; sys.executable = {python!r}; from tools.cli import main; sys.exit(main())"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_saves_its_state_when_its_reader_has_gone_and_is_complete_on_a_full_disk(
-    ranks: int, tmp_path: Path
+    ranks: int, tmp_path: Path, forks: Path
 ) -> None:
     file = write_run(tmp_path)
-    command = [sys.executable, "-m", "megaprec", "train", str(file), f"parallel.data={ranks}", "train.restarts=0"]
+    program = ["-m", "megaprec"] if ranks == 1 else ["-c", LAUNCHER.format(python=str(forks / "python"))]
+    command = [sys.executable, *program, "train", str(file), f"parallel.data={ranks}", "train.restarts=0"]
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 0 and set(done.stderr.splitlines()[-1:]) == {

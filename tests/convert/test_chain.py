@@ -61,10 +61,12 @@ def train_from(mesh: DeviceMesh, folders: Sequence[Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """KIND/hf, a folder, and KIND/run, the run directory of the ranks that began with it; of every kind."""
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """KIND/hf, a folder, and KIND/run, the run directory of the ranks that began with it; of kinds that are tried."""
     place = tmp_path_factory.mktemp("chain")
-    folders = [folder_of(kind, place / kind / "hf") for kind in KINDS]
+    cases = (case for case in request.session.items if case.path == request.path and isinstance(case, pytest.Function))
+    kinds = dict.fromkeys(str(case.callspec.params["kind"]) for case in cases)
+    folders = [folder_of(kind, place / kind / "hf") for kind in kinds]
     run_ranks(train_from, {"tp": 2, "pp": 2}, folders=folders)
     return place
 

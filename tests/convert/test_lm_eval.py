@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import checkpoint, train, write_run
-from tools.cli import main
+from tests.project.test_readme import ROOT
+from tests.runs import checkpoint, train_on, write_run
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'lm-eval[hf]'")
 pytestmark = pytest.mark.slow
@@ -40,15 +40,21 @@ doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
 metric_list: [{metric: acc}]
 """
-HARNESS = ["-m", "lm_eval", "--model", "hf", "--tasks", "my_text,my_choices", "--include_path", "tasks"]
+HARNESS = ["lm_eval", "--model", "hf", "--tasks", "my_text,my_choices", "--include_path", "tasks"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_bits_per_byte_and_choices_of_an_exported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bits_per_byte_and_choices_of_an_exported_model(tmp_path: Path) -> None:
+    environment = {**os.environ, **OFFLINE, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+
+    def said(*words: object) -> str:
+        command = [sys.executable, "-m", *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=-1, text=True).stdout
+
     file = write_run(tmp_path)
-    assert train(file, "train.steps=40", "model.dropout=0", "lr.peak=2e-2") == 0
-    assert main(["convert", str(checkpoint(tmp_path / "run", 40)), str(tmp_path / "exported")]) == 0
+    train_on(file, "train.steps=30", "model.dropout=0", "lr.peak=2e-2")
+    said("megaprec", "convert", checkpoint(tmp_path / "run", 30), "exported")
     texts, choices = tmp_path / "texts.jsonl", tmp_path / "choices.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     choices.write_text("".join(json.dumps(choice) + "\n" for choice in CHOICES))
@@ -56,15 +62,10 @@ def test_bits_per_byte_and_choices_of_an_exported_model(tmp_path: Path, capsys: 
     (tmp_path / "tasks" / "my_text.yaml").write_text(ROLLING.replace("TEXTS", str(texts)))
     (tmp_path / "tasks" / "my_choices.yaml").write_text(MULTIPLE.replace("CHOICES", str(choices)))
     model = ["--model_args", "pretrained=exported,dtype=float32", "--device", "cpu", "--output_path", "out.json"]
-    environment = {**os.environ, **OFFLINE, "HF_HOME": str(tmp_path / "home")}
-    subprocess.run(
-        [sys.executable, *HARNESS, *model], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=1800
-    )
+    said(*HARNESS, *model)
     (found,) = tmp_path.glob("out_*.json")
     results = json.loads(found.read_text())["results"]
-    capsys.readouterr()
     for folder in ("exported", "run"):
-        assert main(["evaluate", str(tmp_path / folder), "--data", str(texts), "--json"]) == 0
-        (ours,) = json.loads(capsys.readouterr().out)["sets"]
+        (ours,) = json.loads(said("megaprec", "evaluate", folder, "--data", texts, "--json"))["sets"]
         assert ours["bits_per_byte"] == pytest.approx(results["my_text"]["bits_per_byte,none"], rel=1e-6)
     assert results["my_choices"]["acc,none"] == 1

@@ -80,6 +80,7 @@ def build_chunks(
     virtual: stages on each rank. options: more of Megatron's configuration. changes: of ours.
     """
     several = virtual if virtual > 1 else None
+    torch._dynamo.config.disable = True  # theirs as it is written: compiling its small functions takes longer
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
 """Runs command lines of megaprec in forked processes, each with a limit of processor time, of memory and of time.
 
-The server is a fresh interpreter that has imported the command and what it imports late, and nothing else has happened
-in: a fork of it starts in milliseconds. Local ranks are not started, their number is: `RANKS` and more are a fault. A
-run that has begun to train is stopped after some steps, one that builds a model too large for this machine soon.
-`faults` says what is wrong with how a command ended.
+The server is an interpreter, or a fork of one, that has imported the command and what it imports late, and nothing else
+has happened in: a fork of it starts in milliseconds. Local ranks are not started, their number is: `RANKS` and more are
+a fault. A run that has begun to train is stopped after some steps, one that builds a model too large for this machine
+soon. `faults` says what is wrong with how a command ended.
 """
 
 import contextlib
@@ -60,12 +60,15 @@ class Ended:
 
 
 class Server:
-    """The server's process, started by `with`."""
+    """The server's process, started by `with`. python: its interpreter."""
+
+    def __init__(self, python: Path) -> None:
+        self._python = python
 
     def __enter__(self) -> Self:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.server"],
+            [self._python, "-m", "tests.fuzz.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

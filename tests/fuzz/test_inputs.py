@@ -17,8 +17,8 @@ SAMPLE, CAMPAIGN = 5, 400  # seeds of each group
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as one:
+def server(forks: Path) -> Iterator[Server]:
+    with Server(forks / "python") as one:
         yield one
 
 

@@ -16,6 +16,7 @@ import pytest
 from models.estimate.flops import training_flops
 from tests.project.test_readme import ROOT
 from tools.cli import main
+from tools.commands.doctor_layout import STEPS
 from tools.commands.prove import FILE
 from tools.config.run_file import load_run
 from tools.console.units import flops
@@ -26,7 +27,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"prose", "", "sh", "console", "text", "toml", "python", "yaml"}
 RUN = """
 [model]
-layers = 4
+layers = 2
 hidden = 32
 heads = 4
 vocab = 512
@@ -52,14 +53,26 @@ transformers.MixtralForCausalLM(experts).save_pretrained("mixtral")
 
 
 SHORTER = {
-    "hidden = 128": "hidden = 64",
+    "layers = 4": "layers = 2",
+    "hidden = 128": "hidden = 32",
     "ffn = 384": "ffn = 96",
     "vocab_size = 2048": "vocab_size = 512",
     "seq_length = 128": "seq_length = 32",
     "global_batch = 16\nmicro_batch = 4": "global_batch = 4\nmicro_batch = 1",
     "megaprec init my_text\n": "megaprec init my_text\nsed -i -f smaller.sed run.toml\n",
     "train.steps=80": "train.steps=8",
-    "tools.bench train --warmup 1 --steps 3": "tools.bench train --layers 1 --hidden 64 --warmup 1 --steps 3",
+    "steps = 40\n": "steps = 6\n",
+    "warmup = 10": "warmup = 2",
+    "eval_every = 20": "eval_every = 3",
+    "every = 20\n": "every = 3\n",
+    "train.steps=43": "train.steps=9",
+    "step_00000040": "step_00000006",
+    "step_00000043": "step_00000009",
+    "--step 41": "--step 7",
+    "train.steps=60 parallel.tensor=1": "train.steps=12 parallel.tensor=1",
+    "log.timeline=50": "log.timeline=11",
+    "--layouts tp=2 pp=2": "--layouts tp=2 pp=2 --steps 1",
+    "tools.bench train --warmup 1": "tools.bench train --layers 1 --hidden 64 --tokens 64 --warmup 1",
 }
 """What a page prints, and what is run in its place."""
 SMALLER = (
@@ -69,9 +82,10 @@ TEXT = 60_000  # characters that are read where a page reads more
 
 
 def shorter(block: str) -> str:
-    """The commands of a page on less text, with a smaller model and fewer steps."""
+    """The commands of a page on less text, with a smaller model and fewer steps, and without a picture of each run."""
     for printed, run in SHORTER.items():
         block = block.replace(printed, run)
+    block = re.sub(r"megaprec train (\S+)(?!.*shadow)", r"megaprec train \1 log.plot=false", block)
     return re.sub(r"(max.chars[ =]+)([\d_]+)", lambda found: f"{found[1]}{min(TEXT, int(found[2]))}", block)
 
 
@@ -215,6 +229,11 @@ def test_the_verdict_of_doctor_counts_the_checks_that_are_printed_above_it() -> 
     (table,) = (text for text in blocks(ROOT / "docs" / "doctor.md", "text") if "verdict    all is well" in text)
     rows = [re.split(r" {2,}", line)[1] for line in table.splitlines() if re.search(r"  (ok|not tried)  ", line)]
     assert f"{rows.count('ok')} checks ok, {rows.count('not tried')} not tried" in table
+
+
+def test_the_page_of_doctor_says_how_many_steps_its_small_model_takes() -> None:
+    found = re.findall(r"(\d+)\s+steps", (ROOT / "docs" / "doctor.md").read_text())
+    assert set(found) == {str(STEPS)} and len(found) > 4
 
 
 def test_every_page_has_the_same_order_of_ranks() -> None:

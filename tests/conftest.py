@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from megaprec import tested_versions
 from tests.project.forked_command import served
 from tools.convert.core import torch_files
 from tools.convert.core.untrusted import described, distributed
@@ -124,6 +126,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What this machine remembers of token files is not what the user's own account remembers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions_read_once() -> Iterator[None]:
+    """What is installed stays the same while tests run; each command would read it from a file of each package."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("requires", "version"):
+            patch.setattr(tested_versions, name, cache(getattr(tested_versions, name)))
         yield
 
 

@@ -85,6 +85,7 @@ def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_modu
     ("layout", "change", "expected"),
     [("pp=2", TIED_END, "waits in sum over tied"), ("tp=2", LONE_BARRIER, "rank 0 waits in barrier")],
 )
+@pytest.mark.usefixtures("forked_python")
 def test_the_command_reports_a_hang_long_before_gloo_gives_up_and_goes_on(
     layout: str,
     change: tuple[str, str],

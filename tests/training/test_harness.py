@@ -9,8 +9,11 @@ import pytest
 
 from tests.convert.test_lm_eval import CHOICES, MULTIPLE, ROLLING, TEXTS
 from tests.runs import checkpoint, steps, train, write_run
+from tests.training.deaths import START
 from tools.cli import main
+from tools.config.data_settings import Data
 from tools.config.run_file import load_run
+from tools.training import harness, launch
 
 GENERATING = """
 task: my_text
@@ -23,6 +26,7 @@ doc_to_target: "{{text}}"
 metric_list: [{metric: exact_match}]
 """
 NAMES = 'data.lm_eval=["my_text","my_choices"]'
+READING = "from tests.training import test_harness as t; t.harness._manager = t.of_own_tasks"
 NOISE = pytest.mark.filterwarnings("default")  # the harness's own
 
 
@@ -45,12 +49,19 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONWARNINGS", "default")
-    monkeypatch.setattr("tools.training.harness._manager", lambda data: own_tasks(data.lm_eval_folder))
+    assert START in launch.PROGRAM
+    monkeypatch.setattr(launch, "PROGRAM", launch.PROGRAM.replace(START, f"{READING}\n{START}"))
+    monkeypatch.setattr(harness, "_manager", of_own_tasks)
 
 
 def own_tasks(folder: str | Path) -> Any:
-    """The harness without its own ten thousand tasks, which take seconds to read: ranks that are started read them."""
+    """The harness without its own ten thousand tasks, which take seconds to read."""
     return import_module("lm_eval.tasks").TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def of_own_tasks(data: Data) -> Any:
+    """What stands in for `_manager`, here and in ranks that are started."""
+    return own_tasks(data.lm_eval_folder)
 
 
 def asked(file: Path, *more: str) -> list[str]:

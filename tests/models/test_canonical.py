@@ -123,7 +123,7 @@ def test_names_and_parameters_of_virtual_ranks_lie_side_by_side() -> None:
 
 def clipped(name: str, precision: str, norm: float) -> Run:
     """Four micro-batches a step, clipped by the norm given."""
-    run = run_of(name, precision, steps=8, micro_batch=2, clip=0.5, options={"norm": norm})
+    run = run_of(name, precision, steps=4, micro_batch=2, clip=0.5, options={"norm": norm})
     if precision == "blockwise":
         return replace(run, steps=3, shards=2, model=MODELS[name] | {"hidden": 256, "ffn": 512})
     return run

@@ -253,7 +253,7 @@ def test_every_family_trains_the_plain_model_if_its_sequences_are_cut(layout: tu
     runs = [Run(model, sequence=layout[0] > 1, micro_batch=4, steps=2) for model in MODELS.values()]
     first = train_all([replace(run, sequence=False, steps=0) for run in runs])
     for name, run, alone, result in zip(MODELS, runs, first, train_all(runs, *layout), strict=True):
-        records = oracle.train(run.config, alone.before, batches(run), run.lr, run.clip)
+        records: list[dict[str, Any]] = oracle.train(run.config, alone.before, batches(run), run.lr, run.clip)
         for report, grads, record in zip(result.reports, result.grads, records, strict=True):
             assert report.loss == pytest.approx(record["loss"], rel=1e-9)
             assert not (wrong := differing(grads, record["grads"])), f"{name}: {wrong}"

@@ -26,8 +26,8 @@ INDEX = torch.arange(N)
 
 def runs() -> list[Run]:
     """Each model with the sequence whole and cut, and once more in other micro-batches and another schedule."""
-    plain = [Run({**MODELS[name], **DROPS}, steps=2) for name in NAMES]
-    return [*plain, *(replace(run, sequence=True) for run in plain), replace(plain[0], micro_batch=1, kind="gpipe")]
+    plain = [Run({**MODELS[name], **DROPS}, steps=2, micro_batch=4) for name in NAMES]
+    return [*plain, *(replace(run, sequence=True) for run in plain), replace(plain[0], micro_batch=2, kind="gpipe")]
 
 
 @cache

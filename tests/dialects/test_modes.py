@@ -36,7 +36,7 @@ from tests.modes import KEPT, MODES, B, F, Mode, resolved
 from tests.other_systems import slow
 from tests.ranks import run_ranks
 
-STEPS = 3
+STEPS = 2
 MODEL: dict[str, Any] = {
     "family": "llama",
     "layers": 2,

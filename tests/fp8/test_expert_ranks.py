@@ -35,8 +35,8 @@ def in_one(one: Run) -> Run:
 @pytest.mark.parametrize(("axes", "experts"), LAYOUTS, ids=str)
 def test_scales_and_amaxes_of_all_ranks_are_those_of_one_process(axes: dict[str, int], experts: dict[str, Any]) -> None:
     """Powers of two forgive the last bits of sums over ranks, of which the amaxes in the history are."""
-    powers = run(fp8(power_2_scales=True), model=EXPERTS, steps=3, micro_batch=1, **experts)
-    stored = run(fp8(power_2_scales=True, parameters=True), model=EXPERTS, steps=3, micro_batch=1, **experts)
+    powers = run(fp8(power_2_scales=True), model=EXPERTS, steps=3, micro_batch=2, **experts)
+    stored = run(fp8(power_2_scales=True, parameters=True), model=EXPERTS, steps=3, micro_batch=2, **experts)
     for one, of_run in zip((powers, stored), states([powers, stored], **axes), strict=True):
         right = alone(in_one(one))
         assert set().union(*(rank.scale for rank in of_run)) == right.scale.keys()
@@ -54,8 +54,8 @@ def test_scales_and_amaxes_of_all_ranks_are_those_of_one_process(axes: dict[str,
 def test_every_recipe_trains_as_one_process_does(axes: dict[str, int], experts: dict[str, Any]) -> None:
     """Whole experts of two tensor-parallel ranks get the rows of one process in its order. With several replicas their
     rows are those of several micro-batches, so current scales are others: by at most the error of FP8 itself."""
-    runs = [run(fp8(kind, pad=True), model=EXPERTS, steps=2, micro_batch=1, **experts) for kind in KINDS]
-    runs += [run(fp8("current", pad=True, parameters=True), model=EXPERTS, steps=2, micro_batch=1, **experts)]
+    runs = [run(fp8(kind, pad=True), model=EXPERTS, steps=2, micro_batch=2, **experts) for kind in KINDS]
+    runs += [run(fp8("current", pad=True, parameters=True), model=EXPERTS, steps=2, micro_batch=2, **experts)]
     for one, result in zip(runs, train_all(runs, **axes), strict=True):
         reference, single = whole(replace(in_one(one), changes={})), whole(in_one(one))
         error = [distance(a, b) for a, b in zip(single.grads, reference.grads, strict=True)]

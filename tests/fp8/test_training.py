@@ -153,9 +153,9 @@ KINDS: list[Kind] = ["delayed", "current", "rowwise", "blockwise", "mx"]
 def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
     """Rows and blocks that are cut over tp have scales of their own: there, and after a first step in which a rounding
     turned, two layouts differ by at most the errors of both."""
-    runs = [run(fp8(kind, pad=True), steps=2) for kind in KINDS]
-    runs += [run(fp8(), sequence=True, steps=2), run(fp8(), model=EXPERTS, steps=2)]
-    runs += [run(fp8("current", pad=True), model=ODD, steps=2)]
+    runs = [run(fp8(kind, pad=True), steps=2, micro_batch=4) for kind in KINDS]
+    runs += [run(fp8(), steps=2, micro_batch=4, sequence=True), run(fp8(), steps=2, micro_batch=4, model=EXPERTS)]
+    runs += [run(fp8("current", pad=True), model=ODD, steps=2, micro_batch=4)]
     for one, result in zip(runs, train_all(runs, **axes), strict=True):
         reference, single = whole(replace(one, changes={}, sequence=False)), whole(replace(one, sequence=False))
         error = [distance(a, b) for a, b in zip(single.grads, reference.grads, strict=True)]

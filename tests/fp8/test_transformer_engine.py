@@ -130,10 +130,10 @@ def test_an_overflow_moves_no_scale_and_leaves_nothing_in_the_window() -> None:
 
 RUNS = [
     run(fp8("delayed"), "bf16", steps=3),
-    run(fp8("current", power_2_scales=True), "bf16", steps=2, sequence=True),
+    run(fp8("current", power_2_scales=True), "bf16", steps=2, micro_batch=4, sequence=True),
     run(fp8("delayed", parameters=True, pad=True), "bf16", steps=2),
-    run(fp8("current"), "bf16", model=EXPERTS, steps=2, recompute=Recompute(fraction=1.0)),
-    run(fp8("delayed"), "fp16", steps=3, scaling=LossScaling("dynamic", 2.0**40), zero_size=1),
+    run(fp8("current"), "bf16", model=EXPERTS, steps=2, micro_batch=4, recompute=Recompute(fraction=1.0)),
+    run(fp8("delayed"), "fp16", steps=3, micro_batch=4, scaling=LossScaling("dynamic", 2.0**40), zero_size=1),
 ]
 
 

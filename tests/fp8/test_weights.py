@@ -55,10 +55,10 @@ def require_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 def pairs() -> Iterator[Run]:
-    yield from (kept(kind, steps=2) for kind in KINDS)
-    yield kept("current", steps=2, zero_size=1)
-    yield kept("delayed", steps=2, options={"overlap": True, "bucket": 20_000})
-    yield kept("current", model=EXPERTS, steps=2, recompute=Recompute(fraction=1.0))
+    yield from (kept(kind, steps=2, micro_batch=4) for kind in KINDS)
+    yield kept("current", steps=2, micro_batch=4, zero_size=1)
+    yield kept("delayed", steps=2, micro_batch=4, options={"overlap": True, "bucket": 20_000})
+    yield kept("current", model=EXPERTS, steps=2, micro_batch=4, recompute=Recompute(fraction=1.0))
 
 
 def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run]) -> None:

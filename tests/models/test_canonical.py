@@ -123,7 +123,7 @@ def test_names_and_parameters_of_virtual_ranks_lie_side_by_side() -> None:
 
 def clipped(name: str, precision: str, norm: float) -> Run:
     """Four micro-batches a step, clipped by the norm given."""
-    run = run_of(name, precision, steps=8, micro_batch=2, clip=0.5, options={"norm": norm})
+    run = run_of(name, precision, steps=3, micro_batch=2, clip=0.5, options={"norm": norm})
     if precision == "blockwise":
         return replace(run, steps=3, shards=2, model=MODELS[name] | {"hidden": 256, "ffn": 512})
     return run
@@ -148,14 +148,14 @@ def test_every_layout_trains_the_bits_of_one_process(
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_deferred_weight_gradients_keep_the_lockstep(kind: str) -> None:
-    run = run_of("gpt2", "bf16", kind=kind, micro_batch=2, chunks=2 if kind == "interleaved" else 0)
+    run = run_of("gpt2", "bf16", steps=2, kind=kind, micro_batch=2, chunks=2 if kind == "interleaved" else 0)
     require_equal(train(run, pp=2), train(run, tp=2, pp=2))
 
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_overlapped_reductions_keep_the_lockstep(name: str) -> None:
-    run = run_of(name, options={"overlap": True, "bucket": 1000})
+    run = run_of(name, steps=2, options={"overlap": True, "bucket": 1000})
     require_equal(train(replace(run, options={})), train(run, tp=2, dp=1))
 
 
@@ -180,12 +180,12 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
 def test_a_run_that_changes_its_layout_three_times_is_the_undisturbed_run(
     tmp_path: Path, name: str, precision: str
 ) -> None:
-    run = run_of(name, precision, steps=8, micro_batch=2, clip=0.5)
+    run = run_of(name, precision, steps=4, micro_batch=2, clip=0.5)
     layouts = random.Random(name + precision).sample([(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1)], 3)
-    run_ranks(take_steps, {}, run=run, folder=tmp_path / "straight", first=0, last=8)
+    run_ranks(take_steps, {}, run=run, folder=tmp_path / "straight", first=0, last=4)
     for n, (tp, pp, dp) in enumerate([(1, 1, 1), *layouts]):
         axes = {"pp": pp, "dp": dp, "tp": tp}
-        run_ranks(take_steps, axes, run=run, folder=tmp_path / "changing", first=2 * n, last=2 * n + 2)
-    straight, changing = (saved_tensors(tmp_path / kind, 8) for kind in ("straight", "changing"))
+        run_ranks(take_steps, axes, run=run, folder=tmp_path / "changing", first=n, last=n + 1)
+    straight, changing = (saved_tensors(tmp_path / kind, 4) for kind in ("straight", "changing"))
     assert straight.keys() == changing.keys()
     assert not [key for key in straight if not torch.equal(straight[key], changing[key])]

@@ -58,7 +58,7 @@ MODEL: dict[str, Any] = {
     "router_z_loss": 0.1,
     "init_std": 0.1,
 }
-PLAIN = Run(MODEL)
+PLAIN = Run(MODEL, steps=2)
 CLOSE = 1e-9
 
 
@@ -144,7 +144,7 @@ def test_routers_biases_and_latents_train_alike_with_experts_on_ranks_and_sequen
     layout: tuple[int, ...], cut: dict[str, Any]
 ) -> None:
     """Shared experts, layers without experts, corrections, biases of experts, latents and documents, all at once."""
-    runs = [Run({**m, "max_positions": 16, "init_std": 0.2}, length=16, borders=3) for m in COMBINED.values()]
+    runs = [Run({**m, "max_positions": 16, "init_std": 0.2}, length=16, steps=2, borders=3) for m in COMBINED.values()]
     spread = train_all([replace(run, **cut) for run in runs], *layout)
     for ours, alone in zip(spread, train_all(runs), strict=True):
         for report, plain, grads, right in zip(ours.reports, alone.reports, ours.grads, alone.grads, strict=True):
@@ -165,7 +165,7 @@ def _scale(tensors: dict[str, Tensor], name: str) -> float:
 def test_experts_on_ranks_train_in_half_precision_and_skip_steps_together() -> None:
     scaling = LossScaling("dynamic", initial=2.0**8, hysteresis=1)
     runs = [replace(PLAIN, compute="bf16", sequence=True)]
-    runs += [replace(PLAIN, compute="fp16", scaling=scaling, plant=(0, 1, float("inf")))]
+    runs += [replace(PLAIN, compute="fp16", steps=3, scaling=scaling, plant=(0, 1, float("inf")))]
     spread = train_all([replace(one, expert=4, expert_tensor=1) for one in runs], 2, 1, 2)
     for ours, theirs in zip(spread, train_all(runs), strict=True):
         assert [report.outcome for report in ours.reports] == [report.outcome for report in theirs.reports]
@@ -179,7 +179,9 @@ def test_experts_on_ranks_train_in_half_precision_and_skip_steps_together() -> N
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_expert_that_broke_a_step_is_named_once(rank: int) -> None:
     """The planted element is the last one that the rank counts, which is of its experts."""
-    run = replace(PLAIN, expert=2, plant=(rank, 0, float("inf")), before=plant_in_an_expert, options={"norm": 3.0})
+    run = replace(
+        PLAIN, steps=1, expert=2, plant=(rank, 0, float("inf")), before=plant_in_an_expert, options={"norm": 3.0}
+    )
     first = train(run, 2, 1, 2).reports[0]
     assert first.outcome == "skipped_overflow"
     (offender,) = first.offenders

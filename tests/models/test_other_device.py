@@ -350,6 +350,7 @@ OVERRIDES = [
     "log.timeline=2",
     "checkpoint.every=2",
     "train.steps=4",
+    "train.micro_batch=4",
 ]
 
 

@@ -105,9 +105,9 @@ SPREAD = (("experts", 4), ("experts_per_token", 2))
 @pytest.mark.parametrize(
     ("layout", "setting"),
     [
-        ("dp2", Setting(model=SPREAD, expert=2)),
-        ("tp2 x dp2", Setting(model=SPREAD, compute="bf16", expert=2, expert_tensor=1)),
-        ("tp2 x dp2", Setting(model=SPREAD, expert=2, zero_size=1)),
+        ("dp2", Setting(model=SPREAD, micro_batch=3, expert=2)),
+        ("tp2 x dp2", Setting(model=SPREAD, micro_batch=3, compute="bf16", expert=2, expert_tensor=1)),
+        ("tp2 x dp2", Setting(model=SPREAD, micro_batch=3, expert=2, zero_size=1)),
     ],
 )
 def test_where_tokens_travel_to_experts_a_fault_that_passes_is_laid_to_its_rank(layout: str, setting: Setting) -> None:
@@ -125,7 +125,7 @@ def test_where_tokens_travel_to_experts_a_fault_that_passes_is_laid_to_its_rank(
 @pytest.mark.slow
 def test_copies_of_an_expert_are_compared_and_different_experts_are_not() -> None:
     """On four ranks, ranks 0 and 2 hold experts 0 and 1, and ranks 1 and 3 the others."""
-    setting = Setting(model=SPREAD, compute="bf16", expert=2, expert_tensor=1)
+    setting = Setting(model=SPREAD, compute="bf16", micro_batch=3, expert=2, expert_tensor=1)
     held = f"{MLP}.experts.0.down.weight"
     weight, gradient = judged(
         "tp2 x dp2", [Flip(2, "weight", held), Flip(2, "reduced gradient", held)], replace(setting, zero_size=1)
@@ -141,10 +141,11 @@ def test_what_is_flipped_on_any_rank_of_any_layout_is_found_there(layout: str) -
     for size in LAYOUTS[layout].values():
         world *= size
     pipeline, tensor = LAYOUTS[layout].get("pp", 1), LAYOUTS[layout].get("tp", 1)
+    setting = Setting(compute="bf16", micro_batch=SAMPLES // LAYOUTS[layout].get("dp", 1) // 2)
     for rank in range(world):
         stage = rank * pipeline // world
         module = f"layers.{stage}.mlp" if pipeline > 1 else MLP
-        for fault in judged(layout, transients(rank, module), Setting(compute="bf16")):
+        for fault in judged(layout, transients(rank, module), setting):
             assert rank in fault["ranks"], fault
             assert len(fault["ranks"]) == 1 or tensor > 1, fault
             assert fault["module"].startswith(module), fault

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -125,15 +126,21 @@ SPREAD = [
 ]
 MANY = [Case(model, precision) for model in MODELS.values() for precision in PLANS.values()]
 MANY += [Case(model, precision, rule=Muon()) for model in MODELS.values() for precision in PLANS.values()]
+# Every family in every precision, and each of both with Muon.
+SOME = [*MANY[: len(MODELS) * len(PLANS)]]
+SOME += [
+    Case(model, precision, rule=Muon())
+    for model, precision in zip(cycle(MODELS.values()), PLANS.values(), strict=False)
+]
 
 
-@pytest.mark.cases(None, sample=1)
 @pytest.mark.parametrize(
     ("axes", "cases"),
     [
         ({"pp": 2, "tp": 2}, [*FEW, Case(LLAMA, plan("bf16"), layers=(2, 1))]),
         ({"dp": 2, "tp": 2}, [*FEW, *SPREAD]),
-        *slow(({"pp": 3}, MANY), ({"pp": 2, "dp": 2, "tp": 2}, MANY)),
+        *slow(({"pp": 2, "dp": 2, "tp": 2}, SOME)),
+        *(pytest.param(axes, MANY, marks=pytest.mark.campaign) for axes in ({"pp": 3}, {"pp": 2, "dp": 2, "tp": 2})),
     ],
     ids=str,
 )

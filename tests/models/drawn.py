@@ -62,30 +62,36 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """The valid table of a seed."""
+    """The valid table of a seed: keys in any order, each with the value that was drawn if it fits those before it."""
     dice = random.Random(seed)
-    while True:
-        table = _drawn(dice)
-        try:
-            ModelConfig(**table)
-        except ValidationError:
-            continue
-        return table
-
-
-def _drawn(dice: random.Random) -> dict[str, Any]:
-    family = dice.choice(FAMILIES)
+    family, rate = dice.choice(FAMILIES), dice.choice((0.1, 0.3, 0.6))
     table: dict[str, Any] = {"family": family, "layers": 3, "hidden": dice.choice((24, 32)), "heads": 4, "ffn": 24}
     table |= {"vocab": dice.choice((53, 64)), "max_positions": 16, "experts": dice.choice((0, 4, 6))}
-    rate = dice.choice((0.02, 0.06, 0.2))
-    table |= {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
+    if family in ("gpt_neox", "glm4_moe"):
+        table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
+    offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
     if dice.random() < (0.8 if family.startswith("deepseek") else 0.1):
         sizes = {"kv_rank": 7, "query_rank": dice.choice((0, 9)), "rope_dim": 4, "nope_dim": 6}
         table["latent"] = sizes | {"value_dim": dice.choice((5, 10, 17)), "norm_eps": dice.choice((1e-6, 1e-3))}
     if dice.random() < rate:
-        table["rope_scaling"] = dice.choice(SCALINGS)
-    if table["experts"] and dice.random() < 0.5:
-        table["router"] = {"score": dice.choice(("softmax", "sigmoid")), "scale": dice.choice((1.0, 2.5))}
+        offered["rope_scaling"] = dice.choice(SCALINGS)
+    if dice.random() < 0.5:
         groups = {"groups": 2, "groups_per_token": dice.choice((1, 2)), "group_best": dice.choice((1, 2))}
-        table["router"] |= {"correction": dice.random() < 0.5, **dice.choice(({}, groups))}
+        offered["router"] = {"score": dice.choice(("softmax", "sigmoid")), "scale": dice.choice((1.0, 2.5))}
+        offered["router"] |= {"correction": dice.random() < 0.5, **dice.choice(({}, groups))}
+    if table["experts"] and family in ("gpt2", "gpt_neox"):
+        table["mlp_bias"] = False  # a default that experts do not take
+    if not fits(table):
+        del table["latent"]
+    for key in dice.sample(sorted(offered), len(offered)):
+        table |= {key: offered[key]} if fits(table | {key: offered[key]}) else {}
     return table
+
+
+def fits(table: dict[str, Any]) -> bool:
+    """True if the table makes a model."""
+    try:
+        ModelConfig.model_validate(table)
+    except ValidationError:
+        return False
+    return True

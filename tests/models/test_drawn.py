@@ -27,7 +27,7 @@ from tools.convert.core.rules import logical_shapes
 
 BATCH = 2
 PIECES = (5, 1, 3, 1, 1, 1)
-CASES = pytest.mark.cases(8, sample=12)
+CASES = pytest.mark.cases(3, sample=9)
 SEEDS = pytest.mark.parametrize("seed", range(400))
 
 
@@ -132,10 +132,11 @@ def job(seed: int, recompute: Recompute = KEEP) -> Job:
 )
 def test_a_step_is_the_same_in_every_layout(seeds: range, layout: tuple[int, int, bool], recompute: Recompute) -> None:
     alone = step_all([job(seed) for seed in seeds])
-    found = step_all([job(seed, recompute) for seed in seeds], *layout)
+    tp, pp, sequence = layout
+    found = step_all([job(seed, recompute) for seed in seeds], tp, pp, sequence)
     for seed, (loss, tensors), (expected, theirs) in zip(seeds, found, alone, strict=True):
         assert loss == pytest.approx(expected, rel=1e-11), seed
         largest = max(values.abs().max().item() for values in theirs.values())
         noise = {name for name, values in theirs.items() if values.abs().max() < 1e-6 * largest}  # rounding alone
-        kept = [{n: v for n, v in some.items() if n not in noise} for some in (tensors, theirs)]
-        assert not (far := differing(*kept, 1e-8)), (seed, far)
+        ours, plain = ({n: v for n, v in some.items() if n not in noise} for some in (tensors, theirs))
+        assert not (far := differing(ours, plain, 1e-8)), (seed, far)

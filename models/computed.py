@@ -1,4 +1,4 @@
-"""What of a model's configuration its results show: keys that only training goes by, and keys that decide nothing.
+"""The part of a configuration that results show: keys that only training goes by, and keys that decide nothing.
 
 Two models whose `as_computed` differ in keys of `TRAINING` alone compute the same logits from the same weights.
 """

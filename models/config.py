@@ -315,13 +315,13 @@ class ModelConfig(ModelFields):
     def again_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
 
-        The last product of a block is not recomputed, because no gradient needs its result, unless a norm, dropout or
-        the weights of experts are applied to it.
+        The last product of a block, with experts that of the shared ones, is not recomputed, because no gradient needs
+        its result, unless a norm, dropout or a gate is applied to it.
         """
         dropout = self.dropout and self.dropout_at == "branches"
-        needed = self.experts or dropout or self.norm_at != "before"
-        unneeded = 0 if needed else 2 * self.hidden * self.ffn
-        return self.layer_flops(seq_length) - unneeded
+        needed = dropout or self.norm_at != "before" or self.shared_gate
+        last = self.shared_experts if self.experts else self.ffn
+        return self.layer_flops(seq_length) - (0 if needed else 2 * self.hidden * last)
 
     def embedding_flops(self) -> int:
         """Return the FLOPs of the embedding, per token: its gradient adds one number per feature; a lookup is free."""

@@ -1,15 +1,49 @@
 """A model that no Hugging Face family says: the line names what would have to be otherwise, and no more."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from megaprec.errors import UserError
+from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
-from tools.convert.hf.write_config import to_hugging_face
+from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
+from tools.convert.core.names import HUGGING_FACE
+from tools.convert.core.rules import has_modules
+from tools.convert.hf.write_config import model_type, to_hugging_face, unsaid
+from tools.convert.megatron.layout import args_of
+from tools.convert.megatron.layout import unsaid as unsaid_by_args
 
 SIZES = {"layers": 3, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 53, "max_positions": 16}
 LATENT = {"latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5}, "experts": 4}
+SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
+    "gpt_neox": {"rotary_fraction": 0.5},
+    "glm4_moe": {"experts": 4, "shared_experts": 24},
+    "deepseek_v2": {**LATENT, "shared_experts": 24, "norm_topk": False},
+    "deepseek_v3": {**LATENT, "shared_experts": 24},
+}
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "experts": (0, 4),
+    "rope_scaling": SCALINGS,
+    "router": (
+        {"score": "softmax", "scale": 2.5},
+        {"score": "softmax", "groups": 2, "groups_per_token": 2, "group_best": 1},
+        {"score": "sigmoid", "correction": True, "groups": 2, "groups_per_token": 2, "group_best": 1},
+        {"score": "sigmoid", "correction": True, "groups": 2},
+    ),
+    "window_layers": ((), (0,), (0, 1, 2)),
+    "dropout": (0.1,),
+    "dropout_at": ("stream",),
+    "embedding_dropout": (0.2,),
+    "attention_dropout": (0.1,),
+    "init_std": (0.5,),
+    "init": ({"qkv": 0.1}, {"shrink": "none"}),
+    **{f"router_{key}": (0.3,) for key in ("aux_loss", "z_loss", "correction_speed")},
+    "mtp_loss_weight": (0.1,),
+}
 
 
 @pytest.mark.parametrize(
@@ -36,3 +70,57 @@ def test_a_model_that_no_family_says_is_refused_by_what_makes_it_so(changes: dic
         to_hugging_face(ModelConfig.model_validate(SIZES | changes), "float32")
     (line,) = refused.value.problems
     assert said in line and len(line) < 250
+
+
+def sayable(model: ModelConfig) -> str:
+    """What refuses a model; nothing if a config.json says it. Modules for which a family has no place are left out."""
+    try:
+        kind = model_type(model)
+        unsaid(model if has_modules(HUGGING_FACE[kind]) else model.alone)
+    except UserError as refused:
+        return "; ".join(refused.problems)
+    return ""
+
+
+def changed(base: dict[str, Any]) -> Iterator[tuple[str, Any, ModelConfig]]:
+    """Each model with one key changed, with the key and the value."""
+    for key, values in {**CHOICES, **OTHERS}.items():
+        for value in values:
+            try:
+                yield key, value, ModelConfig.model_validate(base | {key: value})
+            except ValidationError:
+                continue
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_refusal_names_the_key_that_was_changed(family: str) -> None:
+    base = SIZES | {"family": family} | SAYABLE.get(family, {})
+    plain = ModelConfig.model_validate(base)
+    assert not sayable(plain)
+    for key, value, model in changed(base):
+        differing = {name for name in ModelConfig.model_fields if getattr(model, name) != getattr(plain, name)}
+        within = {*value} if isinstance(value, dict) else set[str]()
+        said = sayable(model)
+        assert not said or any(name in said for name in differing | within), (key, value, said)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_changes_no_result_hinders_no_export(family: str) -> None:
+    base = SIZES | {"family": family, "router_z_loss": 0.25} | SAYABLE.get(family, {})
+    plain = as_computed(ModelConfig.model_validate(base))
+    for key, value, model in changed(base):
+        same = as_computed(model).model_copy(update={name: getattr(plain, name) for name in TRAINING})
+        if same == plain:
+            assert not sayable(model), (key, value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
+def test_a_key_that_changes_no_result_does_not_keep_a_model_from_megatron(family: str) -> None:
+    latent = {"latent": {**LATENT["latent"], "norm_eps": 1e-5}, "experts": 4}
+    base = SIZES | {"family": family} | (latent if family == "deepseek_v3" else {})
+    plain = as_computed(ModelConfig.model_validate(base))
+    for key, value, model in changed(base):
+        same = as_computed(model).model_copy(update={name: getattr(plain, name) for name in TRAINING})
+        if same == plain:
+            found = unsaid_by_args(model, args_of(model, 53, 1, 1, False, torch.float32))
+            assert not found or key in TRAINING, (key, value, found)

@@ -78,6 +78,9 @@ def test_experts_parameters_are_known_with_their_biases() -> None:
         (MODELS[4], Recompute(("attention",))),
         ({**MODELS[0], "norm_at": "after"}, Recompute(fraction=1.0)),
         ({**MODELS[0], "norm_at": "around"}, Recompute(fraction=1.0)),
+        ({**EXPERTS, **SIZES}, Recompute(fraction=1.0)),
+        ({**EXPERTS, **SIZES, "shared_gate": True}, Recompute(fraction=1.0)),
+        ({**EXPERTS, **SIZES, "shared_experts": 0}, Recompute(fraction=1.0)),
     ],
 )
 def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Recompute) -> None:

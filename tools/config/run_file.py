@@ -24,6 +24,7 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
+from models.computed import TRAINING
 from models.config import ModelConfig
 from models.cutting import cuts
 from models.estimate.flops import StageCost, stage_costs
@@ -44,9 +45,6 @@ from tools.console.toml import Given, toml
 from tools.convert.initial import initial_model
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
-# Keys of [model] that may differ from those of the loaded weights.
-FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
-FREE |= {"router_z_loss", "router_correction_speed", "embedding_grad_scale", "head_grad_scale", "mtp_loss_weight"}
 ZERO_LEAVES = ("vocab", "head_dim", "mtp_layers")  # 0: open, or left aside
 
 
@@ -373,7 +371,7 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
         hint = beside_run_file(asked.origin, asked.value)
         yield from (f"train.init_from ({asked.origin}): {problem}{hint}" for problem in error.problems)
         return
-    free = FREE | ({"max_positions"} if said.positions == "rope" else set())
+    free = {*TRAINING, *(("max_positions",) if said.positions == "rope" else ())}
     follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # follow a given dropout
     for name, value in said.model_dump(exclude=follows).items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))

@@ -16,9 +16,10 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
+from models.computed import TRAINING
 from tools.config.checks import lr_schedule
 from tools.config.precision_settings import PLAN_ONLY
-from tools.config.run_file import FREE, RunConfig
+from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
 from tools.convert.train_state import TrainState, kept
@@ -133,7 +134,7 @@ def _stretched(was: dict[str, str], config: RunConfig) -> str:
 
 def _all_keys(config: RunConfig) -> dict[str, str]:
     tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
-    tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in FREE}
+    tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in TRAINING}
     return {key: value for key, value in (keys_of(config) | _flat(tables)).items() if key not in PLAN_ONLY}
 
 
@@ -141,7 +142,7 @@ def saved_keys(store: Store) -> dict[str, str]:
     """Return the keys that the checkpoint stores of its run. Raises UserError if they are damaged."""
     run = store.index.get("run", {})
     tables = {"parallel": store.index.get("layout", {}), "precision": store.index.get("precision", {})}
-    tables["model"] = {key: value for key, value in kept(store, "model").items() if key in FREE}
+    tables["model"] = {key: value for key, value in kept(store, "model").items() if key in TRAINING}
     if not all(isinstance(table, dict) for table in (run, *tables.values())) or not all(
         isinstance(value, str) for value in run.values()
     ):

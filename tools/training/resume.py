@@ -12,9 +12,10 @@ from megaprec.checkpoint.reader import Store
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.optim.torch_rule import Torch
+from models.computed import TRAINING
 from models.config import ModelConfig
 from tools.config.checks import make_rule
-from tools.config.run_file import FREE, RunConfig
+from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
 from tools.training.arithmetic import moved
@@ -124,7 +125,7 @@ def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
     default in it.
     """
     saved, asked = (json.loads(m.model_dump_json()) for m in (read_model(store), model))
-    free = set(FREE)
+    free = set(TRAINING)
     if model.positions == "rope":
         free.add("max_positions")  # no weight of the model has that size
     if model.vocab == 0:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaprec.errors import UserError
+from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
 from models.family_defaults import default_attention_scalar, default_embedding_scale
 from models.rope import ORIGINAL, PARAMETERS
@@ -106,11 +107,10 @@ def _biases(m: ModelConfig) -> tuple[bool, bool, bool]:
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the others have
 NONE, ALL = (False, False, False), (True, True, True)
-# Numbers that only training goes by.
-TRAINING = ("mtp_loss_weight", "dropout", "embedding_dropout", "attention_dropout", "router_aux_loss", "router_z_loss")
-TRAINING += ("router_correction_speed", "embedding_grad_scale")
 # Names that say nothing by themselves; max_positions is the size of nothing where positions turn.
 NAMES = ("family", "bias")
+_SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
+_KEYS = [key for key in ModelConfig.model_fields if key not in (*TRAINING, *NAMES, *_SIZES)]  # that a refusal may name
 TYPES = {"gemma3": "gemma3_text"}  # model_type of a family, if it differs
 # Whether a model_type can say all of a model.
 _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
@@ -184,17 +184,13 @@ ARCHITECTURES = {
 
 def model_type(model: ModelConfig) -> str:
     """The Hugging Face family that can say all of `model`, its own if that can. UserError if there is none."""
-    for kind in (TYPES.get(model.family, model.family), *_SAYS):
-        if _SAYS[kind](model):
+    computed, own = as_computed(model), TYPES.get(model.family, model.family)
+    for kind in (own, *_SAYS):
+        if _SAYS[kind](computed):
             return kind
-    keys = "norm positions mlp qkv_bias output_bias mlp_bias kv_heads head_dim qk_norm experts window window_layers "
-    keys += "norm_at norm_unit_offset qk_norm_over embedding_scale attention_scalar window_rope_base "
-    keys += "latent rotary_fraction router dense_layers shared_experts shared_gate norm_topk "
-    keys += "attention_sinks attention_softcap final_softcap expert_bias router_bias"
-    own = TYPES.get(model.family, model.family)
-    if would := would_do(model, keys.split(), _SAYS[own]):
+    if would := would_do(computed, _KEYS, _SAYS[own]):
         raise UserError(f"Hugging Face's {own} cannot say {'; or '.join(would)}")
-    said = ", ".join(unlike_its_family(model, keys.split()))
+    said = ", ".join(unlike_its_family(computed, _KEYS))
     raise UserError(f"no Hugging Face family that is known here has all of: {said}, and what else {own} has")
 
 
@@ -216,8 +212,9 @@ def unsaid(model: ModelConfig) -> list[str]:
     """Return what a config.json of `model` omits, as key = value. Raises UserError if the model would compute
     otherwise.
     """
-    again = from_hugging_face(to_hugging_face(model, "float32"))
-    differs = [key for key in type(model).model_fields if getattr(model, key) != getattr(again, key)]
+    said, ours = from_hugging_face(to_hugging_face(model, "float32")), as_computed(model)
+    again = as_computed(said)
+    differs = [key for key in type(model).model_fields if getattr(ours, key) != getattr(again, key)]
     sizeless = ("max_positions",) if model.positions == "rope" else ()
     if lost := [key for key in differs if key not in (*TRAINING, *NAMES, *sizeless)]:
         raise UserError(

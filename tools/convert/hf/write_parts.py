@@ -54,8 +54,8 @@ def unlike_its_family(model: ModelConfig, keys: Sequence[str]) -> list[str]:
 
 
 def _usual(model: ModelConfig, key: str) -> Any:
-    """Return the value that a key has if it is not given."""
-    given = {name: value for name, value in model.model_dump().items() if name in model.model_fields_set - {key}}
+    """Return the value that a key has if neither it nor `bias`, from which some follow, is given."""
+    given = {n: value for n, value in model.model_dump().items() if n in model.model_fields_set - {key, "bias"}}
     try:
         return getattr(ModelConfig.model_validate(given), key)
     except ValueError:  # what is given fits this value alone

@@ -16,7 +16,6 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.router import PLAIN, RouterSettings
 from tools.convert.megatron.keys import Args, given
 
 ALPHA = 1.702  # of quick_gelu (megatron/core/activations.py)
@@ -213,9 +212,3 @@ def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": model.router_aux_loss,
         "moe_z_loss_coeff": model.router_z_loss or None,
     }
-
-
-def same_router(one: RouterSettings, other: RouterSettings) -> bool:
-    """Return True if two routers choose alike: without a limit it does not matter how groups are compared."""
-    kept = {} if one.limits else {"group_best": PLAIN.group_best}
-    return one.model_copy(update=kept) == other.model_copy(update=kept)

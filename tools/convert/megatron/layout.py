@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.errors import UserError
+from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
 from models.router import PLAIN
 from tools.convert.core.rules import Cut
 from tools.convert.hf.config import make_model
-from tools.convert.hf.write_config import NAMES, TRAINING
+from tools.convert.hf.write_config import NAMES
 from tools.convert.megatron.feed_forwards import (
     activation_of,
     experts_of,
     feed_forward_args,
-    same_router,
     without_feed_forward,
 )
 from tools.convert.megatron.keys import given, named, refuse_others
@@ -232,21 +232,17 @@ def _cannot(model: ModelConfig) -> Iterator[str]:
 
 def unsaid(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
     """Return what `args` of `model` omit, as key = value. Raises UserError if the model would compute otherwise."""
-    again = model_of(args, None)
-    differs = [key for key in type(model).model_fields if getattr(model, key) != getattr(again, key)]
-    free = (*TRAINING, *NAMES, *(() if model.experts else ("experts_per_token", "norm_topk", "router")))
-    free += ("router",) if same_router(model.router, again.router) else ()
-    free += () if model.mlp == "swiglu_clamped" else ("swiglu_alpha", "swiglu_limit")
-    if lost := [key for key in differs if key not in free]:
+    ours, again = as_computed(model), as_computed(model_of(args, None))
+    differs = [key for key in type(model).model_fields if getattr(ours, key) != getattr(again, key)]
+    if lost := [key for key in differs if key not in (*TRAINING, *NAMES)]:
         raise UserError(*(f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}" for key in lost))
-    routers = () if model.experts else ("router_aux_loss", "router_z_loss", "router_correction_speed")
-    omitted = [f"{key} = {getattr(model, key)}" for key in differs if key in TRAINING and key not in routers]
+    omitted = [f"{key} = {getattr(model, key)}" for key in differs if key in TRAINING]
     return [*omitted, *(f"{said} (Megatron-LM has no argument for it)" for said in unsaid_by_arguments(model))]
 
 
 def args_of(model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Megatron's args for `model`. UserError for what they cannot say."""
-    if lacking := list(_cannot(model)):
+    if lacking := list(_cannot(as_computed(model))):
         raise UserError(f"Megatron's GPT model has no {', '.join(lacking)}")
     windows = [int(model.of_layer(n).window > 0) for n in range(model.layers)] if model.window_layers else None
     return {

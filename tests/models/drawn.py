@@ -1,0 +1,97 @@
+"""Small models with keys of [model] drawn at random: any family, with whatever of other families fits."""
+
+import random
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from models.config import ModelConfig
+
+FAMILIES = get_args(ModelConfig.model_fields["family"].annotation)
+LENGTH = 12  # crosses windows and the original lengths of scaled positions
+SHORT = {"original_max_position_embeddings": 8}
+CHOICES: dict[str, tuple[Any, ...]] = {  # of a key that is given
+    "kv_heads": (4, 2),
+    "head_dim": (4, 6, 10),
+    "mlp": ("swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact"),
+    "swiglu_alpha": (1.3,),
+    "swiglu_limit": (0.6,),
+    "norm": ("rms", "layer"),
+    "norm_eps": (1e-3, 1e-6),
+    "norm_at": ("before", "after", "around"),
+    "norm_unit_offset": (True, False),
+    "qk_norm": (True, False),
+    "qk_norm_over": ("head", "all"),
+    "parallel_residual": (True, False),
+    "positions": ("rope", "learned"),
+    "rope_base": (50.0, 7.0),
+    "rotary_fraction": (1.0, 0.5),
+    "window_rope_base": (0.0, 5.0),
+    "attention_scalar": (7.0, 4.0),
+    "attention_sinks": (True, False),
+    "attention_softcap": (0.0, 1.5),
+    "final_softcap": (0.0, 2.5),
+    "window": (0, 3, 5),
+    "window_layers": ((), (0,), (1,), (0, 2), (0, 1, 2)),
+    "bias": (True, False),
+    "qkv_bias": (True, False),
+    "output_bias": (True, False),
+    "mlp_bias": (True, False),
+    "tied": (True, False),
+    "experts_per_token": (1, 2, 3),
+    "expert_bias": (True, False),
+    "router_bias": (True, False),
+    "norm_topk": (True, False),
+    "dense_layers": ((), (0,), (1,), (0, 1), (2,)),
+    "dense_ffn": (40,),
+    "shared_experts": (0, 24, 32, 48),
+    "shared_gate": (True, False),
+    "embedding_scale": (1.0, 3.0),
+    "embedding_grad_scale": (1.0, 0.5),
+    "head_grad_scale": (1.0, 0.5),
+    "mtp_layers": (0, 1, 2),
+}
+SCALINGS: tuple[dict[str, Any], ...] = (
+    {"kind": "linear", "factor": 2.5},
+    {"kind": "dynamic", "factor": 3.0, **SHORT},
+    {"kind": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+    {"kind": "yarn", "factor": 2.0, **SHORT},
+    {"kind": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False, **SHORT},
+    {"kind": "yarn", "factor": 2.0, "beta_slow": 0.5, "attention_factor": 1.3, **SHORT},
+)
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """The valid table of a seed: keys in any order, each with the value that was drawn if it fits those before it."""
+    dice = random.Random(seed)
+    family, rate = dice.choice(FAMILIES), dice.choice((0.1, 0.3, 0.6))
+    table: dict[str, Any] = {"family": family, "layers": 3, "hidden": dice.choice((24, 32)), "heads": 4, "ffn": 24}
+    table |= {"vocab": dice.choice((53, 64)), "max_positions": 16, "experts": dice.choice((0, 4, 6))}
+    if family in ("gpt_neox", "glm4_moe"):
+        table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
+    offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
+    if dice.random() < (0.8 if family.startswith("deepseek") else 0.1):
+        sizes = {"kv_rank": 7, "query_rank": dice.choice((0, 9)), "rope_dim": 4, "nope_dim": 6}
+        table["latent"] = sizes | {"value_dim": dice.choice((5, 10, 17)), "norm_eps": dice.choice((1e-6, 1e-3))}
+    if dice.random() < rate:
+        offered["rope_scaling"] = dice.choice(SCALINGS)
+    if dice.random() < 0.5:
+        groups = {"groups": 2, "groups_per_token": dice.choice((1, 2)), "group_best": dice.choice((1, 2))}
+        offered["router"] = {"score": dice.choice(("softmax", "sigmoid")), "scale": dice.choice((1.0, 2.5))}
+        offered["router"] |= {"correction": dice.random() < 0.5, **dice.choice(({}, groups))}
+    if table["experts"] and family in ("gpt2", "gpt_neox"):
+        table["mlp_bias"] = False  # a default that experts do not take
+    if not fits(table):
+        del table["latent"]
+    for key in dice.sample(sorted(offered), len(offered)):
+        table |= {key: offered[key]} if fits(table | {key: offered[key]}) else {}
+    return table
+
+
+def fits(table: dict[str, Any]) -> bool:
+    """True if the table makes a model."""
+    try:
+        ModelConfig.model_validate(table)
+    except ValidationError:
+        return False
+    return True

@@ -1,0 +1,142 @@
+"""What is said of a model beforehand holds for models of any keys: tensors, sizes, FLOPs, kept keys, any layout.
+
+Tables of [model] are drawn at random, each key with some probability, so that switches of several families meet.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaprec.comm.layout import layout_of
+from megaprec.precision.plan import plan
+from models.computed import as_computed
+from models.config import ModelConfig
+from models.cutting import cuts
+from models.estimate.flops import stage_costs
+from models.kv_cache import CachedStage
+from models.stages import Stage
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.context import Context
+from tests import oracle
+from tests.families import Job, put, step_all
+from tests.models.drawn import LENGTH, drawn
+from tests.models.test_families import differing
+from tools.convert.core.rules import logical_shapes
+
+BATCH = 2
+PIECES = (5, 1, 3, 1, 1, 1)
+CASES = pytest.mark.cases(3, sample=9)
+SEEDS = pytest.mark.parametrize("seed", range(400))
+
+
+def model_of(seed: int) -> ModelConfig:
+    return ModelConfig(**drawn(seed))
+
+
+def weights_of(config: ModelConfig) -> dict[str, Tensor]:
+    """Lively ones: each tensor matters."""
+    made = torch.Generator().manual_seed(1)
+    drawn_ones = {n: torch.randn(s, generator=made, dtype=torch.float64) for n, s in logical_shapes(config).items()}
+    return {name: 0.3 * values + ("norm" in name) for name, values in drawn_ones.items()}
+
+
+def stage_of(config: ModelConfig, weights: dict[str, Tensor], kind: type[Stage] = Stage) -> Stage:
+    """The whole model in one stage, in float64."""
+    stage = kind(config, Context(plan("fp64")), cuts(config, 1, LENGTH)[0])
+    put(stage, weights)
+    return stage
+
+
+def ids_of(config: ModelConfig, batch: int = BATCH) -> Tensor:
+    return torch.randint(config.vocab, (LENGTH, batch), generator=torch.Generator().manual_seed(2))
+
+
+@CASES
+@SEEDS
+def test_tensors_and_parameters_are_those_that_are_foretold(seed: int) -> None:
+    config = model_of(seed)
+    for count in (1, 3):
+        cut = cuts(config, count, LENGTH)
+        stages = [Stage(config, Context(plan("fp32")), one) for one in cut]
+        parts = [part for stage in stages for p in stage.parameters() for part in layout_of(p).parts]
+        assert {part.name: part.shape for part in parts} == logical_shapes(config)
+        held = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+        if count > 1 and config.mtp_layers and not config.tied:
+            held[-1] -= config.vocab * config.hidden  # the copy of the embedding that modules read
+        assert [cost.parameters for cost in stage_costs(config, cut, LENGTH, BATCH)] == held
+    sizes = {name: torch.Size(shape).numel() for name, shape in logical_shapes(config).items()}
+    assert config.num_parameters == sum(sizes.values())
+    assert config.expert_parameters == sum(size for name, size in sizes.items() if ".experts." in name)
+
+
+@CASES
+@SEEDS
+@torch.no_grad()
+def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None:
+    config = model_of(seed)
+    weights, ids = weights_of(config), ids_of(config)
+    stage = stage_of(config, weights)
+    found = stage(ids).transpose(0, 1)
+    if config.rope_scaling.kind == "none":
+        torch.testing.assert_close(oracle.logits(config, weights, ids.t()), found, rtol=0, atol=1e-10)
+    assert torch.equal(stage_of(as_computed(config), weights)(ids).transpose(0, 1), found)
+    cached = stage_of(config.alone, weights, CachedStage)
+    assert isinstance(cached, CachedStage)
+    cached.start(LENGTH, BATCH)
+    end = 0
+    for piece in ids.split(PIECES):
+        end += len(piece)
+        torch.testing.assert_close(cached.extend(piece), stage(ids[:end])[-1], rtol=0, atol=1e-11)
+
+
+@CASES
+@SEEDS
+def test_flops_are_those_that_torch_counts(seed: int) -> None:
+    """Of models whose attention torch counts whole: not of windows, sinks and values of another width than keys."""
+    config = model_of(seed).alone
+    config = config.model_copy(update={"window": 0, "window_layers": (), "attention_sinks": False})
+    if config.latent and config.latent.value_dim != config.latent.head_dim:
+        config = config.model_copy(update={"latent": config.latent.model_copy(update={"value_dim": 10})})
+    for recompute in (KEEP, Recompute(fraction=1.0), Recompute(("attention",))):
+        (cut,) = cuts(config, 1, LENGTH)
+        (cost,) = stage_costs(config, [cut], LENGTH, BATCH, recompute)
+        stage, ids = Stage(config, Context(plan("fp32"), recompute=recompute), cut), ids_of(config)
+        with sdpa_kernel(SDPBackend.MATH):
+            with FlopCounterMode(display=False) as forward:
+                losses = stage.losses(stage(ids), ids)
+            with FlopCounterMode(display=False) as backward:
+                losses.sum().backward()
+        lookup = LENGTH * BATCH * config.embedding_flops()
+        assert forward.get_total_flops() == cost.forward
+        assert backward.get_total_flops() == cost.input + cost.weight - lookup, recompute
+
+
+def job(seed: int, recompute: Recompute = KEEP) -> Job:
+    config = model_of(seed)
+    ids = torch.randint(config.vocab, (4, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    return Job(config, weights_of(config), ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), recompute)
+
+
+@pytest.mark.cases(0, sample=1)
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 400, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ((2, 2, True), KEEP),
+        ((1, 1, False), Recompute(fraction=1.0)),
+        ((2, 2, False), Recompute(("attention", "activation", "norm"), fraction=0.5)),
+    ],
+    ids=str,
+)
+def test_a_step_is_the_same_in_every_layout(seeds: range, layout: tuple[int, int, bool], recompute: Recompute) -> None:
+    alone = step_all([job(seed) for seed in seeds])
+    tp, pp, sequence = layout
+    found = step_all([job(seed, recompute) for seed in seeds], tp, pp, sequence)
+    for seed, (loss, tensors), (expected, theirs) in zip(seeds, found, alone, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-11), seed
+        largest = max(values.abs().max().item() for values in theirs.values())
+        noise = {name for name, values in theirs.items() if values.abs().max() < 1e-6 * largest}  # rounding alone
+        ours, plain = ({n: v for n, v in some.items() if n not in noise} for some in (tensors, theirs))
+        assert not (far := differing(ours, plain, 1e-8)), (seed, far)

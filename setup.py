@@ -51,7 +51,7 @@ setup(
         "yaml": YAML,
         "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *WANDB, *YAML],
     },
-    entry_points={"console_scripts": ["megaprec = tools.start:main"]},
+    entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX",

@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 # Lower bounds are the oldest versions that the tests pass with (CONTRIBUTING.md says how they are tried), upper bounds
-# the next version after the newest, which constraints.txt lists.
+# the next version after the newest, which constraints.txt lists; README.md names the versions of Python.
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 CHECKS = ["pytest>=9,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
 CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]
@@ -27,7 +27,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=[name for package in PACKAGES for name in (package, f"{package}.*")]),
     package_dir={"": "."},  # makes an editable install a plain path file, which type checkers follow
     package_data={"": ["py.typed", "*.c"]},
@@ -51,7 +51,7 @@ setup(
         "yaml": YAML,
         "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *WANDB, *YAML],
     },
-    entry_points={"console_scripts": ["megaprec = tools.start:main"]},
+    entry_points={"console_scripts": ["megaprec = megaprec.__main__:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX",

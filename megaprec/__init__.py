@@ -17,6 +17,12 @@ The smallest whole use, on one process; the same loop runs on many with a mesh:
 torch DeviceMesh and parameters that carry layouts.
 """
 
+from megaprec import command_path
+
+if command_path.is_command():  # before torch is looked for
+    command_path.leave_out_working_folder()
+    from megaprec import reading_modules as reading_modules
+
 from megaprec.checkpoint.save_load import load, load_weights, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach, attach_whole, layout_of

@@ -8,6 +8,7 @@ ranks.
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,8 +83,9 @@ def world(
     in all groups that `make_mesh` and `megaprec.comm.groups` make too. failed(error): called before the world is left
     after an exception, while it is handled.
 
-    Raises UserError if not all ranks join (`joining.py`), if this rank has no device of its own, and if this process
-    has joined a world before. After an exception the world is left if that is possible within a few seconds (`_part`).
+    Raises UserError if not all ranks join (`joining.py`), if this rank has no device of its own or no network
+    interface, and if this process has joined a world before. After an exception the world is left if that is
+    possible within a few seconds (`_part`).
     """
     _require_type_of_device(device)
     if not is_number(minutes) or minutes <= 0:
@@ -98,7 +100,8 @@ def world(
     timeout = timedelta(minutes=minutes)
     store, rank, size = join()
     backend = "nccl" if own else "gloo"
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
+    with _telling_of_interfaces():
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:
         yield store
     except BaseException as error:
@@ -107,6 +110,21 @@ def world(
         _part(own)
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def _telling_of_interfaces() -> Iterator[None]:
+    """Within the context, raise UserError in place of gloo's error about a network interface that cannot be used."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = re.search(r"Unable to (find|resolve) .*", str(error))
+        if not reason:
+            raise
+        raise UserError(
+            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up (ip link set lo up), or "
+            "name another in GLOO_SOCKET_IFNAME"
+        ) from error
 
 
 def _part(own: torch.device | None) -> None:

@@ -10,6 +10,7 @@ So it rests while they are read, and then leaves them out (`gc.freeze`).
 
 import gc
 import signal
+import sys
 from collections.abc import Sequence
 
 gc.disable()
@@ -19,7 +20,8 @@ if NORMAL is signal.default_int_handler:
 
 from tools import cli  # noqa: E402
 
-signal.signal(signal.SIGINT, NORMAL)
+begun = sys.modules.get("megaprec.reading_modules")  # if megaprec was imported before this module
+signal.signal(signal.SIGINT, begun.NORMAL if begun else NORMAL)
 gc.freeze()
 gc.enable()
 

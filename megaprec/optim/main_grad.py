@@ -16,6 +16,7 @@ whether they may: `torch.autograd.grad` runs the same function, but asks for oth
 from collections.abc import Iterable
 from enum import Enum
 from functools import cache
+from threading import current_thread
 from types import new_class
 from typing import Any
 
@@ -26,6 +27,9 @@ from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 
 _grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
+
+THREAD = "megaprec_thread"  # attribute of a parameter: the thread whose gradients of this step it has
+SEVERAL = "several"  # in its place
 
 
 class Destination(Enum):
@@ -88,7 +92,7 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
     """
     parameter.main_grad = main  # type: ignore[attr-defined]
     parameter.megaprec_given = False  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(accumulate_autograd_grad)
+    parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
     if not isinstance(parameter, Guarded):
         parameter.__class__ = _guarded(type(parameter))
@@ -160,12 +164,15 @@ def has_gradient(parameter: nn.Parameter) -> bool:
 def set_gradient(parameter: nn.Parameter, given: bool) -> None:
     """Mark the parameter as having a gradient in `main_grad` or none; the next gradient then overwrites the view."""
     parameter.megaprec_given = given  # type: ignore[attr-defined]
+    if not given:
+        vars(parameter).pop(THREAD, None)
 
 
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     """Return `main_grad`, and True if the next gradient is the first of the step and must overwrite the old values.
 
-    The parameter is marked as having a gradient. Raises UserError if the sum over the ranks of its gradients has begun.
+    The parameter is marked as having a gradient. Raises UserError if the sum over the ranks of its gradients has begun,
+    and if another thread has added to it.
     """
     if getattr(parameter, "megaprec_summed", False):
         raise UserError(
@@ -173,6 +180,7 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
             "begun, which this rank alone would add: call optimizer.expect before the last backward pass of a step "
             "only, and optimizer.reduce after it; optimizer.zero_grad() discards a step, also a refused one"
         )
+    _require_one_thread(parameter)
     first = not has_gradient(parameter)
     parameter.megaprec_given = True  # type: ignore[attr-defined]
     return parameter.main_grad, first  # type: ignore[attr-defined]
@@ -182,6 +190,30 @@ def cleared(parameter: nn.Parameter) -> Tensor:
     """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as having a gradient."""
     main, first = begin_accumulation(parameter)
     return main.zero_() if first else main
+
+
+def _accumulate_in_thread(parameter: nn.Parameter) -> None:
+    """Be autograd's hook, which another thread's gradient may have left without one."""
+    _require_one_thread(parameter)
+    accumulate_autograd_grad(parameter)
+
+
+def _require_one_thread(parameter: nn.Parameter) -> None:
+    """Raise UserError if another thread, which still runs, has added to the gradient of this step: one could be lost.
+
+    autograd computes on a CPU in the thread that calls it, but on a GPU in one thread of the device.
+    """
+    own, kept = current_thread(), vars(parameter)
+    if not parameter.is_cpu or (other := kept.setdefault(THREAD, own)) is own:
+        return
+    if other is not SEVERAL and not other.is_alive():
+        kept[THREAD] = own
+        return
+    kept[THREAD] = SEVERAL
+    raise UserError(
+        f"{layout_of(parameter).parts[0].name} gets gradients of one step from several threads, of which one can "
+        "overwrite the other: call backward from one thread, and optimizer.zero_grad() to discard this step"
+    )
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
@@ -200,6 +232,8 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
     A cleared `main_grad` does not count as a gradient.
     """
     for parameter in parameters:
+        if vars(parameter).get(THREAD) is SEVERAL:  # the thread that was told may have kept it to itself
+            _require_one_thread(parameter)
         accumulate_autograd_grad(parameter)
         if not has_gradient(parameter):
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
@@ -214,5 +248,5 @@ def close_accumulation(parameters: Iterable[nn.Parameter], closed: bool) -> None
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
-        parameter.megaprec_given = False  # type: ignore[attr-defined]
+        set_gradient(parameter, False)
         _grad.__set__(parameter, None)

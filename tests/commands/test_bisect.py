@@ -242,6 +242,12 @@ def test_bad_input_is_a_line(
     assert cli.main(["bisect", str(room / "a"), str(room / "a"), "--steps", "0"]) == 2
 
 
+@pytest.mark.parametrize("other", ["a", "./a/", "b/../a"])
+def test_one_run_given_twice_is_not_said_to_agree(other: str, room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bisect", str(room / "a"), f"{room}/{other}"]) == 2
+    assert "are the same run: give two; megaprec prove compares a run with itself" in capsys.readouterr().err
+
+
 def test_a_side_without_records_has_none(made: Path) -> None:
     side = Side.opened(str(made / "my.toml"))
     assert (side.digests, side.metrics, side.checkpoint_steps()) == ({}, {}, {})

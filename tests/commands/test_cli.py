@@ -154,11 +154,12 @@ def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path
     assert [found.partition("\t")[0] for found in done.stdout.splitlines()] == [completed]
 
 
-def test_ctrl_c_while_modules_are_read_leaves_no_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [["-c", "from tools.start import main"], ["-m", "megaprec", "keys"]])
+def test_ctrl_c_while_modules_are_read_leaves_no_traceback(start: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    start = [sys.executable, "-c", "from tools.start import main"]
-    ended = subprocess.run(start, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True)
+    command = [sys.executable, *start]
+    ended = subprocess.run(command, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 

@@ -100,7 +100,7 @@ def test_documents_without_an_end_are_noted(good: Path, capsys: pytest.CaptureFi
         writer.add_document([5, 2])
         writer.add_document([5, 6])
     assert command("verify", good) == 1
-    assert "note  ends       1 documents do not end" in capsys.readouterr().out
+    assert "note  ends       1 document without the end-of-document token" in capsys.readouterr().out
 
 
 def test_negative_ids_and_numbers_that_are_none_are_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,10 +124,10 @@ def test_texts_are_read_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "ab"}\n{"text": "c"}\n')
     assert command("verify", path) == 0
-    assert "ok    text       2 documents in 1 files, 3 characters" in capsys.readouterr().out
+    assert "ok    text       2 documents in 1 file, 3 characters" in capsys.readouterr().out
     path.write_text('{"text": "ab"}\n{"text": ""}\n')
     assert command("verify", path) == 1
-    assert "1 are empty" in capsys.readouterr().out
+    assert "1 empty one left out" in capsys.readouterr().out
     path.write_text('{"text": ""}\n')
     assert command("verify", path) == 2
     path.write_text('{"text": "ab"}\n{"text": "c"\n')

@@ -171,6 +171,17 @@ def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     assert after == before
 
 
+def test_a_damaged_checkpoint_is_named_and_not_its_copy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(file, "train.steps=2", "checkpoint.every=0") == 0
+    shard = max((file.parent / "run/checkpoints").glob("step_*/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert cli.main(["prove", str(file.parent / "run"), "--steps", "2"]) == 2
+    (row,) = json.loads((file.parent / "run" / prove.FILE).read_text())["rows"]
+    assert f"{shard.parent} is damaged: {shard.name}" in row["why"] and "megaprec_prove_" not in row["why"]
+
+
 def test_the_certificate_of_a_copied_run_directory_lies_in_the_copy(file: Path, here: dict[str, Fault]) -> None:
     assert train(file, "train.steps=2", "checkpoint.every=0") == 0
     copy = Path(shutil.copytree(file.parent / "run", file.parent / "copy"))

@@ -35,6 +35,11 @@ def test_alike_hosts_have_no_problems() -> None:
     assert [one.check for one in machine.judge(answers())] == ["versions", "devices", "threads"]
 
 
+def test_more_ranks_than_cores_are_well_with_one_thread_each() -> None:
+    *_, found = machine.judge([answers(threads=1, local_ranks=2, cores=1)[2]])
+    assert (found.verdict, found.said) == (OK, "2 local ranks x 1 thread on 1 core, load 0.5")
+
+
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
@@ -44,7 +49,7 @@ def test_alike_hosts_have_no_problems() -> None:
         ({"uuid": "0"}, "ranks 0 and 2 on alpha and gamma share GPU 0"),
         ({"used_by_others": 2**35}, "other processes use 32.0 GiB of the GPU of rank 2 on gamma"),
         ({"gpu": "H100"}, "rank 2 on gamma has H100, the others H200"),
-        ({"threads": 8, "local_ranks": 4}, "4 ranks x 8 threads on the 8 cores of gamma"),
+        ({"threads": 8, "local_ranks": 4}, "4 local ranks x 8 threads on 8 cores of gamma"),
         ({"device": "cpu"}, "nvidia-smi is there, but torch sees no GPU, or fewer than ranks: rank 2 on gamma"),
     ],
 )

@@ -223,6 +223,7 @@ def scheduler(module: Any, a: Arguments) -> Any:
 def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_path: Path) -> None:
     run = run_of(tmp_path, BASE)
     assert (run.lr.schedule, run.optimizer.betas, run.optimizer.weight_decay) == ("linear", (0.9, 0.999), 0.01)
+    run = run_of(tmp_path, f"{BASE} --train-iters 2000")
     assert (run.train.eval_every, run.train.eval_batches, run.log.every, run.checkpoint.every) == (1000, 100, 100, 0)
     assert run.data.held_out == pytest.approx(0.031) and not run.parallel.zero and run.precision.on_nonfinite == "raise"
 
@@ -251,6 +252,8 @@ def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_pa
         ("--tokenizer-type NullTokenizer", "model.vocab", 501),
         ("--split 100,0,0", "train.eval_every", 0),
         ("--eval-iters 0", "train.eval_every", 0),
+        ("--train-iters 90 --lr-warmup-iters 0 --eval-iters 5", "train.eval_every", 90),
+        ("--train-iters 90 --lr-warmup-iters 0 --eval-iters 5 --eval-interval 30", "train.eval_every", 30),
         ("--train-iters 7 --train-iters 9", "train.steps", 9),
         ("--load ck --finetune", "train.init_from", "ck"),
         ("--embedding-init-method-std 0.5", "model.init", None),
@@ -263,6 +266,13 @@ def test_arguments_mean_what_they_mean_in_megatron(change: str, key: str, value:
         return
     found = run_of(tmp_path, f"{line} {change}").get(key)
     assert found.embedding == 0.5 if value is None else found == value
+
+
+def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no_key_without_effect(
+    tmp_path: Path,
+) -> None:
+    run = run_of(tmp_path, f"{BASE} --train-iters 90 --lr-warmup-iters 0 --eval-iters 5")
+    assert not [note for note in run.notes if "eval_every" in note]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Gradients of a step have nothing of the step before, though nobody clears them in between."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
+from megaprec.errors import UserError
 from megaprec.optim import grad_sync, main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import add_product_
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Engine
+from parallel.linear import Widen
 from tests.layouts import Recording, Run, batches, make_engine, share_of
 
 NAN = float("nan")
@@ -107,3 +111,42 @@ def test_it_is_noticed_if_what_no_gradient_came_for_is_kept(monkeypatch: pytest.
     monkeypatch.setattr(grad_sync, "zero_missing_grads", lambda parameters: None)
     with pytest.raises(AssertionError):
         test_what_no_gradient_came_for_counts_as_zero_and_what_came_twice_is_added()
+
+
+class Widened(nn.Module):
+    """A layer that adds its gradient to the main gradient by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ Widen.apply(self.weight, torch.float64).T
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(2, 3).double(), Widened], ids=["of torch", "of ours"])
+def test_gradients_from_two_threads_are_refused_also_by_the_step_that_would_lose_one(
+    layer: Callable[[], nn.Module],
+) -> None:
+    model = layer()
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("fp64"), lr=0.1)
+
+    def backward() -> None:
+        model(torch.ones(4, 2, dtype=torch.float64)).sum().backward()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(backward).result()
+        with pytest.raises(UserError, match="gets gradients of one step from several threads"):
+            backward()
+        with pytest.raises(UserError, match="gets gradients of one step from several threads"):
+            optimizer.step()
+        optimizer.zero_grad()
+        other.submit(backward).result()
+        assert optimizer.step().outcome == "applied"
+        backward()
+        assert optimizer.step().outcome == "applied", "each step may have a thread of its own"
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as ended:
+            ended.submit(backward).result()
+    assert optimizer.step().outcome == "applied", "what has ended cannot write at the same time"

@@ -1,6 +1,7 @@
 """What a library user imports is documented where it is defined, and `python -m megaprec` is the command anywhere."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import models
 import parallel
 import parallel.pipeline
 from tests.project.test_readme import ROOT
+from tests.runs import write_run
 
 DOORS = (megaprec, parallel, parallel.pipeline, models)
 
@@ -62,12 +64,58 @@ def test_the_example_of_the_models_trains() -> None:
     assert names["report"].outcome == "applied"
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("rival", ["tools", "models", "parallel"])
-def test_the_command_works_where_the_user_has_folders_of_our_names(rival: str, tmp_path: Path) -> None:
-    (tmp_path / rival).mkdir()
-    (tmp_path / rival / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    command = [sys.executable, "-m", "megaprec", "keys"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+RIVALS = ("torch.py", "tools/__init__.py", "numpy.py", "models/__init__.py", "parallel/__init__.py", "random.py")
+SCRIPT = "import sys; sys.argv[0] = 'megaprec'; from megaprec.__main__ import main; sys.exit(main())"
+STARTS = {
+    "module": ["-m", "megaprec"],
+    "module in one word": ["-mmegaprec"],
+    "safe path": ["-P", "-m", "megaprec"],
+    "script": ["-P", "-c", SCRIPT],
+}
+
+
+def rival_of(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("raise SystemExit('the wrong one')")
+
+
+@pytest.mark.cases(2, sample=3)
+@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("path", ["{ours}", ":{ours}", "{here}:{ours}"])
+def test_the_command_works_where_the_user_has_files_of_the_names_that_it_imports(
+    path: str, start: str, rival: str, tmp_path: Path
+) -> None:
+    rival_of(tmp_path, rival)
+    environment = {"PYTHONPATH": path.format(ours=ROOT, here=tmp_path)}
+    command = [sys.executable, *STARTS[start], "keys"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "[precision]" in done.stdout
+
+
+@pytest.mark.cases(0, 2)
+@pytest.mark.parametrize("launcher", [[], ["-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_so_do_ranks(launcher: list[str], tmp_path: Path) -> None:
+    for rival in RIVALS:
+        rival_of(tmp_path, rival)
+    command = [sys.executable, *launcher, "-m", "megaprec", "train", str(write_run(tmp_path)), "parallel.data=2"]
+    environment = {**os.environ, "PYTHONPATH": f":{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_program_that_imports_megaprec_keeps_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__main__.py").write_text("import megaprec, beside")
+    (tmp_path / "beside.py").write_text("print('found')")
+    command = [sys.executable, "-m", "mine", "megaprec"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout == "found\n", done.stderr
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+    gone = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    command = ["sh", "-c", gone, "sh", sys.executable, "-m", "megaprec", "keys"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stderr) == (2, "the working directory is gone: change to one that is there\n")

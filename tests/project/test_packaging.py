@@ -2,6 +2,10 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -147,3 +151,32 @@ def test_advice_to_install_something_names_a_package_that_the_project_knows() ->
     }
     assert {"pyarrow", "matplotlib", "transformers", "tokenizers"} <= named
     assert named <= known, "megaprec itself is on no index: name the packages"
+
+
+def test_the_versions_of_python_are_the_same_to_pip_and_to_the_reader() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"Python ((?:3\.\d+, )*3\.\d+ or 3\.\d+)", readme)
+    bounds = re.search(r'python_requires=">=3\.(\d+),<3\.(\d+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert said and bounds
+    assert [f"3.{n}" for n in range(int(bounds[1]), int(bounds[2]))] == re.findall(r"3\.\d+", said[1])
+    tried = re.findall(r"^\| Python (3\.\d+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(tried) == set(re.findall(r"3\.\d+", said[1]))
+
+
+def test_a_source_distribution_has_the_code_and_nothing_that_does_not_run_without_the_repository(
+    tmp_path: Path,
+) -> None:
+    kept = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", *PACKAGES)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_any.py").touch()  # setuptools would take it
+    for name in kept:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    command = [sys.executable, "setup.py", "--quiet", "sdist"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (file,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(file) as archive:
+        names = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
+    assert set(modules()) | {Path("megaprec/optim/native.c"), Path("LICENSE")} <= names
+    made = {"PKG-INFO", "setup.cfg", "megaprec.egg-info"}
+    assert {path.parts[0] for path in names} <= {*kept, *made}

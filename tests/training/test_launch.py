@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.resources import cores
 from parallel.described_world import joined_world
+from tests.runs import write_run
+from tools.training.ground import require_ground
 from tools.training.launch import (
     PROGRAM,
     first_failure,
@@ -165,12 +168,12 @@ def test_the_first_failure_is_the_one_noted_first_and_not_a_rank_stopped_before_
     assert first_failure(failures)[0] == 2
 
 
-def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_tools(tmp_path: Path) -> None:
+def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_megaprec(tmp_path: Path) -> None:
     for place, word in (("ours", "right"), ("users", "wrong")):
-        folder = tmp_path / place / "tools"
+        folder = tmp_path / place / "megaprec"
         folder.mkdir(parents=True)
         (folder / "__init__.py").touch()
-        (folder / "start.py").write_text(f"import sys\ndef main(): print('{word}', sys.argv[1:])\n")
+        (folder / "__main__.py").write_text(f"import sys\ndef main(): print('{word}', sys.argv[1:])\n")
     command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "ours"), "train", "x"]
     users = tmp_path / "users"
     searched = {**os.environ, "PYTHONPATH": str(users)}
@@ -228,3 +231,42 @@ def test_a_rank_that_failed_alone_says_why_and_ends_though_its_world_cannot_be_l
     ended = subprocess.run(python(STUCK.format(error=error)), capture_output=True, text=True, timeout=1200, check=False)
     assert ended.returncode == code
     assert ended.stderr.splitlines()[-1] == last
+
+
+def without(limit: str) -> list[str]:
+    """The words before a command that take open files or the loopback interface away."""
+    if limit == "files":
+        return ["sh", "-c", 'ulimit -n 24 && exec "$@"', "sh"]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces need root and Linux")
+    return ["unshare", "-n"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "ranks", "says"),
+    [
+        ("files", 2, "this process may open 24 files, and local ranks need 36: raise the limit (ulimit -n 1024)\n"),
+        ("loopback", 2, "local ranks meet at 127.0.0.1, where no connection can be made (Network is unreachable): "),
+        ("loopback", 1, "gloo has no network interface to meet at (Unable to find interface for: "),
+    ],
+)
+def test_a_machine_on_which_ranks_cannot_meet_is_told_at_once(
+    limit: str, ranks: int, says: str, tmp_path: Path
+) -> None:
+    file = write_run(tmp_path)
+    command = [sys.executable, "-m", "megaprec", *(["doctor"] if ranks > 1 else ["train", str(file)])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    whole = [*without(limit), *command]
+    done = subprocess.run(whole, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert "frame #" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_soft_limit_of_open_files_is_raised_as_far_as_ranks_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"soft": (20, 4096), "endless": (20, resource.RLIM_INFINITY), "enough": (64, 64)}
+    raised = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: raised.append(both))
+    for both in limits.values():
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, both=both: both)
+        require_ground(2)
+    assert raised == [(36, 4096), (36, resource.RLIM_INFINITY)]

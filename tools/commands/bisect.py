@@ -21,6 +21,7 @@ from tools.bisect.replay import NotTaken, Replay, located_bits, located_in_float
 from tools.bisect.sides import Records, Side, common_start, compare_records, must_be_equal, other_keys, other_tokens
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, put
+from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, WRONG
 from tools.parity.page import told
@@ -55,6 +56,10 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("megaprec bisect starts its own ranks: run it without torchrun or Slurm's srun")
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
+    if Path(args.a).exists() and Path(args.b).exists() and Path(args.a).samefile(args.b):
+        raise UserError(
+            f"{args.a} and {args.b} are the same run: give two; megaprec prove compares a run with itself taken again"
+        )
     a, b = Side.opened(args.a), Side.opened(args.b)
     require_comparable(a.config, b.config)
     for note in (*a.odd_records(), *b.odd_records()):
@@ -108,7 +113,7 @@ def _agreement(records: Records, exact: bool) -> str:
         weaker = "losses, norms and scales are the same bits; log.digests or --replay compare the whole state"
         how = "every bit is equal" if records.by == "digests" else weaker
     if records.beyond:
-        later = f"{records.beyond} later step{'' if records.beyond == 1 else 's'}"
+        later = f"{counted(records.beyond, 'later step')}"
         how += f"; {later} without a digest: losses, norms and scales are the same bits"
     return f"{records.steps} steps of {records.by} agree: {how}"
 
@@ -187,7 +192,7 @@ def show(made: dict[str, Any]) -> None:
         place = f"first difference {when.strip()} {first['step']}: {first['what']}" if first else "no difference"
         others = f" and {first['others']} more" if first and first["others"] else ""
         more = f"{others} ({' | '.join(first['values'])})" if first else ""
-        say(f"records    {records['steps']} steps of {records['by']}: {place}{more}")
+        say(f"records    {counted(records['steps'], 'step')} of {records['by']}: {place}{more}")
     else:
         say("records    none that both runs have")
     replay = made["replay"]

@@ -24,6 +24,7 @@ from megaprec.resources import cores
 from tools.commands import data_verify as verification
 from tools.console.progress_bar import building, tell_left_out
 from tools.console.tables import add_json, put
+from tools.console.units import counted
 
 SHOWN_TOKENS = 64  # of each sample document
 
@@ -217,7 +218,8 @@ def _summary(source: Source, result: BuildResult) -> str:
     end = f"; {result.unknown:,} tokens stand for text that the tokenizer does not know" if result.unknown else ""
     end += "" if result.eos is not None else "; the tokenizer has no end-of-document token, so none was written"
     return (
-        f"{result.prefix}: {state} from {source.name}: {result.documents:,} documents, {result.chars:,} characters, "
+        f"{result.prefix}: {state} from {source.name}: {counted(result.documents, 'document')}, "
+        f"{counted(result.chars, 'character')}, "
         f"{result.tokens:,} tokens, vocabulary {result.vocab_size:,}{end}"
     )
 

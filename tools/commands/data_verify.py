@@ -24,6 +24,7 @@ from megaprec.data.text import left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from tools.console.tables import put
+from tools.console.units import counted
 
 LEVELS = ("ok", "note", "bad")
 OK, NOTE, BAD = range(3)
@@ -81,13 +82,17 @@ def _of_text(path: str, text_field: str) -> Iterator[Finding]:
     except UserError as error:
         yield from ((BAD, "text", problem) for problem in error.problems)
         return
-    yield OK, "text", f"{documents:,} documents in {len(source.files):,} files, {chars:,} characters"
+    yield (
+        OK,
+        "text",
+        f"{counted(documents, 'document')} in {counted(len(source.files), 'file')}, {counted(chars, 'character')}",
+    )
     if source.left_out:
         yield OK, "left out", ", ".join(left_out_words(source.left_out))
     if empty == documents:
         yield BAD, "documents", "there is none with text"
     elif empty:
-        yield NOTE, "documents", f"{empty:,} are empty; they are left out"
+        yield NOTE, "documents", f"{counted(empty, 'empty one')} left out"
 
 
 def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
@@ -99,7 +104,8 @@ def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
     if not dataset.num_tokens:
         yield BAD, "index", "there is no token"
         return
-    counts = f"{dataset.num_documents:,} documents, {dataset.num_sequences:,} sequences, {dataset.num_tokens:,} tokens"
+    shown = ((dataset.num_documents, "document"), (dataset.num_sequences, "sequence"), (dataset.num_tokens, "token"))
+    counts = ", ".join(counted(number, what) for number, what in shown)
     yield OK, "index", f"{counts} of {dataset.dtype.name}"
     left = beside(prefix, ".model")
     file = given or (left if left.is_file() else None)
@@ -151,7 +157,7 @@ def _of_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Itera
         last = np.array([dataset.tokens(int(end), 1)[0] for end in ends[start : start + CHUNK]])
         open_ended += int((last != tokenizer.eos).sum())
     if open_ended:
-        yield NOTE, "ends", f"{open_ended:,} documents do not end with the end-of-document token {tokenizer.eos}"
+        yield NOTE, "ends", f"{counted(open_ended, 'document')} without the end-of-document token {tokenizer.eos}"
     else:
         yield OK, "ends", f"every document ends with the end-of-document token {tokenizer.eos}"
 

@@ -1,9 +1,14 @@
-"""Sizes, speeds and durations in units that suit them: 1.5 GiB, 312 TFLOP/s, 2.4 h."""
+"""Sizes, speeds, durations and counts in units that suit them: 1.5 GiB, 312 TFLOP/s, 2.4 h, 1 rank."""
 
 
 def size(count: float) -> str:
     """Return a number of bytes: 17 B, 2.41 MiB, 13.6 GiB."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def counted(number: int, what: str, plural: str = "s") -> str:
+    """Return a number of things: 1 rank, 2 ranks, 3 micro-batches (of "micro-batch" and "es")."""
+    return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
 def flops(count: float) -> str:

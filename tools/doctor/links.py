@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import AXES, Axis
 from megaprec.comm.groups import split
 from parallel.mesh import make_mesh
-from tools.console.units import duration, size
+from tools.console.units import counted, duration, size
 from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.place import Place
 
@@ -229,6 +229,6 @@ def _well(axis: str, records: Sequence[dict[str, Any]]) -> Finding:
     latency, rate = max(one["latency_s"] for one in links), min(one["bytes_per_s"] for one in links)
     seconds = max(one["sum_s"] for one in records if "collective" in one)
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
-    said = f"{backend}, {len(links)} link{'s' if len(links) > 1 else ''}: {duration(latency)} and {size(rate)}/s at "
+    said = f"{backend}, {counted(len(links), 'link')}: {duration(latency)} and {size(rate)}/s at "
     said += f"worst, messages in order; a sum of {size(4 * SMALL)} takes {duration(seconds)}"
     return ok(f"links {axis}", said, latency_s=latency, bytes_per_s=rate, sum_s=seconds, links=list(links))

@@ -19,6 +19,7 @@ from torch.distributed import is_nccl_available
 
 from megaprec.resources import cores
 from megaprec.tested_versions import untested
+from tools.console.units import counted
 from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.place import Place, named
 from tools.training.launch import share_of_cores
@@ -110,8 +111,8 @@ def _devices(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     problems = [*_unused_gpus(answers), *_shared_gpus(answers), *_busy_gpus(answers), *_different_gpus(answers)]
     yield from problems
     if not problems:
-        kinds = Counter(one.get("gpu") or f"CPU of {one['cores']} cores" for one in answers)
-        said = ", ".join(f"{count} rank{'s' if count > 1 else ''} on {kind}" for kind, count in kinds.items())
+        kinds = Counter(one.get("gpu") or f"CPU of {counted(one['cores'], 'core')}" for one in answers)
+        said = ", ".join(f"{counted(count, 'rank')} on {kind}" for kind, count in kinds.items())
         yield ok("devices", said, ranks=[{k: a.get(k) for k in ("rank", "host", "gpu", "memory")} for a in answers])
 
 
@@ -155,11 +156,15 @@ def _threads(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Yield a line about CPU threads: more than cores slow every rank of a host."""
     many = [one for one in answers if one["threads"] * one["local_ranks"] > one["cores"] and one["threads"] > 1]
     for one in {one["host"]: one for one in many}.values():
-        said = f"{one['local_ranks']} ranks x {one['threads']} threads on the {one['cores']} cores of {one['host']}"
+        said = f"{_shared(one)} of {one['host']}"
         yield wrong("threads", said, f"set OMP_NUM_THREADS={max(1, one['cores'] // one['local_ranks'])}")
     if not many:
         one = answers[0]
-        said = (
-            f"{one['local_ranks']} local ranks x {one['threads']} threads on {one['cores']} cores, load {one['load']}"
-        )
+        said = f"{_shared(one)}, load {one['load']}"
         yield ok("threads", said, **{name: one[name] for name in ("cores", "threads", "local_ranks", "load")})
+
+
+def _shared(one: dict[str, Any]) -> str:
+    """Return the threads of a host's ranks and the cores that they share."""
+    ranks, threads = counted(one["local_ranks"], "local rank"), counted(one["threads"], "thread")
+    return f"{ranks} x {threads} on {counted(one['cores'], 'core')}"

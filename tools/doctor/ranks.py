@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.joining import join
+from tools.console.units import counted
 from tools.doctor import clocks, disk, kernels, links, machine, shared
 from tools.doctor.finding import Finding, ok
 from tools.doctor.place import Place
@@ -61,7 +62,7 @@ def _present(place: Place) -> str:
 
 def _all_present(hosts: Sequence[Any]) -> Iterator[Finding]:
     count = len(set(hosts))
-    said = f"{len(hosts)} rank{'s' if len(hosts) > 1 else ''} on {count} host{'s' if count > 1 else ''} answer"
+    said = f"{counted(len(hosts), 'rank')} on {counted(count, 'host')} answer"
     yield ok("ranks", said, hosts=list(hosts))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from tools.console.tables import table_console
+from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding, verdict
 
@@ -54,7 +55,7 @@ def in_words(findings: Sequence[Finding]) -> str:
     if verdict(findings) == NOT_TRIED:
         needed = ", ".join(dict.fromkeys(one.check for one in findings if one.verdict == NOT_TRIED and one.needed))
         return f"nothing is wrong, but {needed} could not be tried"
-    return f"all is well: {count[OK]} checks ok{left}"
+    return f"all is well: {counted(count[OK], 'check')} ok{left}"
 
 
 def _escaped(text: str) -> str:

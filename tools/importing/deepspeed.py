@@ -11,6 +11,7 @@ from typing import Any
 
 from megaprec.errors import did_you_mean
 from tools.arguments.deepspeed import IDLE, READ, REFUSED, TABLES, idle
+from tools.console.units import counted
 from tools.importing.draft import ASSUMED, DEEPSPEED, Draft
 
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -145,7 +146,7 @@ def _add_batch(config: Config, draft: Draft, ranks: int | None) -> None:
     _put(draft, "train.global_batch", whole, origin)
     _put(draft, "train.micro_batch", micro, origin)
     if data:
-        _put(draft, "parallel.data", data, f"{ranks} ranks" if ranks else origin)
+        _put(draft, "parallel.data", data, counted(ranks, "rank") if ranks else origin)
 
 
 def _replicas(draft: Draft, ranks: int | None, whole: int | None, micro: int | None, steps: int | None) -> int | None:

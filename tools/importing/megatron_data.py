@@ -1,5 +1,6 @@
 """Data, tokenizer, evaluation, checkpoints and logs of Megatron-LM's arguments."""
 
+import math
 import re
 from pathlib import Path
 
@@ -134,7 +135,13 @@ def _add_vocabulary(a: Arguments, draft: Draft) -> None:
 def add_run(a: Arguments, draft: Draft) -> None:
     """Add evaluation, folder, checkpoints and log lines."""
     evaluates = a.get("eval_iters") and draft.value("data.held_out")
-    draft.put("train.eval_every", a.get("eval_interval") if evaluates else 0, a.origin("eval_interval", "eval_iters"))
+    every, steps = a.get("eval_interval"), draft.value("train.steps") or math.inf
+    if not evaluates:
+        draft.put("train.eval_every", 0, a.origin("eval_interval", "eval_iters"))
+    elif every > steps:
+        draft.put("train.eval_every", steps, "the end of the run, where Megatron-LM evaluates too")
+    else:
+        draft.put("train.eval_every", every, a.origin("eval_interval"))
     if evaluates:
         draft.put("train.eval_batches", a.get("eval_iters"), a.origin("eval_iters"))
     draft.put("log.every", a.get("log_interval"), a.origin("log_interval"))

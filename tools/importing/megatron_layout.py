@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megaprec.comm.experts import misfit
+from tools.console.units import counted
 from tools.importing.draft import NO_RANKS, Draft
 from tools.importing.grammar import Arguments
 
@@ -105,7 +106,7 @@ def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int, c
                 "--ranks gives another number"
             )
             return 0
-        draft.put("parallel.data", data, f"{ranks} ranks" if ranks else NO_RANKS)
+        draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
         if not ranks:
             said = "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N does"
             draft.notes.append(f"{said}. The global batch is the same for any number")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.console.units import counted
 from tools.journal.records import read_events, read_metrics
 from tools.plots.panels import Over, Panel, Pictures, pictures, short
 
@@ -35,7 +36,7 @@ def plot_run(folder: Path, over: Over = "steps") -> Path | None:
         if number == 0 and shown.tokens:
             _add_tokens(axes, shown)
     skipped = sum(record["outcome"] != "applied" for record in records)
-    title = [f"{folder.resolve().name}: {len(records):,} steps, {skipped:,} skipped", *shown.remarks]
+    title = [f"{folder.resolve().name}: {counted(len(records), 'step')}, {skipped:,} skipped", *shown.remarks]
     figure.suptitle("; ".join(title), parse_math=False, fontsize=12)
     figure.savefig(folder / PLOT, dpi=110)
     return folder / PLOT

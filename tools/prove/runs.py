@@ -17,6 +17,7 @@ from megaprec.checkpoint.atomic import checkpoint_path, latest
 from megaprec.checkpoint.reader import Store
 from tools.config.run_file import SAVED, RunConfig
 from tools.config.settings import Parallel
+from tools.console.units import counted
 from tools.convert.train_state import read_progress
 from tools.journal.records import read_digests, read_metrics
 from tools.training.corpus import cache_of
@@ -49,8 +50,16 @@ class Room:
         target = self.folder / name
         (target / "checkpoints").mkdir(parents=True)
         if self.start:
-            step = read_progress(Store(self.start)).step
-            shutil.copytree(self.start, checkpoint_path(target / "checkpoints", step), copy_function=_link)
+            shutil.copytree(self.start, self._begun(name, self.start), copy_function=_link)
+
+    def _begun(self, name: str, start: Path) -> Path:
+        """Return the copy of the checkpoint that a run starts from."""
+        return checkpoint_path(self.folder / name / "checkpoints", read_progress(Store(start)).step)
+
+    def _said(self, name: str) -> str:
+        """Return the last line of a run, which names the user's checkpoint in place of its copy."""
+        said = _last_line(self.folder / f"{name}.log")
+        return said.replace(str(self._begun(name, self.start)), str(self.start)) if self.start else said
 
     def copy(self, name: str, to: str) -> Path:
         """Copy a run that has ended, without sharing files; return its newest checkpoint."""
@@ -72,7 +81,7 @@ class Room:
         with (self.folder / f"{name}.log").open("ab") as log:
             code = subprocess.run(own_program(["train", str(file)]), stdout=log, stderr=log, check=False).returncode
         if code not in (0, HELD_BACK):
-            raise Failure(f"{name}: exit code {code}: {_last_line(self.folder / f'{name}.log')}")
+            raise Failure(f"{name}: exit code {code}: {self._said(name)}")
         _tell(f"{name}: {time.monotonic() - began:.0f} s")
 
     def digests(self, name: str) -> list[dict[str, Any]]:
@@ -108,7 +117,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _ranks(count: int) -> str:
-    return f"{count} rank{'' if count == 1 else 's'}"
+    return counted(count, "rank")
 
 
 def _tell(text: str) -> None:

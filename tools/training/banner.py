@@ -14,6 +14,7 @@ from models.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
+from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.text.generation import Generation, harmless
 from tools.text.load import find_checkpoint, load_model
@@ -29,7 +30,7 @@ NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
     """Print model, data, layout, batch sizes, precision and stages."""
     p, t, model = config.parallel, config.train, corpus.model
-    replicas = _count(p.data, "replica")
+    replicas = counted(p.data, "replica")
     layout, _, experts = in_words(p).partition(", ")
     tokens, documents = (
         sum(counts) for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
@@ -37,17 +38,17 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     modes = [
         p.schedule_file or p.schedule,
         *(["sequence parallel"] if p.sequence and not config.canonical_shards else []),
-        *([f"canonical in {_count(config.canonical_shards, 'shard')}"] if config.canonical_shards else []),
+        *([f"canonical in {counted(config.canonical_shards, 'shard')}"] if config.canonical_shards else []),
         *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
         *([f"context by {p.context_by}"] if p.context > 1 else []),
         *(["ZeRO-1"] if p.zero and p.copies > 1 else []),
     ]
     say(
-        f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
+        f"model      {model.family}, {model.num_parameters:,} parameters: {counted(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
-        f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
+        f"data       {tokens:,} tokens in {counted(documents, 'document')}, {_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {experts and f'{experts}, '}{', '.join(modes)}\n"
-        f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
+        f"batch      {t.global_batch} samples = {replicas} x {counted(config.num_microbatches, 'micro-batch', 'es')} x "
         f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
@@ -141,12 +142,8 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     schedule = config.schedule
     costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
     total = sum(cost.forward for cost in costs)
-    said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
+    said = ", ".join(f"{counted(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
     return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
 def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:

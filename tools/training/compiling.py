@@ -26,6 +26,7 @@ from parallel.compiled_leaves import compiled, hindrance
 from parallel.leaves import PLAIN, Call, Leaves
 from parallel.regions import compiled_region, hindrance_of_region
 from tools.config.run_file import RunConfig
+from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.training.changed_keys import MARK
 
@@ -42,7 +43,7 @@ def leaves_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, re
     world, device, start = Axis.world(mesh), device_of(mesh), time.perf_counter()
     calls = calls_of(config, model, mesh, device)
     if world.rank == 0:
-        say(f"compiling  {len(calls)} forms: some seconds each at first, less in later runs")
+        say(f"compiling  {counted(len(calls), 'form')}: some seconds each at first, less in later runs")
     made, failed = tried(calls)
     every = everyones(dict.fromkeys((call.name for call in made), ""), world, device)
     failures = everyones({name: f"rank {world.rank}: {why}" for name, why in failed.items()}, world, device)

@@ -23,6 +23,7 @@ from models.router import PLAIN
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
+from tools.console.units import counted
 from tools.convert.initial import initial_model
 from tools.training.corpus import Corpus
 
@@ -43,7 +44,7 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     if device == "cuda":
         yield from _overruled(config)
     if device == "cpu" and local_ranks > cores():
-        share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
+        share = f"{local_ranks} ranks share {counted(cores(), 'CPU core')} and wait for each other"
         yield f"{share}: this shows that the layout works, but one process is faster here"
     if config.train.eval_every:
         yield from _seen_in_training(config, corpus)
@@ -64,7 +65,7 @@ def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _samples(count: int) -> str:
-    return f"{count:,} sample{'' if count == 1 else 's'}"
+    return f"{counted(count, 'sample')}"
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:

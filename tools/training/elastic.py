@@ -23,6 +23,7 @@ from megaprec.errors import UserError
 from tools.config.layouts import AXES, Fitting, check_world, in_words, largest_fitting, problems
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
+from tools.console.units import counted
 from tools.convert.train_state import newest
 from tools.journal.journal import rewind
 from tools.training.launch import under_torchrun
@@ -62,9 +63,10 @@ def in_this_world(config: RunConfig) -> RunConfig:
             f"parallel.elastic = true, but no layout of {there} ranks or fewer passes the run file's checks"
         )
     if os.environ.get("RANK") == "0":
-        print(f"elastic    {there} ranks are there: {_change(config, fitting, there)}")
+        said = f"{counted(there, 'rank')} {'is' if there == 1 else 'are'} there"
+        print(f"elastic    {said}: {_change(config, fitting, there)}")
     os.environ["WORLD_SIZE"] = str(fitting.ranks)
-    return config.with_parallel(fitting.parallel, f"parallel.elastic, {there} ranks")
+    return config.with_parallel(fitting.parallel, f"parallel.elastic, {counted(there, 'rank')}")
 
 
 def _replicas(config: RunConfig, ranks: int) -> RunConfig:
@@ -81,7 +83,7 @@ def _replicas(config: RunConfig, ranks: int) -> RunConfig:
     if os.environ.get("RANK") == "0":
         print(f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on each of {ranks} ranks")
     os.environ["WORLD_SIZE"] = str(parallel.data)
-    return config.with_parallel(parallel, f"{ranks} ranks in the world")
+    return config.with_parallel(parallel, f"{counted(ranks, 'rank')} in the world")
 
 
 def _change(config: RunConfig, fitting: Fitting, there: int) -> str:
@@ -89,7 +91,7 @@ def _change(config: RunConfig, fitting: Fitting, there: int) -> str:
     was, now = in_words(config.parallel), in_words(fitting.parallel)
     parts = [now if now == was else f"{was} -> {now}", *(f"without parallel.{key}" for key in fitting.left_out)]
     if spares := there - fitting.ranks:
-        parts.append(f"{spares} spare{'' if spares == 1 else 's'}")
+        parts.append(f"{counted(spares, 'spare')}")
     return ", ".join(parts)
 
 

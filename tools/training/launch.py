@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.resources import cores
 from tools.training.endings import code_of, ended_on_purpose, reported
+from tools.training.ground import HERE, require_ground
 from tools.training.leftovers import own_folder
 from tools.training.signals import SIGNALS, Stopped, listening
 
@@ -38,7 +39,7 @@ OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has start
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 # Errors of gloo, NCCL and the store when another rank is gone.
 LOST = re.compile(r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort", re.I)
-# Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
+# Not `-m megaprec`, for the caller need not have megaprec installed.
 # Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
 # killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would keep running.
 PROGRAM = """
@@ -46,9 +47,9 @@ import ctypes, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if (root := sys.argv.pop(1)) not in sys.path:
-    sys.path.insert(0, root)
-from tools.start import main
+sys.path.insert(0, sys.argv.pop(1))
+sys.argv[0] = "megaprec"
+from megaprec.__main__ import main
 sys.exit(main())
 """
 
@@ -84,8 +85,9 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
 
     threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of the cores. again:
     called after each failure that no signal to the launcher has caused. Returns 0, or the exit code of the first rank
-    that failed (128 + signal if a signal ended it or the launcher).
+    that failed (128 + signal if a signal ended it or the launcher). Raises UserError if ranks cannot meet here.
     """
+    require_ground(ranks)
     with own_folder() as folder, _launching(threads or share_of_cores(ranks)):
         local = _Ranks(command, folder)
         try:
@@ -143,11 +145,11 @@ class _Ranks:
         meeting = get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
-                endpoint="localhost:0",
+                endpoint=f"{HERE}:0",
                 run_id=OURS + uuid.uuid4().hex,
                 min_nodes=1,
                 max_nodes=1,
-                local_addr="127.0.0.1",  # the host name need not resolve
+                local_addr=HERE,
             )
         )
         spec = WorkerSpec(
@@ -157,7 +159,7 @@ class _Ranks:
             entrypoint=self.command[0],
             args=tuple(self.command[1:]),
             max_restarts=0,
-            local_addr="127.0.0.1",
+            local_addr=HERE,
         )
         self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=self.folder))
         try:

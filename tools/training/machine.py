@@ -17,6 +17,7 @@ from tools.config.checks import make_rule
 from tools.config.expert_ranks import replicas
 from tools.config.layouts import in_keys
 from tools.config.run_file import RunConfig
+from tools.console.units import counted
 
 
 def check_machine(config: RunConfig, ranks: int, device: str) -> None:
@@ -27,7 +28,7 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
 
 def _processes(config: RunConfig, ranks: int) -> Iterator[str]:
     most = most_processes()
-    here = f"this machine has {cores()} cores, and takes {most} at most"
+    here = f"this machine has {counted(cores(), 'core')}, and takes {most} at most"
     if ranks > most:
         yield (
             f"{in_keys(config.parallel)}: {ranks:,} local "

@@ -26,6 +26,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from tools.config.layouts import largest_fitting
 from tools.config.run_file import RunConfig
+from tools.console.units import counted
 from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
 from tools.training.endings import CODES, ended_on_purpose
@@ -75,7 +76,7 @@ class Restarts:
         with self.alone():
             rewind(Path(self.config.train.folder), step, restart_event(step, ranks, loss.said, self.left))
         where = f"from the checkpoint of step {step}" if step else "from the start"
-        left = f"{self.left} restart{'' if self.left == 1 else 's'} left"
+        left = f"{counted(self.left, 'restart')} left"
         print(f"restart    {loss.said}: training goes on {where}{lost}; {left}", file=sys.stderr, flush=True)
         self._mark()
 

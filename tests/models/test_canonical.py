@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +181,12 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
 def test_a_run_that_changes_its_layout_three_times_is_the_undisturbed_run(
     tmp_path: Path, name: str, precision: str
 ) -> None:
-    run = run_of(name, precision, steps=4, micro_batch=2, clip=0.5)
+    run = run_of(name, precision, steps=5, micro_batch=2, clip=0.5)
     layouts = random.Random(name + precision).sample([(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1)], 3)
-    run_ranks(take_steps, {}, run=run, folder=tmp_path / "straight", first=0, last=4)
-    for n, (tp, pp, dp) in enumerate([(1, 1, 1), *layouts]):
+    run_ranks(take_steps, {}, run=run, folder=tmp_path / "straight", first=0, last=5)
+    for (first, last), (tp, pp, dp) in zip(pairwise((0, 1, 2, 3, 5)), [(1, 1, 1), *layouts], strict=True):
         axes = {"pp": pp, "dp": dp, "tp": tp}
-        run_ranks(take_steps, axes, run=run, folder=tmp_path / "changing", first=n, last=n + 1)
-    straight, changing = (saved_tensors(tmp_path / kind, 4) for kind in ("straight", "changing"))
+        run_ranks(take_steps, axes, run=run, folder=tmp_path / "changing", first=first, last=last)
+    straight, changing = (saved_tensors(tmp_path / kind, 5) for kind in ("straight", "changing"))
     assert straight.keys() == changing.keys()
     assert not [key for key in straight if not torch.equal(straight[key], changing[key])]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = write_run(folder)
     assert train(file, "train.steps=2", "precision.compute=fp16", "precision.loss_scale=1e30") == 3
     beat = Beat(0, "here", "", 1, "1", -1, 1, "step", 1, "", 1, False, ())
+    shutil.copytree(folder / "run", folder / "again")
     write_record(folder / "run", EndRecord(rank=beat, ranks=1, ended="ended by SIGKILL", culprits=(0,)))
     return folder
 
@@ -69,7 +71,7 @@ def examples(room: Path) -> dict[str, list[str]]:
         "doctor": ["--no-parity"],
         "parity": [file, "train.folder=p", "--layouts", "dp=2", "--steps", "1"],
         "prove": [file, "train.folder=p", "--layout", "dp=2", "--steps", "2"],
-        "bisect": [run, run],
+        "bisect": [run, str(room / "again")],
     }
 
 

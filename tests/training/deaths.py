@@ -34,7 +34,7 @@ PLACES = {
     "leave": ("parallel.mesh", "_part"),
 }
 DEATHS = "DEATHS"
-START = "from tools.start import main"
+START = "from megaprec.__main__ import main"
 PLANTING = f"from tests.training.deaths import plant; plant()\n{START}"
 
 

@@ -28,6 +28,8 @@ CASES = [
     ("model.router_correction_speed", "0.5", EXPERTS, f'{EXPERTS} model.router={{score="sigmoid",correction=true}}'),
     ("model.dropout_at", '"stream"', "", "model.dropout=0.1"),
     ("model.embedding_dropout", "0.3", 'model.dropout_at="stream"', ""),
+    ("model.init", "{head=0.5}", "model.tied=true", "model.tied=false"),
+    ("model.window", "64", "model.max_positions=64", "model.max_positions=65"),
     ("model.mtp_loss_weight", "0.5", "", "model.mtp_layers=1"),
     ("parallel.context_by", '"gather"', "", "parallel.context=2"),
     ("parallel.sequence", "true", "", "parallel.tensor=2"),
@@ -90,7 +92,7 @@ BESIDE_FILES = {
 # there (true of one process too), or they wait for an event.
 OTHERS = """
 model: family layers hidden heads kv_heads head_dim mlp ffn vocab max_positions norm norm_eps norm_at qk_norm positions
-model: preset parallel_residual attention_scalar attention_sinks attention_softcap final_softcap window bias qkv_bias
+model: preset parallel_residual attention_scalar attention_sinks attention_softcap final_softcap bias qkv_bias
 model: output_bias mlp_bias tied experts dropout attention_dropout embedding_scale embedding_grad_scale head_grad_scale
 model: mtp_layers factory
 model: latent swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction window_rope_base window_layers expert_bias

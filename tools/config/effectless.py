@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel
 
 from models.config import ModelConfig
+from models.initial_weights import InitialStd
 from tools.config.checks import sized
 from tools.config.data_settings import Data
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
@@ -79,6 +80,10 @@ def _all_turn_by_window(model: ModelConfig) -> bool:
     return model.window_rope_base > 0 and len(model.window_layers) in (0, model.layers)
 
 
+def _only_of_head(init: InitialStd) -> bool:
+    return init == InitialStd(head=init.head)
+
+
 def _recomputes(run: Tables) -> bool:
     """Return True if a stage can have so many layers that the fraction, which is rounded down, takes one."""
     p, most = run.parallel, run.model.layers - run.stages + 1
@@ -108,6 +113,8 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need("model.embedding_dropout", lambda run: run.model.dropout_at != "stream", "model.dropout_at"),
     Need("model.init_std model.init", lambda run: not run.train.init_from, "train.init_from"),
+    Need("model.init", lambda run: not (run.model.tied and _only_of_head(run.model.init)), "model.tied"),
+    Need("model.window", lambda run: run.model.window < run.model.max_positions, "model.max_positions"),
     Need("model.mtp_loss_weight", lambda run: run.model.mtp_layers > 0, "model.mtp_layers"),
     Need("parallel.context_by", lambda run: run.parallel.context > 1, "parallel.context"),
     Need("parallel.sequence", lambda run: run.train.numerics == "fast", "train.numerics"),

@@ -100,7 +100,8 @@ def test_so_do_ranks(launcher: list[str], tmp_path: Path) -> None:
     for rival in RIVALS:
         rival_of(tmp_path, rival)
     command = [sys.executable, *launcher, "-m", "megaprec", "train", str(write_run(tmp_path)), "parallel.data=2"]
-    environment = {**os.environ, "PYTHONPATH": f":{ROOT}", "OMP_NUM_THREADS": "1"}
+    path = str(ROOT) if launcher else f":{ROOT}"  # an empty part would hide torch from torchrun itself
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tests.other_systems import write_folder
 from tools.cli import main
+from tools.commands import diff
 from tools.commands.diff import compare
 from tools.commands.inspect import SHOWN, told_keys
 from tools.config.run_file import load_run
@@ -77,6 +78,19 @@ def test_equal_models_do_not_differ_and_the_largest_difference_comes_first(
     assert [line.split()[1] for line in lines] == ["weight/final_norm.weight", "weight/head.weight"]
 
 
+def test_what_is_noted_of_a_folder_is_noted_of_its_comparison(
+    folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "note" not in said(capsys, "diff", folders[0], folders[1])
+    assert json.loads(said(capsys, "diff", folders[0], folders[1], "--json"))["notes"] == []
+    config = read_json(folders[0] / "config.json")
+    (folders[0] / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "mine.Model"}}))
+    _, line = said(capsys, "diff", folders[0], folders[1]).splitlines()
+    assert line.startswith(f"note: {folders[0]}: config.json has auto_map: code of the folder's own is not run")
+    (note,) = json.loads(said(capsys, "diff", folders[1], folders[0], "--json"))["notes"]
+    assert line == f"note: {note}"
+
+
 def test_no_line_is_longer_than_a_screen_and_in_a_pipe_no_name_is_broken(
     folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +108,11 @@ def test_a_difference_is_the_largest_and_the_mean_in_float64() -> None:
     assert compare("x", torch.zeros(2), torch.zeros(3)).note == "[2] and [3]"
     damaged = compare("x", torch.tensor([float("nan"), 2.0]), torch.tensor([1.0, 2.0]))
     assert damaged.largest == float("inf") and damaged.size != damaged.size, "NaN is not a largest value of 0 or 2"
+
+
+def test_the_largest_value_is_exact_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff, "BLOCK", 1)
+    assert compare("x", torch.tensor([0.1, 0.0], dtype=torch.float64), torch.ones(2)).size == 0.1
 
 
 def test_equal_tensors_of_another_model_are_told_to_be_that(

@@ -113,9 +113,8 @@ def _agreement(records: Records, exact: bool) -> str:
         weaker = "losses, norms and scales are the same bits; log.digests or --replay compare the whole state"
         how = "every bit is equal" if records.by == "digests" else weaker
     if records.beyond:
-        later = f"{counted(records.beyond, 'later step')}"
-        how += f"; {later} without a digest: losses, norms and scales are the same bits"
-    return f"{records.steps} steps of {records.by} agree: {how}"
+        how += f"; {counted(records.beyond, 'later step')} without a digest: losses, norms and scales are the same bits"
+    return f"{counted(records.steps, 'step')} of {records.by} {'agrees' if records.steps == 1 else 'agree'}: {how}"
 
 
 def _replayed(a: Side, b: Side, records: Records, exact: bool, most: int) -> dict[str, Any]:

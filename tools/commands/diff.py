@@ -67,6 +67,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"--top {args.top}: give 0 or more")
     check_vocab(args.vocab, args.first, args.second)
     first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
+    notes = [*dict.fromkeys((*first.facts.notes, *second.facts.notes))]
     both = [key for key in first.shapes if key in second.shapes]
     with moving(f"comparing {args.first} and {args.second}", len(both)) as report:
         found = []
@@ -84,9 +85,13 @@ def main(args: argparse.Namespace) -> int:
             "model": {key: {"a": a, "b": b} for key, (a, b) in other_keys(first.model, second.model).items()},
             "only_in_a": [key for key in first.shapes if key not in second.shapes],
             "only_in_b": [key for key in second.shapes if key not in first.shapes],
+            "notes": notes,
         },
         lambda: _show(
-            differing[: args.top], len(both), len(differing), [*_other_model(first, second), *_only_in(first, second)]
+            differing[: args.top],
+            len(both),
+            len(differing),
+            [*_other_model(first, second), *_only_in(first, second), *(f"note: {note}" for note in notes)],
         ),
     )
 
@@ -106,7 +111,7 @@ def compare(key: str, one: Tensor, other: Tensor) -> Difference:
         apart = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf"))
         apart[a == b] = 0  # two infinities of one sign
         largest, total = max(largest, apart.max().item()), total + apart.sum().item()
-        size = torch.maximum(a.double().abs().max(), torch.tensor(size)).item()  # NaN, if one of them is
+        size = torch.maximum(a.double().abs().max(), torch.tensor(size, dtype=torch.float64)).item()  # NaN, if one is
     return Difference(key, largest, total / max(1, one.numel()), size)
 
 

@@ -76,7 +76,7 @@ class Room:
         config = _ready(self.config, self.folder / name, self.folder / "data", last, parallel)
         file = self.folder / f"{name}.toml"
         file.write_text(config.as_toml(SAVED), encoding="utf-8")
-        _tell(f"{name}: to step {last}, {_ranks(config.world_size)}")
+        _tell(f"{name}: to step {last}, {counted(config.world_size, 'rank')}")
         began = time.monotonic()
         with (self.folder / f"{name}.log").open("ab") as log:
             code = subprocess.run(own_program(["train", str(file)]), stdout=log, stderr=log, check=False).returncode
@@ -114,10 +114,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _ranks(count: int) -> str:
-    return counted(count, "rank")
 
 
 def _tell(text: str) -> None:

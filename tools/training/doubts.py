@@ -65,7 +65,7 @@ def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _samples(count: int) -> str:
-    return f"{counted(count, 'sample')}"
+    return counted(count, "sample")
 
 
 def _warmup(config: RunConfig) -> Iterator[str]:

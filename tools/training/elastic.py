@@ -91,7 +91,7 @@ def _change(config: RunConfig, fitting: Fitting, there: int) -> str:
     was, now = in_words(config.parallel), in_words(fitting.parallel)
     parts = [now if now == was else f"{was} -> {now}", *(f"without parallel.{key}" for key in fitting.left_out)]
     if spares := there - fitting.ranks:
-        parts.append(f"{counted(spares, 'spare')}")
+        parts.append(counted(spares, "spare"))
     return ", ".join(parts)
 
 

@@ -28,9 +28,9 @@ def order(positions: NDArray[np.int64], samples: int, seed: int, shuffle: bool =
     if not shuffle:
         return indices
     chosen = np.empty_like(indices)
-    for epoch in np.unique(epochs):
+    for epoch in set(epochs.ravel().tolist()):  # np.unique imports numpy.ma first, in every process
         here = epochs == epoch
-        chosen[here] = permute(indices[here], samples, seed, int(epoch))
+        chosen[here] = permute(indices[here], samples, seed, epoch)
     return chosen
 
 

@@ -1,6 +1,6 @@
 """Tensors without storage: a model is built and run on them to count its bytes, in no memory and little time.
 
-They have shapes and dtypes only. Torch's fake tensors say that they are on a CPU, so operators are those that this
+They have shapes and dtypes only. On a CPU they say so (`models.estimate.on_cpu`), so operators are those that this
 machine's processor would run; meta tensors stand for a GPU's, where attention is torch's fused kernel. What they cannot
 say is answered here: which kernel a GPU takes, and how many tokens a router sends to each expert.
 """
@@ -14,13 +14,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
+from models.estimate.on_cpu import OnCPU, tensors_of
 
 Device = Literal["cpu", "cuda"]
 
@@ -32,7 +31,7 @@ def without_storage(device: Device) -> Iterator[None]:
         if device == "cuda":
             held.enter_context(torch.device("meta"))
         else:
-            held.enter_context(FakeTensorMode())
+            held.enter_context(OnCPU())
         held.enter_context(_Answers(device))
         yield
 
@@ -134,10 +133,10 @@ class Alive(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {t.untyped_storage()._cdata for t in tensors_of((*args, *(kwargs or {}).values()))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+        for tensor in tensors_of(result if isinstance(result, list | tuple) else (result,)):
+            if tensor.untyped_storage()._cdata not in given:
                 self._note(tensor.untyped_storage())
         return result
 

@@ -171,6 +171,13 @@ def peak_of_update(mesh: DeviceMesh | None, case: Case, pp: int = 1) -> int:
     return alive.most
 
 
+def test_the_first_step_takes_two_megabytes_at_most_however_large_a_parameter_is() -> None:
+    """In it weights are compared with the masters that they were rounded from."""
+    case = Case({**LLAMA, "vocab": 40_000}, plan("bf16"))
+    assert foretold(case)[0].update == 0
+    assert peak_of_update(None, case) < 2_000_000 < 40_000 * LLAMA["hidden"] * 2
+
+
 @pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"dp": 4}], ids=str)
 def test_the_peak_of_muons_update_is_foretold(axes: dict[str, int]) -> None:

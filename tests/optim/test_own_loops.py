@@ -14,7 +14,7 @@ from tests.project.test_readme import ROOT
 BLOCKS = blocks(ROOT / "docs" / "optimizer.md", "python")
 EXAMPLE = str(ROOT / "examples" / "pretrain.py")
 SHORTER = f"""
-code = open({EXAMPLE!r}).read().replace("range(60)", "range(20)")  # it trains on its own text, which stays as it is
+code = open({EXAMPLE!r}).read().replace("range(60)", "range(12)")  # it trains on its own text, which stays as it is
 exec(compile(code, {EXAMPLE!r}, "exec"), {{"__name__": "__main__", "__file__": {EXAMPLE!r}}})
 """
 LAUNCHED = re.compile(r"# torchrun --nproc-per-node (\d+) \w+\.py\n")
@@ -68,8 +68,8 @@ def test_the_example_trains_the_same_model_however_many_replicas_share_the_batch
         [float(line.split()[4]) for line in run([*launched_by(4 * replicas), program, "fp32"], tmp_path)]
         for replicas, program in ((1, EXAMPLE), (2, "shorter.py"))
     )
-    assert (len(one), len(two)) == (60, 20)
+    assert (len(one), len(two)) == (60, 12)
     assert one[0] == pytest.approx(5.5, abs=0.6)
     assert one[-1] < 0.8 * one[0]
-    assert two == pytest.approx(one[:20], abs=2e-3)
+    assert two == pytest.approx(one[:12], abs=2e-3)
     assert two[:10] == pytest.approx(one[:10], abs=1.1e-4)

@@ -131,7 +131,7 @@ def _seen_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         held |= _contents(dataset, border)
     sets = {name: _contents(samples.dataset, 0) for name, samples in corpus.validation.items()}
     every = held.union(*sets.values())
-    lengths = np.unique([len(content) // 8 for content in every]).astype(np.int64)  # bytes of int64
+    lengths = np.array(sorted({len(content) // 8 for content in every}), np.int64)  # bytes of int64
     trained: set[bytes] = set()
     for dataset, border in zip(corpus.datasets, borders, strict=True):
         trained |= every.intersection(document.tobytes() for document in _of_length(dataset, border, lengths))

@@ -1,0 +1,79 @@
+"""Tensors without storage that say that they are on a CPU, so that operators are those of this machine's processor.
+
+torch's own fake tensors do the same in more time: they check and cache what a compiler needs to know.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+class _OnCPU(Tensor):
+    """A meta tensor that operators take for one on a CPU until a kernel is chosen: then it is `meta` again."""
+
+    meta: Tensor  # of the same storage
+
+    @staticmethod
+    def __new__(cls: type["_OnCPU"], meta: Tensor) -> "_OnCPU":
+        self = Tensor._make_subclass(cls, meta, dispatch_device=True, device_for_backend_keys=_CPU)
+        self.meta = meta
+        return self
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride] (torch's is no property)
+        return _CPU
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's reads the numbers)
+        return f"{self.meta!r} on a CPU"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _CPU if func is torch.ops.prim.device.default else _on_meta(func, args, kwargs or {})
+
+
+class OnCPU(TorchDispatchMode):
+    """All tensors made inside are without storage and say that they are on a CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _OnCPU.__torch_dispatch__(func, types, args, kwargs)
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments or results of an operator, which are tensors, others, or lists of these."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    known = {id(t.meta): t for t in tensors_of((*args, *kwargs.values())) if isinstance(t, _OnCPU)}
+    if "device" in kwargs or (not known and any(a.name == "device" for a in func._schema.arguments)):
+        kwargs = kwargs | {"device": _META}
+    result = func(*(_bare(x) for x in args), **{key: _bare(x) for key, x in kwargs.items()})
+    # An operator that writes into an argument returns it: the caller gets its own tensor back.
+    return _wrapped(result, known)
+
+
+def _wrapped(value: Any, known: dict[int, _OnCPU]) -> Any:
+    if isinstance(value, Tensor):
+        return known[id(value)] if id(value) in known else _OnCPU(value)
+    return type(value)(_wrapped(one, known) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, _OnCPU):
+        return value.meta
+    if isinstance(value, list):
+        return [_bare(one) for one in value]
+    if isinstance(value, Tensor) and value.dim():  # a number's tensor has no dims, and goes with any other
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    return value

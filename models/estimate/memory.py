@@ -1,10 +1,10 @@
 """The activation memory of a stage for one micro-batch, measured by running the stage on tensors without storage.
 
 The stage is built and run for real (forward, loss and both halves of the backward pass) on tensors which have shapes
-and dtypes but no storage: torch's fake tensors for a CPU, meta tensors for a GPU. Live bytes are counted when operators
-create tensors and when the last reference to a tensor is dropped. The result has the bytes that stay between the
-instructions of a schedule, and the extra bytes that an instruction needs while it runs, recomputed activations
-included. Weight gradients are allocated elsewhere and are not counted.
+and dtypes but no storage (`models.estimate.storage`). Live bytes are counted when operators create tensors and when
+the last reference to a tensor is dropped. The result has the bytes that stay between the instructions of a schedule,
+and the extra bytes that an instruction needs while it runs, recomputed activations included. Weight gradients are
+allocated elsewhere and are not counted.
 
 A stage whose layers are all alike is run with few of them and with one more; each further layer adds the difference.
 The router is taken to send as many tokens to each expert: what experts keep does not depend on it, for no token is

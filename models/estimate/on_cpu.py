@@ -55,6 +55,9 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is torch.ops.aten.lift_fresh.default:  # torch.tensor([1, 2]) has made a real one, which its numbers need
+        real = args[0]
+        return _OnCPU(torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META))
     known = {id(t.meta): t for t in tensors_of((*args, *kwargs.values())) if isinstance(t, _OnCPU)}
     if "device" in kwargs or (not known and any(a.name == "device" for a in func._schema.arguments)):
         kwargs = kwargs | {"device": _META}
@@ -74,6 +77,8 @@ def _bare(value: Any) -> Any:
         return value.meta
     if isinstance(value, list):
         return [_bare(one) for one in value]
-    if isinstance(value, Tensor) and value.dim():  # a number's tensor has no dims, and goes with any other
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, Tensor) and value.dim():  # the tensor that torch makes of a number has none
+        raise TypeError(
+            f"a real tensor {list(value.shape)} among tensors without storage: its bytes would not be counted"
+        )
     return value

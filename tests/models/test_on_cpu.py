@@ -75,3 +75,9 @@ def test_what_is_written_to_is_the_same_tensor(write: Callable[[Tensor], Tensor]
         view = x.view(2, 2)
         assert write(x) is x
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_a_real_tensor_among_them_is_refused_for_its_bytes_would_not_be_counted() -> None:
+    real = torch.ones(4)
+    with OnCPU(), pytest.raises(TypeError, match="a real tensor"):
+        torch.zeros(4).add_(real)

@@ -58,18 +58,16 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten.lift_fresh.default:  # torch.tensor([1, 2]) has made a real one, which its numbers need
         real = args[0]
         return _OnCPU(torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META))
-    known = {id(t.meta): t for t in tensors_of((*args, *kwargs.values())) if isinstance(t, _OnCPU)}
-    if "device" in kwargs or (not known and any(a.name == "device" for a in func._schema.arguments)):
+    of_none = next(tensors_of((*args, *kwargs.values())), None) is None
+    if "device" in kwargs or (of_none and any(a.name == "device" for a in func._schema.arguments)):
         kwargs = kwargs | {"device": _META}
-    result = func(*(_bare(x) for x in args), **{key: _bare(x) for key, x in kwargs.items()})
-    # An operator that writes into an argument returns it: the caller gets its own tensor back.
-    return _wrapped(result, known)
+    return _wrapped(func(*(_bare(x) for x in args), **{key: _bare(x) for key, x in kwargs.items()}))
 
 
-def _wrapped(value: Any, known: dict[int, _OnCPU]) -> Any:
+def _wrapped(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return known[id(value)] if id(value) in known else _OnCPU(value)
-    return type(value)(_wrapped(one, known) for one in value) if isinstance(value, list | tuple) else value
+        return _OnCPU(value)
+    return type(value)(map(_wrapped, value)) if isinstance(value, list | tuple) else value
 
 
 def _bare(value: Any) -> Any:

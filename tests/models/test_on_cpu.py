@@ -14,6 +14,7 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.estimate.memory import Kept, StageMemory
 from models.estimate.on_cpu import OnCPU
+from models.estimate.storage import Alive
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from tests.models.test_memory import BATCH, FAMILIES, LENGTH, middle
 
@@ -81,3 +82,11 @@ def test_a_real_tensor_among_them_is_refused_for_its_bytes_would_not_be_counted(
     real = torch.ones(4)
     with OnCPU(), pytest.raises(TypeError, match="a real tensor"):
         torch.zeros(4).add_(real)
+
+
+def test_all_results_of_an_operator_count_and_views_and_what_is_written_to_do_not() -> None:
+    x, out = torch.rand(1000), torch.rand(1000)
+    with Alive() as alive:
+        kept = [*x.sort(), *x.split(10), torch.add(x, 1, out=out)]
+    assert alive.now == 1000 * (4 + 8)
+    assert len(kept) == 103

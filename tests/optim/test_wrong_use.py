@@ -575,6 +575,19 @@ def test_a_name_that_is_not_for_attach_whole_is_refused() -> None:
             attach_whole(*arguments)
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_number_that_was_written_through_data_is_found_in_any_block(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaprec.optim.flat_buffer._COMPARED", 5)
+    model, optimizer = made(plan("bf16"), rule=SGD(0.0), clip=0.0)
+    weight = next(model.parameters()).data.view(-1)
+    weight[place] += 1
+    backward(model)
+    with pytest.raises(UserError, match=r"^0\.weight was written to after"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(("layers", "optimizer"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_layers_and_optimizer_of_different_plans_are_refused(layers: str, optimizer: str) -> None:
     model = parallelize(make_model(), Context(plan(layers)), {"0": "column", "2": "row"})

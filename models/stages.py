@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
+from megaprec.precision.rounding import nearest
 from models.blocks import Attention, DecoderLayer, make_norm
 from models.config import ModelConfig
 from models.flash_windows import Documents
@@ -202,8 +203,7 @@ class Stage(nn.Module):
     ) -> Tensor:
         x = self.embedding(ids)
         if self.config.embedding_scale != 1:
-            # on the CPU: an estimate of memory has a default device on which numbers have no value
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu").item()
+            x = x * nearest(self.config.embedding_scale, x.dtype)
         if self.config.embedding_grad_scale != 1:
             x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":

@@ -10,7 +10,11 @@ a random choice:
                 accumulate, whereas rounding to nearest would lose each one: a BF16 moment with a decay of 0.999 would
                 never change, nor would a BF16 weight without an FP32 master. Above the largest finite bfloat16 the
                 upper neighbour is inf, as in rounding to nearest
+
+A single Python number is rounded without a tensor: where tensors have no storage, they have no value either.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -39,6 +43,13 @@ def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
     raised = wide.view(torch.int32) + (bits & _LOW).to(torch.int32)
     rounded = _upper(raised).view(torch.bfloat16)
     return torch.where(wide.isfinite(), rounded, wide.bfloat16())
+
+
+def nearest(number: float, dtype: torch.dtype) -> float:
+    """Return the nearest normal number of `dtype`; of two that are as near, the one whose last bit is 0."""
+    mantissa, exponent = math.frexp(number)  # 0.5 <= |mantissa| < 1, so eps is 2 units of its last place
+    units = round(mantissa * 2 / torch.finfo(dtype).eps)
+    return math.ldexp(units * torch.finfo(dtype).eps / 2, exponent)
 
 
 def _upper(bits: Tensor) -> Tensor:

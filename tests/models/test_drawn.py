@@ -1,4 +1,4 @@
-"""What is said of a model beforehand holds for models of any keys: tensors, sizes, FLOPs, kept keys, any layout.
+"""What is said of a model beforehand holds for models of any keys: tensors, sizes, FLOPs, bytes, kept keys, any layout.
 
 Tables of [model] are drawn at random, each key with some probability, so that switches of several families meet.
 """
@@ -6,23 +6,30 @@ Tables of [model] are drawn at random, each key with some probability, so that s
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models.computed import as_computed
 from models.config import ModelConfig
 from models.cutting import cuts
 from models.estimate.flops import stage_costs
+from models.estimate.memory import StageMemory
 from models.kv_cache import CachedStage
+from models.mtp import Ahead, look_ahead
+from models.packing import WHOLE
 from models.stages import Stage
-from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
 from tests import oracle
 from tests.families import Job, put, step_all
 from tests.models.drawn import LENGTH, drawn
 from tests.models.test_families import differing
+from tests.models.test_memory import allocations
 from tools.convert.core.rules import logical_shapes
 
 BATCH = 2
@@ -111,6 +118,45 @@ def test_flops_are_those_that_torch_counts(seed: int) -> None:
         lookup = LENGTH * BATCH * config.embedding_flops()
         assert forward.get_total_flops() == cost.forward
         assert backward.get_total_flops() == cost.input + cost.weight - lookup, recompute
+
+
+@pytest.mark.cases(1, sample=5)
+@SEEDS
+def test_stages_keep_the_bytes_that_are_foretold(seed: int) -> None:
+    """To one per cent: single numbers, which real tensors are made of now and then, are not counted."""
+    config, precision = model_of(seed), plan(("bf16", "fp32")[seed % 2])
+    recompute = (KEEP, Recompute(MODULES), Recompute(fraction=0.5), Recompute(("attention",)))[seed // 2 % 4]
+    foretold = StageMemory(config, precision, LENGTH, BATCH, recompute=recompute, halves=False)
+    for cut in cuts(config, 2, LENGTH):
+        found = bytes_kept(Stage(config, Context(precision, recompute=recompute), cut).to(precision.parameters))
+        assert found == pytest.approx(foretold.kept(cut).activations, rel=0.01)
+
+
+def bytes_kept(stage: Stage) -> int:
+    """From a training forward pass of a micro-batch, its input included, until the backward pass."""
+    forward(stage)  # makes what is made once for all
+    with allocations() as sizes:
+        held = forward(stage)
+    assert held
+    return sum(sizes)
+
+
+def forward(stage: Stage) -> object:
+    """Return the input, which is held until the backward pass, and all that this needs."""
+    config, plan, place = stage.config, stage.context.plan, MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
+    ids = torch.zeros(LENGTH, BATCH, dtype=torch.int64)
+    x = ids if stage.cut.first else torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
+    y = stage(x if stage.cut.first else x.to(plan.residual), place, WHOLE, ahead_of(stage))
+    return x, get_gradient_edge(stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline))
+
+
+def ahead_of(stage: Stage) -> Ahead | None:
+    """What modules of multi-token prediction read and predict."""
+    if not (stage.cut.last and (modules := stage.config.mtp_layers)):
+        return None
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    made = look_ahead(ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True)
+    return made.of(slice(None))
 
 
 def job(seed: int, recompute: Recompute = KEEP) -> Job:

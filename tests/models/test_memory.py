@@ -21,6 +21,7 @@ from models.cutting import cuts
 from models.engine import Engine, Share
 from models.estimate import memory
 from models.estimate.memory import Kept, StageMemory, kept_bytes, message_bytes
+from models.estimate.storage import Device
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
@@ -232,12 +233,18 @@ def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.Mo
 
 @pytest.mark.cases(None, sample=8)
 @pytest.mark.parametrize("name", usually(("gemma3", "deepseek_v3 yarn"), CASES))
-def test_every_family_with_embedding_and_head_is_counted_on_a_gpu_too(name: str) -> None:
+def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: str) -> None:
     """Cut sequences and positions of documents included: nothing that a stage runs may ask for a tensor's value."""
     config = config_of(CASES[name])
     whole = Cut(0, range(config.layers), first=True, last=True)
-    for cp, packed in ((1, False), (1, True), (2, False)):
-        of_family = StageMemory(config, plan("bf16"), 16, BATCH, device="cuda", cp=cp, packed=packed).kept(whole)
+    devices: tuple[tuple[Device, int, bool], ...] = (
+        ("cpu", 1, False),
+        ("cuda", 1, False),
+        ("cuda", 1, True),
+        ("cuda", 2, False),
+    )
+    for device, cp, packed in devices:
+        of_family = StageMemory(config, plan("bf16"), 16, BATCH, device=device, cp=cp, packed=packed).kept(whole)
         assert of_family.activations > 0 and of_family.backward > 0
 
 

@@ -1,10 +1,13 @@
 """The laws of FP32 kept in 16 bits: split numbers come back, and drawn ones are right in the mean."""
 
+import random
+
+import pytest
 import torch
 from torch import Tensor
 
 from megaprec.comm.random import bits
-from megaprec.precision.rounding import join, split, stochastic
+from megaprec.precision.rounding import join, nearest, split, stochastic
 
 LARGEST = 0x7F7F << 16  # the bits of the largest finite bfloat16
 INF = float("inf")
@@ -119,3 +122,14 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
         mean = stochastic(wide, bits(number, torch.arange(n))).double().mean()
         assert abs(mean - float(wide[0])) < 5 * error, value
         assert abs(wide[0].bfloat16().double() - float(wide[0])) > 5 * error, "to nearest would be as good"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_number_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
+    dice, ties = random.Random(0), [1 + n / 512 for n in range(-256, 513)] + [1 + n / 4096 for n in range(65)]
+    for number in [
+        *ties,
+        *(dice.choice((-1, 1)) * dice.uniform(1, 2) * 2.0 ** dice.randint(-13, 13) for _ in range(500)),
+    ]:
+        assert nearest(number, dtype) == torch.tensor(number, dtype=torch.float64).to(dtype).item()
+    assert nearest(0.0, dtype) == 0

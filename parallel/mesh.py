@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import AXES
+from megaprec.comm.gloo_threads import waiting_their_turn
 from megaprec.comm.groups import split
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
@@ -100,7 +101,7 @@ def world(
     timeout = timedelta(minutes=minutes)
     store, rank, size = join()
     backend = "nccl" if own else "gloo"
-    with _telling_of_interfaces():
+    with _telling_of_interfaces(), nullcontext() if own else waiting_their_turn():
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:
         yield store

@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.comm.axis import AXES
+from megaprec.comm.gloo_threads import waiting_their_turn
 from parallel.mesh import make_mesh
 
 SECONDS = 600.0  # the longest that a test may take, on a machine that does much else
@@ -205,7 +206,8 @@ def _run(job: _Job, rank: int) -> Any:
     random.seed(0)  # torch's own seed is the same in every process
     np.random.seed(0)
     store = dist.FileStore(str(job.folder / "store"), job.world)
-    dist.init_process_group("gloo", rank=rank, world_size=job.world, store=store)
+    with waiting_their_turn():
+        dist.init_process_group("gloo", rank=rank, world_size=job.world, store=store)
     pp, dp, cp, tp = (job.axes.get(axis, 1) for axis in AXES)
     mesh = make_mesh(pp, dp, tp, cp=cp)
     module, place = job.name

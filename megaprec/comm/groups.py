@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world, default_pg_timeout
 
+from megaprec.comm.gloo_threads import waiting_their_turn
+
 
 def split(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """Return the group of this rank, of the groups in the rows of `runs` ([groups, ranks of a group], world ranks).
@@ -29,10 +31,10 @@ def split(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     if _splits():
         others = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
         made = dist.split_group(split_ranks=[*runs.tolist(), *([other] for other in others)], timeout=limit)
-    elif _alike():
-        made = dist.new_group(own, timeout=limit, backend=backend, use_local_synchronization=True)
     else:
-        made = _one_by_one(runs, own, limit, backend)
+        alike = _alike()
+        with waiting_their_turn():
+            made = _alone(own, limit, backend) if alike else _one_by_one(runs, own, limit, backend)
     assert isinstance(made, dist.ProcessGroup), "a rank is in no group of its own split"
     return made
 
@@ -63,7 +65,12 @@ def _one_by_one(runs: Tensor, own: list[int], limit: timedelta, backend: str | N
     """Make the groups in turn, all ranks each of them. A rank in no row makes one that only it needs."""
     groups = [dist.new_group(row, timeout=limit, backend=backend) for row in runs.tolist()]
     mine = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
-    return mine[0] if mine else dist.new_group(own, timeout=limit, backend=backend, use_local_synchronization=True)
+    return mine[0] if mine else _alone(own, limit, backend)
+
+
+def _alone(own: list[int], limit: timedelta, backend: str | None) -> object:
+    """Make a group that only its members make."""
+    return dist.new_group(own, timeout=limit, backend=backend, use_local_synchronization=True)
 
 
 def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:

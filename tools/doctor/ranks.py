@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaprec.comm.gloo_threads import waiting_their_turn
 from parallel.joining import join
 from tools.console.units import counted
 from tools.doctor import clocks, disk, kernels, links, machine, shared
@@ -68,9 +69,10 @@ def _all_present(hosts: Sequence[Any]) -> Iterator[Finding]:
 
 def _meet(place: Place) -> bool:
     """Form the world of all ranks, over gloo: the checks steer over CPUs, whatever the links are."""
-    dist.init_process_group(
-        "gloo", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=MESSAGE)
-    )
+    with waiting_their_turn():
+        dist.init_process_group(
+            "gloo", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=MESSAGE)
+        )
     dist.barrier()
     return True
 

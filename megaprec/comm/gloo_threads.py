@@ -1,0 +1,36 @@
+"""The threads of gloo, which wait for their turn instead of interrupting the thread that they serve.
+
+Each process group of gloo has a thread that reads its sockets. A message wakes this thread up, and Linux lets a thread
+that wakes up interrupt another one. If that one holds the lock of the connection, because it is sending, gloo's thread
+tries to take the lock over and over until its time slice has ended, some milliseconds later. Where there are as many
+ranks as cores, most small messages meet this.
+
+Linux's scheduling policy SCHED_BATCH ("man 7 sched") is that of all other threads, but for one thing: whoever wakes up
+waits until a core is free or a time slice ends. A sum over two ranks then takes a quarter of the time
+(docs/performance.md).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def waiting_their_turn() -> Iterator[None]:
+    """Let threads that this thread starts inside have the policy SCHED_BATCH.
+
+    Where the system has no such policy or refuses it, or where this process was started with a policy of its own,
+    threads are as they would be without.
+    """
+    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    unchanged = os.sched_param(0)
+    with suppress(OSError):  # refused by a sandbox: the threads then interrupt
+        os.sched_setscheduler(0, os.SCHED_BATCH, unchanged)  # 0: this thread, of which others inherit the policy
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, unchanged)

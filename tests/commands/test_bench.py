@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.comm.axis import Axis
 from megaprec.optim.native import Kernels
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from parallel import recomputation
@@ -23,6 +24,7 @@ from tests.optim.test_native import needs_compiler
 from tests.project.test_readme import ROOT
 from tests.ranks import run_ranks
 from tools.bench import __main__ as bench
+from tools.bench import sums
 from tools.bench.train import measure, run_of
 
 TINY = ["train", "--layers", "2", "--hidden", "32", "--tokens", "8", "--micro-batch", "1", "--microbatches", "2"]
@@ -199,3 +201,36 @@ def test_every_measurement_that_a_page_names_can_be_asked_for(page: str) -> None
         args = bench.parser().parse_args(command.replace("$way", "full").split())
         if command.startswith("train"):
             run_of(args)
+
+
+def sums_of_a_rank(mesh: DeviceMesh) -> dict[str, Any]:
+    return sums.measure(Axis.of(mesh, "tp"), 12, 3)
+
+
+def test_sums_are_timed_each_way() -> None:
+    for record in run_ranks(sums_of_a_rank, {"tp": 2}):
+        assert {key: record.pop(key) for key in ("ranks", "numbers", "rounds")} == {
+            "ranks": 2,
+            "numbers": 12,
+            "rounds": 3,
+        }
+        assert set(record) == {"sum_ms", "direct_ms", "ring_ms"}
+        assert all(time > 0 for time in record.values())
+
+
+def test_both_ways_of_a_sum_are_sums() -> None:
+    for found in run_ranks(sums_each_way, {"tp": 4}):
+        assert found == {"sum": 10.0, "direct": 10.0, "ring": 10.0}
+
+
+def sums_each_way(mesh: DeviceMesh) -> dict[str, float]:
+    axis = Axis.of(mesh, "tp")
+    given = {name: torch.full((3,), 1.0 + axis.rank) for name in sums.WAYS}
+    for name, way in sums.WAYS.items():
+        way(axis, given[name])
+    return {name: values.unique().item() for name, values in given.items()}
+
+
+def test_a_sum_over_one_rank_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["sums", "--ranks", "1", "--rounds", "0"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["--ranks: must be at least 2", "--rounds: must be at least 1"]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools.bench import fp8, gpu, hot_path, memory, optimizer, save, scale, train
+from tools.bench import fp8, gpu, hot_path, memory, optimizer, save, scale, sums, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all measurements."""
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     commands = made.add_subparsers(required=True, metavar="WHAT")
-    for measurement in (train, save, optimizer, fp8, gpu, memory, hot_path, scale):
+    for measurement in (train, save, optimizer, fp8, gpu, memory, hot_path, scale, sums):
         measurement.add_parser(commands)
     return made
 

@@ -25,12 +25,11 @@ from tools.parity.ranks import PENDING, Failure, Hands, Run, carry_out, run_toge
 
 STEPS = 20
 SECONDS = 60.0  # time limit of the ranks' part in a launched world
-OWN = ["model.family=llama", "model.layers=4", "model.hidden=64", "model.heads=8", "model.kv_heads=4", "model.ffn=128"]
+OWN = ["model.family=llama", "model.hidden=64", "model.heads=8", "model.kv_heads=4", "model.ffn=128"]
 OWN += [
     "model.vocab=512",
     "data.vocab_size=512",
     "train.steps=20",
-    "train.global_batch=8",
     "train.micro_batch=1",
     "train.seq_length=32",
 ]
@@ -39,9 +38,8 @@ SEE = "run `megaprec parity` on this run file: its certificate says where the di
 
 def own_run(pipeline: int, data: int, tensor: int) -> RunConfig:
     """Return a small run in this layout, for a machine without a run file."""
-    batch = 4 * data
     layout = [f"parallel.pipeline={pipeline}", f"parallel.data={data}", f"parallel.tensor={tensor}"]
-    return load_run(None, [*OWN, f"train.global_batch={batch}", *layout])
+    return load_run(None, [*OWN, f"model.layers={2 * pipeline}", f"train.global_batch={4 * data}", *layout])
 
 
 def parity(config: RunConfig, file: str, folder: Path, hands: Hands | None = None) -> Finding:

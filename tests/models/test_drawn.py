@@ -166,7 +166,7 @@ def job(seed: int, recompute: Recompute = KEEP) -> Job:
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 400, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 400, 10)], ids=str)
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [

@@ -2,8 +2,8 @@
 
 Each process group of gloo has a thread that reads its sockets. A message wakes this thread up, and Linux lets a thread
 that wakes up interrupt another one. If that one holds the lock of the connection, because it is sending, gloo's thread
-tries to take the lock over and over until its time slice has ended, some milliseconds later. Where there are as many
-ranks as cores, most small messages meet this.
+tries to take the lock over and over (`Pair::handleEvents` of gloo's tcp transport) until its time slice has ended, some
+milliseconds later. Where there are as many ranks as cores, most small messages meet this.
 
 Linux's scheduling policy SCHED_BATCH ("man 7 sched") is that of all other threads, but for one thing: whoever wakes up
 waits until a core is free or a time slice ends. A sum over two ranks then takes a quarter of the time
@@ -13,7 +13,7 @@ waits until a core is free or a time slice ends. A sum over two ranks then takes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 
 @contextmanager
@@ -23,14 +23,20 @@ def waiting_their_turn() -> Iterator[None]:
     Where the system has no such policy or refuses it, or where this process was started with a policy of its own,
     threads are as they would be without.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    unchanged = os.sched_param(0)
-    with suppress(OSError):  # refused by a sandbox: the threads then interrupt
-        os.sched_setscheduler(0, os.SCHED_BATCH, unchanged)  # 0: this thread, of which others inherit the policy
+    changed = _set_policy("SCHED_OTHER", "SCHED_BATCH")
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, unchanged)
+        if changed:
+            _set_policy("SCHED_BATCH", "SCHED_OTHER")
+
+
+def _set_policy(before: str, after: str) -> bool:
+    """Give this thread, of which others inherit it, another policy if it has the one before; return whether it has."""
+    try:
+        if sys.platform != "linux" or os.sched_getscheduler(0) != getattr(os, before):
+            return False
+        os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+    except OSError:  # a sandbox refuses it
+        return False
+    return True

@@ -59,10 +59,11 @@ def test_a_process_with_a_policy_of_its_own_keeps_it(monkeypatch: pytest.MonkeyP
     assert not changed
 
 
-def test_a_system_that_refuses_the_policy_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["sched_getscheduler", "sched_setscheduler"])
+def test_a_system_that_refuses_the_policy_goes_on_without_it(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    monkeypatch.setattr(os, call, refused)
     with waiting_their_turn():
         pass

@@ -101,8 +101,11 @@ def chosen(
     """Return the first kernel that computes such products correctly, or None and why the last one does not.
 
     a_format: of the first factor; the second is E4M3. square: True if its blocks, if there are any, are of 128 x 128.
-    Raises UserError if Transformer Engine's casts or products are wrong.
+    On meta tensors, which have no numbers, that is the first one. Raises UserError if Transformer Engine's casts or
+    products are wrong.
     """
+    if device.type == "meta":  # tensors without storage, in place of a GPU's: their products cannot be proven
+        return KERNELS[kind][0], ""
     with _disable_current_modes():  # a call with fake tensors must not decide for later ones with real tensors
         recipe, role = FP8Recipe(kind, backend=backend), "gradient" if a_format == E5M2 else "input"
         if backend == "torch" and device.type in SLOW:

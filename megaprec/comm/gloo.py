@@ -2,9 +2,9 @@
 
 gloo's own collectives pass data around a ring in small pieces. That is fastest for the all-reduce of large tensors, but
 small all-reduces, all-gathers and reduce-scatters finish up to twice as soon when every rank sends directly to every
-other rank (docs/performance.md). Sums computed here are accumulated in FP32 or wider and rounded once; with
-either method all ranks get the same bits. Messages of one axis are matched by order, and every rank runs the same
-program, so several collectives may be in flight: each `start_` function returns the function that completes it.
+other rank (docs/performance.md). Sums computed here are accumulated in FP32 or wider and rounded once; with either
+method all ranks get the same bits. Messages of one axis are matched by order, and every rank runs the same program, so
+several collectives may be in flight: each `start_` function returns the function that completes it.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ tries to take the lock over and over (`Pair::handleEvents` of gloo's tcp transpo
 milliseconds later. Where there are as many ranks as cores, most small messages meet this.
 
 Linux's scheduling policy SCHED_BATCH ("man 7 sched") is that of all other threads, but for one thing: whoever wakes up
-waits until a core is free or a time slice ends. A sum over two ranks then takes a quarter of the time
+waits until a core is free or a time slice ends. A small sum over two ranks then takes a fifth of the time
 (docs/performance.md).
 """
 

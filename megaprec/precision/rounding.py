@@ -46,10 +46,12 @@ def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
 
 
 def nearest(number: float, dtype: torch.dtype) -> float:
-    """Return the nearest normal number of `dtype`; of two that are as near, the one whose last bit is 0."""
-    mantissa, exponent = math.frexp(number)  # 0.5 <= |mantissa| < 1, so eps is 2 units of its last place
-    units = round(mantissa * 2 / torch.finfo(dtype).eps)
-    return math.ldexp(units * torch.finfo(dtype).eps / 2, exponent)
+    """Return a finite number as `dtype` has it: the nearest, of two that are as near the one whose last bit is 0."""
+    kind = torch.finfo(dtype)
+    # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals share the smallest.
+    unit = max(math.ldexp(kind.eps / 2, math.frexp(number)[1]), kind.smallest_normal * kind.eps)
+    rounded = round(number / unit) * unit
+    return rounded if abs(rounded) <= kind.max else math.copysign(math.inf, number)
 
 
 def _upper(bits: Tensor) -> Tensor:

@@ -127,9 +127,9 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_number_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
     dice, ties = random.Random(0), [1 + n / 512 for n in range(-256, 513)] + [1 + n / 4096 for n in range(65)]
-    for number in [
-        *ties,
-        *(dice.choice((-1, 1)) * dice.uniform(1, 2) * 2.0 ** dice.randint(-13, 13) for _ in range(500)),
-    ]:
+    largest = [torch.finfo(dtype).max * (1 - n / 4096) for n in range(9)] + [65519.9, 65520.0, 1e6, 1e308]
+    others = [dice.choice((-1, 1)) * dice.uniform(1, 2) * 2.0 ** dice.randint(-150, 150) for _ in range(2000)]
+    subnormal = [n * torch.finfo(dtype).smallest_normal / 2048 for n in range(0, 4096, 7)]
+    for number in [*ties, *largest, *others, *subnormal]:
         assert nearest(number, dtype) == torch.tensor(number, dtype=torch.float64).to(dtype).item()
     assert nearest(0.0, dtype) == 0

@@ -25,9 +25,9 @@ from tools.training.launch import start_ranks
 def add_parser(subparsers: Any) -> None:
     """Add `sums` to the measurements."""
     parser = subparsers.add_parser("sums", help="time of sums over CPU ranks, by size", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, metavar="N")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     parser.add_argument(
-        "--numbers", type=int, nargs="+", default=[4, 4096, 65536, 1048576], metavar="N", help="of FP32"
+        "--numbers", type=int, nargs="+", default=[4, 4096, 65536, 1048576], metavar="N", help="FP32 numbers in a sum"
     )
     parser.add_argument("--rounds", type=int, default=200, metavar="N", help="sums of each kind (default: 200)")
     parser.set_defaults(run=main)

@@ -1,4 +1,4 @@
-"""House rules that a reader relies on: import order, budgets, nothing unpickled, everything shipped."""
+"""House rules that a reader relies on: import order, nothing unpickled, everything shipped."""
 
 import ast
 import re
@@ -20,7 +20,6 @@ MAY = {
     ("tools/convert/megatron/write.py", "calls torch.save"),
 }
 COMMAND = Path("megaprec/__main__.py")  # python -m megaprec: the one module that may import what stands above it
-FILE_LINES, FUNCTION_LINES = 400, 60
 Rule = Callable[[Path, ast.Module], Iterator[str]]
 
 
@@ -83,15 +82,7 @@ def _dangerous(tree: ast.Module) -> Iterator[str]:
             yield f"{node.lineno} calls {called}"
 
 
-def too_long(path: Path, tree: ast.Module) -> Iterator[str]:
-    if (lines := len((ROOT / path).read_text(encoding="utf-8").splitlines())) > FILE_LINES:
-        yield f"1 has {lines} lines, {FILE_LINES} at most"
-    for function in functions(tree):
-        if (lines := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES:
-            yield f"{function.lineno} {function.name} has {lines} lines, {FUNCTION_LINES} at most"
-
-
-RULES = (wrong_direction, hidden_imports, code_from_data, too_long)
+RULES = (wrong_direction, hidden_imports, code_from_data)
 
 
 def test_packages_import_only_those_before_them() -> None:
@@ -104,10 +95,6 @@ def test_our_own_imports_stand_at_the_top() -> None:
 
 def test_nothing_that_is_read_can_run_code() -> None:
     assert not offences()[code_from_data]
-
-
-def test_files_and_functions_stay_short() -> None:
-    assert not offences()[too_long]
 
 
 def test_every_folder_of_code_is_a_typed_package_that_pip_finds() -> None:

@@ -174,13 +174,21 @@ class Engine:
     def update(self, run: Running, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
         try:
-            return self.explain(self.optimizer.step(lr, run.loss), run)
+            return self.explain(self.optimizer.step(lr, run.loss, run.counted.counted), run)
         except NonFiniteStep as error:
             raise NonFiniteStep(self.explain(error.report, run)) from None
 
-    @torch.no_grad()
     def evaluate(self, share: Share) -> float:
-        """Return the mean loss over the tokens of all shares. Collective over the whole mesh."""
+        """Return the mean loss over the tokens of all shares that count, NaN if none does. Collective over the mesh."""
+        loss, _ = self.evaluate_counted(share)
+        return loss
+
+    @torch.no_grad()
+    def evaluate_counted(self, share: Share) -> tuple[float, float]:
+        """Return the mean loss over the tokens of all shares that count, and their number, or the sum of their weights.
+
+        The loss is NaN if none counts. Collective over the whole mesh.
+        """
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
@@ -188,7 +196,11 @@ class Engine:
         loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
         if math.isnan(loss):
             self.passes.require_ids(run)
-        return loss
+        counted = run.counted.counted.nan_to_num(nan=-math.inf)  # only ranks of the last stage know it
+        tokens = self.optimizer.world.max_(counted).item()
+        if tokens <= 0:
+            return math.nan, 0.0
+        return loss, tokens
 
     def explain(self, report: StepReport, run: Running) -> StepReport:
         """Return the report of a step with the loss of multi-token prediction; of a skipped step with offenders traced.

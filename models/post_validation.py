@@ -86,7 +86,7 @@ class PostValidation:
     def update(self, lr: float) -> StepReport | None:
         """Apply or skip the step, or take it speculatively; the report is then not known yet, and None is returned."""
         assert self._run is not None, "update comes after accumulate"
-        report = self.optimizer.take(lr, self._run.loss)
+        report = self.optimizer.take(lr, self._run.loss, self._run.counted.counted)
         return None if report is None else self._explain(report)
 
     def settle(self) -> StepReport | None:

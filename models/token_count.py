@@ -24,9 +24,17 @@ class TokenCount:
         self._wait = wait
 
     @cached_property
+    def counted(self) -> Tensor:
+        """Return the number of tokens, or the sum of their weights: float64 []; NaN on ranks that divide nothing.
+
+        The first call waits for the sum, if there is one.
+        """
+        return self._wait()
+
+    @cached_property
     def total(self) -> Tensor:
-        """Return the number of tokens, at least 1: float64 []. The first call waits for the sum, if there is one."""
-        return self._wait().clamp(min=1)
+        """Return what losses are divided by: `counted`, or 1 if nothing counts, so that the loss of nothing is 0."""
+        return self.counted.masked_fill(self.counted <= 0, 1)
 
     def end(self) -> None:
         """Wait for the sum, if there is one, of passes that will not divide by it."""
@@ -48,6 +56,6 @@ def count_tokens(
         return TokenCount(lambda: torch.full((), float(tokens * dp.size), dtype=torch.float64, device=device))
     if exact:
         return TokenCount(lambda: exact_total(mask, dp))
-    count = mask.sum().double()
+    count = mask.sum(dtype=torch.float64)  # FP32 counts to 2^24
     wait = dp.start_sum_(count)
     return TokenCount(lambda: (wait(), count)[1])

@@ -20,6 +20,8 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.order import order
 from megaprec.errors import UserError
 
+LOOKED_AT = 1 << 20  # tokens at a time that are searched for one that counts
+
 
 @dataclass(frozen=True)
 class Resets:
@@ -105,6 +107,20 @@ class Samples:
             row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
         text = torch.from_numpy(rows)
         return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids), *self._structure(ids))
+
+    def require_counted(self, what: str) -> None:
+        """Raise UserError if no target of an epoch counts in the loss. what: what the samples are for, in words."""
+        if not self._resets.eod_mask_loss:
+            return
+        end = (self._first + self._count) * self._seq_length
+        for start in range(self._first * self._seq_length, end, LOOKED_AT):
+            documents = self._dataset.documents_of(start, min(LOOKED_AT, end - start) + 1)
+            if (documents[1:] == documents[:-1]).any():
+                return
+        raise UserError(
+            f"no token of the {what} counts in the loss: every document there is one token long, and "
+            "data.eod_mask_loss = true leaves out the first token of each; set it to false, or give longer documents"
+        )
 
     def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
         """Return mask, documents and positions of these samples, each None without its reset."""

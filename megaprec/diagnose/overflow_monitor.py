@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import Any
 
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import NO_TOKENS, StepReport
 from megaprec.precision.plan import LossScaling
 
 WINDOW = 1000  # recent steps that are counted
@@ -32,7 +32,9 @@ class OverflowMonitor:
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, report: StepReport) -> None:
-        """Record the outcome of the next step."""
+        """Record the outcome of the next step. One in which no token counts says nothing about overflows."""
+        if report.outcome == NO_TOKENS:
+            return
         skipped = not report.changed
         self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)

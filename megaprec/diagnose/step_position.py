@@ -26,7 +26,7 @@ class StepPosition(StepObserver):
         self.position.at("report of the step")
 
     def outcome(self, report: StepReport) -> None:
-        if report.outcome == "applied":
-            self.position.at("end of the step")
-        else:
+        if report.overflowed:
             self.position.enter(Phase.REPLAY)
+        else:
+            self.position.at("end of the step")

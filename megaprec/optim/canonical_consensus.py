@@ -63,11 +63,12 @@ class CanonicalConsensus(StepConsensus):
         norm: Tensor,
         stop: bool = False,
         gradients: int = 1,
+        counted_tokens: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global batch]."""
         assert loss is not None
         powers, largest = (norm, norm[:0]) if self._exact else (norm.view(-1)[:0], norm)
-        usual = super().pack(counted, loss.sum(), scaler, parameters, largest, stop, gradients)
+        usual = super().pack(counted, loss.sum(), scaler, parameters, largest, stop, gradients, counted_tokens)
         return torch.cat((usual, powers, loss))
 
     def read(self, summed: Tensor) -> Consensus:

@@ -30,6 +30,7 @@ class Consensus:
     norm: of the gradients, including the loss scale. zeros: zero elements by pipeline rank, [pp].
     finite: True if gradients and loss are finite. same_scaler, same_parameters: True if all ranks sent equal ones.
     stops: number of ranks that were asked to stop. gradients: number of parameters that have one, over all ranks.
+    nothing_counts: True if some rank has said that no token of the batch counts in the loss.
     """
 
     norm: Tensor
@@ -40,10 +41,11 @@ class Consensus:
     same_parameters: Tensor
     stops: Tensor
     gradients: Tensor
+    nothing_counts: Tensor
 
     def forbids(self, on_nonfinite: str) -> Tensor:
         """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision plan."""
-        allowed = self.same_scaler & self.same_parameters & (self.gradients > 0)
+        allowed = self.same_scaler & self.same_parameters & (self.gradients > 0) & ~self.nothing_counts
         if on_nonfinite != "ignore":
             allowed = allowed & self.finite
         return allowed.logical_not().float()
@@ -55,7 +57,7 @@ class StepConsensus:
     def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
         self.pp, self.world, self.p, self.device = pp, world, p, device
         slots = 0 if p == 2 else world.size
-        self.lengths = (6, 3 * pp.size, slots)
+        self.lengths = (7, 3 * pp.size, slots)
 
     def measured(
         self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
@@ -76,12 +78,14 @@ class StepConsensus:
         norm: Tensor,
         stop: bool = False,
         gradients: int = 1,
+        counted_tokens: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64.
 
         counted: sum of squares and number of zeros. loss: this rank's share. scaler, parameters: digests. norm: of this
         rank's gradients, read only for a norm other than L2. stop: True if this rank was asked to stop.
-        gradients: number of this rank's parameters that have one.
+        gradients: number of this rank's parameters that have one. counted_tokens: of the batch, in the loss; None or
+        NaN if this rank does not know it.
         """
         squares, zeros = counted.unbind()
         lacking = torch.full((), parameters, dtype=torch.float64, device=self.device)
@@ -91,13 +95,14 @@ class StepConsensus:
         slots[self.world.rank : self.world.rank + 1] = norm
         own = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(())
         told, number = (torch.full((), n, dtype=torch.float64, device=self.device) for n in (float(stop), gradients))
-        numbers = torch.stack((squares, own, scaler, scaler.square(), told, number))
+        nothing_counts = torch.zeros_like(told) if counted_tokens is None else (counted_tokens <= 0).double()
+        numbers = torch.stack((squares, own, scaler, scaler.square(), told, number, nothing_counts))
         return torch.cat((numbers, stage.view(-1), slots))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains."""
         numbers, stages, slots = summed.split(self.lengths)
-        squares, loss, scaler, scaler_squared, stops, gradients = numbers.unbind()
+        squares, loss, scaler, scaler_squared, stops, gradients, nothing_counts = numbers.unbind()
         zeros, digests, digests_squared = stages.view(3, -1).unbind()
         ranks_of_stage = self.world.size // self.pp.size
         return Consensus(
@@ -109,6 +114,7 @@ class StepConsensus:
             same_parameters=_equal(digests, digests_squared, ranks_of_stage).all(),
             stops=stops,
             gradients=gradients,
+            nothing_counts=nothing_counts > 0,
         )
 
 

@@ -15,6 +15,7 @@ Over dp, gradients are averaged if each rank's loss is the mean over its own sam
 share of a mean over all samples: `average` says which.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -55,7 +56,7 @@ from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up, told
 from megaprec.optim.scaler import disagreement, make_scaler
-from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
+from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, Outcome, StepReport
 from megaprec.optim.torch_face import TorchFace
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Tile
@@ -264,19 +265,24 @@ class ParallelAMPOptimizer(TorchFace):
         self._memory.forget_gradients()
 
     @torch.no_grad()
-    def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
+    def step(  # pyright: ignore
+        self, lr: float | None = None, loss: Tensor | None = None, counted_tokens: Tensor | None = None
+    ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
 
         lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
         loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
             the global mean loss, so that the sum over all ranks is that loss. With `canonical` the shares of its
             micro-batches [n].
+        counted_tokens: the number of tokens of the whole batch that count in the loss, or the sum of their weights,
+            float64 []. If a rank gives 0, nothing is learned: the step is skipped, and the loss scale stays. None or
+            NaN on ranks that do not know it; if no rank gives it, some are taken to count.
         Raises UserError unless the learning rate is given once. Raises RuntimeError on every rank, with nothing
         changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
         out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
         """
         self._prepare(lr, loss)
-        return self._conclude(self.world.sum_(self._own_numbers(loss)), lr)
+        return self._conclude(self.world.sum_(self._own_numbers(loss, counted_tokens)), lr)
 
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
@@ -309,15 +315,22 @@ class ParallelAMPOptimizer(TorchFace):
         report = self._report(agreed, norm, scale, lr)
         if report.changed and self._fp8 is not None:
             self._fp8.outdate()
-        self.scaler.update(agreed.finite.logical_not())
+        self._update_scale(agreed)
         self._memory.forget_gradients()
         for observer in self.observers:
             observer.outcome(report)
-        if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
+        if report.overflowed and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
 
-    def _own_numbers(self, loss: Tensor | None) -> Tensor:
+    def _update_scale(self, agreed: Consensus) -> None:
+        """Update the loss scale. A step in which no token counts says nothing about it, and leaves it as it is."""
+        before = [number.clone() for number in self.scaler.tensors()]
+        self.scaler.update(agreed.finite.logical_not())
+        for number, kept in zip(self.scaler.tensors(), before, strict=True):
+            number.copy_(torch.where(agreed.nothing_counts, kept, number))
+
+    def _own_numbers(self, loss: Tensor | None, counted_tokens: Tensor | None = None) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
         if self.canonical:
             loss = in_slots(loss, self._sums.num_microbatches, self.dp, self.device)
@@ -326,7 +339,7 @@ class ParallelAMPOptimizer(TorchFace):
         scaler = digest((*self.scaler.tensors(), self.steps, rate))
         loss = loss / self.dp.size if loss is not None and self.average else loss
         missing, given = grad_presence.summary(self.all_buffers(), self._told)
-        return self._agreement.pack(counted, loss, scaler, missing, norm, self.stop, given)
+        return self._agreement.pack(counted, loss, scaler, missing, norm, self.stop, given, counted_tokens)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan ignores overflows."""
@@ -372,19 +385,32 @@ class ParallelAMPOptimizer(TorchFace):
 
     def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
         """Return the report of the step, with offenders if it was skipped. Here alone the host waits for the device."""
-        flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters, agreed.gradients > 0)).double()
+        flags = torch.stack(
+            (
+                agreed.finite,
+                agreed.same_scaler,
+                agreed.same_parameters,
+                agreed.gradients > 0,
+                agreed.nothing_counts,
+            )
+        ).double()
         numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
-        loss, size, scaled_by, stops, finite, same_scaler, same_parameters, given, *zeros = numbers.tolist()
+        loss, size, scaled_by, stops, *rest = numbers.tolist()
+        finite, same_scaler, same_parameters, given, nothing_counts, *zeros = rest
         if not same_scaler:
             raise RuntimeError(disagreement(self.scaler, int(self.steps), self._rate))
         if not same_parameters or not given:
             raise RuntimeError(grad_presence.why(self.all_buffers(), self._ranks, bool(given), self._told))
         tp = None if self._virtual else self.tp.rank
-        offenders = () if finite else attribute_nonfinite(self.all_buffers(), self.pp, tp, self.world, self.device)
+        offenders = () if finite or nothing_counts else attribute_nonfinite(self.all_buffers(), self.pp, tp, self.world, self.device)
         broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"
+        outcome: Outcome = "applied" if finite else broken
+        if nothing_counts:
+            outcome = NO_TOKENS
+            loss = math.nan
         counts = tuple(int(count) for count in zeros)
         return StepReport(
-            outcome="applied" if finite else broken,
+            outcome=outcome,
             loss=loss,
             grad_norm=size,
             num_zeros=sum(counts),

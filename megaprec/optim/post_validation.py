@@ -101,14 +101,16 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         super().reduce(chunk)
 
     @torch.no_grad()
-    def take(self, lr: float, loss: Tensor | None = None) -> StepReport | None:
+    def take(
+        self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | None = None
+    ) -> StepReport | None:
         """Run the first half of a step; arguments as in `step`. Return the report, or None if the step was guessed.
 
         Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is not settled.
         """
         self.require_settled()
         self._prepare(lr, loss)
-        numbers = self._own_numbers(loss)
+        numbers = self._own_numbers(loss, counted_tokens)
         finish = self.world.start_sum_(numbers)
         if not self._guesses:
             finish()
@@ -172,7 +174,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
     def _as_guessed(self, agreed: Consensus, scale: Tensor | None = None) -> bool:
         """Return True if the guess is valid. scale: loss scale of the step, if not the present one."""
         unclipped = self._clip_factor(agreed.norm / (self.scaler.scale if scale is None else scale)) == 1
-        return bool(agreed.finite & agreed.same_scaler & agreed.same_parameters & (agreed.gradients > 0) & unclipped)
+        return bool((agreed.forbids("skip") == 0) & unclipped)
 
     def _blocks(self) -> Iterator[Tile]:
         yield from (block for _, parts in self._slices for _, blocks in parts for block in blocks)

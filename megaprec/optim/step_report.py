@@ -9,7 +9,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Outcome = Literal["applied", "skipped_overflow", "applied_nonfinite"]
+Outcome = Literal["applied", "skipped_overflow", "skipped_no_tokens", "applied_nonfinite"]
+NO_TOKENS: Outcome = "skipped_no_tokens"
+SKIPPED = ("skipped_overflow", NO_TOKENS)  # outcomes of steps that changed no weight
 LOSS = "loss"  # the only offender that is not a parameter
 
 
@@ -58,9 +60,10 @@ class Offender:
 class StepReport:
     """The outcome of one step, the same on every rank.
 
-    outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight changed; or
+    outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight changed;
+        skipped_no_tokens: no token of the batch counts in the loss, and no weight changed; or
         applied_nonfinite: not finite either, but the plan says to ignore it.
-    loss: mean over the step's tokens. grad_norm: before clipping, without the loss scale; the L2 norm unless the
+    loss: mean over the step's tokens that count; NaN if none does. grad_norm: before clipping, without the loss scale; the L2 norm unless the
         optimizer was given another.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
     stage_zeros: the same count by pipeline rank.
@@ -85,7 +88,12 @@ class StepReport:
     @property
     def changed(self) -> bool:
         """Return True if the step changed weights."""
-        return self.outcome != "skipped_overflow"
+        return self.outcome not in SKIPPED
+
+    @property
+    def overflowed(self) -> bool:
+        """Return True if a gradient or the loss was not finite."""
+        return self.outcome in ("skipped_overflow", "applied_nonfinite")
 
 
 class NonFiniteStep(FloatingPointError):

@@ -17,6 +17,7 @@ from megaprec.parsing import parse_json
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DIGESTS = "digests.jsonl"
+NO_TOKENS_EVENT = "no_tokens"
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")  # fields of a step that may be "inf" or "nan"
 NAMED = "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
@@ -24,6 +25,7 @@ TASKS = "lm_eval/"  # prefix of fields that may be, too: results of the tasks of
 NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
     "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
+    NO_TOKENS_EVENT: {"first_sample", "num_samples", "advice"},
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
     "restart": {"ranks", "why", "left"},
     "straggler": {"rank", "slow", "factor", "said"},

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megaprec.optim.step_report import SKIPPED
 from tools.parity.borders import BACKWARD, FORWARD, Notes
 
 Tensors = dict[str, Tensor]  # float64, by logical name
@@ -39,7 +40,7 @@ class Record:
     @property
     def applied(self) -> list[int]:
         """Numbers of the steps, from 0, that changed the weights."""
-        return [n for n, step in enumerate(self.steps) if step["outcome"] != "skipped_overflow"]
+        return [n for n, step in enumerate(self.steps) if step["outcome"] not in SKIPPED]
 
 
 def gather(folder: Path) -> Record:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import checkpoint_path, latest
 from megaprec.checkpoint.reader import Store
+from megaprec.optim.step_report import SKIPPED
 from tools.config.run_file import SAVED, RunConfig
 from tools.config.settings import Parallel
 from tools.console.units import counted
@@ -90,7 +91,7 @@ class Room:
 
     def applied(self, name: str) -> list[int]:
         """Return the steps of a run that changed its weights."""
-        return [r["step"] for r in read_metrics(self.folder / name) if r["outcome"] != "skipped_overflow"]
+        return [r["step"] for r in read_metrics(self.folder / name) if r["outcome"] not in SKIPPED]
 
 
 def _ready(config: RunConfig, folder: Path, data: Path, last: int, parallel: Parallel | None) -> RunConfig:

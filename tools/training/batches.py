@@ -1,5 +1,9 @@
 """The part of each global batch that a data-parallel rank trains on, read one step ahead (`prefetch.py`)."""
 
+from dataclasses import replace
+
+import torch
+
 from megaprec.comm.axis import Axis
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
@@ -7,6 +11,7 @@ from megaprec.diagnose.position import Position
 from models.packing import Packing
 from models.passes import Share
 from tools.config.run_file import RunConfig
+from tools.config.settings import Train
 from tools.training.prefetch import Prefetch
 
 
@@ -24,16 +29,30 @@ class Batches:
         following = first + self._batch
         return self._ahead.take(first, following if following < self._end else None)
 
-    def share(self, samples: Samples | Blend, first: int, replica: int | None = None) -> Share:
+    def share(
+        self, samples: Samples | Blend, first: int, replica: int | None = None, end: int | None = None
+    ) -> Share:
         """Return a data-parallel rank's consecutive part of the global batch that begins at `first`.
 
-        replica: the data-parallel rank; None: this one.
+        replica: the data-parallel rank; None: this one. end: the position from which on samples only fill the batch,
+        and do not count in its loss; None: all count.
         """
         self._position.at("reading of samples")
-        return self._read(samples, first, self._dp.rank if replica is None else replica)
+        share = self._read(samples, first, self._dp.rank if replica is None else replica)
+        if end is None or first + self._batch <= end:  # the same on every rank: all have a mask, or none has
+            return share
+        begin = first + share.first
+        counts = torch.arange(begin, begin + len(share.tokens)) < end
+        mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
+        return replace(share, mask=mask * counts[:, None])
 
     def _read(self, samples: Samples | Blend, first: int, replica: int) -> Share:
         own = self._batch // self._dp.size
         batch = samples.batch(first + own * replica, own)
         packing = Packing(batch.documents, batch.positions)
         return Share(batch.tokens, batch.targets, batch.mask, first=own * replica, packing=packing)
+
+
+def evaluated_samples(train: Train, there: int) -> int:
+    """Return how many samples an evaluation is of: train.eval_batches global batches, or all that are there."""
+    return min(there, train.eval_batches * train.global_batch)

@@ -142,14 +142,21 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
         with _about(config, part):
             datasets.append(IndexedDataset(prefix))
         with _about(config, part, "data.held_out", "train.seq_length"):
-            halves.append(split(datasets[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets))
-    trained, held_out = zip(*halves, strict=True)
-    if data.blend:
-        weights, names = [one.weight for one in data.blend], [part.name for part in parts]
-        totals = [count_samples(dataset, train.seq_length) for dataset in datasets]
-        trained = [Blend(trained, weights, names, totals)]
-        held_out = [Blend(held_out, weights, names, totals) if data.held_out else None]
-    return Corpus(tuple(datasets), trained[0], held_out[0], tokenizer, model)
+            trained, held = split(datasets[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets)
+            halves.append((trained, held))
+        with _about(config, part):
+            trained.require_counted("training samples")
+            if held is not None and train.eval_every:
+                held.require_counted("held-out samples")
+    if not data.blend:
+        return Corpus(tuple(datasets), *halves[0], tokenizer, model)
+    weights = [one.weight for one in data.blend]
+    names = [part.name for part in parts]
+    totals = [count_samples(dataset, train.seq_length) for dataset in datasets]
+    blend = Blend([trained for trained, _ in halves], weights, names, totals)
+    evaluated = [held for _, held in halves if held is not None]
+    held_out = Blend(evaluated, weights, names, totals) if evaluated else None
+    return Corpus(tuple(datasets), blend, held_out, tokenizer, model)
 
 
 def open_kept(config: RunConfig) -> Corpus:

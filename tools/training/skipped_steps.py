@@ -6,8 +6,14 @@ from typing import Any
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.optim.step_report import Offender, StepReport
+from megaprec.optim.step_report import NO_TOKENS, Offender, StepReport
 from tools.convert.train_state import TrainState
+from tools.journal.records import NO_TOKENS_EVENT
+
+NOTHING_COUNTS = (
+    "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: put documents of one "
+    "token together, or take larger batches"
+)
 
 
 class TrainingDiverged(Exception):
@@ -43,6 +49,21 @@ def overflow_event(
         "skipped_in_a_row": watch.in_a_row,
         "advice": watch.advice(),
         "offenders": [_fields(offender, samples.start, data) for offender in report.offenders],
+    }
+
+
+def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
+    """Return the record for events.jsonl of a step that was skipped because no token of its batch counts in the loss.
+
+    samples: positions of the global batch in the run's order.
+    """
+    return {
+        "event": NO_TOKENS_EVENT,
+        "step": step,
+        "outcome": NO_TOKENS,
+        "first_sample": samples.start,
+        "num_samples": len(samples),
+        "advice": NOTHING_COUNTS,
     }
 
 

@@ -1,5 +1,6 @@
 """The training loop: steps, records, evaluations and checkpoints. Every rank runs the same loop."""
 
+import math
 import time
 import warnings
 from collections import deque
@@ -27,7 +28,7 @@ from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from megaprec.optim.step_report import NonFiniteStep, StepReport, report_fields
+from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.plan import PrecisionPlan
 from megaprec.precision.tf32 import tf32
@@ -46,7 +47,7 @@ from tools.journal.journal import Journal
 from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
-from tools.training.batches import Batches
+from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import leaves_of
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
@@ -55,7 +56,7 @@ from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, beside_the_state, tokenizer_files
 from tools.training.signals import listening
 from tools.training.silent_faults import Checks
-from tools.training.skipped_steps import TrainingDiverged, overflow_event
+from tools.training.skipped_steps import TrainingDiverged, no_tokens_event, overflow_event
 from tools.training.state_digests import Digests
 from tools.training.stopping import stop_together
 from tools.training.throughput import Throughput
@@ -251,7 +252,7 @@ class Trainer:
         record |= self._checks.fields(progress.step)
         self.position.at(RECORD)
         self.monitor.note(report)
-        events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
+        events = [] if report.outcome == "applied" else [self._skip_event(report, progress)]
         events += self._digests.of_step(report, progress)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
@@ -286,8 +287,10 @@ class Trainer:
     def _saves_after(self, step: int) -> bool:
         return step == self.config.train.steps or _due(self.config.checkpoint.every, step)
 
-    def _overflow_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
+    def _skip_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
+        if report.outcome == NO_TOKENS:
+            return no_tokens_event(progress.step, samples)
         return overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
 
     def step(self) -> list[tuple[StepReport, TrainState]]:
@@ -367,21 +370,27 @@ class Trainer:
             write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
 
     def evaluate(self, samples: Samples | Blend) -> float:
-        """Return the mean loss over the first train.eval_batches global batches of `samples`, or as many as there are.
+        """Return the mean loss over the tokens that count of the first samples; NaN if none counts.
 
-        If `samples` do not fill one batch, they are repeated: some then count more than others.
+        These are train.eval_batches global batches of samples, or all if there are fewer. Each counts once, also in a
+        last batch that they do not fill.
         """
-        batch = self.config.train.global_batch
-        count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
-        total = 0.0
-        for n in range(count):
-            with self._locating(samples, n * batch):
-                total += self.engine.evaluate(self.share(samples, n * batch))
-        return total / count
+        nats = 0.0
+        tokens = 0.0
+        end = evaluated_samples(self.config.train, len(samples))
+        for first in range(0, end, self.config.train.global_batch):
+            with self._locating(samples, first):
+                loss, counted = self.engine.evaluate_counted(self.share(samples, first, end=end))
+            if counted:
+                nats += loss * counted
+                tokens += counted
+        return nats / tokens if tokens else math.nan
 
-    def share(self, samples: Samples | Blend, position: int, replica: int | None = None) -> Share:
+    def share(
+        self, samples: Samples | Blend, position: int, replica: int | None = None, end: int | None = None
+    ) -> Share:
         """Return a data-parallel rank's part of the global batch that begins at `position`, as `Batches.share` does."""
-        return self._batches.share(samples, position, replica)
+        return self._batches.share(samples, position, replica, end)
 
     def _save(self) -> None:
         extra = beside_the_state(self.config, self.corpus, asdict(self.progress), self.monitor.state_dict())

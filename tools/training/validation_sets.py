@@ -78,6 +78,7 @@ def open_validation(config: RunConfig, cache: Path) -> Mapping[str, Samples]:
         with _about(config, one):
             dataset = IndexedDataset(one.prefix)
             opened[one.name] = Samples(dataset, train.seq_length, train.seed, shuffle=False, resets=resets)
+            opened[one.name].require_counted("evaluated samples")
     return opened
 
 

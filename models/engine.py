@@ -212,7 +212,7 @@ class Engine:
             self.passes.require_ids(run)
         if run.ahead is not None:
             report = replace(report, mtp_loss=self.optimizer.world.sum_(run.ahead.losses.clone()).mean().item())
-        if report.changed:
+        if report.changed or not report.overflowed:
             return report
         offenders = report.offenders
         if not math.isfinite(report.loss):

@@ -63,13 +63,13 @@ def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | N
 class Onset:
     """The first moment, in a step that is run again, at which each offender was not finite on some rank.
 
-    Each rank watches its own data of the offenders before gradients are reduced: `loss`, float64 of shape [], which is
-    accumulated in place, and slices of gradient buffers. All holders of a slice are watched (tp ranks with partial
-    gradients, pipeline stages with tied copies), because their values are summed.
+    Each rank watches its own data of the offenders before gradients are reduced: `loss`, which is accumulated in place,
+    float64 [], or [micro-batches] under canonical numerics, and slices of gradient buffers. All holders of a slice are
+    watched (tp ranks with partial gradients, pipeline stages with tied copies), because their values are summed.
     """
 
     def __init__(self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor) -> None:
-        self._watched = [[loss.view(1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders]
+        self._watched = [[loss.view(-1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders]
         self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
 
     def look(self, moment: int) -> None:

@@ -402,7 +402,11 @@ class ParallelAMPOptimizer(TorchFace):
         if not same_parameters or not given:
             raise RuntimeError(grad_presence.why(self.all_buffers(), self._ranks, bool(given), self._told))
         tp = None if self._virtual else self.tp.rank
-        offenders = () if finite or nothing_counts else attribute_nonfinite(self.all_buffers(), self.pp, tp, self.world, self.device)
+        offenders = (
+            ()
+            if finite or nothing_counts
+            else attribute_nonfinite(self.all_buffers(), self.pp, tp, self.world, self.device)
+        )
         broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"
         outcome: Outcome = "applied" if finite else broken
         if nothing_counts:

@@ -101,9 +101,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         super().reduce(chunk)
 
     @torch.no_grad()
-    def take(
-        self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | None = None
-    ) -> StepReport | None:
+    def take(self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | None = None) -> StepReport | None:
         """Run the first half of a step; arguments as in `step`. Return the report, or None if the step was guessed.
 
         Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is not settled.

@@ -63,8 +63,8 @@ class StepReport:
     outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight changed;
         skipped_no_tokens: no token of the batch counts in the loss, and no weight changed; or
         applied_nonfinite: not finite either, but the plan says to ignore it.
-    loss: mean over the step's tokens that count; NaN if none does. grad_norm: before clipping, without the loss scale; the L2 norm unless the
-        optimizer was given another.
+    loss: mean over the step's tokens that count; NaN if none does. grad_norm: before clipping, without the loss scale;
+        the L2 norm unless the optimizer was given another.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
     stage_zeros: the same count by pipeline rank.
     loss_scale: the factor of this step's loss. lr: the learning rate of the step.

@@ -1,4 +1,4 @@
-"""A step in which no token counts changes nothing, in every layout; a part of a batch in which none counts adds nothing."""
+"""A step in which no token counts changes nothing, in every layout; where none counts, nothing is added."""
 
 import math
 from functools import partial
@@ -20,9 +20,6 @@ from parallel.pipeline.builders import schedule
 from tests import oracle
 from tests.families import put
 from tests.ranks import run_ranks
-from tests.runs import write_run
-from tools import cli
-from tools.journal.records import read_events, read_metrics
 
 LENGTH, SAMPLES, VOCAB = 16, 8, 31
 MODEL = ModelConfig(
@@ -120,7 +117,9 @@ def test_an_optimistic_step_in_which_no_token_counts_is_taken_back() -> None:
 
 MASKS = {
     "one micro-batch alone counts": (torch.arange(SAMPLES) == 1)[:, None].expand(SAMPLES, LENGTH).float(),
-    "one token alone counts": torch.zeros(SAMPLES, LENGTH).index_put((torch.tensor(5), torch.tensor(2)), torch.ones(())),
+    "one token alone counts": torch.zeros(SAMPLES, LENGTH).index_put(
+        (torch.tensor(5), torch.tensor(2)), torch.ones(())
+    ),
     "weights whose sum is less than one": torch.full((SAMPLES, LENGTH), 2.0**-9),
 }
 

@@ -45,7 +45,7 @@ from tools.planning.report import one_line
 from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
-from tools.training.banner import print_outcome
+from tools.training.banner import print_outcome, print_skipped
 from tools.training.corpus import Corpus, cache_of, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
 from tools.training.doubts import doubts
@@ -255,6 +255,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         if first:
             release_spares(store, range(config.world_size, ranks))
     if first:
+        print_skipped(config, trainer.progress)
         print_outcome(config, _plots(config) if config.log.plot else [])
         if export:
             write_model(open_intact(Path(config.train.folder)), "hf", export)

@@ -35,6 +35,13 @@ class TrainState:
     def skipped(self) -> int:
         return self.step - self.applied
 
+    @property
+    def learned_tokens(self) -> int:
+        """Tokens of the applied steps; an estimate if train.seq_length has changed and steps were skipped."""
+        if self.applied_samples == self.samples:
+            return self.tokens
+        return self.tokens * self.applied_samples // self.samples
+
 
 def newest(folder: Path) -> Store | None:
     """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged one."""

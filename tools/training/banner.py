@@ -16,9 +16,12 @@ from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say
+from tools.convert.train_state import TrainState
+from tools.journal.records import NAMED
 from tools.text.generation import Generation, harmless
 from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
+from tools.training.batches import evaluated_samples
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
@@ -52,6 +55,15 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
+    for name, samples in corpus.evaluated.items() if t.eval_every else ():
+        there = len(samples)
+        taken = evaluated_samples(t, there)
+        if taken < there:
+            of = "held-out" if name == "eval_loss" else name.removeprefix(NAMED)
+            say(
+                f"evaluated  {taken:,} of {there:,} {of} samples: train.eval_batches = {t.eval_batches} of "
+                f"train.global_batch = {t.global_batch}"
+            )
     for note in corpus.notes:
         say(f"note       {note}")
     for line in fp8_lines(config, model, device):
@@ -144,6 +156,34 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{counted(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
     return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
+
+
+def print_skipped(config: RunConfig, progress: TrainState) -> None:
+    """Print how many steps were skipped, the tokens that were not learned, and where the learning rate ended.
+
+    The rate follows applied steps, so skips cut its schedule short.
+    """
+    if not progress.skipped:
+        return
+    read = progress.tokens
+    say(
+        f"skipped    {progress.skipped:,} of {counted(progress.step, 'step')}: {progress.learned_tokens:,} of "
+        f"{read:,} tokens were learned"
+    )
+    schedule = config.lr_schedule
+    in_samples = config.lr.unit == "samples"
+    batch = config.train.global_batch if in_samples else 1
+    applied = progress.applied_samples if in_samples else progress.applied
+    reached = progress.samples if in_samples else progress.step
+    ended = schedule.at(max(0, applied - batch))
+    planned = schedule.at(reached - batch)
+    if ended == planned:
+        return
+    steps = config.train.steps + progress.skipped
+    say(
+        f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the schedule was cut "
+        f"short; train.steps={steps} lr.length={schedule.total} goes on to its end"
+    )
 
 
 def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:

@@ -29,9 +29,7 @@ class Batches:
         following = first + self._batch
         return self._ahead.take(first, following if following < self._end else None)
 
-    def share(
-        self, samples: Samples | Blend, first: int, replica: int | None = None, end: int | None = None
-    ) -> Share:
+    def share(self, samples: Samples | Blend, first: int, replica: int | None = None, end: int | None = None) -> Share:
         """Return a data-parallel rank's consecutive part of the global batch that begins at `first`.
 
         replica: the data-parallel rank; None: this one. end: the position from which on samples only fill the batch,

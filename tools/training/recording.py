@@ -13,6 +13,7 @@ import torch
 
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
+from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal
 from tools.journal.trackers import Feed
 from tools.training.corpus import Corpus
@@ -21,13 +22,18 @@ from tools.training.resume import resume_event
 
 @contextmanager
 def recorded(
-    config: RunConfig, corpus: Corpus, resumed: Path | None, step: Callable[[], int], optimizer: ParallelAMPOptimizer
+    config: RunConfig,
+    corpus: Corpus,
+    resumed: Path | None,
+    progress: Callable[[], TrainState],
+    optimizer: ParallelAMPOptimizer,
 ) -> Iterator[Journal]:
     """Yield the journal of a run and close it. A process that has no step to take records no event.
 
-    resumed: the checkpoint from which the run resumes. step: returns the number of the last step that is known.
+    resumed: the checkpoint from which the run resumes. progress: returns that after the last step that is known.
     """
-    folder, total, log, begun = Path(config.train.folder), config.train.steps, config.log, step()
+    folder, total, log = Path(config.train.folder), config.train.steps, config.log
+    begun = progress().step
     feeds = [Feed(name, folder, config.model_dump(mode="json"), begun) for name in log.to]
     with Journal(folder, begun, total, log.every, log.progress, feeds) as journal:
         if begun >= total:
@@ -42,18 +48,22 @@ def recorded(
             why = " ".join(str(error).split()) or type(error).__name__
             raise
         finally:
-            journal.write_event(_end_event(step(), total, why, optimizer))
+            journal.write_event(_end_event(progress(), total, why, optimizer))
 
 
-def _end_event(step: int, total: int, why: str, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
-    complete = step >= total
+def _end_event(progress: TrainState, total: int, why: str, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
+    complete = progress.step >= total
+    done = "all steps are taken" if complete else "it was asked to stop"
+    if complete and progress.skipped:
+        done = f"all steps are taken, but {progress.skipped:,} of {progress.step:,} were skipped"
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "event": "end",
-        "step": step,
+        "step": progress.step,
+        "applied": progress.applied,
         "complete": complete,
-        "why": why or ("all steps are taken" if complete else "it was asked to stop"),
+        "why": why or done,
         "peak_memory": peak,
         "memory_of": "device" if on_gpu else "process",
         "held_memory": sum(buffer.num_bytes() for buffer in optimizer.all_buffers()),

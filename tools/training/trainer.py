@@ -233,7 +233,7 @@ class Trainer:
         """Return the journal, which rank 0 alone writes."""
         if self.rank:
             return nullcontext()
-        return recorded(self.config, self.corpus, self.resumed, lambda: self.progress.step, self.engine.optimizer)
+        return recorded(self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer)
 
     def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
         """Take the next step. Returns the steps whose outcome is now known, with the progress and seconds of each."""
@@ -272,6 +272,7 @@ class Trainer:
             "step": progress.step,
             **report_fields(report),
             "tokens": progress.tokens,
+            "learned_tokens": progress.learned_tokens,
             "tokens_per_s": tokens_per_s,
             **self._throughput.fields(tokens_per_s),
             "seconds": seconds,

@@ -86,15 +86,17 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(
             "--ranks ranks layouts by their speed, but the peak of the device is not known: give --gpu or --tflops"
         )
+    notes = [*_notes(config, target)]
     planned = plan_run(config, MemoryModel(target.device), assumed)
     wide, shared = _of_ranks(config, target, assumed, args)
     found = search(config, args.ranks, wide, shared, _progress) if args.ranks and shared else None
     if args.output and found:
         _write(args.output, args.ranks, found)
     if args.json:
-        print(json.dumps(_data(as_data(planned, target, assumed), target, assumed, found, wide, shared), indent=2))
+        data = _data(as_data(planned, target, assumed), target, assumed, found, wide, shared)
+        print(json.dumps({**data, "notes": notes}, indent=2))
         return 0
-    lines = [*head(config, target), *(f"note       {note}" for note in _notes(config, target)), ""]
+    lines = [*head(config, target), *(f"note       {note}" for note in notes), ""]
     lines += memory_lines(planned, target)
     if planned.prediction and assumed:
         lines += ["", *prediction_lines(config, planned.prediction, assumed)]
@@ -135,6 +137,15 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
         yield (f"model.vocab is left to the tokenizer: planned for data.vocab_size = {config.data.vocab_size:,} tokens")
     if target.device == "cpu":
         yield from assumed_devices(config)
+    elif config.train.device == "cpu":
+        yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
+    if config.fp8.kind != "none":
+        yield (
+            f"the speed of FP8 is not predicted: its products are timed as those of {config.precision.compute}, and "
+            "their casts as nothing; the bytes are those of FP8"
+        )
+    if config.train.compile != "off":
+        yield f'the speed of train.compile = "{config.train.compile}" is not predicted: nothing but products takes time'
     if config.canonical_shards:
         yield 'times are those of train.numerics = "fast"; canonical sums take longer (docs/canonical.md)'
     if config.model.experts:
@@ -149,7 +160,7 @@ def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Ass
     if not peak:
         return None
     fast = args.fast_link or (target.gpu.link if target.gpu else CPU_LINK if target.device == "cpu" else GPU_LINK)
-    return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine)
+    return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine, target.device)
 
 
 def _of_ranks(

@@ -231,6 +231,34 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
         )
 
 
+def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem if more layers are to be recomputed than any stage can have."""
+    asked = parallel.recompute_layers
+    if asked <= 1 or parallel.recompute != "full":
+        return
+    try:
+        stages = stage_count(parallel, max(1, train.global_batch // (train.micro_batch * parallel.data)))
+    except UserError:
+        return  # `_stages` reports it
+    most = max(parallel.cuts, default=model.layers - stages + 1)
+    if stages <= model.layers and asked > most:
+        of = f"model.layers = {model.layers}"
+        of += f" in {stages} stages" if stages > 1 else ""
+        yield (
+            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at most {most}, or "
+            "parallel.recompute_fraction = 1.0 for all"
+        )
+
+
+def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
+    """Yield a problem if a module of multi-token prediction would have no token to predict."""
+    if model.mtp_layers >= train.seq_length:
+        yield (
+            f"model.mtp_layers = {model.mtp_layers}: module number {train.seq_length} has nothing to predict within "
+            f"train.seq_length = {train.seq_length}; give fewer modules or longer samples"
+        )
+
+
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and layers."""
     microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
@@ -388,6 +416,8 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _zero,
     _elastic,
     _recompute,
+    _recomputed_layers,
+    _predicted_ahead,
     _validation,
     _history,
     _native,

@@ -67,7 +67,7 @@ class Need:
 
 _OF_FP8 = [name for name in FP8.model_fields if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY]
 _SCALES = "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis hysteresis_refill"
-PERIODS = ("train.eval_every", "train.sentinel", "fp8.shadow_every", "log.timeline")  # in steps
+PERIODS = ("train.eval_every", "train.sentinel", "fp8.shadow_every", "log.timeline", "log.digests")  # in steps
 _OF_EXPERTS = "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
 
 

@@ -1,9 +1,11 @@
 """Reading a run: one TOML file and `key=value` overrides become one frozen, checked `RunConfig`.
 
 Every value has an origin: "default", "file run.toml", "command line" or "preset gpt2". Defaults are the weakest, then
-the preset, the file and the command line. Every table is typed, then the rules between tables are checked; all problems
-are reported together, before any rank starts. `save_resolved` writes the whole run, with origins as comments, as a run
-file that can be run again.
+the preset, the file and the command line. A preset of the command line takes the place of the file's model: what the
+file says of the model, but for what only training reads, is left aside, and a note names it.
+
+Every table is typed, then the rules between tables are checked; all problems are reported together, before any rank
+starts. `save_resolved` writes the whole run, with origins as comments, as a run file that can be run again.
 
 An override is `table.key=value`, with the value in TOML's grammar. For a key that holds text the quotes may be omitted;
 for others, text that TOML cannot read (`parallel.schedule=gpipe`) is taken as a string.
@@ -196,6 +198,8 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     notes, wrong = _resolved(given, known_keys())
     problems += wrong
     problems += unknown({key: entry for key, entry in given.items() if key not in PLAN_ONLY}, _known())
+    problems += _two_sources(given)
+    replaced = [*_replace_model(given)]
     unread = [*_add_preset(given), *_add_initial(given, contradicted := list[str]())]
     problems += [*unread, *contradicted]
     length = given.get("train.seq_length")
@@ -207,7 +211,8 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
         raise UserError(*problems)
     config = RunConfig.model_validate(tables)
     said = effectless(Tables.of(dict(config)), _written(given, path))
-    config._origins, config._notes = _origins(given), (*renamed, *notes, *said)
+    config._origins = _origins(given)
+    config._notes = (*renamed, *notes, *replaced, *said)
     return config
 
 
@@ -341,6 +346,41 @@ def _override_value(key: str, text: str) -> Any:
     if parsed.keys() != {"value"} or (wants_text and not isinstance(parsed["value"], str)):
         return text
     return parsed["value"]
+
+
+def _two_sources(given: Mapping[str, Given]) -> Iterator[str]:
+    """Yield a problem if the command line names training data that data.blend of the file would overrule."""
+    source = given.get("data.source")
+    blend = given.get("data.blend")
+    if source is None or blend is None or source.origin != "command line" or source.value != "python":
+        return  # the checks between tables refuse every other source beside a blend
+    if blend.value:
+        yield (
+            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name the training data: give '
+            "data.blend=[] as well"
+        )
+
+
+def _replace_model(given: dict[str, Given]) -> Iterator[str]:
+    """Take out of `given` what the file says of the model, if the command line chooses a preset; yield a note of it."""
+    chosen = given.get("model.preset")
+    if chosen is None or chosen.origin != "command line" or not isinstance(chosen.value, str):
+        return
+    preset = PRESETS.get(chosen.value)
+    if preset is None:
+        return
+    asides = []
+    for key in [*given]:
+        table, _, name = key.partition(".")
+        entry = given[key]
+        stays = name == "preset" or name in TRAINING or entry.origin == "command line"
+        if table != "model" or stays or (name == "vocab" and "vocab" not in preset):
+            continue
+        del given[key]
+        if preset.get(name) != entry.value:
+            asides.append(f"{key} = {toml(entry.value)}")
+    if asides:
+        yield f"model.preset = {toml(chosen.value)} (command line) is the model; left aside: {', '.join(asides)}"
 
 
 def _add_preset(given: dict[str, Given]) -> list[str]:

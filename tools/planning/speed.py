@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megaprec.comm.axis import AXES
 from models.estimate.flops import StageCost
 from models.estimate.memory import message_bytes
+from models.estimate.storage import Device
 from parallel.pipeline.builders import default_chunks
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Instruction, Op
@@ -29,7 +30,8 @@ class Assumptions:
     """Speeds that a prediction rests on.
 
     tflops: a rank's peak. efficiency: the fraction of it that matrix products reach. fast, slow: GB/s in each direction
-    within a machine and between machines. machine: ranks of a machine.
+    within a machine and between machines. machine: ranks of a machine. device: cpu or cuda; on a CPU, ranks compute and
+    communicate on the same cores.
     """
 
     tflops: float
@@ -37,6 +39,7 @@ class Assumptions:
     fast: float
     slow: float
     machine: int
+    device: Device = "cuda"
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def predict(config: RunConfig, passes: Passes, ranks: Sequence[RankBytes], assum
     )
     end = traffic.dp / links["dp"]
     return Prediction(
-        max(length, end) if p.overlaps("cuda") else length + end,
+        max(length, end) if p.overlaps(assumed.device) else length + end,
         mean_work,
         mean_talk,
         end,
@@ -160,7 +163,7 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     elements = sum(_elements(config)) / p.pipeline
     weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
     end = _replica_bytes(config, elements * plan.gradients.itemsize, weights) / (_link(config, "dp", assumed) * 1e9)
-    return max(passes, end) if p.overlaps("cuda") else passes + end
+    return max(passes, end) if p.overlaps(assumed.device) else passes + end
 
 
 def _speed(config: RunConfig, assumed: Assumptions) -> float:

@@ -170,6 +170,8 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
         f"skipped    {progress.skipped:,} of {counted(progress.step, 'step')}: {progress.learned_tokens:,} of "
         f"{read:,} tokens were learned"
     )
+    if not progress.applied:
+        return  # another line says that nothing was learned
     schedule = config.lr_schedule
     in_samples = config.lr.unit == "samples"
     batch = config.train.global_batch if in_samples else 1

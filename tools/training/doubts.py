@@ -25,6 +25,7 @@ from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.console.units import counted
 from tools.convert.initial import initial_model
+from tools.journal.records import NAMED
 from tools.training.corpus import Corpus
 
 MANY_EPOCHS = 40  # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
@@ -38,6 +39,7 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _repetitions(config, corpus)
     yield from _warmup(config)
+    yield from _more_than_there(config, corpus)
     yield from _groups(config)
     yield from _other_words(config, corpus)
     yield from _without_text(config, corpus)
@@ -75,6 +77,25 @@ def _warmup(config: RunConfig) -> Iterator[str]:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never reaches "
             f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
+        )
+
+
+def _more_than_there(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each number that asks for more than the run has."""
+    train, fp8 = config.train, config.fp8
+    asked = train.eval_batches * train.global_batch
+    sets = {name.removeprefix(NAMED): samples for name, samples in corpus.evaluated.items()}
+    for name, samples in sets.items() if train.eval_every and config.given("train.eval_batches") else ():
+        if len(samples) < asked:
+            of = "the held-out text" if name == "eval_loss" else name
+            yield (
+                f"train.eval_batches = {train.eval_batches} of train.global_batch = {train.global_batch} asks for "
+                f"{asked:,} samples, but {of} has {len(samples):,}: all of them are evaluated"
+            )
+    if fp8.kind != "none" and fp8.calibrate >= train.steps:
+        yield (
+            f"fp8.calibrate = {fp8.calibrate} steps are the whole run, so no product is in FP8: calibrate for fewer "
+            "steps or make the run longer"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.waiting import waiting
 from models.context_limits import require_whole
 from models.stages import Stage
 
@@ -66,7 +67,8 @@ class Relay:
                 return x
             x = x.to(plan.pipeline)
             if (to := self.rank_of_stage[number + 1]) != self.pp.rank:
-                dist.send(x.contiguous(), group=self.pp.group, group_dst=to)
+                with waiting():
+                    dist.send(x.contiguous(), group=self.pp.group, group_dst=to)
         return None
 
     def _received(self, number: int, stage: Stage, shape: torch.Size) -> Tensor:
@@ -74,5 +76,6 @@ class Relay:
         context = stage.context
         length = shape[0] // (context.tp.size if context.cut_sequence else 1)
         x = torch.empty(length, shape[1], stage.config.hidden, dtype=context.plan.pipeline, device=self.device)
-        dist.recv(x, group=self.pp.group, group_src=self.rank_of_stage[number])
+        with waiting():
+            dist.recv(x, group=self.pp.group, group_src=self.rank_of_stage[number])
         return x

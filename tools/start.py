@@ -1,7 +1,8 @@
 """The start of the `megaprec` command, while its modules are read, and its end.
 
 Reading the modules takes seconds, most of them for torch. Ctrl-C during that time ends the process at once, without the
-traceback of an import. Once they are read it is Python's exception again, which commands answer.
+traceback of an import. While the command runs it is Python's exception again, which commands answer. Afterwards it ends
+the process at once again.
 
 Modules make a million objects that live as long as the process. Python's garbage collector would visit them again and
 again while they are read, and once more when the process ends: half a second and a second of every command and rank.
@@ -21,7 +22,6 @@ if NORMAL is signal.default_int_handler:
 from tools import cli  # noqa: E402
 
 begun = sys.modules.get("megaprec.reading_modules")  # if megaprec was imported before this module
-signal.signal(signal.SIGINT, begun.NORMAL if begun else NORMAL)
 gc.freeze()
 gc.enable()
 
@@ -29,7 +29,12 @@ gc.enable()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
     try:
+        signal.signal(signal.SIGINT, begun.NORMAL if begun else NORMAL)
         return cli.main(argv)
+    except KeyboardInterrupt:  # before the command itself could answer it, or after
+        return 130
     finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is said: what follows only frees memory
         gc.collect()  # what the command has made, as Python would
         gc.freeze()  # modules that were imported later

@@ -10,6 +10,7 @@ the same bits; only an exchange and a shift give each rank what others have for 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import gloo
 from megaprec.comm.groups import split
+from megaprec.comm.waiting import wait_for, waiting
 from megaprec.errors import UserError
 
 AXES = ("pp", "dp", "cp", "tp")  # pipeline, data, context and tensor parallel
@@ -123,7 +125,8 @@ class Axis:
         if self.group is not None and _on_cpu(tensor):
             gloo.max_(tensor, self.rank, self.group)
         elif self.group is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            with waiting():
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -149,7 +152,7 @@ class Axis:
         received = torch.empty_like(tensor)
         work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
         assert work is not None
-        return lambda: (work.wait(), received)[1]
+        return lambda: (wait_for(work), received)[1]
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start sending `tensor` to the next rank of the ring that the axis closes to.
@@ -164,7 +167,7 @@ class Axis:
         receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=source)
         send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to)
         works = dist.batch_isend_irecv([receive, send])  # on NCCL as one: no rank waits for another's receive
-        return lambda: ([work.wait() for work in works], tensor, received)[-1]
+        return lambda: ([wait_for(work) for work in works], tensor, received)[-1]
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
         """Start `sum_` and return the function that waits for it. Until that returns, do not read or write `tensor`."""
@@ -174,7 +177,7 @@ class Axis:
             return gloo.start_sum_(tensor, self.rank, self.group)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return work.wait
+        return partial(wait_for, work)
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `gather`; the returned function waits for the result and returns it."""
@@ -185,7 +188,7 @@ class Axis:
             return gloo.start_gather(tensor, self.rank, self.group)
         whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         work = _all_gather(whole, tensor, group=self.group, async_op=True)
-        return lambda: (work.wait(), whole)[1]
+        return lambda: (wait_for(work), whole)[1]
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `scatter_sum`; the returned function waits for the result and returns it."""
@@ -197,7 +200,7 @@ class Axis:
             return gloo.start_scatter_sum(tensor, self.rank, self.group)
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         work = _reduce_scatter(part, tensor, group=self.group, async_op=True)
-        return lambda: (work.wait(), part)[1]
+        return lambda: (wait_for(work), part)[1]
 
     def start_scatter_sum_(self, flat: Tensor) -> Callable[[], object]:
         """Start a reduce-scatter SUM in place. When the returned function has returned, this rank's chunk of `flat`
@@ -207,7 +210,8 @@ class Axis:
         """
         if self.group is None or _on_cpu(flat):
             return self.start_sum_(flat)
-        return _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True).wait
+        work = _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True)
+        return partial(wait_for, work)
 
     def start_gather_(self, flat: Tensor) -> Callable[[], object]:
         """Start an all-gather in place. This rank's chunk of `flat` is the input; the other chunks are filled in when
@@ -216,7 +220,8 @@ class Axis:
             return lambda: None
         if _on_cpu(flat):
             return gloo.start_gather(self.chunk(flat), self.rank, self.group, into=flat)
-        return _all_gather(flat, self.chunk(flat), group=self.group, async_op=True).wait
+        work = _all_gather(flat, self.chunk(flat), group=self.group, async_op=True)
+        return partial(wait_for, work)
 
     def start_uneven_exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start an all-to-all of flat tensors of one dtype: outgoing[r] goes to rank r.
@@ -233,7 +238,7 @@ class Axis:
         packed = torch.cat(list(outgoing))
         work = dist.all_to_all_single(received, packed, list(sizes), sent_sizes, group=self.group, async_op=True)
         assert work is not None
-        return lambda: (work.wait(), list(received.split(list(sizes))))[1]
+        return lambda: (wait_for(work), list(received.split(list(sizes))))[1]
 
     def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
         """Return `counts` (int64 [size * n]: chunk r is of what goes to rank r), and what `exchange` makes of them.
@@ -246,7 +251,8 @@ class Axis:
     def barrier(self) -> None:
         """Wait until every rank of this axis has called `barrier`."""
         if self.group is not None:
-            dist.barrier(group=self.group)
+            with waiting():
+                dist.barrier(group=self.group)
 
     def chunk(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's chunk of `tensor`: one of `size` equal chunks along `dim` (a view)."""

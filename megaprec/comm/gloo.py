@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaprec.comm.waiting import wait_for
+
 RING = 1 << 18  # from this many bytes sent by each rank on, gloo's own ring all-reduce is faster
 
 Finish = Callable[[], Tensor]
@@ -32,7 +34,7 @@ def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tens
         if into is None:
             chunks[rank].copy_(tensor)
         for work in works:
-            work.wait()
+            wait_for(work)
         return whole
 
     return finish
@@ -47,7 +49,7 @@ def start_exchange(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finis
     def finish() -> Tensor:
         incoming[rank].copy_(chunks[rank])
         for work in works:
-            work.wait()
+            wait_for(work)
         return received
 
     return finish
@@ -64,7 +66,7 @@ def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
     if tensor.numel() * tensor.element_size() * (group.size() - 1) >= RING:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
-        return lambda: (work.wait(), tensor)[1]
+        return lambda: (wait_for(work), tensor)[1]
     gathered = start_gather(tensor.unsqueeze(0), rank, group)
     return lambda: tensor.copy_(gathered().sum(0))
 
@@ -86,7 +88,7 @@ def start_uneven_exchange(
     def finish() -> list[Tensor]:
         incoming[rank] = outgoing[rank]
         for work in works:
-            work.wait()
+            wait_for(work)
         return incoming
 
     return finish

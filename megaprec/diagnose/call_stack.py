@@ -1,15 +1,41 @@
-"""The call stack of a rank's main thread, read by another thread: where it is, and if it waits for other ranks."""
+"""The call stack of a rank's main thread, for a thread that watches it: where it is, and if it waits for other ranks.
 
+Python's `faulthandler` writes the stack down: C code that makes no object of a frame and holds none. Frame objects of a
+thread that runs are not safe to walk: what they lead to is freed and used again meanwhile, which ends the process.
+"""
+
+import faulthandler
+import os
+import re
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from threading import main_thread
-from types import FrameType
+from typing import BinaryIO, NamedTuple
 
 OURS = f"{Path(__file__).resolve().parents[2]}/"
-WAITING = ("megaprec/comm/gloo.py", "megaprec/comm/axis.py", "parallel/pipeline/p2p.py", "torch/distributed/")
+WAITING = (
+    "megaprec/comm/waiting.py",
+    "megaprec/comm/gloo.py",
+    "megaprec/comm/axis.py",
+    "parallel/pipeline/p2p.py",
+    "torch/distributed/",
+)
 OUTSIDE = ("torch/", "lib/", "<", *WAITING)  # no code of the model or of the run
 LINES = 3
+
+THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")  # as faulthandler writes other than ASCII
+
+
+class Call(NamedTuple):
+    """A call under way. file: its `short_path`. line: the line that runs now."""
+
+    file: str
+    line: int
+    function: str
 
 
 def short_path(path: str) -> str:
@@ -22,25 +48,53 @@ def short_path(path: str) -> str:
     return f"lib/{Path(path).name}" if path.startswith((sys.base_prefix, "<frozen")) else path
 
 
+def main_calls() -> list[Call]:
+    """Return the calls of the main thread, innermost first, a hundred at most; none if the system has no memory."""
+    try:
+        with _in_memory() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return calls_of(file.read().decode(errors="replace"), main_thread().ident or 0)
+    except OSError:
+        return []
+
+
+def _in_memory() -> BinaryIO:
+    """Open a file without a name. On Linux it is memory: a write never waits for a disk."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("call stack"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def calls_of(dump: str, thread: int) -> list[Call]:
+    """Return the calls of a thread, by its ident, from what faulthandler has written about all threads."""
+    calls: list[Call] = []
+    among_its_own = False
+    for line in dump.splitlines():
+        if heading := THREAD.match(line):
+            among_its_own = int(heading[1], 16) == thread
+        call = CALL.fullmatch(line)
+        if call and among_its_own:
+            calls.append(Call(short_path(_unescaped(call[1])), int(call[2]), _unescaped(call[3])))
+    return calls
+
+
+def _unescaped(text: str) -> str:
+    return ESCAPED.sub(lambda code: chr(int(code[1] or code[2] or code[3], 16)), text)
+
+
 def main_stack() -> tuple[bool, list[str]]:
     """Return True if the main thread is in a transfer between ranks, and its innermost lines outside of libraries."""
-    return summary(sys._current_frames().get(main_thread().ident or 0))
+    return summary(main_calls())
 
 
-def summary(frame: FrameType | None) -> tuple[bool, list[str]]:
-    """Return what `main_stack` returns, for a thread with this innermost frame. Local variables are not touched."""
+def summary(calls: Sequence[Call]) -> tuple[bool, list[str]]:
+    """Return what `main_stack` returns, for a thread with these calls."""
     waits, lines = False, list[str]()
-    for inner in _outwards(frame):
-        file = short_path(inner.f_code.co_filename)
-        waits |= not lines and file.startswith(WAITING)
-        if not file.startswith(OUTSIDE):
-            lines.append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
+    for call in calls:
+        waits |= not lines and call.file.startswith(WAITING)
+        if not call.file.startswith(OUTSIDE):
+            lines.append(f"{call.file}:{call.line} {call.function}")
         if len(lines) == LINES:
             break
     return waits, lines
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -3,6 +3,9 @@
 A phase is a part of a run that has a time limit of its own, such as a step or a save. Within a phase, `doing` is the
 instruction or action under way. The executor writes before every instruction, which takes a microsecond.
 
+The time that a rank computes is counted here too, to find ranks that are slow: watchers read it, and never look at a
+thread that runs.
+
 Each write also goes to memory that other processes of this machine can read, because a process that is stopped can no
 longer tell where it is.
 """
@@ -14,6 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from typing import NamedTuple
+
+from megaprec.comm.waiting import Waits
 
 
 class Phase(StrEnum):
@@ -35,6 +41,16 @@ RECORD = "record of the step"  # the action of rank 0 that the others do not sha
 SIZE = 256  # bytes of the shared memory
 
 
+class _Account(NamedTuple):
+    """Seconds computed in steps until `since`, when the rank had waited `waited` seconds in all. since: None where the
+    rank does not compute: outside of steps, and while records are written.
+    """
+
+    before: float = 0.0
+    since: float | None = None
+    waited: float = 0.0
+
+
 class Position:
     """The position of this rank.
 
@@ -42,6 +58,8 @@ class Position:
     doing: the instruction or action within the phase; its `str` is read by the watchdog.
     count: number of writes in this phase. entries: number of phases entered so far.
     slowest: seconds of the slowest step so far; 0 until the first step is done.
+    waits: the waits of the main thread for other ranks, if they are `waiting.noted`.
+    begun: number of training steps that this rank has begun.
     shared: file descriptor of the shared memory; -1 before `share`, and where the system has no such memory.
     """
 
@@ -49,6 +67,9 @@ class Position:
         self.phase, self.step, self.doing = Phase.LOADING, 0, object()
         self.count = self.entries = 0
         self.slowest, self.shared = 0.0, -1
+        self.waits = Waits()
+        self.begun = 0
+        self._account = _Account()  # replaced as a whole: a reader never sees a half of it
         self._memory: mmap.mmap | None = None
         self._head, self._texts = b"", dict[object, bytes]()  # what is written: phase and step, then the action
         self.at("start")
@@ -71,11 +92,34 @@ class Position:
         now = time.monotonic()
         if self.phase is Phase.STEP:
             self.slowest = max(self.slowest, now - self._since)
+        if step is not None and phase is Phase.STEP:
+            self.begun += max(0, step - self.step) if self.begun else 1  # a resumed run begins with a later step
         self.phase, self._since, self.count = phase, now, -1
         self.step = self.step if step is None else step
+        self._keep_account(now, phase is Phase.STEP)
         self.entries += 1
         self._head = f"{phase}\t{self.step}\t".encode()
         self.at("")
+
+    def record(self) -> None:
+        """Note that the record of the step is written now, which is no part of the step's computation."""
+        self._keep_account(time.monotonic(), computes=False)
+        self.at(RECORD)
+
+    def computed(self) -> float:
+        """Return the seconds that this rank has computed in training steps: not those in which it waited for others."""
+        return self._computed_at(time.monotonic())
+
+    def _computed_at(self, now: float) -> float:
+        account = self._account
+        if account.since is None:
+            return account.before
+        waited = self.waits.seconds(now) - account.waited
+        return account.before + max(0.0, now - account.since - waited)
+
+    def _keep_account(self, now: float, computes: bool) -> None:
+        since = now if computes else None
+        self._account = _Account(self._computed_at(now), since, self.waits.seconds(now))
 
     def share(self) -> None:
         """Write to shared memory too, from now on."""

@@ -5,6 +5,9 @@ may be waiting. It reads the other ranks' positions only while the watchdog asks
 a run without a hang costs one small message a beat. Clocks of different machines are never compared: a rank is silent
 since this rank's clock last saw its beat change.
 
+A rank looks at the call stack of its main thread only if its position is still that of the last beat: while it goes on
+from one instruction to the next, nobody looks.
+
 Rank 0 also reads, every `WINDOW` seconds, how much work each rank has done, to find stragglers (`pace.py`).
 
 The first rank to find out who hangs publishes its verdict; every other rank reads it with its next beat.
@@ -27,7 +30,7 @@ import torch.distributed as dist
 
 from megaprec.diagnose.call_stack import main_stack
 from megaprec.diagnose.position import Position, in_words, read_shared
-from parallel.hangs.pace import Pace, Straggler, Stragglers, Work
+from parallel.hangs.pace import Straggler, Stragglers, Work
 
 VERDICT, LEFT = "verdict", "left"  # keys of the store; the others are the numbers of ranks
 WINDOW = 20.0  # seconds after which rank 0 looks for stragglers again
@@ -40,7 +43,8 @@ class Beat:
 
     place: identifies machine and process namespace, in which `pid` is meaningful. born: start time of the process.
     shared: file descriptor of its `Position`. beat: number of this beat. phase, step, doing, count: as in `Position`.
-    waits, at: as in `call_stack.main_stack`. computed, begun: as seconds and steps of `Work`.
+    waits, at: as in `call_stack.main_stack`; while a rank goes on, `at` is empty. computed, begun: as seconds and steps
+    of `Work`.
     """
 
     rank: int
@@ -60,12 +64,17 @@ class Beat:
     begun: int = 0
 
     @staticmethod
-    def of(rank: int, number: int, position: Position, work: Work) -> "Beat":
-        """Return the beat of this process now."""
-        waits, at = main_stack()
+    def of(rank: int, number: int, position: Position, look: bool) -> "Beat":
+        """Return the beat of this process now. look: at the call stack of the main thread too."""
+        waits = position.waits.under_way
+        at: list[str] = []
+        if look:
+            in_transfer, at = main_stack()
+            waits |= in_transfer  # one of the user's own code, which notes none
         process = socket.gethostname(), place(), os.getpid(), born(os.getpid()), position.shared
         where = position.phase.value, position.step, in_words(position.doing), position.count
-        return Beat(rank, *process, number, *where, waits, tuple(at), work.seconds, work.steps)
+        work = position.computed(), position.begun
+        return Beat(rank, *process, number, *where, waits, tuple(at), *work)
 
     @staticmethod
     def read(said: Mapping[str, Any]) -> "Beat":
@@ -132,11 +141,11 @@ class Heart:
         position: Position,
         clock: Clock,
         every: float,
-        pace: Pace,
         peers: int,
     ) -> None:
         self.rank, self.size, self._position, self._clock, self._every = rank, size, position, clock, every
-        self._pace, self._stragglers = pace, Stragglers([rank // peers for rank in range(size)])
+        self._stragglers = Stragglers([rank // peers for rank in range(size)])
+        self._last = (-1, -1)  # entries and count of the position at the last beat
         self.noticed: deque[tuple[Straggler, str]] = deque()
         self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set_timeout(PATIENCE)
@@ -212,7 +221,9 @@ class Heart:
     def _beat(self) -> None:
         """Write this rank's position; read the verdict and, while listening, the other ranks' positions."""
         self._number += 1
-        beat = Beat.of(self.rank, self._number, self._position, self._pace.work)
+        now = self._position.entries, self._position.count
+        beat = Beat.of(self.rank, self._number, self._position, look=now == self._last)
+        self._last = now
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
         if self._wish:
             self.verdict = self._store.compare_set(VERDICT, "", self._wish).decode()

@@ -1,24 +1,18 @@
 """Stragglers: ranks that compute longer for a step than the other ranks of their pipeline stage.
 
 All ranks of a run finish a step at the same time, because they wait for each other, so seconds of whole steps do not
-show who is slow. A thread of each rank looks `RATE` times a second where the main thread is. It counts the time that
-the main thread is not in a transfer between ranks and does not write the records of rank 0. Each heartbeat carries that
-count. Rank 0 reads all of them once in a window and compares ranks that do the same work: those of one stage. Where a
-stage has a single rank, that rank is compared with its own first window.
+show who is slow. Each rank counts the time of its steps in which its main thread neither waits for another rank nor
+writes the records of rank 0 (`Position.computed`). Each heartbeat carries that count. Rank 0 reads all of them once in
+a window and compares ranks that do the same work: those of one stage. Where a stage has a single rank, that rank is
+compared with its own first window.
 
 On a GPU the main thread runs ahead of the device, so this finds hosts that are slow, and no devices.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from threading import Event, Thread
 
-from megaprec.diagnose.call_stack import main_stack
-from megaprec.diagnose.position import RECORD, Phase, Position
-
-RATE = 20.0  # looks per second
 SLOW = 1.5  # factor from which on a rank is a straggler
 STEPS = 3  # of a window, at least
 LEAST = 0.02  # seconds of a step: a smaller difference is of no account
@@ -73,34 +67,6 @@ class _Suspicion:
         """
         slow = max(1, round(self.excess / excess))
         return max(self.begin, self.end + 1 - slow)
-
-
-class Pace:
-    """Counts this rank's work, in a thread from `start` to `stop`. work: so far."""
-
-    def __init__(self, position: Position) -> None:
-        self.work, self._position, self._over = Work(), position, Event()
-        self._thread = Thread(target=self._run, daemon=True, name="pace")
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread."""
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        last, step = time.monotonic(), 0
-        while not self._over.wait(1 / RATE):
-            now, position = time.monotonic(), self._position
-            if position.phase is Phase.STEP:
-                computes = position.doing != RECORD and not main_stack()[0]
-                begun = max(0, position.step - step) if step else 1
-                self.work = Work(self.work.seconds + computes * (now - last), self.work.steps + begun)
-                step = position.step
-            last = now
 
 
 class Stragglers:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
 from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest, place
-from parallel.hangs.pace import Pace, Straggler
+from parallel.hangs.pace import Straggler
 from parallel.hangs.verdict import Verdict, judge_failed, judge_hung, judge_silent, judge_store
 
 LONG = 600.0  # seconds that loading, the first step, a save or an evaluation may take
@@ -55,9 +55,9 @@ class Watchdog:
         self.every = min(2.0, max(0.1, timeout / 10))
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
         self._clock = Clock(self._window / 2)  # so a pause of all processes is no silence
-        self._heart, self._pace = None, Pace(position)
+        self._heart = None
         if size > 1:
-            self._heart = Heart(store, rank, size, position, self._clock, self.every, self._pace, peers)
+            self._heart = Heart(store, rank, size, position, self._clock, self.every, peers)
         self.first = self._heart.first_beat() if self._heart else None
         self._entered, self._since = -1, 0.0
         self._urgent, self._searches = float("inf"), False  # time when this rank lost a connection
@@ -68,7 +68,6 @@ class Watchdog:
         """Start the threads."""
         if self._heart:
             self._heart.start()
-            self._pace.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -77,7 +76,6 @@ class Watchdog:
         self._thread.join()
         if self._heart:
             self._heart.stop()
-            self._pace.stop()
 
     def lost_connection(self, search: bool) -> None:
         """Wait for a verdict that explains why this rank lost a connection; it ends this process.
@@ -108,7 +106,7 @@ class Watchdog:
 
     def me(self) -> Beat:
         """Return this rank's position now."""
-        return Beat.of(self.rank, 0, self.position, self._pace.work)
+        return Beat.of(self.rank, 0, self.position, look=True)
 
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""

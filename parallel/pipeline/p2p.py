@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.waiting import wait_for
 from megaprec.errors import UserError
 from parallel.pipeline.communicators import channels_of, communicators
 from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Message
@@ -119,7 +120,7 @@ class P2P:
         channel, tag = self._route(i)
         pending = self.pending[channel]
         while pending and (len(pending) >= self.sends or pending[0][0].is_completed()):
-            pending[0][0].wait()
+            wait_for(pending[0][0])
             pending.popleft()
         tensor = tensor.detach().contiguous()
         tensor = self.shared.chunk(tensor.view(-1)) if self.cut else tensor
@@ -145,14 +146,14 @@ class P2P:
         if not begun:
             self.post_recv(i)
         work, tensor = begun.popleft()
-        work.wait()
+        wait_for(work)
         return self.shared.gather(tensor).view(self.shape) if self.cut else tensor
 
     def finish(self) -> None:
         """Wait until every send is received, and release the tensors."""
         for pending in self.pending.values():
             while pending:
-                pending[0][0].wait()
+                wait_for(pending[0][0])
                 pending.popleft()
 
     def _route(self, i: Instruction) -> tuple[Channel, int]:

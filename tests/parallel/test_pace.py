@@ -1,12 +1,13 @@
 """Stragglers: which rank computes longer than ranks with the same work."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from threading import Thread
 
 import pytest
 
+from megaprec.comm import waiting as waits
 from megaprec.diagnose import position as at
-from parallel.hangs import pace
-from parallel.hangs.pace import Pace, Straggler, Stragglers, Work
+from parallel.hangs.pace import Straggler, Stragglers, Work
 
 
 def windows(stages: Sequence[int], *seconds: Mapping[int, float], steps: int = 10) -> list[list[Straggler]]:
@@ -69,38 +70,65 @@ def test_few_steps_tell_nothing_yet_and_all_ranks_as_slow_as_another_are_not_str
     assert windows([0] * 4, dict.fromkeys(range(4), 5.0), dict.fromkeys(range(4), 5.0)) == [[], []]
 
 
-class Looks:
-    """In place of the thread's event and its clock: each wait takes the time asked for, then does one `between`."""
+class Clock:
+    """In place of the module time, of which the test is the hands."""
 
-    def __init__(self, *between: Callable[[], object]) -> None:
-        self.now, self._between = 0.0, iter(between)
+    def __init__(self) -> None:
+        self.now = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
-    def wait(self, seconds: float) -> bool:
-        self.now += seconds
-        act = next(self._between, None)
-        if act is not None:
-            act()
-        return act is None
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(at, "time", made)
+    monkeypatch.setattr(waits, "time", made)
+    return made
 
 
-def test_the_thread_counts_the_time_in_steps_that_is_not_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    position, waiting, counts = at.Position(), list[bool](), list[Work]()
-    counted = Pace(position)
+def test_a_rank_counts_the_time_in_steps_in_which_it_neither_waits_nor_writes_records(clock: Clock) -> None:
+    position = at.Position()
+    clock.now += 100.0
+    assert (position.computed(), position.begun) == (0.0, 0), "loading is no step"
+    position.enter(at.Phase.STEP, 4)
+    clock.now += 1.0
+    assert (position.computed(), position.begun) == (1.0, 1), "a resumed run begins with a later step"
+    with waits.noted(position.waits), waits.waiting():
+        clock.now += 10.0
+        assert position.computed() == 1.0, "in a wait"
+    clock.now += 2.0
+    assert position.computed() == 3.0
+    with position.during(at.Phase.EVALUATION):
+        clock.now += 20.0
+        with waits.noted(position.waits), waits.waiting():
+            clock.now += 20.0
+    clock.now += 4.0
+    position.record()
+    clock.now += 50.0
+    position.enter(at.Phase.STEP, 5)
+    assert (position.computed(), position.begun) == (7.0, 2)
 
-    def nothing() -> None:
-        counts.append(counted.work)
 
-    def step(number: int) -> Callable[[], None]:
-        return lambda: position.enter(at.Phase.STEP, number)
+def test_the_waits_of_another_thread_are_not_the_main_threads(clock: Clock) -> None:
+    mine = waits.Waits()
 
-    looks = Looks(nothing, nothing, step(4), *[nothing] * 9, step(5), *[nothing] * 9, lambda: waiting.append(True))
-    monkeypatch.setattr(pace, "main_stack", lambda: (bool(waiting), []))
-    monkeypatch.setattr(pace, "time", looks)
-    monkeypatch.setattr(counted, "_over", looks)
-    counted._run()
-    assert counts[:2] == [Work()] * 2, "loading is no step"
-    assert counted.work.steps == 2
-    assert counted.work.seconds == pytest.approx(20 / pace.RATE), "21 looks in steps, and one of them at a wait"
+    def wait() -> None:
+        with waits.waiting():
+            clock.now += 5.0
+
+    with waits.noted(mine):
+        other = Thread(target=wait)
+        other.start()
+        other.join()
+        assert mine.seconds(clock.now) == 0.0
+        wait()
+        assert mine.seconds(clock.now) == 5.0
+
+
+def test_a_wait_that_fails_is_over(clock: Clock) -> None:
+    mine = waits.Waits()
+    with waits.noted(mine), pytest.raises(RuntimeError, match="lost"), waits.waiting():
+        raise RuntimeError("the connection is lost")
+    assert not mine.under_way

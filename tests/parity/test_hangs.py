@@ -40,9 +40,9 @@ def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:
 
 
 def watched(mesh: DeviceMesh, folder: Path) -> None:
-    with noting(folder / f"{dist.get_rank()}.at"):
+    with noting(folder / f"{dist.get_rank()}.at") as trail:
         run = Run.read(folder)
-        record(run.config, corpus_of(run.config), mesh, run.plan, run.folder)
+        record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
 
 
 def of_own_model(folder: Path, layout: str, *changes: tuple[str, str]) -> RunConfig:

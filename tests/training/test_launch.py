@@ -51,6 +51,7 @@ CRASH = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpi
 WAIT = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 pathlib.Path(sys.argv[1], str(os.getpid())).touch()
 time.sleep(900)
 """

@@ -74,9 +74,19 @@ class Borders:
     """Recorder of stages while they train. Engines call a stage as stage(x, place, packing).
 
     passed: borders in the order of their first pass, each with the border where the same tensor was seen before, or "".
+    within: the modules whose forward pass is under way, innermost last.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], size: Size, tp: Axis, cp: Axis, rank: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        size: Size,
+        tp: Axis,
+        cp: Axis,
+        rank: int,
+        within: list[str] | None = None,
+    ) -> None:
+        self.within = [] if within is None else within
         self.size, self.tp, self.cp, self.rank = size, tp, cp, rank
         self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
         self.ones = torch.ones(1, dtype=torch.float64)
@@ -91,12 +101,13 @@ class Borders:
             stage.register_forward_hook(self._end)
             for own, part in _ranks_of(stage, tp):
                 for module, name in named(part).items():
-                    module.register_forward_pre_hook(partial(self._enter, own, f"{name}>in"))
-                    module.register_forward_hook(partial(self._leave, own, f"{name}>out"))
+                    module.register_forward_pre_hook(partial(self._enter, own, name))
+                    module.register_forward_hook(partial(self._leave, own, name))
 
     def _begin(self, stage: nn.Module, args: Sequence[Any]) -> None:
         place = args[1] if len(args) > 1 else None
         self._call = None
+        self.within.clear()
         if place is None:
             return
         inner = args[0].dtype != torch.int64
@@ -111,11 +122,14 @@ class Borders:
             self._call.seen.clear()  # hooks hold the call for as long as the graph lives
         self._call = None
 
-    def _enter(self, tp: Axis, border: str, module: nn.Module, args: Sequence[Any]) -> None:
-        self._look(tp, border, args[0] if args else None)
+    def _enter(self, tp: Axis, name: str, module: nn.Module, args: Sequence[Any]) -> None:
+        self.within.append(name)
+        self._look(tp, f"{name}>in", args[0] if args else None)
 
-    def _leave(self, tp: Axis, border: str, module: nn.Module, args: object, made: Any) -> None:
-        self._look(tp, border, made[0] if isinstance(made, tuple) else made)
+    def _leave(self, tp: Axis, name: str, module: nn.Module, args: object, made: Any) -> None:
+        if self.within:  # empty in a recomputation, where a stage begins in the midst of itself
+            self.within.pop()
+        self._look(tp, f"{name}>out", made[0] if isinstance(made, tuple) else made)
 
     def _look(self, tp: Axis, border: str, x: Any) -> None:
         call = self._call

@@ -1,8 +1,9 @@
 """Watching where each rank is, to detect that all ranks wait for ever.
 
 A rank that waits in a collective which other ranks never enter would wait until gloo's timeout, half an hour, and then
-report only that. So a thread of each rank records twice a second the position of its main thread: instruction of the
-schedule, module and collective, in a file. The process that started the ranks watches these files: if no rank has moved
+report only that. So the main thread of each rank notes at the begin of each wait where it is: instruction of the
+schedule, module and collective. Another thread writes that to a file twice a second, and what Python's faulthandler
+says of a rank that does not wait. The process that started the ranks watches these files: if no rank has moved
 and none has used its processor for a while, all wait, and their positions are the finding. A slow or crowded machine
 does not cause this: ranks do use the processor there.
 """
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Thread, main_thread
+from threading import Event, Thread
 from types import FrameType
 from typing import Any
 
@@ -22,8 +23,18 @@ from torch import nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
-from megaprec.diagnose.call_stack import LINES, OUTSIDE, WAITING, short_path
+from megaprec.comm.waiting import Waits, noted
+from megaprec.diagnose.call_stack import (
+    LINES,
+    OUTSIDE,
+    WAITING,
+    main_calls,
+    short_path,
+    summary,
+)
+from megaprec.diagnose.position import Position
 from parallel.pipeline.executor import Executor
+from parallel.pipeline.instructions import Instruction
 from tools.parity.borders import shared_name
 
 PATIENCE = 20.0  # seconds without any rank moving or computing after which all are stuck
@@ -31,24 +42,67 @@ EVERY = 0.5
 IDLE = 0.02  # share of one processor below which a rank does not compute
 
 
+class Trail(Waits):
+    """The way of a rank's main thread, which writes it itself: no other thread looks at what it runs.
+
+    position: with the instruction of the schedule. modules: those whose forward pass is under way, by the common part
+    of their parameters' logical names, innermost last. where: whereabouts in the present wait; None between waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
+        self.modules: list[str] = []
+        self.where: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """Note that a wait begins, and where."""
+        self.where = whereabouts(sys._getframe(1))
+        super().begin()
+
+    def end(self) -> None:
+        """Note that the wait is over."""
+        super().end()
+        self.where = None
+
+    def now(self) -> dict[str, Any]:
+        """Return the whereabouts of the main thread now, as far as another thread can tell."""
+        return self.where or self._from_outside()
+
+    def _from_outside(self) -> dict[str, Any]:
+        """Return the whereabouts outside of waits that are noted; a wait of the user's own code may be there."""
+        calls = main_calls()
+        waits, lines = summary(calls)
+        where: dict[str, Any] = {"at": lines, "waits": waits}
+        collectives = [call.function for call in calls if _is_collective(call.file, call.function)]
+        if waits and collectives:
+            where["collective"] = collectives[-1]
+        if isinstance(self.position.doing, Instruction):
+            where["instruction"] = str(self.position.doing)
+        if self.modules:
+            where["module"] = self.modules[-1]
+        return where
+
+
 @contextmanager
-def noting(path: Path) -> Iterator[None]:
-    """Within the context, keep the position of the main thread in the file `path`."""
+def noting(path: Path) -> Iterator[Trail]:
+    """Within the context, keep the position of the main thread in the file `path`; yields what it has to write."""
     over = Event()
-    watcher = Thread(target=_note, args=(path, over), daemon=True)
+    trail = Trail()
+    watcher = Thread(target=_note, args=(path, over, trail), daemon=True)
     watcher.start()
     try:
-        yield
+        with noted(trail):
+            yield trail
     finally:
         over.set()
         watcher.join()
 
 
-def _note(path: Path, over: Event) -> None:
+def _note(path: Path, over: Event, trail: Trail) -> None:
     last = ""
     while not over.wait(EVERY):
-        frame = sys._current_frames().get(main_thread().ident or 0)
-        text = json.dumps({"pid": os.getpid(), **(whereabouts(frame) if frame else {})})
+        text = json.dumps({"pid": os.getpid(), **trail.now()})
         if text != last:
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text(text, encoding="utf-8")
@@ -56,8 +110,12 @@ def _note(path: Path, over: Event) -> None:
             last = text
 
 
+def _is_collective(file: str, function: str) -> bool:
+    return file.startswith("torch/distributed/") and not function.startswith(("wrap", "_"))
+
+
 def whereabouts(frame: FrameType) -> dict[str, Any]:
-    """Return the position of a thread with this innermost frame.
+    """Return the position of the calling thread, which stands still in this frame and those around it.
 
     instruction: of the schedule. module: by the common part of its parameters' logical names. collective: axis and
     kind. waits: whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and Python.
@@ -69,7 +127,7 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
         found["waits"] |= not found["at"] and file.startswith(WAITING)
         if not file.startswith(OUTSIDE) and len(found["at"]) < LINES:
             found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
-        if file.startswith("torch/distributed/") and not inner.f_code.co_name.startswith(("wrap", "_")):
+        if _is_collective(file, inner.f_code.co_name):
             found["collective"] = inner.f_code.co_name
         own = local.get("self")
         if isinstance(own, Axis):

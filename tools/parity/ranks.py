@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parallel.mesh import make_mesh, world
 from tools.config.run_file import RunConfig, load_run
 from tools.parity.gather import Record, gather
-from tools.parity.progress import PATIENCE, Watch, noting, odd, told
+from tools.parity.progress import PATIENCE, Trail, Watch, noting, odd, told
 from tools.parity.record import Plan, record
 from tools.training.corpus import Corpus, open_made
 from tools.training.launch import launch_local, note_failure
@@ -121,19 +121,19 @@ def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
 def as_rank(folder: Path) -> int:
     """Act as a rank of `run_together`."""
     torch.set_num_threads(1)
-    with noting(folder / f"{os.environ['RANK']}.at"), world(failed=note_failure):
-        carry_out(folder)
+    with noting(folder / f"{os.environ['RANK']}.at") as trail, world(failed=note_failure):
+        carry_out(folder, trail)
     return 0
 
 
-def carry_out(folder: Path) -> None:
-    """Take part in each pending run within `folder`, in a world that has been joined."""
+def carry_out(folder: Path, trail: Trail | None = None) -> None:
+    """Take part in each pending run within `folder`, in a world that has been joined. trail: told where the rank is."""
     for name in (folder / PENDING).read_text(encoding="utf-8").splitlines():
         run = Run.read(folder / name)
         p = run.config.parallel
         try:
             mesh = make_mesh(p.pipeline, p.data, p.tensor, cp=p.context)
-            record(run.config, corpus_of(run.config), mesh, run.plan, run.folder)
+            record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
         except Exception as error:
             said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
             (run.folder / f"{dist.get_rank()}.failed").write_text(said, encoding="utf-8")

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Batch, Samples
+from megaprec.diagnose.position import Position
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -28,6 +29,7 @@ from megaprec.optim.step_report import report_fields
 from models.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.parity.borders import Borders, Size
+from tools.parity.progress import Trail
 from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer
 
@@ -123,22 +125,31 @@ class Listening(Samples):
 class Watched(Trainer):
     """The trainer, listened to."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, position: Position) -> None:
         self.samples, self.recorder = Listening(corpus.train, what.small), Recorder(what)
         start = Path(what.start) if what.start else None
-        super().__init__(config, replace(corpus, train=self.samples), mesh, start, observers=[self.recorder])
+        corpus = replace(corpus, train=self.samples)
+        super().__init__(config, corpus, mesh, start, observers=[self.recorder], position=position)
 
 
-def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, folder: Path) -> None:
-    """Takes the steps and leaves this rank's files in `folder`, which is there."""
-    trainer = Watched(config, corpus, mesh, what)
+def record(
+    config: RunConfig,
+    corpus: Corpus,
+    mesh: DeviceMesh,
+    what: Plan,
+    folder: Path,
+    trail: Trail | None = None,
+) -> None:
+    """Takes the steps and leaves this rank's files in `folder`, which is there. trail: told where the rank is."""
+    trail = trail or Trail()
+    trainer = Watched(config, corpus, mesh, what, trail.position)
     optimizer = trainer.engine.optimizer
     found = list(fragments(optimizer.all_buffers(), "before/weight", lambda buffer: buffer.saved()["weight"]))
     if what.shaken:
         _shake(optimizer, what.shaken, what.draw)
     train, stages = config.train, list(trainer.engine.stages.values())
     size = Size(train.seq_length, train.global_batch, corpus.model.hidden, what.steps, trainer.progress.step)
-    borders = Borders(stages, size, optimizer.tp, trainer.engine.cp, optimizer.world.rank)
+    borders = Borders(stages, size, optimizer.tp, trainer.engine.cp, optimizer.world.rank, trail.modules)
     steps = []
     for number in range(what.steps):
         ((report, _),) = trainer.step()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaprec.comm.waiting import noted
 from megaprec.diagnose.position import Position
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
@@ -43,7 +44,8 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
     dog = Watchdog(store, rank, size, position, timeout, leave, peers)
     dog.start()
     try:
-        yield dog
+        with noted(position.waits):
+            yield dog
     except ON_PURPOSE:
         raise
     except Exception as error:

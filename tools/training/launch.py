@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
@@ -33,18 +33,20 @@ from megaprec.resources import cores
 from tools.training.endings import code_of, ended_on_purpose, reported
 from tools.training.ground import HERE, require_ground
 from tools.training.leftovers import own_folder
-from tools.training.signals import SIGNALS, Stopped, listening
+from tools.training.signals import SIGNALS, Stopped, end, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 # Errors of gloo, NCCL and the store when another rank is gone.
 LOST = re.compile(r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort", re.I)
 # Not `-m megaprec`, for the caller need not have megaprec installed.
-# Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
-# killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would keep running.
+# Ctrl-C ends a rank without a traceback, for the launcher reports it. One that came while Python itself started has
+# waited until then (`_Agent`). On Linux a rank ends when its launcher is killed (prctl's option 1 is PR_SET_PDEATHSIG);
+# elsewhere it would keep running.
 PROGRAM = """
 import ctypes, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 sys.path.insert(0, sys.argv.pop(1))
@@ -128,14 +130,38 @@ def _stopped(number: signal.Signals) -> int:
     return 128 + number
 
 
+class _Agent(LocalElasticAgent):
+    """torch's agent, which starts all ranks, or none if a signal came before; one that comes meanwhile is handed on.
+
+    The ranks inherit that Ctrl-C waits, until they can end by it without a traceback of Python's own start (`PROGRAM`).
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, ranks: "_Ranks") -> None:
+        super().__init__(spec, logs)
+        self._ranks = ranks
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if told := self._ranks.told:
+            raise SignalException(f"got {told.name}", told)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            processes = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._ranks.pids = list(processes.values())
+        if told := self._ranks.told:  # before the processes were known
+            self._ranks.hand_on(told)
+        return processes
+
+
 class _Ranks:
     """Processes of `command` under torch's agent, which stores the reasons of failures in `folder`."""
 
     def __init__(self, command: Sequence[str], folder: str) -> None:
         self.command = [part.replace("$", "$$") for part in command]  # the agent would substitute $name
         self.folder = folder
-        self.agent: LocalElasticAgent | None = None  # while ranks run
-        self.told: signal.Signals | None = None  # the signal that was passed on
+        self.pids: list[int] = []  # while ranks run
+        self.told: signal.Signals | None = None  # the signal that was passed on, or came before there were ranks
 
     def run(self, ranks: int) -> Mapping[int, ProcessFailure]:
         """Start ranks, wait for all and return those that failed.
@@ -161,33 +187,27 @@ class _Ranks:
             max_restarts=0,
             local_addr=HERE,
         )
-        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=self.folder))
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=self.folder), self)
         try:
-            return cast(RunResult, self.agent.run()).failures
+            return cast(RunResult, agent.run()).failures
         finally:
-            self.agent = None
+            self.pids = []
             meeting.shutdown()
 
     def hand_on(self, number: signal.Signals) -> None:
-        """Send each rank the signal that this process received."""
-        pids = self._pids()
-        if not pids:
-            raise SignalException(f"got {number.name}", number)
+        """Send each rank the signal that this process received; if there is none yet, none will be started."""
         self.told = number
-        for pid in pids:
+        for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self, number: signal.Signals) -> None:
-        """Kill each rank and its child processes; the agent then finds them failed."""
-        for pid in self._pids():
+        """Kill each rank and its child processes; the agent then finds them failed. Without ranks, end here."""
+        if not self.pids:
+            end(number)
+        for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-
-    def _pids(self) -> list[int]:
-        if self.agent is None:
-            return []
-        return [worker.id for worker in self.agent.get_worker_group().workers if worker.id is not None]
 
 
 def share_of_cores(ranks: int) -> int:

@@ -59,6 +59,7 @@ def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
     heard = [n for n in SIGNALS if n != signal.SIGHUP or before[n] != signal.SIG_IGN]
     for number in heard:
         signal.signal(number, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # a launcher may have made Ctrl-C wait while this process began
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.diagnose.position import RECORD, Phase, Position
+from megaprec.diagnose.position import Phase, Position
 from megaprec.diagnose.step_position import StepPosition
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
@@ -250,7 +250,7 @@ class Trainer:
                 record |= {name: self.evaluate(samples) for name, samples in self.corpus.evaluated.items()}
                 record |= self._harness.results()
         record |= self._checks.fields(progress.step)
-        self.position.at(RECORD)
+        self.position.record()
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._skip_event(report, progress)]
         events += self._digests.of_step(report, progress)

@@ -1,0 +1,89 @@
+"""Waits for other ranks, noted by the thread that waits.
+
+Whoever watches a rank must know whether it computes or waits for others. It must not look at the call stack of a thread
+that runs, for Python frees and reuses the frames of that stack meanwhile. So the thread itself notes when a wait begins
+and ends, which takes less than a microsecond; others read it. A thread whose waits nobody asked for (`noted`) notes
+nothing.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
+
+
+class _Ledger(NamedTuple):
+    """Seconds of all waits that are over, and the time at which the present one began; None between waits."""
+
+    over: float = 0.0
+    begun: float | None = None
+
+
+class Waits:
+    """The waits of one thread for other ranks. Any thread may read them."""
+
+    def __init__(self) -> None:
+        self._ledger = _Ledger()  # replaced as a whole: a reader never sees a half of it
+
+    def begin(self) -> None:
+        """Note that a wait begins now."""
+        self._ledger = _Ledger(self._ledger.over, time.monotonic())
+
+    def end(self) -> None:
+        """Note that the wait is over."""
+        self._ledger = _Ledger(self.seconds(time.monotonic()))
+
+    @property
+    def under_way(self) -> bool:
+        """Return True if the thread waits now."""
+        return self._ledger.begun is not None
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds that the thread has waited so far. now: the present `time.monotonic()`."""
+        ledger = self._ledger
+        if ledger.begun is None:
+            return ledger.over
+        return ledger.over + max(0.0, now - ledger.begun)
+
+
+class Work(Protocol):
+    """What torch.distributed returns for a transfer that it has started."""
+
+    def wait(self) -> object:
+        """Wait until the transfer is done."""
+        ...
+
+
+# Of a thread, and None for every other thread: the waits of a thread that reads data are none of the main thread's.
+_waits: ContextVar[Waits | None] = ContextVar("waits", default=None)
+
+
+@contextmanager
+def noted(waits: Waits) -> Iterator[None]:
+    """Within the context, note the waits of this thread in `waits`."""
+    token = _waits.set(waits)
+    try:
+        yield
+    finally:
+        _waits.reset(token)
+
+
+def wait_for(work: Work) -> None:
+    """Wait for a transfer, and note the wait."""
+    with waiting():
+        work.wait()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Note that this thread waits for other ranks within the context, in which there is no other one."""
+    waits = _waits.get()
+    if waits is None:
+        yield
+        return
+    waits.begin()
+    try:
+        yield
+    finally:
+        waits.end()

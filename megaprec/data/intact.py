@@ -167,7 +167,8 @@ def describe_bad_id(dataset: IndexedDataset, sample: int, first: int, length: in
 def place_of(dataset: IndexedDataset, token: int) -> str:
     """Return the place of a token in the data set, in words."""
     document = int(dataset.documents_of(token, 1)[0])
-    return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {token}"
+    place = dataset.stored_place(token)
+    return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {place}"
 
 
 def _compare(record: dict[str, Any] | None, file: Path, digest: str, remedy: str) -> None:

@@ -19,6 +19,7 @@ from megaprec.data.tokenizer_files import CONFIG, SAVE_ANEW, SETTINGS, SPECIAL_M
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
+from tools.convert.core.source import Source
 
 SPACE = "\u2581"  # SentencePiece's sign for a space
 UNREAD = (  # other files that a tokenizer may be in
@@ -80,13 +81,27 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
         )
 
 
-def begin_note(special: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return a note if a tokenizer names a begin token that is not the one of the model. special: as in config.json."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer) or special or tokenizer.bos in (None, tokenizer.eos):
+def said_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
+    """Return the ids under a key, such as bos_token_id, which may hold one, a list or none.
+
+    known: number of ids that a token may have; others are left out.
+    """
+    value = special.get(key)
+    listed = value if isinstance(value, list) else [value]
+    return [id for id in listed if type(id) is int and 0 <= id < known]
+
+
+def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
+    """Return a note if a tokenizer names a begin token that is not the one that a run of ours was trained with."""
+    facts = source.facts
+    of_a_run = bool(facts.documents) or not facts.special
+    begin = facts.documents.get("begin", tokenizer.eos if tokenizer else None)
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not of_a_run or tokenizer.bos in (None, begin):
         return []
+    instead = "no token stands there" if begin is None else f"they begin after the token {begin}"
     return [
         f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, which nothing says to "
-        f"stand before documents: they begin after the token that ends one, {tokenizer.eos}"
+        f"stand before documents: {instead}"
     ]
 
 

@@ -36,7 +36,7 @@ WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
-NUMBERS = ("vocab_size", "documents", "tokens", "chars", "unknown")  # of a record; earlier versions lack some
+NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")  # of a record; earlier versions lack some
 
 
 @dataclass(frozen=True)

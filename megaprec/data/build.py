@@ -44,7 +44,8 @@ Progress = Callable[[int, int, int], None]
 class BuildResult:
     """The result of a build. `tokenizer` is the path of its file; counts include the end-of-document tokens.
 
-    unknown: number of tokens that stand for text which the tokenizer does not know.
+    bytes: of the text, in UTF-8; None if the data set was built before they were counted. unknown: number of tokens
+    that stand for text which the tokenizer does not know.
     """
 
     prefix: Path
@@ -54,6 +55,7 @@ class BuildResult:
     documents: int
     tokens: int
     chars: int
+    bytes: int | None
     unknown: int = 0
     reused: bool = False
 
@@ -64,6 +66,7 @@ class _Counts:
     tokens: int = 0
     chars: int = 0
     unknown: int = 0
+    bytes: int = 0
 
 
 def prepare(
@@ -167,7 +170,7 @@ def reusable(prefix: Path, source: Source, tokenizer: Tokenizer, vocab_size: int
         raise UserError(*(f"{line}; {again}" for line in error.problems)) from error
     counts = {name: record[name] for name in ("vocab_size", "eos", "documents", "tokens", "chars")}
     unknown = record.get("unknown", 0)  # earlier versions did not count them
-    return BuildResult(prefix, tokenizer.path, **counts, unknown=unknown, reused=True)
+    return BuildResult(prefix, tokenizer.path, **counts, bytes=record.get("bytes"), unknown=unknown, reused=True)
 
 
 def _is_of(record: dict[str, Any], source: Source, tokenizer: Tokenizer, vocab_size: int | None) -> bool:
@@ -234,7 +237,7 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
         mark = Mark(**left["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
         whole = all(beside(prefix, f"{suffix}.part").stat().st_size >= size for suffix, size in sizes.items())
-        if whole and left["made_of"] == made_of:
+        if whole and left["made_of"] == made_of and left["counts"].keys() == asdict(_Counts()).keys():
             return _State(left["chunks"], _Counts(**left["counts"]), mark)
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -264,6 +267,7 @@ def _write(
             counts.tokens += len(ids)
             counts.unknown += _unknown(tokenizer, ids, len(ends))
             counts.chars += sum(map(len, chunk.texts))
+            counts.bytes += sum(len(text.encode()) for text in chunk.texts)
             report(counts.documents, counts.chars, counts.tokens)
             if counts.chars - noted >= RESUME_CHARS:
                 noted, state.mark = counts.chars, writer.mark()

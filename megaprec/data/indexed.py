@@ -240,6 +240,10 @@ class IndexedDataset:
         document, end = (bisect_right(self._documents, sequence) for sequence in (first, last))
         return document - 1 + np.searchsorted(self._documents[document - 1 : end], sequences, side="right") - 1
 
+    def stored_place(self, token: int) -> int:
+        """Return the place of a token in the file, which is that in the stream."""
+        return token
+
     def _sequence_of(self, token: int) -> int:
         # numpy's search would copy the whole array, because its elements are not aligned in the file
         return bisect_right(self._pointers, token * self.dtype.itemsize) - 1
@@ -249,7 +253,7 @@ class IndexedDataset:
         self.require_ids()
         extremes = [
             (int(chunk.min()), int(chunk.max()))
-            for chunk in (self._stream[at : at + CHUNK] for at in range(0, self.num_tokens, CHUNK))
+            for chunk in (self._stream[at : at + CHUNK] for at in range(0, len(self._stream), CHUNK))
         ]
         return min((low for low, _ in extremes), default=0), max((high for _, high in extremes), default=-1)
 

@@ -36,7 +36,7 @@ WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
-NUMBERS = ("vocab_size", "documents", "tokens", "chars", "unknown")  # of a record; earlier versions lack some
+NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")  # of a record; earlier versions lack some
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def describe_bad_id(dataset: IndexedDataset, sample: int, first: int, length: in
 def place_of(dataset: IndexedDataset, token: int) -> str:
     """Return the place of a token in the data set, in words."""
     document = int(dataset.documents_of(token, 1)[0])
-    return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {token}"
+    place = dataset.stored_place(token)
+    return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {place}"
 
 
 def _compare(record: dict[str, Any] | None, file: Path, digest: str, remedy: str) -> None:

@@ -36,6 +36,20 @@ NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of H
 PARTS = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor"}
 PARTS |= {"decoder", "model"}  # all keys of a tokenizer.json that the package tokenizers knows
 RARE = "\U00012000"  # a letter of a script that few texts have
+LOST = {  # what a tokenizer may change in a text -> a text that has it
+    "capital letters": "aBCd",
+    "accents": "a\u00e9b",
+    "combining characters": "ae\u0301b",
+    "characters that have a plainer form": "a\ufb01b \u00bd",
+    "control characters": "a\x07b\x00c",
+    "line ends and tabs": "a\r\nb\nc\td",
+    "spaces that follow each other": "a   b",
+    "spaces at the beginning": " a",
+    "spaces at the end": "a ",
+    "the sign U+2581": "a\u2581b",
+    "rare characters": f"a{RARE}b",
+}
+PLAIN = "a b"  # a text in which there is nothing to change
 
 
 class Tokenizer(Protocol):
@@ -92,6 +106,7 @@ class SentencePieceTokenizer:
             own = (self.eos, self.bos, self.pad)
             self.eos, self.bos, self.pad = (one if said is None else said for said, one in zip(ids, own, strict=True))
             self.notes = (*settings.notes, *renamed)
+        self.notes = (*self.notes, *_losses(self))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
@@ -141,7 +156,7 @@ class HuggingFaceTokenizer:
         unread = unread_keys(definition, self._tokenizer)
         left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"] if unread else []
         ends = _end_in_texts(path, self.eos, vocabulary, self._encode)
-        self.notes = (*settings.notes, *left_out, *self._losses(), *ends)
+        self.notes = (*settings.notes, *left_out, *_losses(self), *ends)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or if it has what no
@@ -161,12 +176,24 @@ class HuggingFaceTokenizer:
         """Return the ids of all tokens, added ones too."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
-    def _losses(self) -> list[str]:
-        try:
-            lost = self.unk is None and not self._encode(RARE)
-        except Exception:  # such texts are refused
-            return []
-        return [f"{self.path} leaves out of texts what it has no token for: it has no unknown token"] if lost else []
+
+def _losses(tokenizer: Tokenizer) -> list[str]:
+    """Return a note if texts do not come back from their tokens as they were."""
+    if not _comes_back(tokenizer, PLAIN):
+        return [f"{tokenizer.path} does not give texts back as they were, not even {PLAIN!r}"]
+    lost = [what for what, text in LOST.items() if not _comes_back(tokenizer, text)]
+    if not lost:
+        return []
+    return [f"{tokenizer.path} does not give texts back as they were: it changes or leaves out {', '.join(lost)}"]
+
+
+def _comes_back(tokenizer: Tokenizer, text: str) -> bool:
+    """Return True if a text comes back from its tokens as it was, or is refused."""
+    try:
+        ids = tokenizer.encode(text)
+    except UserError:
+        return True
+    return tokenizer.decode(ids) == text
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

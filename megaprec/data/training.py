@@ -2,19 +2,21 @@
 
 SentencePiece: byte-pair encoding with byte fallback, trained on a bounded sample of lines, without normalization. Runs
 of spaces become pieces, so indentation is cheap; a newline is never in a training line, so it is one token, the byte
-piece <0x0A>. Every text is decoded exactly, except for the character U+2581, which SentencePiece itself uses for the
-space and decodes as one. Hugging Face's `tokenizers`: byte-level byte-pair encoding, which decodes every text exactly.
+piece <0x0A>. Hugging Face's `tokenizers`: byte-level byte-pair encoding. Both give every text back exactly.
 """
 
 import io
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import sentencepiece
 
 from megaprec.data.files import beside, write_whole
+from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 
@@ -22,6 +24,12 @@ SAMPLE_CHARS = 4_000_000  # of text to learn a vocabulary from; ten times more c
 FIXED_PIECES = 3 + 256  # unknown, begin, end; bytes
 LONGEST_LINE = 1 << 16  # bytes; SentencePiece ignores longer lines
 END = "<|endoftext|>"
+# SentencePiece writes a space as U+2581 and reads this sign back as a space. So a text's own U+2581 is escaped, and so
+# is the character that escapes it: nothing is lost, and all other texts have the same pieces.
+SPACE = "\u2581"
+DLE = "\x10"  # data link escape, a control character that texts do not have
+ESCAPES = {SPACE: f"{DLE}_", DLE: f"{DLE}."}
+NORMALIZER, DENORMALIZER, TABLE = 3, 5, 2  # fields of a model, and of both
 MOST_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of them
 
 
@@ -47,7 +55,7 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
+            sentence_iterator=map(_escaped, lines),
             model_writer=content,  # a file name would be recorded in the model and change its bytes
             vocab_size=max(vocab_size, FIXED_PIECES),  # so that 0 gives the error of any size too small
             model_type="bpe",
@@ -66,7 +74,77 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
         reason, nearest = _why_untrainable(str(problem))
         what = f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}"
         raise (ImpossibleVocabulary(what, nearest) if nearest else UserError(what)) from problem
-    return _publish(beside(prefix, ".model"), content.getvalue(), overwrite)
+    return _publish(beside(prefix, ".model"), content.getvalue() + _lossless(), overwrite)
+
+
+def _escaped(line: str) -> str:
+    """Return a line as the model has it: rewritten by the rules of `escapes`, one character at a time."""
+    return "".join(ESCAPES.get(character, character) for character in line) if SPACE in line or DLE in line else line
+
+
+@cache
+def escapes() -> tuple[bytes, bytes]:
+    """Return the tables by which SentencePiece rewrites characters before it splits texts, and back.
+
+    It states a table only within a model, so a tiny one is trained.
+    """
+    with TemporaryDirectory(prefix="megaprec_escapes_") as folder:
+        there = Path(folder, "there.tsv")
+        back = Path(folder, "back.tsv")
+        rules = {_numbers(character): _numbers(escape) for character, escape in ESCAPES.items()}
+        there.write_text("".join(f"{one}\t{other}\n" for one, other in rules.items()))
+        back.write_text("".join(f"{other}\t{one}\n" for one, other in rules.items()))
+        tiny = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["ab"]),
+            model_writer=tiny,
+            vocab_size=5,
+            model_type="char",
+            normalization_rule_tsv=str(there),
+            denormalization_rule_tsv=str(back),
+            hard_vocab_limit=False,
+            num_threads=1,
+            minloglevel=2,
+        )
+    parts = dict(protobuf_fields(tiny.getvalue()))
+    there_table, back_table = (dict(protobuf_fields(parts[part]))[TABLE] for part in (NORMALIZER, DENORMALIZER))
+    return there_table, back_table
+
+
+def _numbers(characters: str) -> str:
+    """Return the code points of characters as SentencePiece's rules have them."""
+    return " ".join(f"{ord(character):X}" for character in characters)
+
+
+def _lossless() -> bytes:
+    """Return what is appended to a model so that SentencePiece rewrites texts by `escapes`, and back.
+
+    Parts of a message that come later count, so nothing before them has to be changed.
+    """
+    there, back = escapes()
+    kept = {3: 0, 4: 0}  # no space is put before a text, and none is taken away
+    escaping = _message({1: b"escaped", TABLE: there, **kept, 5: 1})  # 5: a space becomes U+2581
+    returning = _message({1: b"escaped", TABLE: back, **kept, 5: 0})
+    return _message({NORMALIZER: escaping, DENORMALIZER: returning})
+
+
+def _message(fields: Mapping[int, bytes | int]) -> bytes:
+    """Return a message of protobuf with these fields."""
+    made = b""
+    for number, value in fields.items():
+        if isinstance(value, int):
+            made += _number(number << 3) + _number(value)
+        else:
+            made += _number(number << 3 | 2) + _number(len(value)) + value
+    return made
+
+
+def _number(value: int) -> bytes:
+    made = b""
+    while value > 0x7F:
+        made += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return made + bytes([value])
 
 
 def _require_possible(vocab_size: int) -> None:

@@ -145,7 +145,7 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
 def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
     """Also those whose values are lists and tables."""
     folder = write_folder(tmp_path / "hf", "gpt_oss")
-    model, _, _ = initial_model(folder)
+    model = initial_model(folder).model
     file = tmp_path / "run.toml"
     file.write_text(f'{RUN}init_from = "{folder}"\n[data]\nsource = "x"\nvocab_size = {model.vocab}\n')
     assert model.window_layers

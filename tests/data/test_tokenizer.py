@@ -17,7 +17,7 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2581\x10_. \n"))
 
 
 def library(chars: int) -> list[str]:
@@ -42,7 +42,22 @@ def test_any_text_comes_back_exactly(trained: Tokenizer, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [" a", "a ", "  ", "\n\n", "\t\tx\n", "a\r\nb\r", "\0", "\ufeffx", "</s><unk><0x0A>", "ﬁ½Å e\u0301 日本 😀"]
+    "text",
+    [
+        " a",
+        "a ",
+        "  ",
+        "\n\n",
+        "\t\tx\n",
+        "a\r\nb\r",
+        "\0",
+        "\ufeffx",
+        "</s><unk><0x0A>",
+        "ﬁ½Å e\u0301 日本 😀",
+        "\u2581",
+        "a\u2581 b",
+        "\x10_\x10.\x10",
+    ],
 )
 def test_nothing_is_normalised_or_mistaken_for_a_special_token(trained: Tokenizer, text: str) -> None:
     ids = trained.encode(text)

@@ -116,7 +116,7 @@ def write_model(
         raise UserError(f"{destination} exists already: give another folder, or remove it")
     tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
     tokenizer_notes = [*folder_notes(source.path, source.tokenizer), *(tokenizer.notes if tokenizer else ())]
-    tokenizer_notes += begin_note(source.facts.special, tokenizer)
+    tokenizer_notes += begin_note(source, tokenizer)
     target = _target(source, to, dtype, layout or MegatronLayout())
     for line in _verified(source, to, destination) if verify else ():
         print(line)

@@ -175,10 +175,13 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
     for path in sets.values():
         if not beside(Path(path), ".idx").is_file():
             continue
-        if model.tokenizer is None:
-            yield f"{path}: without a tokenizer the bytes of the text are not known"
-            continue
         record = read_record(Path(path))
+        if model.tokenizer is None:
+            if record is None or "bytes" not in record:
+                yield f"{path}: without a tokenizer the bytes of the text are not known"
+            continue
+        if record is None or "bytes" not in record:
+            yield f"{path}: bytes are those of the decoded tokens, for no build has recorded those of the text"
         if record and record.get("tokenizer_sha256") != file_digest(model.tokenizer.path):
             yield f"{path} was built with another file than {model.tokenizer.path}: their tokens must mean the same"
 

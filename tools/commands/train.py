@@ -370,5 +370,5 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         looked_at(config, corpus)  # checks the files of this machine; rank 0 has checked those of the first
     identity = named["identity"] and Identity.model_validate(named["identity"])
-    validation = open_validation(config, cache_of(config))
+    validation = open_validation(config, cache_of(config), corpus.begin)
     return replace(corpus, identity=identity, notes=tuple(named["notes"]), validation=validation), checkpoint

@@ -1,6 +1,7 @@
 """The table [data] of a run file: every key with its type, default, unit and help."""
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,6 +48,12 @@ class Data(Table):
         default="",
         description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: PREFIX.model beside a "
         ".bin and .idx pair if it exists; for text a tokenizer is trained.",
+    )
+    begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MOST)] = Field(
+        default="auto",
+        description='Id of the token before each document in training: "auto": that of the weights of train.init_from, '
+        'if they have one; "none": no token is put there. A data set whose documents have it already is taken as it '
+        "is.",
     )
     vocab_size: int = Field(
         default=4096, gt=0, le=MOST, description="Vocabulary size, in tokens, of the tokenizer that is trained."

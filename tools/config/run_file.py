@@ -406,11 +406,13 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
     if asked is None or not isinstance(asked.value, str) or not asked.value or home_problem(asked.value):
         return  # the checks of the table's kinds report a value that cannot be
     try:
-        said, tokenizer, origin = initial_model(Path(home_expanded(asked.value)))
+        initial = initial_model(Path(home_expanded(asked.value)))
     except UserError as error:
         hint = beside_run_file(asked.origin, asked.value)
         yield from (f"train.init_from ({asked.origin}): {problem}{hint}" for problem in error.problems)
         return
+    said = initial.model
+    origin = initial.origin
     free = {*TRAINING, *(("max_positions",) if said.positions == "rope" else ())}
     follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # follow a given dropout
     for name, value in said.model_dump(exclude=follows).items():
@@ -421,8 +423,10 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
         if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
             there = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
-    if tokenizer:
-        given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
+    if initial.begin is not None and given.get("data.begin", Given("auto", origin)).value == "auto":
+        given["data.begin"] = Given(initial.begin, origin)
+    if initial.tokenizer:
+        given.setdefault("data.tokenizer", Given(str(initial.tokenizer), origin))
 
 
 def _same(said: Any, chosen: Any) -> bool:

@@ -6,6 +6,7 @@ rearranged or assembled first.
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -23,20 +24,46 @@ from models.config import ModelConfig
 from tools.convert.core.finite import NotFinite, not_finite
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
-from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer
-from tools.convert.hf.vocabulary import check_tokenizer, main_file
-from tools.convert.native import native_model
+from tools.convert.hf.config import special_ids as hf_special_ids
+from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
+from tools.convert.hf.vocabulary import check_tokenizer, main_file, said_ids
+from tools.convert.native import native_model, special_ids
 
 
-def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
-    """Return the model of train.init_from, its tokenizer file if there is one, and their origin. Raises UserError."""
+@dataclass(frozen=True)
+class Initial:
+    """What the folder of train.init_from says besides weights. origin: the file that says it.
+
+    tokenizer: its file, None if there is none. begin: id of the token before documents in the training of the weights,
+    None if the folder names none.
+    """
+
+    model: ModelConfig
+    tokenizer: Path | None
+    begin: int | None
+    origin: str
+
+
+def initial_model(folder: Path) -> Initial:
+    """Return what the folder of train.init_from says. Raises UserError."""
     kind, found = format_of(folder)
     if kind == "megaprec":
-        return *native_model(found), f"{found / INDEX}"
-    if kind == "hf":
-        return hf_model(folder), main_file(hf_tokenizer(folder)), f"{folder / CONFIG}"
-    source = open_weights(folder)
-    return source.model, main_file(source.tokenizer), f"{found}"
+        model, tokenizer = native_model(found)
+        special = special_ids(Store(found))
+        origin = f"{found / INDEX}"
+    elif kind == "hf":
+        model = hf_model(folder)
+        tokenizer = main_file(hf_tokenizer(folder))
+        special = hf_special_ids(read_config(folder))
+        origin = f"{folder / CONFIG}"
+    else:
+        source = open_weights(folder)
+        model = source.model
+        tokenizer = main_file(source.tokenizer)
+        special = source.facts.special
+        origin = f"{found}"
+    begins = said_ids(special, "bos_token_id", model.vocab)
+    return Initial(model, tokenizer, begins[0] if begins else None, origin)
 
 
 def open_initial(folder: Path) -> Source:

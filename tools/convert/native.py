@@ -32,6 +32,7 @@ from tools.convert.hf.folder import check_tensors
 from tools.convert.hf.vocabulary import main_file
 from tools.convert.train_state import (
     TrainState,
+    read_documents,
     read_ids,
     read_model,
     read_progress,
@@ -51,6 +52,15 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
     require_intact(store, tokenizer_files(store) if "tokenizer" in store.index else [])
     return read_model(store), tokenizer
+
+
+def special_ids(store: Store) -> dict[str, Any]:
+    """Return bos_token_id and the like of a checkpoint: of the folder that it was converted from, or of its run."""
+    converted = read_ids(store, "special_ids")
+    documents = read_documents(store)
+    if converted or not documents:
+        return converted
+    return {"bos_token_id": documents["begin"], "eos_token_id": documents["end"]}
 
 
 def open_native(path: Path) -> Source:
@@ -83,8 +93,9 @@ def open_native(path: Path) -> Source:
         precision=read_table(store, "precision"),
         layout=read_table(store, "layout"),
         unread="" if len(logical) == len(index["tensors"]) else "FP8 scales and amax histories",
-        special=read_ids(store, "special_ids"),
+        special=special_ids(store),
         generation=read_table(store, "generation"),
+        documents=read_documents(store),
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(name) for name in names])
 
@@ -207,6 +218,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "precision": facts.precision,
         "special_ids": facts.special,
         "generation": facts.generation,
+        **({"documents": facts.documents} if facts.documents else {}),
         "tokenizer": tokenizer.name if tokenizer else "",
         "torch": torch.__version__,
         "converted_from": {"format": source.kind, "folder": source.path.name},

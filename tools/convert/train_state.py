@@ -117,6 +117,22 @@ def read_ids(store: Store, key: str) -> dict[str, int | list[int] | None]:
     return saved
 
 
+def read_documents(store: Store) -> dict[str, int | None]:
+    """Return the ids "begin" and "end" of the tokens around documents in the run's training; empty if not recorded.
+
+    Raises UserError if they are damaged.
+    """
+    saved = read_ids(store, "documents")
+    if saved and saved.keys() != {"begin", "end"}:
+        raise _damaged(store, "documents")
+    ids = dict[str, int | None]()
+    for name, value in saved.items():
+        if isinstance(value, list) or (value is not None and value < 0):
+            raise _damaged(store, "documents")
+        ids[name] = value
+    return ids
+
+
 def _table(store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()) -> dict[str, Any]:
     """Return the table stored as `key`, if it has the keys of `like` with values of the same types."""
     saved = kept(store, key)

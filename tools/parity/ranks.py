@@ -152,5 +152,6 @@ def with_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
     parts = zip(config.data.blend, prefixes, strict=True) if config.data.blend else ()
     blend = tuple(part.model_copy(update={"source": prefix}) for part, prefix in parts)
     source = {"blend": blend} if blend else {"source": prefixes[0]}
-    data = config.data.model_copy(update={**source, "tokenizer": ""})
+    begin = "none" if corpus.begin is None else corpus.begin
+    data = config.data.model_copy(update={**source, "tokenizer": "", "begin": begin})
     return config.model_copy(update={"model": corpus.model, "data": data})

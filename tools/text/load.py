@@ -1,7 +1,7 @@
 """A trained model in one process, from a folder of any format, with the tokens that begin and end its documents.
 
-Models differ in what stands before a document. Some have a begin token; a model trained by megaprec has seen the end
-token of the document before. The folder's config.json says it, or the checkpoint that was converted from one; if
+Models differ in what stands before a document. Some have a begin token, others have seen the end token of the document
+before. A run's checkpoint has recorded which it was trained with; otherwise the folder's config.json says it; if
 neither does, it is the tokenizer's end token.
 """
 
@@ -28,7 +28,7 @@ from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
 from tools.convert.hf.notes import KEPT
-from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file
+from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file, said_ids
 from tools.convert.initial import open_weights
 from tools.convert.train_state import read_model, tokenizer_files
 from tools.convert.verify import read_weights
@@ -119,26 +119,32 @@ def _open(path: Path) -> Source:
 
 
 def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
-    said = _ids(source.facts.special, "bos_token_id", _known(source, tokenizer))
-    return next(iter(said), tokenizer.eos if tokenizer else None)
+    """Return the id of the token before documents in the training of the model.
+
+    A run of ours has recorded it. A config.json names it; if it names an end token alone, that is what stands before a
+    document, and if it names neither, there is none.
+    """
+    facts = source.facts
+    if facts.documents:
+        return facts.documents["begin"]
+    begins = said_ids(facts.special, "bos_token_id", _known(source, tokenizer))
+    if begins:
+        return begins[0]
+    names_none = "eos_token_id" in facts.special and facts.special["eos_token_id"] is None
+    return tokenizer.eos if tokenizer and not names_none else None
 
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end a document: those of config.json, of generation_config.json and of the tokenizer."""
     known, facts = _known(source, tokenizer), source.facts
     own = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
-    said = [id for table in (facts.special, facts.generation) for id in _ids(table, "eos_token_id", known)]
+    said = [id for table in (facts.special, facts.generation) for id in said_ids(table, "eos_token_id", known)]
     return frozenset((*own, *said))
 
 
 def _known(source: Source, tokenizer: Tokenizer | None) -> int:
     """Return the number of ids that a token may have."""
     return min(source.model.vocab, tokenizer.vocab_size) if tokenizer else source.model.vocab
-
-
-def _ids(said: Mapping[str, Any], key: str, known: int) -> list[int]:
-    """Return the ids under a key, which may hold one, a list or none. Ids that no token has are left out."""
-    return [id for id in _listed(said, key) if type(id) is int and 0 <= id < known]
 
 
 def _listed(said: Mapping[str, Any], key: str) -> list[Any]:
@@ -151,7 +157,7 @@ def _left_out(source: Source, tokenizer: Tokenizer | None) -> Iterator[str]:
     facts, known = source.facts, _known(source, tokenizer)
     said = [("bos_token_id", facts.special, ""), ("eos_token_id", facts.special, "")]
     for key, table, where in (*said, ("eos_token_id", facts.generation, " of generation_config.json")):
-        kept = _ids(table, key, known)
+        kept = said_ids(table, key, known)
         if wrong := [one for one in _listed(table, key) if one not in (*kept, None, -1)]:
             yield f"{source.path}: {key} = {wrong[0]!r}{where} is not followed: no token has this number"
         if key == "bos_token_id" and len(kept) > 1:

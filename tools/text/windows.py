@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import check_vocabulary, contents_of
+from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
@@ -91,10 +91,22 @@ def _of_text(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterato
 
 
 def _of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Document]:
+    size = _recorded_size(dataset)
     for number in range(dataset.num_documents):
         ids = dataset.document(number).astype(np.int64)
         if len(ids) and int(ids[-1]) in model.ends:
             ids = ids[:-1]
         if len(ids) and ids[0] == model.begin:  # it stands before each document anyway
             ids = ids[1:]
-        yield Document(ids, len(model.tokenizer.decode(ids.tolist()).encode()) if model.tokenizer else None)
+        if size is not None:
+            yield Document(ids, 0 if number else size)  # of all documents, with the first: only the sum is known
+        elif model.tokenizer:
+            yield Document(ids, len(model.tokenizer.decode(ids.tolist()).encode()))
+        else:
+            yield Document(ids, None)
+
+
+def _recorded_size(dataset: IndexedDataset) -> int | None:
+    """Return the number of bytes of the text that a data set was built of, None if its build has not recorded it."""
+    record = read_record(dataset.prefix)
+    return record.get("bytes") if record else None

@@ -18,6 +18,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.blend import Blend
 from megaprec.data.build import BuildResult, prepare, reusable
+from megaprec.data.document_tokens import DocumentTokens, document_tokens, with_begin
 from megaprec.data.files import alone, beside, write_whole
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
@@ -35,6 +36,7 @@ from tools.config.run_file import RunConfig
 from tools.console.progress_bar import building
 from tools.console.toml import toml
 from tools.convert.train_state import newest, read_tokenizer
+from tools.training.begin_notes import begin_notes
 from tools.training.data_identity import DataSet, Identity, read_identity
 from tools.training.tokenizer_notes import tokenizer_notes, unlike_notes
 from tools.training.validation_sets import build_validation, check_validation, open_validation
@@ -45,8 +47,9 @@ class Corpus:
     """The opened data of a run. model: the run's, with its vocabulary size. held_out, tokenizer: None if the run has
     none.
 
-    identity: identifies the data in checkpoints; None if it was not checked. notes: lines for the user. validation:
-    further sets to evaluate, by name.
+    begin: id of the token that stands before each document of the samples, None if none was asked for. documents: the
+    tokens that the model sees before and after documents. identity: identifies the data in checkpoints; None if it was
+    not checked. notes: lines for the user. validation: further sets to evaluate, by name.
     """
 
     datasets: tuple[IndexedDataset, ...]
@@ -54,6 +57,8 @@ class Corpus:
     held_out: Samples | Blend | None
     tokenizer: Tokenizer | None
     model: ModelConfig
+    begin: int | None = None
+    documents: DocumentTokens = DocumentTokens(None, None)
     identity: Identity | None = None
     notes: tuple[str, ...] = ()
     validation: Mapping[str, Samples] = field(default_factory=dict)
@@ -104,8 +109,10 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     model_file = _build(config, texts, given, allowed) if texts else given
     corpus = looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
     notes = build_validation(config, corpus.tokenizer, corpus.ids, cache_of(config))
-    said = tuple(dict.fromkeys((*corpus.notes, *notes)))
-    return replace(corpus, notes=said, validation=open_validation(config, cache_of(config)))
+    streams = [part.dataset for part in (corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train])]
+    of_begin = begin_notes(config, streams, corpus.begin, corpus.documents, corpus.tokenizer)
+    said = tuple(dict.fromkeys((*corpus.notes, *of_begin, *notes)))
+    return replace(corpus, notes=said, validation=open_validation(config, cache_of(config), corpus.begin))
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
@@ -126,7 +133,12 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
     notes += unlike_notes(records) if corpus.tokenizer is None else ()
     data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
     identity = Identity(
-        sets=sets, tokenizer=digest, held_out=data.held_out, shuffle=data.shuffle, seed=config.train.seed
+        sets=sets,
+        tokenizer=digest,
+        held_out=data.held_out,
+        shuffle=data.shuffle,
+        seed=config.train.seed,
+        begin=corpus.begin,
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
 
@@ -135,28 +147,67 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
     """Open existing data sets and an existing tokenizer file. Any number of processes may do so at once."""
     tokenizer = load_tokenizer(model_file) if model_file else None
     model = config.model.with_vocab(_vocab(config, tokenizer))
+    begin = begin_asked_for(config)
+    _require_token(config, begin, tokenizer.vocab_size if tokenizer else model.vocab)
     train, data, parts = config.train, config.data, _parts(config)
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
-    datasets, halves = list[IndexedDataset](), list[tuple[Samples, Samples | None]]()
+    datasets = list[IndexedDataset]()
+    streams = list[IndexedDataset]()
+    halves = list[tuple[Samples, Samples | None]]()
     for part, prefix in zip(parts, prefixes, strict=True):
         with _about(config, part):
             datasets.append(IndexedDataset(prefix))
+            streams.append(with_begin(datasets[-1], begin))
         with _about(config, part, "data.held_out", "train.seq_length"):
-            trained, held = split(datasets[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets)
+            trained, held = split(streams[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets)
             halves.append((trained, held))
         with _about(config, part):
             trained.require_counted("training samples")
             if held is not None and train.eval_every:
                 held.require_counted("held-out samples")
+    documents = _tokens_around_documents(streams, begin, tokenizer)
     if not data.blend:
-        return Corpus(tuple(datasets), *halves[0], tokenizer, model)
+        trained, held = halves[0]
+        return Corpus(tuple(datasets), trained, held, tokenizer, model, begin, documents)
     weights = [one.weight for one in data.blend]
     names = [part.name for part in parts]
-    totals = [count_samples(dataset, train.seq_length) for dataset in datasets]
+    totals = [count_samples(stream, train.seq_length) for stream in streams]
     blend = Blend([trained for trained, _ in halves], weights, names, totals)
     evaluated = [held for _, held in halves if held is not None]
     held_out = Blend(evaluated, weights, names, totals) if evaluated else None
-    return Corpus(tuple(datasets), blend, held_out, tokenizer, model)
+    return Corpus(tuple(datasets), blend, held_out, tokenizer, model, begin, documents)
+
+
+def begin_asked_for(config: RunConfig) -> int | None:
+    """Return the id of the token before each document that data.begin asks for, None if it asks for none.
+
+    "auto" on a resume is what the checkpoint was trained with; otherwise the run file has the id of train.init_from.
+    """
+    asked = config.data.begin
+    if isinstance(asked, int):
+        return asked
+    store = newest(config.checkpoint_folder) if asked == "auto" else None
+    identity = read_identity(store) if store else None
+    return identity.begin if identity else None
+
+
+def _require_token(config: RunConfig, begin: int | None, ids: int) -> None:
+    """Raise UserError if there is no token `begin` among the ids below `ids`."""
+    if begin is not None and begin >= ids:
+        raise UserError(
+            f"data.begin = {begin} ({config.origin('data.begin')}): ids are below {ids}: give the id of the token that "
+            'begins a document, or "none"'
+        )
+
+
+def _tokens_around_documents(
+    streams: Sequence[IndexedDataset], begin: int | None, tokenizer: Tokenizer | None
+) -> DocumentTokens:
+    """Return the tokens before and after documents of a run, as most of its data sets have them."""
+    end = tokenizer.eos if tokenizer else None
+    begins = tokenizer.bos if begin is None and tokenizer else begin
+    each = [document_tokens(stream, begins, end) for stream in streams]
+    return max(each, key=each.count)
 
 
 def open_kept(config: RunConfig) -> Corpus:

@@ -43,7 +43,7 @@ class DataSet(_Kept):
 
 class Identity(_Kept):
     """All settings that decide which samples come in which order. tokenizer: SHA-256 of its file, empty if there
-    is none.
+    is none. begin: id of the token before each document that data.begin asks for, None if it asks for none.
     """
 
     sets: list[DataSet]
@@ -51,6 +51,7 @@ class Identity(_Kept):
     held_out: float
     shuffle: bool
     seed: int
+    begin: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Differe
 
 def other_sets(kept: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
     """Yield the differences between the data sets of the run and the stored ones. between: the old and the new."""
+    if kept.begin != now.begin:
+        was = "none" if kept.begin is None else kept.begin
+        one = "none" if now.begin is None else now.begin
+        yield Difference("data", f"data.begin: {toml(was)}{between}{toml(one)}: the tokens before documents are others")
     if len(kept.sets) != len(now.sets):
         return
     for n, (was, one) in enumerate(zip(kept.sets, now.sets, strict=True)):

@@ -120,7 +120,7 @@ def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     initial = config.train.init_from
     if not initial or not corpus.tokenizer or latest(config.checkpoint_folder):
         return
-    _, own, _ = initial_model(Path(initial))
+    own = initial_model(Path(initial)).tokenizer
     if own and read_whole(own) != read_whole(corpus.tokenizer.path):
         yield (
             f"{corpus.tokenizer.path} is another tokenizer than {own}, with which the weights of train.init_from were "
@@ -148,14 +148,14 @@ def _seen_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     parts: Sequence[Samples] = corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train]
     borders = [len(part) * config.train.seq_length for part in parts]
     held: set[bytes] = set()
-    for dataset, border in zip(corpus.datasets, borders, strict=True):
-        held |= _contents(dataset, border)
+    for part, border in zip(parts, borders, strict=True):
+        held |= _contents(part.dataset, border)
     sets = {name: _contents(samples.dataset, 0) for name, samples in corpus.validation.items()}
     every = held.union(*sets.values())
     lengths = np.array(sorted({len(content) // 8 for content in every}), np.int64)  # bytes of int64
     trained: set[bytes] = set()
-    for dataset, border in zip(corpus.datasets, borders, strict=True):
-        trained |= every.intersection(document.tobytes() for document in _of_length(dataset, border, lengths))
+    for part, border in zip(parts, borders, strict=True):
+        trained |= every.intersection(document.tobytes() for document in _of_length(part.dataset, border, lengths))
     if seen := held & trained:
         yield (
             f"data.held_out: {len(seen):,} of {len(held):,} held-out documents are in the training data too, so the "

@@ -29,6 +29,7 @@ from tools.config.run_file import RunConfig
 from tools.journal.records import TASKS
 from tools.text.likelihood import likelihoods
 from tools.text.windows import Window, windows
+from tools.training.corpus import Corpus
 
 FEWSHOT_SEED = 1234  # the harness's own
 Ask = Callable[[Sequence[Window]], list[tuple[float, bool]]]
@@ -63,15 +64,22 @@ def require_harness(config: RunConfig) -> None:
 class Harness:
     """The tasks of a run. `results` is collective over its ranks."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, engine: Engine, position: Position) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, engine: Engine, position: Position) -> None:
         self._data, self._engine, self._position = config.data, engine, position
         schedule, world = engine.schedule, engine.optimizer.world
         self._relay = Relay(engine.stages, schedule.rank_of_stage, engine.pp, engine.dp, world, engine.device)
         if not self._data.lm_eval:
             return
-        if tokenizer is None or tokenizer.eos is None:
-            raise UserError("data.lm_eval needs the run's tokenizer, with a token that ends documents: data.tokenizer")
-        self._tokenizer, self._positions = tokenizer, config.sized_model.max_positions
+        if corpus.tokenizer is None:
+            raise UserError("data.lm_eval needs the run's tokenizer: data.tokenizer")
+        if corpus.documents.begin is None:
+            raise UserError(
+                "data.lm_eval needs a token that stands before documents in training, and there is none: set "
+                "data.begin, or build the data with a tokenizer that has a token to end documents with"
+            )
+        self._tokenizer = corpus.tokenizer
+        self._begin = corpus.documents.begin
+        self._positions = config.sized_model.max_positions
 
     @cached_property
     def _tasks(self) -> Any:
@@ -79,7 +87,7 @@ class Harness:
 
     @cached_property
     def _model(self) -> Any:
-        return _language_model(self._ask, self._tokenizer, self._positions)
+        return _language_model(self._ask, self._tokenizer, self._begin, self._positions)
 
     def results(self) -> dict[str, float]:
         """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC. A harness that fails is a warning."""
@@ -175,13 +183,11 @@ def _loaded(manager: Any, names: Sequence[str]) -> Any:
     return loaded
 
 
-def _language_model(ask: Ask, tokenizer: Tokenizer, positions: int) -> Any:
+def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, positions: int) -> Any:
     """Return the harness's view of the model: its tokens, and the probabilities that `ask` returns.
 
-    A document begins after the token that ends one, as in training. Longer ones are cut as the harness cuts them.
+    begin: id of the token before a document, as in training. Long documents are cut as the harness cuts them.
     """
-    begin = tokenizer.eos
-    assert begin is not None
 
     class Model(import_module("lm_eval.api.model").TemplateLM):
         eot_token_id = begin

@@ -7,6 +7,7 @@ fails does the run end with an error, which names the checkpoint that the same c
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def beside_the_state(
         "layout": config.parallel.model_dump(),
         "precision": config.precision.model_dump(),
         "tokenizer": corpus.tokenizer.path.name if corpus.tokenizer else "",
+        "documents": asdict(corpus.documents),
         **arithmetic(),
         "run": keys_of(config),
     }

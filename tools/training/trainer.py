@@ -124,7 +124,7 @@ class Trainer:
             leaves=leaves_of(config, corpus.model, mesh, checkpoint),
         )
         self._checks, self._digests = Checks(self.engine, config), Digests(self.engine, config)
-        self._harness = Harness(config, corpus.tokenizer, self.engine, self.position)
+        self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp

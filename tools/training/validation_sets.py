@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megaprec.data.build import prepare, reusable
+from megaprec.data.document_tokens import with_begin
 from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
@@ -70,13 +71,16 @@ def build_validation(config: RunConfig, tokenizer: Tokenizer | None, vocab: int,
             yield from tokenizer_notes(one.prefix, read_record(one.prefix), tokenizer)
 
 
-def open_validation(config: RunConfig, cache: Path) -> Mapping[str, Samples]:
-    """Open the existing data sets by name; none if the run never evaluates. Raises UserError for too short ones."""
+def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mapping[str, Samples]:
+    """Open the existing data sets by name; none if the run never evaluates. Raises UserError for too short ones.
+
+    begin: id of the token before each document, as in the training data; None: no token is put there.
+    """
     data, train, opened = config.data, config.train, dict[str, Samples]()
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
     for one in _sets(data, cache) if train.eval_every else ():
         with _about(config, one):
-            dataset = IndexedDataset(one.prefix)
+            dataset = with_begin(IndexedDataset(one.prefix), begin)
             opened[one.name] = Samples(dataset, train.seq_length, train.seed, shuffle=False, resets=resets)
             opened[one.name].require_counted("evaluated samples")
     return opened

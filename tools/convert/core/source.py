@@ -37,7 +37,9 @@ class Facts:
 
     steps: optimizer steps that were applied. rule: numbers of the optimizer's rule. progress, watch, precision, layout:
     as in megaprec checkpoints. unread: contents that cannot be read. special: bos_token_id and the like, as in
-    config.json; generation: contents of generation_config.json. notes: remarks for the user, a sentence each.
+    config.json; generation: contents of generation_config.json. documents: the ids "begin" and "end" of the tokens
+    around documents in the training of a run, each None if there was none; empty if that is not known. notes: remarks
+    for the user, a sentence each.
     """
 
     steps: int = 0
@@ -50,6 +52,7 @@ class Facts:
     unread: str = ""
     special: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
+    documents: dict[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

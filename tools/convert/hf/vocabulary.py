@@ -16,11 +16,12 @@ import sentencepiece
 from megaprec.data.encoding import sentencepiece_encoder
 from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megaprec.data.tokenizer_files import CONFIG, SAVE_ANEW, SETTINGS, SPECIAL_MAP, protobuf_fields
+from megaprec.data.training import DENORMALIZER, DLE, ESCAPES, NORMALIZER, SPACE, TABLE, escapes
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
+from tools.convert.core.source import Source
 
-SPACE = "\u2581"  # SentencePiece's sign for a space
 UNREAD = (  # other files that a tokenizer may be in
     "vocab.json",
     "merges.txt",
@@ -35,7 +36,11 @@ UNREAD = (  # other files that a tokenizer may be in
 )
 BPE = 2  # model_type in SentencePiece's trainer_spec
 USER_DEFINED = 4  # type of a piece
-PROBE = 'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-3}  # x\x00\x07\r\n' + "aaa   " * 9 + "\u0301é"
+PROBE = (
+    'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-3}  # x\x00\x07\r\n'
+    + "aaa   " * 9
+    + "\u0301é\u2581\x10_ \x10.\x10"
+)
 
 
 def main_file(files: Sequence[Path]) -> Path | None:
@@ -80,13 +85,27 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
         )
 
 
-def begin_note(special: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return a note if a tokenizer names a begin token that is not the one of the model. special: as in config.json."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer) or special or tokenizer.bos in (None, tokenizer.eos):
+def said_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
+    """Return the ids under a key, such as bos_token_id, which may hold one, a list or none.
+
+    known: number of ids that a token may have; others are left out.
+    """
+    value = special.get(key)
+    listed = value if isinstance(value, list) else [value]
+    return [id for id in listed if type(id) is int and 0 <= id < known]
+
+
+def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
+    """Return a note if a tokenizer names a begin token that is not the one that a run of ours was trained with."""
+    facts = source.facts
+    of_a_run = bool(facts.documents) or not facts.special
+    begin = facts.documents.get("begin", tokenizer.eos if tokenizer else None)
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not of_a_run or tokenizer.bos in (None, begin):
         return []
+    instead = "no token stands there" if begin is None else f"they begin after the token {begin}"
     return [
         f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, which nothing says to "
-        f"stand before documents: they begin after the token that ends one, {tokenizer.eos}"
+        f"stand before documents: {instead}"
     ]
 
 
@@ -162,8 +181,11 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
     special = [i for i in pieces.values() if model.is_control(i) or model.is_unknown(i)]
     odd = {*special, *(pieces[symbol] for symbol in _user_defined(file))}
     plain = {p: i for p, i in pieces.items() if not (i in odd or model.is_byte(i) or model.is_unused(i))}
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    escaped = {DLE: ESCAPES[DLE], SPACE: ESCAPES[SPACE]} if _is_lossless(file) else {}
+    escape = [_replace(one, other) for one, other in escaped.items()]
+    space = _replace(" ", SPACE)
+    back = _replace(SPACE, " ")
+    unescape = [_replace(other, one) for one, other in reversed(escaped.items())]
     prefix = [{"type": "Prepend", "prepend": SPACE}] if dummy_prefix else []
     symbols = _user_defined(file)
     split = {"type": "Split", "pattern": {"Regex": "|".join(map(re.escape, symbols))}, "behavior": "Isolated"}
@@ -175,10 +197,10 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [_added(model.id_to_piece(i), i) for i in sorted(special)],
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, space]},
+        "normalizer": {"type": "Sequence", "normalizers": [*escape, *prefix, space]},
         "pre_tokenizer": {**split, "invert": False} if symbols else None,
         "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [back, *bytes_back, {"type": "Fuse"}, *strip]},
+        "decoder": {"type": "Sequence", "decoders": [back, *bytes_back, {"type": "Fuse"}, *unescape, *strip]},
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -194,6 +216,10 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
     }
 
 
+def _replace(one: str, other: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": one}, "content": other}
+
+
 def _added(content: str, number: int) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": number, "content": content, **flags}
@@ -207,12 +233,19 @@ def _merges(plain: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
         yield from sorted(known, key=lambda pair: (plain[pair[0]], plain[pair[1]]))
 
 
+def _is_lossless(file: Path) -> bool:
+    """Return True if a model rewrites texts by the escapes of the models that are trained here, and by nothing else."""
+    parts = dict(protobuf_fields(read_whole(file)))
+    tables = tuple(dict(protobuf_fields(parts.get(part, b""))).get(TABLE) for part in (NORMALIZER, DENORMALIZER))
+    return tables == escapes()
+
+
 def _check_model(file: Path) -> bool:
     """Return True if a space is put before texts. Raises UserError for unsupported kinds of models."""
     whole = dict(protobuf_fields(read_whole(file)))
     trainer, normalizer = dict(protobuf_fields(whole.get(2, b""))), dict(protobuf_fields(whole.get(3, b"")))
     if trainer.get(3, 1) != BPE:
         raise UserError(f"{file} is no byte-pair model; others cannot be put as a tokenizer.json here")
-    if normalizer.get(2) or normalizer.get(4, 1):
+    if not _is_lossless(file) and (normalizer.get(2) or normalizer.get(4, 1)):
         raise UserError(f"{file} rewrites texts before it splits them, which a tokenizer.json cannot say exactly")
     return bool(normalizer.get(3, 1))

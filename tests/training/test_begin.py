@@ -1,0 +1,172 @@
+"""One token stands before documents, from a folder through training to evaluation, harness, export and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprec.data.indexed import IndexedDataset, IndexedWriter
+from megaprec.data.tokenizer import load_tokenizer
+from tests.families import CASES, THEIRS
+from tests.runs import RUN, WORDS, train
+from tools.cli import main
+from tools.config.run_file import load_run
+from tools.training.corpus import open_corpus
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: the extra hf")
+
+PAD, EOS, BOS = 0, 1, 2
+SPECIAL = ["<pad>", "<eos>", "<bos>"]
+IDS = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
+TEXTS = [" ".join(WORDS[n:] + WORDS[:n]) for n in range(12)]
+FAMILIES = [name for name in CASES if "kv1" not in name]
+
+
+def folder_of(name: str, place: Path, **ids: int | None) -> Path:
+    """A tiny model of a family with a tokenizer, as transformers saves them."""
+    case = CASES[name]
+    keys = THEIRS | case.theirs | {"vocab_size": 300} | IDS | ids
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(case.kind, **keys)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(place)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(place)
+    return place
+
+
+def written(place: Path, init_from: Path, *lines: str) -> Path:
+    """A run file of one step without learning, from a folder and on a text of some documents."""
+    text = place / "texts.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS), encoding="utf-8")
+    own = RUN[RUN.index("[data]") :].replace("{folder}", str(place)).replace("text.txt", "texts.jsonl")
+    own = own.replace("vocab_size = 330\n", "").replace("peak = 1e-2", "peak = 1e-30").replace("steps = 6", "steps = 1")
+    own = own.replace("seq_length = 16", "seq_length = 8").replace("global_batch = 8", "global_batch = 2")
+    file = place / "run.toml"
+    file.write_text("\n".join([own.replace("[train]", f'[train]\ninit_from = "{init_from}"'), *lines]))
+    return file
+
+
+def evaluated(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["evaluate", str(model), "--data", str(data), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.cases(2, sample=3)
+@pytest.mark.parametrize("name", ["gemma3", *(name for name in FAMILIES if name != "gemma3")])
+def test_a_family_has_one_begin_token_and_one_loss_from_folder_to_run_to_export_and_back(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(name, tmp_path / "hf")
+    file = written(tmp_path, folder)
+    assert main(["train", str(file), "--no-verify"]) == 0
+    assert f"data.begin = {BOS} ({folder}/config.json): this token is put before each document" in (
+        capsys.readouterr().out
+    )
+    export = tmp_path / "export"
+    assert main(["convert", str(tmp_path / "run"), str(export), "--no-verify"]) == 0
+    texts = tmp_path / "texts.jsonl"
+    places = (folder, tmp_path / "run", export)
+    found = [evaluated(place, texts, capsys) for place in places]
+    assert [one["begin_token"] for one in found] == [BOS] * 3
+    losses = [one["sets"][0]["loss"] for one in found]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    theirs = transformers.AutoTokenizer.from_pretrained(export)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (BOS, EOS)
+    ours = load_tokenizer(folder / "tokenizer.json")
+    assert [theirs(text, add_special_tokens=False).input_ids for text in TEXTS] == [ours.encode(t) for t in TEXTS]
+    assert json.loads((export / "config.json").read_text())["bos_token_id"] == BOS
+    corpus = open_corpus(load_run(file))
+    stream = corpus.train.batch(0, len(corpus.train)).tokens
+    assert corpus.documents.begin == BOS, "what the harness puts before a document"
+    assert (stream == BOS).sum() in (len(corpus.train), len(TEXTS) - 1, len(TEXTS), len(TEXTS) - 2)
+    for again in (tmp_path / "run", export):
+        assert load_run(file, [f"train.init_from={again}", f"train.folder={tmp_path}/next"]).data.begin == BOS
+
+
+def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(tmp_path: Path) -> None:
+    file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"), "[precision]", 'compute = "fp64"')
+    corpus = open_corpus(load_run(file, ["data.shuffle=false", "data.held_out=0"]))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    expected = [id for text in TEXTS for id in (BOS, *theirs(text, add_special_tokens=False).input_ids, EOS)]
+    read = corpus.train.batch(0, len(corpus.train)).tokens.flatten().tolist()
+    assert read == expected[: len(read)]
+    assert len(read) > 100
+
+
+def test_weights_with_a_begin_token_are_not_trained_without_it_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"))
+    assert main(["train", str(file), "data.begin=none", "--no-verify"]) == 0
+    said = f'data.begin = "none": the weights of train.init_from were trained with token {BOS} before documents'
+    assert said in capsys.readouterr().out
+    assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == EOS, "as trained here"
+
+
+def test_a_run_is_resumed_with_the_begin_token_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"))
+    assert main(["train", str(file), "--no-verify"]) == 0
+    without = tmp_path / "without.toml"
+    text = file.read_text().replace(f'init_from = "{tmp_path}/hf"\n', "")
+    model = (tmp_path / "run" / "run.toml").read_text()
+    kept = model[model.index("[model]") :].partition("\n\n")[0]
+    tokenizer = f'[data]\ntokenizer = "{tmp_path}/hf/tokenizer.json"'
+    without.write_text(f"{kept}\n{text.replace('[data]', tokenizer)}")
+    capsys.readouterr()
+    assert train(without, "train.steps=2") == 0
+    assert open_corpus(load_run(without)).begin == BOS
+    assert train(without, "train.steps=3", "data.begin=none") == 2
+    assert f'data.begin: {BOS} -> "none"' in capsys.readouterr().err
+
+
+def test_a_run_whose_documents_do_not_end_is_evaluated_without_a_token_that_it_never_saw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of("llama", tmp_path / "hf", bos_token_id=None, eos_token_id=None)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    with IndexedWriter(tmp_path / "tokens", 300) as writer:
+        for text in TEXTS:
+            writer.add_document(tokenizer.encode(text))
+    file = written(tmp_path, folder)
+    assert main(["train", str(file), f"data.source={tmp_path}/tokens", "--no-verify"]) == 0
+    assert f"documents do not end with token {EOS}" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "export"), "--no-verify"]) == 0
+    for place in (tmp_path / "run", tmp_path / "export"):
+        assert evaluated(place, tmp_path / "texts.jsonl", capsys)["begin_token"] is None
+
+
+def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of("gemma3", tmp_path / "hf")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    with IndexedWriter(tmp_path / "tokens", 300) as writer:
+        for text in TEXTS:
+            writer.add_document([BOS, *tokenizer.encode(text), EOS])
+    file = written(tmp_path, folder)
+    assert main(["train", str(file), f"data.source={tmp_path}/tokens", "--no-verify"]) == 0
+    assert f"documents of {tmp_path}/tokens begin after this token already; none is added" in capsys.readouterr().out
+    corpus = open_corpus(load_run(file, [f"data.source={tmp_path}/tokens"]))
+    assert corpus.train.dataset.num_tokens == IndexedDataset(tmp_path / "tokens").num_tokens
+    assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == BOS
+
+
+@pytest.mark.parametrize(("value", "told"), [("300", "ids are below 300"), ("-1", "data.begin = -1"), ("x", "none")])
+def test_a_begin_that_is_no_token_is_refused(
+    value: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"))
+    assert main(["train", str(file), f"data.begin={value}", "--no-verify"]) == 2
+    assert told in capsys.readouterr().err

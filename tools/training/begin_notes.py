@@ -1,0 +1,51 @@
+"""Notes on the tokens that stand before and after documents in training, where they are not what one would think."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megaprec.data.document_tokens import Begun, DocumentTokens
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.tokenizer import Tokenizer
+from tools.config.run_file import RunConfig
+from tools.convert.initial import initial_model
+
+
+def begin_notes(
+    config: RunConfig,
+    streams: Sequence[IndexedDataset],
+    begin: int | None,
+    documents: DocumentTokens,
+    tokenizer: Tokenizer | None,
+) -> Iterator[str]:
+    """Yield the notes of a run. streams: its data sets as they are trained on.
+
+    begin: the token that data.begin asks for. documents: the tokens that the model sees around documents.
+    """
+    if begin is not None:
+        yield from _placed(config, streams, begin)
+    elif config.data.begin == "none" and config.train.init_from:
+        initial = initial_model(Path(config.train.init_from))
+        if initial.begin not in (None, documents.begin):
+            yield (
+                f'data.begin = "none": the weights of train.init_from were trained with token {initial.begin} before '
+                f"documents ({initial.origin}), and documents have none here"
+            )
+    elif documents.begin not in (None, documents.end):
+        yield f"documents begin with token {documents.begin} in the data; evaluation and export put it there, too"
+    if tokenizer and tokenizer.eos is not None and documents.end is None:
+        before = "no token" if documents.begin is None else f"token {documents.begin}"
+        yield (
+            f"documents do not end with token {tokenizer.eos}, which ends them by {tokenizer.path}: the model does not "
+            f"learn where a text ends, and is evaluated with {before} before a document, as it is trained"
+        )
+
+
+def _placed(config: RunConfig, streams: Sequence[IndexedDataset], begin: int) -> Iterator[str]:
+    """Yield a note on each way in which the begin token comes to stand before documents."""
+    origin = config.origin("data.begin")
+    asked = f"data.begin = {begin} ({origin})"
+    if any(isinstance(stream, Begun) for stream in streams):
+        yield f"{asked}: this token is put before each document, in evaluation, generation and export, too"
+    there = [str(stream.prefix) for stream in streams if not isinstance(stream, Begun)]
+    if there:
+        yield f"{asked}: documents of {', '.join(there)} begin after this token already; none is added"

@@ -10,6 +10,7 @@ filesystem can be told in one line.
 import errno
 import io
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,28 @@ def write_file(path: Path, content: bytes) -> None:
     with named(path), path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(content))
         os.fsync(file.fileno())
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a regular file, which is made if it is missing, and wait until it is on the disk.
+
+    A line that an earlier attempt left unfinished is ended first. Raises OSError with the path.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        with named(path):
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            torn = state.st_size and os.pread(descriptor, 1, state.st_size - 1) != b"\n"
+            content = f"\n{line}\n" if torn else f"{line}\n"
+            write_all(descriptor, memoryview(content.encode()))
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if not state.st_size:
+        sync(path.parent)
 
 
 def write_all(descriptor: int, content: memoryview) -> None:

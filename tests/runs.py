@@ -106,7 +106,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def rewind(folder: Path, to: Path, step: int) -> Path:
     """A copy of a run as if it had been ended right after the checkpoint of `step`. Its metrics go further."""
     shutil.copytree(folder, to)
-    for later in (to / "checkpoints").iterdir():
+    for later in (to / "checkpoints").glob("step_*"):
         if int(later.name.removeprefix("step_")) > step:
             shutil.rmtree(later)
     return to

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -50,8 +49,36 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest checkpoint in `folder`, None if there is none. Raises UserError as `checkpoints` does."""
-    return next(reversed(checkpoints(folder)), None)
+    """Return the newest checkpoint in `folder`, None if there is none. Older ones may be damaged: see `damaged_beside`.
+
+    Raises UserError if the folder cannot be listed, or if its newest entry with the name of a checkpoint is not one.
+    """
+    while named := _named(folder):
+        newest = named[-1]
+        damage = _damage(newest)
+        if not damage:
+            return newest
+        if os.path.lexists(newest):
+            raise UserError(f"{newest} is damaged: {damage}: {remedy(newest)}")
+    return None  # it was removed in the meantime, or there never was one
+
+
+def damaged_beside(newest: Path) -> list[str]:
+    """Return a line for each older entry beside a checkpoint that has the name of one but is not one."""
+    lines = list[str]()
+    for path in _named(newest.parent):
+        damage = _damage(path)
+        if damage and step_of(path) < step_of(newest) and os.path.lexists(path):
+            lines.append(f"{path} is damaged: {damage}: it is not used, and stays")
+    return lines
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, oldest first, without what is damaged.
+
+    Raises UserError if the folder cannot be listed.
+    """
+    return [path for path in _named(folder) if not _damage(path)]
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -79,7 +106,7 @@ def require_room(folder: Path) -> None:
 
 def remedy(path: Path) -> str:
     """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there is one."""
-    earlier = [other for other in _named(path.parent) if _step(other) < _step(path) and not _damage(other)]
+    earlier = [other for other in _named(path.parent) if step_of(other) < step_of(path) and not _damage(other)]
     return f"restore it, or move it away to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
 
 
@@ -95,17 +122,15 @@ def begin(folder: Path, step: int) -> int:
 
 
 def commit(folder: Path, step: int, partial: Path) -> Path:
-    """Rename the hidden folder `partial` to the checkpoint of `step` and return its path.
+    """Rename the hidden folder `partial` to the checkpoint of `step`, in place of one that is there; return its path.
 
     Raises OSError; then the checkpoints that were there before are still there, unless only the last flush failed.
     """
-    final, hidden = checkpoint_path(folder, step), None
+    final = checkpoint_path(folder, step)
+    hidden = None
     sync(partial)
     if os.path.lexists(final):
-        if _damage(final):  # damaged since the run began
-            final.rename(_damaged_name(final))
-        else:
-            hidden = _hide(final)
+        hidden = _hide(final)
     try:
         partial.rename(final)
     except OSError:
@@ -122,23 +147,13 @@ def remove_leftovers(folder: Path) -> list[str]:
     return [_cannot_remove(path, error) for path in leftovers if (error := _remove(path))]
 
 
-def remove_old(folder: Path, keep: int, new: Path) -> list[str]:
-    """Remove all complete checkpoints but the newest `keep` and `new`, and all leftovers. Return a warning for each
-    that cannot be removed.
-    """
-    warnings = []
+def hide(path: Path) -> list[str]:
+    """Give a checkpoint a hidden name, by which `remove_leftovers` finds it. Return a warning if that fails."""
     try:
-        whole = [path for path in _named(folder) if not _damage(path)]
-    except UserError as error:
-        return list(error.problems)
-    for old in whole[: -keep or None]:
-        if old == new:
-            continue
-        try:
-            _hide(old)
-        except OSError as error:
-            warnings.append(_cannot_remove(old, error))
-    return [*warnings, *remove_leftovers(folder)]
+        _hide(path)
+    except OSError as error:
+        return [_cannot_remove(path, error)]
+    return []
 
 
 def _cannot_remove(path: Path, error: OSError) -> str:
@@ -173,10 +188,11 @@ def _named(folder: Path) -> list[Path]:
             f"{folder} cannot be listed ({error.strerror}), and there may be checkpoints in it: allow it to be read, "
             "or move it away"
         ) from error
-    return sorted((folder / name for name in names), key=_step)
+    return sorted((folder / name for name in names), key=step_of)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -198,13 +214,13 @@ def _damage(path: Path) -> str:
 def _hide(path: Path) -> Path:
     """Rename a checkpoint to a hidden name before it is removed, so that a half-removed one is not taken for a
     complete one."""
-    return path.rename(_free(path, lambda n: f".{path.name}.removed{n if n > 1 else ''}.partial"))
+    return path.rename(free_path(path, f".{path.name}.removed", ".partial"))
 
 
-def _damaged_name(path: Path) -> Path:
-    """Return the first unused path among *.damaged, *.damaged2, ..."""
-    return _free(path, lambda n: f"{path.name}.damaged{n if n > 1 else ''}")
-
-
-def _free(path: Path, name: Callable[[int], str]) -> Path:
-    return next(free for n in count(1) if not os.path.lexists(free := path.with_name(name(n))))
+def free_path(path: Path, name: str, suffix: str = "") -> Path:
+    """Return the first unused path beside `path` among NAME, NAME2, NAME3, ..., each with the suffix."""
+    for number in count(1):
+        free = path.with_name(f"{name}{number if number > 1 else ''}{suffix}")
+        if not os.path.lexists(free):
+            return free
+    raise AssertionError("count has no end")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaprec.checkpoint.keeping import ALL
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -25,13 +26,18 @@ def required_path(path: object, optimizer: object, name: str) -> Path:
     return Path(path)  # type: ignore[arg-type]
 
 
-def require_saveable(step: object, extra: object, keep: object) -> None:
+def require_saveable(step: object, extra: object, keep: object, keep_every: object) -> None:
     """Raise UserError, naming all that are wrong, for values that would not be read back as they were given."""
     wrong = []
     if not is_number(step, whole=True) or step < 0:  # type: ignore[operator]
         wrong.append(f"step = {step!r:.60}: must be a whole number from 0 on")
-    if not is_number(keep, whole=True) or keep < 1:  # type: ignore[operator]
-        wrong.append(f"keep = {keep!r:.60}: must be a whole number from 1 on, of the newest checkpoints that stay")
+    if keep != ALL and (not is_number(keep, whole=True) or keep < 1):  # type: ignore[operator]
+        wrong.append(
+            f"keep = {keep!r:.60}: must be a whole number from 1 on, of the newest checkpoints that stay, or "
+            f'"{ALL}", by which none is removed'
+        )
+    if not is_number(keep_every, whole=True) or keep_every < 0:  # type: ignore[operator]
+        wrong.append(f"keep_every = {keep_every!r:.60}: must be a whole number of steps, 0 for none")
     if not isinstance(extra, dict):
         wrong.append(f"extra = {extra!r:.60}: must be a dict of JSON values; {{}} for none")
     else:

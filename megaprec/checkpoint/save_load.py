@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from megaprec.checkpoint.fp8_scales import Scales, read_fp8, take_up
 from megaprec.checkpoint.given import require_saveable, required_path
 from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.saving import Saving
 from megaprec.comm.layout import Part
@@ -32,12 +33,15 @@ def save(
     step: int,
     optimizer: ParallelAMPOptimizer,
     extra: dict[str, Any],
-    keep: int = 2,
+    keep: int | Literal["all"] = 2,
     files: Sequence[Path] = (),
     fp8: FP8State | None = None,
+    keep_every: int = 0,
 ) -> Path:
-    """Write a checkpoint of `step` into `folder` and remove all but the newest `keep`. Collective over the world.
+    """Write a checkpoint of `step` into `folder` and remove older ones. Collective over the world.
 
+    keep: how many of the newest checkpoints stay; "all": none is removed. keep_every: those of each multiple of this
+    step stay too; 0: of none. Only checkpoints that saves into this folder have made are removed, and no links.
     extra: more JSON values for checkpoint.json, the same on every rank, such as a scheduler's state_dict().
     files: files to copy into the checkpoint.
     fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's path.
@@ -45,8 +49,8 @@ def save(
     an old checkpoint that cannot be removed.
     """
     folder = required_path(folder, optimizer, "folder")
-    require_saveable(step, extra, keep)
-    outcome = Saving(folder, step, optimizer, extra, keep, files, fp8).finish()
+    require_saveable(step, extra, keep, keep_every)
+    outcome = Saving(folder, step, optimizer, extra, Keep.of(keep, keep_every), files, fp8).finish()
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
     if outcome.problem:

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from megaprec.checkpoint.atomic import begin, checkpoint_path, commit, partial_path, remove_leftovers, remove_old
+from megaprec.checkpoint.atomic import begin, checkpoint_path, commit, partial_path, remove_leftovers
 from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.fp8_scales import add_fp8
+from megaprec.checkpoint.keeping import USUAL, Keep, make_way, record_save, remove_expired
 from megaprec.checkpoint.ranges import stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX
 from megaprec.checkpoint.shard_file import write_shard
@@ -58,7 +59,7 @@ class Outcome:
 class Saving:
     """A save of `step` into `folder` that is under way. Everything but the threads is collective over the world.
 
-    extra, keep, files, fp8: see `megaprec.checkpoint.save_load.save`. background: False writes in this thread, without
+    extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not remove. background: False writes in this thread, without
     a copy of the state.
     """
 
@@ -68,7 +69,7 @@ class Saving:
         step: int,
         optimizer: ParallelAMPOptimizer,
         extra: dict[str, Any],
-        keep: int = 2,
+        keep: Keep = USUAL,
         files: Sequence[Path] = (),
         fp8: FP8State | None = None,
         background: bool = False,
@@ -188,11 +189,13 @@ class Saving:
         try:
             ranks = range(0, self._world.size, FAN if self._world.size > FAN else 1)
             _write_index(partial, ranks, self._index)
+            self._warnings += make_way(self.folder, self.step)
+            self._warnings += record_save(self.folder, self.step, partial / INDEX)
             final = commit(self.folder, self.step, partial)
         except OSError:
             self._abandon()
             raise
-        self._warnings += remove_old(self.folder, self._keep, final)
+        self._warnings += remove_expired(self.folder, self._keep, final)
 
     def _abandon(self) -> None:
         self._warnings += remove_leftovers(self.folder)

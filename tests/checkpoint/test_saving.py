@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint import saving as module
 from megaprec.checkpoint import shard_file
 from megaprec.checkpoint.atomic import checkpoints, latest
+from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.saving import Saving
 from megaprec.errors import UserError
@@ -204,7 +205,7 @@ def touch_the_disk_beside_training(mesh: DeviceMesh, folder: Path) -> tuple[list
             patch.setattr(os, name, noted(name))
         sys.addaudithook(note)
         for step in (1, 2):
-            saving = Saving(folder, step, optimizer, {}, keep=1, files=[Path(__file__)], background=True)
+            saving = Saving(folder, step, optimizer, {}, keep=Keep(1), files=[Path(__file__)], background=True)
             while (outcome := saving.poll()) is None:
                 time.sleep(0.001)
             assert not outcome.problem
@@ -233,12 +234,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_never_in_the_way(
             optimizer = small()
             load(saved(tmp_path, step, value=step, keep=1), optimizer)
             assert holds(optimizer, step)
-        outcome = Saving(tmp_path, 7, small(), {}, keep=1).finish()
+        outcome = Saving(tmp_path, 7, small(), {}, keep=Keep(1)).finish()
         assert not outcome.problem
         assert len(outcome.warnings) == 6
         assert all("cannot be removed, and each later save tries again: " in line for line in outcome.warnings)
         assert [path.name for path in checkpoints(tmp_path)] == ["step_00000007"]
-    assert not Saving(tmp_path, 8, small(), {}, keep=1).finish().warnings
+    assert not Saving(tmp_path, 8, small(), {}, keep=Keep(1)).finish().warnings
     assert names(tmp_path) == ["step_00000008"]
 
 

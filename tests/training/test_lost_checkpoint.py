@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaprec.checkpoint import atomic as module
-from megaprec.checkpoint.atomic import begin, checkpoint_at, checkpoints, commit, latest, partial_path, remove_old
+from megaprec.checkpoint.atomic import checkpoint_at, checkpoints, damaged_beside, latest
 from megaprec.checkpoint.digests import OTHERS, OWN
 from megaprec.checkpoint.reader import INDEX
 from megaprec.errors import UserError
@@ -124,15 +124,35 @@ def test_the_remedy_works(file: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(names(run / "checkpoints" / "step_00000006.damaged")) == 3
 
 
-def test_an_older_one_is_refused_too(tmp_path: Path) -> None:
+def test_the_newest_is_taken_beside_an_older_one_that_is_damaged_and_that_one_is_named(tmp_path: Path) -> None:
     older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
     unlink(older)
-    with pytest.raises(UserError, match=r"step_00000001 is damaged: it has no .* move it away to start anew"):
-        latest(tmp_path)
+    assert latest(tmp_path) == newer
+    why = "is damaged: it has no checkpoint.json: it is not used, and stays"
+    assert damaged_beside(newer) == [f"{older} {why}"]
     unlink(newer)
+    with pytest.raises(UserError, match=r"step_00000002 is damaged: it has no .* move it away to start anew"):
+        latest(tmp_path)
     with pytest.raises(UserError) as said:
         checkpoints(tmp_path)
     assert len(said.value.problems) == 2
+
+
+@pytest.mark.parametrize("put", ["empty folder", "lost index"])
+def test_a_run_goes_on_from_the_newest_whatever_lies_there_of_older_ones(
+    put: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    older = checkpoint(run, 0 if put == "empty folder" else 3)
+    if put == "empty folder":
+        older.mkdir()
+    else:
+        unlink(older)
+    assert train(file, f"train.folder={run}", "train.steps=7") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"note       {older} is damaged: it has no checkpoint.json: it is not used, and stays" in lines
+    assert older.is_dir()
+    assert main(["inspect", str(run)]) == 0
 
 
 def test_a_checkpoint_named_by_itself_is_refused_alike(tmp_path: Path) -> None:
@@ -146,11 +166,12 @@ def test_a_checkpoint_named_by_itself_is_refused_alike(tmp_path: Path) -> None:
 def test_one_that_is_damaged_in_mid_run_is_not_removed_by_a_save(tmp_path: Path) -> None:
     for step in (1, 2):
         unlink(saved(tmp_path, step))
-    assert names(saved(tmp_path, 2, keep=1).parent) == ["step_00000001", "step_00000002", "step_00000002.damaged"]
+    why = "was in the way of a save and is step_00000002.damaged now: it was damaged"
+    with pytest.warns(UserWarning, match=f"step_00000002 {why}"):
+        saved(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000002.damaged"]
     assert names(tmp_path / "step_00000001") == names(tmp_path / "step_00000002.damaged")
-    partial = partial_path(tmp_path, 3, begin(tmp_path, 3))
-    shutil.copy(tmp_path / "step_00000002" / INDEX, partial / INDEX)
-    assert not remove_old(tmp_path, 1, commit(tmp_path, 3, partial))
+    saved(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step_00000001", "step_00000002.damaged", "step_00000003"]
 
 

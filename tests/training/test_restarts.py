@@ -16,6 +16,7 @@ import torch
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.errors import UserError
+from tests.checkpoint.test_checkpoint import names
 from tests.checkpoint.test_damage import flip
 from tests.other_systems import slow
 from tests.runs import assert_close, checkpoint, steps, tensors, train, train_on, write_run
@@ -365,7 +366,7 @@ def test_ranks_that_start_again_from_a_damaged_checkpoint_name_it_and_the_one_be
     last = capfd.readouterr().err.splitlines()[-1]
     assert "step_00000006 is damaged: optimizer-00000.safetensors is not what was saved" in last
     assert last.endswith("move it away to go on from step_00000003")
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+    assert names(run / "checkpoints") == ["step_00000003", "step_00000006"]
 
 
 @pytest.mark.cases(0, sample=1)

@@ -25,6 +25,7 @@ from megaprec.durable import write_all
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
+from tests.checkpoint.test_checkpoint import names
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.config.run_file import load_run
@@ -115,7 +116,7 @@ def test_a_save_that_fails_costs_a_line_and_the_run_ends_as_if_it_had_not(
             f"warning    {checkpoint(tmp_path / 'full', step)} is not saved: {file}: No space left on device (ENOSPC): "
             "free some room there; training goes on, and the next save is a new attempt"
         )
-    assert os.listdir(tmp_path / "full" / "checkpoints") == ["step_00000006"]
+    assert names(tmp_path / "full" / "checkpoints") == ["step_00000006"]
     train_on(run_file, *given, f"train.folder={tmp_path / 'whole'}", tensor=2, data=2)
     assert steps(tmp_path / "full") == steps(tmp_path / "whole")
     same_bits(tmp_path / "full", tmp_path / "whole", 6)

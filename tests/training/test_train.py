@@ -30,6 +30,7 @@ from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from megaprec.resources import cores
 from parallel.mesh import told_by_first
+from tests.checkpoint.test_checkpoint import names
 from tests.other_systems import slow
 from tests.ranks import run_ranks
 from tests.runs import assert_close, checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
@@ -302,7 +303,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint_to_go_on_from(
     assert train(run_file, *run) == 0
     assert f"resumed    from {checkpoint(tmp_path / 'run', step)}, steps {step + 1} to 6" in capsys.readouterr().out
     assert steps(tmp_path / "run") == steps(exact)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000006"]
+    assert names(tmp_path / "run" / "checkpoints") == ["step_00000006"]
 
 
 class Launched:

@@ -145,6 +145,7 @@ _ROWS = (
     _value("save", str, None, "train.folder"),
     _value("load", str, None, "train.init_from checkpoint.resume"),
     _value("save_interval", int, None, "checkpoint.every"),
+    _value("save_retain_interval", int, None, "checkpoint.keep checkpoint.keep_every"),
     _value("persistent_save_interval", int, None, "checkpoint.every", sets="save_interval"),
     _flag("finetune", "train.init_from"),
     _value("pretrained_checkpoint", str, None, "train.init_from"),

@@ -161,7 +161,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "no_strict_fsdp_dtensor_load no_use_tokenizer_model_from_checkpoint_args non_persistent_ckpt_type= "
         "non_persistent_global_ckpt_dir= non_persistent_local_ckpt_algo= non_persistent_local_ckpt_dir= "
         "non_persistent_save_interval= object_storage_cache_path= override_lr_scheduler override_opt_param_scheduler "
-        "s3_cache_path= save_retain_interval= use_dist_ckpt use_persistent_ckpt_worker verify_integrity",
+        "s3_cache_path= use_dist_ckpt use_persistent_ckpt_worker verify_integrity",
     ),
     (
         "it chooses kernels or memory for the same mathematics",

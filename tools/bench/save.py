@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.saving import Saving
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.errors import UserError
@@ -68,7 +69,7 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
     del copied
     dist.barrier()
     start = time.perf_counter()
-    saving = Saving(folder, bench.number, optimizer, {}, keep=1, background=True)
+    saving = Saving(folder, bench.number, optimizer, {}, keep=Keep(1), background=True)
     stall, beside = time.perf_counter() - start, list[float]()
     while True:
         dist.barrier()  # ranks whose steps differ wait for each other with or without a save
@@ -80,7 +81,7 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
         beside.append(bench.step())
     dist.barrier()
     start = time.perf_counter()
-    Saving(folder, bench.number + 1, optimizer, {}, keep=1).finish()
+    Saving(folder, bench.number + 1, optimizer, {}, keep=Keep(1)).finish()
     between = time.perf_counter() - start
     return {"mb": size / 1e6, "step": step, "copy": copy, "stall": stall, "beside": beside, "between": between}
 

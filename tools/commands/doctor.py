@@ -11,6 +11,7 @@ tried, or wrong input.
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -90,12 +91,28 @@ def existing(folder: Path) -> Path:
 
 
 def _bytes(config: RunConfig | None) -> int:
-    """Return the bytes of the checkpoints that the run keeps, and of one that is being written; 0 if not known."""
+    """Return the bytes of the checkpoints that the run has at most, one that is being written among them.
+
+    0 if that is not known.
+    """
     if config is None or config.model.factory or not config.model.vocab:
         return 0
     held, sharded = config.plan.bytes_per_parameter(len(make_rule(config.optimizer).names))
     one = config.sized_model.num_parameters * (sharded or held)
-    return one * (config.checkpoint.keep + 1)
+    return one * (_kept(config) + 1)
+
+
+def _kept(config: RunConfig) -> int:
+    """Return the number of checkpoints that the run has at its end."""
+    settings = config.checkpoint
+    steps = config.train.steps
+    saves = math.ceil(steps / settings.every) if settings.every else 1
+    if settings.kept.newest is None:
+        return saves
+    spared = 0
+    if settings.every and settings.keep_every:
+        spared = steps // math.lcm(settings.every, settings.keep_every)
+    return min(saves, settings.kept.newest + spared)
 
 
 def _local(asked: Asked, config: RunConfig | None, args: argparse.Namespace) -> Iterator[Finding]:

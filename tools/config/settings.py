@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megaprec.checkpoint.keeping import Keep
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import Module
@@ -328,7 +329,14 @@ class Checkpoint(Table):
     every: int = Field(
         default=500, ge=0, description="Number of steps between checkpoints; 0: only at the end of the run."
     )
-    keep: int = Field(default=2, gt=0, description="Number of newest checkpoints to keep; older ones are deleted.")
+    keep: Annotated[int, Field(gt=0)] | Literal["all"] = Field(
+        default=2,
+        description="Number of newest checkpoints to keep; older ones that this folder's runs have saved are deleted. "
+        '"all": none is deleted.',
+    )
+    keep_every: int = Field(
+        default=0, ge=0, description="Checkpoints of each multiple of this step are never deleted; 0: of none."
+    )
     background: bool = Field(
         default=True,
         description="Write checkpoints beside the next steps, from a copy of the state in host memory; false: between "
@@ -339,6 +347,11 @@ class Checkpoint(Table):
         description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one from an "
         "earlier run.",
     )
+
+    @property
+    def kept(self) -> Keep:
+        """Return the rule by which saves delete older checkpoints."""
+        return Keep.of(self.keep, self.keep_every)
 
 
 class Log(Table):

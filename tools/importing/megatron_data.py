@@ -151,10 +151,27 @@ def add_run(a: Arguments, draft: Draft) -> None:
     if a.get("save"):
         draft.put("train.folder", a.get("save"), a.origin("save"))
         draft.put("checkpoint.every", a.get("save_interval") or 0, a.origin("save_interval"))
+        _add_keeping(a, draft)
     else:
         draft.notes.append("--save is not given: the run saves at its end only, in train.folder")
         draft.put("checkpoint.every", 0, "no --save")
     _add_load(a, draft)
+
+
+def _add_keeping(a: Arguments, draft: Draft) -> None:
+    """Add the checkpoints that are kept: all, or the newest and those of each multiple of an interval.
+
+    Megatron-LM's save_checkpoint deletes the checkpoint before, unless its iteration is a multiple.
+    """
+    interval = a.get("save_retain_interval")
+    origin = a.origin("save_retain_interval")
+    if interval is None:
+        draft.put("checkpoint.keep", "all", origin)
+    elif interval < 1:
+        a.refuse("give a number of iterations from 1 on", "save_retain_interval")
+    else:
+        draft.put("checkpoint.keep", 1, origin)
+        draft.put("checkpoint.keep_every", interval, origin)
 
 
 def _add_load(a: Arguments, draft: Draft) -> None:

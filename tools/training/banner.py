@@ -23,6 +23,7 @@ from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
 from tools.training.batches import evaluated_samples
 from tools.training.corpus import Corpus
+from tools.training.deletions import deletion_lines
 from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
 
@@ -76,6 +77,8 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         say(f"resumed    from {resumed}, {_left(done, t.steps)}")
         for line in resume_lines(config, corpus, resumed):
             say(line)
+    for line in deletion_lines(config, done):
+        say(line)
 
 
 def _left(done: int, steps: int) -> str:

@@ -41,13 +41,18 @@ class Saves:
     def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
         """Save the state after `step`. Waits for the save before, if that is not finished. extra, files: see `save`."""
         self._wait()
-        c = self._config.checkpoint
-        folder, state = (
+        settings = self._config.checkpoint
+        self._saving = Saving(
             self._config.checkpoint_folder,
-            (self._optimizer, extra | self._leaves, c.keep, files, self._fp8),
+            step,
+            self._optimizer,
+            extra | self._leaves,
+            settings.kept,
+            files,
+            self._fp8,
+            background=settings.background,
         )
-        self._saving = Saving(folder, step, *state, background=c.background)
-        if not c.background:
+        if not settings.background:
             self._wait()
 
     def require_whole(self) -> None:

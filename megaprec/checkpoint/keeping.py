@@ -1,0 +1,140 @@
+"""Which checkpoints a save removes: only older ones that saves into the same folder have made.
+
+Each save adds a line to a hidden file of the folder, with its step and the digest of its checkpoint.json. A checkpoint
+without such a line was put there by somebody: copied as the beginning of a branch, restored from a backup, saved by an
+earlier version. It is never removed, and neither is one that is a link: its files lie where other programs may need
+them. Nor is anything else with the name of a checkpoint overwritten: it gets another name.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaprec.checkpoint.atomic import checkpoint_path, free_path, hide, remove_leftovers, step_of, whole_checkpoints
+from megaprec.checkpoint.digests import OWN
+from megaprec.checkpoint.reader import INDEX
+from megaprec.durable import append_line, file_error
+from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_regular
+
+RECORD = ".saved.jsonl"
+ALL = "all"
+TAIL = 200  # bytes at the end of checkpoint.json, which hold its own digest
+SEAL = re.compile(rf'"{OWN}": "([0-9a-f]{{64}})"\n}}$')
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The checkpoints that a save does not remove.
+
+    newest: how many of the newest that saves have made; None: all. every: also those of each multiple of this step; 0:
+    of none.
+    """
+
+    newest: int | None
+    every: int = 0
+
+    @classmethod
+    def of(cls, keep: int | str, every: int = 0) -> "Keep":
+        """Return the rule of the key or argument `keep`, a number or "all"."""
+        return cls(None if isinstance(keep, str) else keep, every)
+
+    def expired(self, steps: Sequence[int], later: int = 0) -> list[int]:
+        """Return the steps, of those that saves have made, in order, whose checkpoints go after `later` more saves."""
+        if self.newest is None:
+            return []
+        stay = max(0, self.newest - later)
+        older = steps[: max(0, len(steps) - stay)]
+        return [step for step in older if not self.every or step % self.every]
+
+
+USUAL = Keep(2)
+
+
+def record_save(folder: Path, step: int, index: Path) -> list[str]:
+    """Record that a save makes the checkpoint of `step`. index: its checkpoint.json.
+
+    Returns a warning if the folder's record cannot be written.
+    """
+    try:
+        append_line(folder / RECORD, json.dumps({"step": step, OWN: _seal(index)}))
+    except OSError as error:
+        stays = "without its line there no save removes the checkpoint"
+        return [f"{file_error(error)}; {checkpoint_path(folder, step).name} is saved, but {stays}"]
+    return []
+
+
+def made_here(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in `folder` that saves into it have made and that are no links, oldest first.
+
+    Raises UserError if the folder cannot be listed.
+    """
+    recorded = _recorded(folder)
+    return [path for path in whole_checkpoints(folder) if _is_recorded(path, recorded)]
+
+
+def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
+    """Remove the checkpoints that `keep` lets go, but never `new`, and all leftovers.
+
+    Returns a warning for each that cannot be removed.
+    """
+    warnings = list[str]()
+    if keep.newest is not None:
+        try:
+            made = {step_of(path): path for path in made_here(folder)}
+        except UserError as error:
+            return list(error.problems)
+        for old in (made[step] for step in keep.expired([*made])):
+            if old != new:
+                warnings += hide(old)
+    return [*warnings, *remove_leftovers(folder)]
+
+
+def make_way(folder: Path, step: int) -> list[str]:
+    """Rename what has the name of the checkpoint of `step` but was not made by a save, or is damaged.
+
+    Returns a warning with the new name. Raises OSError.
+    """
+    path = checkpoint_path(folder, step)
+    if not os.path.lexists(path) or path in made_here(folder):
+        return []
+    whole = path in whole_checkpoints(folder)
+    aside = free_path(path, f"{path.name}.{'other' if whole else 'damaged'}")
+    path.rename(aside)
+    why = "no save into this folder made it" if whole else "it was damaged"
+    return [f"{path} was in the way of a save and is {aside.name} now: {why}"]
+
+
+def _is_recorded(path: Path, recorded: Sequence[tuple[int, str]]) -> bool:
+    return not path.is_symlink() and (step_of(path), _seal(path / INDEX)) in recorded
+
+
+def _recorded(folder: Path) -> list[tuple[int, str]]:
+    """Return step and digest of each save that is recorded; a line that is damaged is as none."""
+    made = list[tuple[int, str]]()
+    try:
+        lines = read_regular(folder / RECORD).splitlines()
+    except OSError:
+        return made
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            record = parse_json(line)
+            made.append((record["step"], record[OWN]))
+    return made
+
+
+def _seal(index: Path) -> str:
+    """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an earlier version."""
+    try:
+        with index.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL))
+            end = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    seal = SEAL.search(end)
+    return seal[1] if seal else ""

@@ -1,0 +1,84 @@
+"""A run says what its saves will delete, and deletes nothing else; imports keep what the other system keeps."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_keeping import steps_in
+from tests.importing.test_import import BASE, refused, run_of
+from tests.runs import checkpoint, rewind, train, write_run
+
+QUICK = ("model.layers=1", "train.global_batch=2", "train.micro_batch=2", "checkpoint.every=1")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose run has been trained for three steps, with checkpoints at 2 and 3."""
+    file = write_run(tmp_path_factory.mktemp("kept"))
+    assert train(file, *QUICK, "train.steps=3") == 0
+    return file
+
+
+def kept_lines(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith("keeps ")]
+
+
+def test_a_run_says_at_its_start_what_its_saves_will_delete_and_nothing_else_goes(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 3)
+    shutil.copytree(checkpoint(run, 2), checkpoint(run, 1))  # which no save of this folder has made
+    index = checkpoint(run, 1) / "checkpoint.json"
+    index.write_bytes(index.read_bytes().replace(b'"step": 2', b'"step": 1'))
+    given = [*QUICK, f"train.folder={run}", "train.steps=6", "checkpoint.keep=1", "checkpoint.keep_every=4"]
+    capsys.readouterr()
+    assert train(file, *given) == 0
+    assert kept_lines(capsys.readouterr().out) == [
+        "keeps      the newest checkpoint and those of each 4th step that it saves; older ones are deleted, "
+        "step_00000002 and step_00000003 too; step_00000001 stays, for no save into this folder made it"
+    ]
+    assert steps_in(run / "checkpoints") == [1, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("checkpoint.keep=3",), []),
+        (('checkpoint.keep="all"',), []),
+        (("checkpoint.keep_every=1",), []),
+        (("checkpoint.every=0",), []),
+        ((), ["keeps      the newest 2 checkpoints that it saves; older ones are deleted"]),
+    ],
+)
+def test_a_run_that_will_delete_nothing_says_nothing(
+    keys: tuple[str, ...], said: list[str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert train(file, *QUICK, f"train.folder={tmp_path}", "train.steps=3", *keys) == 0
+    assert kept_lines(capsys.readouterr().out) == said
+    first = checkpoint(tmp_path, 1).exists()
+    assert first == (not said and keys != ("checkpoint.every=0",))
+
+
+@pytest.mark.parametrize("value", ["0", "none", "1.5", "true"])
+def test_a_number_of_checkpoints_that_is_none_is_refused_by_its_key(
+    value: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(file, f"checkpoint.keep={value}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("checkpoint.keep = ")
+    assert '"all"' in line
+
+
+@pytest.mark.parametrize(
+    ("words", "keep", "every"), [("", "all", 0), (" --save-retain-interval 20", 1, 20)], ids=["all", "every 20"]
+)
+def test_an_imported_run_keeps_what_megatron_keeps(words: str, keep: object, every: int, tmp_path: Path) -> None:
+    settings = run_of(tmp_path, f"{BASE} --save-interval 10{words}").checkpoint
+    assert (settings.every, settings.keep, settings.keep_every) == (10, keep, every)
+
+
+def test_an_interval_of_megatron_that_keeps_nothing_is_refused() -> None:
+    (line,) = refused(f"{BASE} --save-interval 10 --save-retain-interval 0")
+    assert line.startswith("--save-retain-interval 0: give a number of iterations from 1 on")

@@ -23,7 +23,7 @@ from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, WITH_CONFIG, check_vocab, open_intact
 from tools.convert.hf.folder import CONFIG, hf_target, read_config
 from tools.convert.hf.vocabulary import begin_note, check_tokenizer, folder_notes
-from tools.convert.hf.write_config import to_hugging_face
+from tools.convert.hf.write_config import newer_only, to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
@@ -129,7 +129,8 @@ def write_model(
         + (f"; left out: {', '.join(left)}" if left else "")
         + (f"; not read: {source.facts.unread}" if source.facts.unread else "")
     )
-    for note in (*source.facts.notes, *tokenizer_notes):
+    needs = newer_only(source.model) if to == "hf" else []
+    for note in (*source.facts.notes, *tokenizer_notes, *needs):
         print(f"note: {note}")
     for line in damage:
         print(f"warning: {line}")

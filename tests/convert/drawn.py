@@ -75,9 +75,7 @@ def _sizes(dice: Random, kind: str) -> dict[str, Any]:
     if kind == "gpt_neox":
         return sizes
     sizes["num_key_value_heads"] = heads if kind in LATENT else kv_heads
-    if not own_heads and kind not in LATENT:
-        sizes["head_dim"] = head_dim
-    elif kind in ("gemma2", "gemma3_text", "gpt_oss", "qwen3"):  # whose usual width is a number
+    if (not own_heads and kind not in LATENT) or kind in ("gemma2", "gemma3_text", "gpt_oss", "qwen3"):
         sizes["head_dim"] = head_dim
     return sizes
 

@@ -257,7 +257,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
 
     def finish(folder: Path) -> None:
         weights = next(iter(kept.values()))
-        ids = source.facts.special or tokenizer_ids(source)
+        ids = special_ids_of(source)
         _write_json(folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | ids)
         write_generation(folder, source.facts.generation or ids)
         if len(shards) > 1:
@@ -293,6 +293,11 @@ def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, li
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def special_ids_of(source: Source) -> dict[str, Any]:
+    """Return the ids of special tokens as a config.json has them: those of the source, or of its tokenizer."""
+    return {"bos_token_id": None, "eos_token_id": None} | (source.facts.special or tokenizer_ids(source))
 
 
 def tokenizer_ids(source: Source) -> dict[str, int | None]:

@@ -44,7 +44,7 @@ class ModelConfig(ModelFields):
         return self
 
     def _problems(self) -> Iterator[str]:
-        if self.hidden % self.heads and "head_dim" not in self.model_fields_set:
+        if self.hidden % self.heads and not self.latent and "head_dim" not in self.model_fields_set:
             yield f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or give head_dim"
         elif self.positions == "rope":
             yield from self._rotary_problems()

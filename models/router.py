@@ -53,8 +53,11 @@ class RouterSettings(BaseModel):
             yield f"router.group_best {self.group_best} is more than the {size} experts of a group"
 
     def at_least(self, experts: int, per_token: int) -> int:
-        """Return the smallest number of experts, `experts` or more, whose groups are of one size and large enough."""
-        size = max(-(-experts // self.groups), -(-per_token // self.groups_per_token), self.group_best * self.limits)
+        """Return the smallest number of experts, `experts` or more, whose groups are of one size and large enough.
+
+        Groups are as large as if they were compared, for transformers compares them also where all are chosen.
+        """
+        size = max(-(-experts // self.groups), -(-per_token // self.groups_per_token), self.group_best)
         return size * self.groups
 
     @property

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
+from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
 from tools.console.progress_bar import moving
+from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, WITH_CONFIG, check_vocab, open_intact
-from tools.convert.hf.folder import CONFIG, hf_target, read_config
-from tools.convert.hf.vocabulary import begin_note, check_tokenizer, folder_notes
-from tools.convert.hf.write_config import to_hugging_face
+from tools.convert.hf.folder import CONFIG, hf_target, read_config, special_ids_of
+from tools.convert.hf.vocabulary import begin_note, check_tokenizer, class_note, folder_notes, main_file
+from tools.convert.hf.write_config import newer_only, to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
@@ -61,6 +64,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="vocabulary size without padding, if a Megatron or NeMo SRC does not state it",
     )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json or SentencePiece model for a DST whose SRC has no tokenizer",
+    )
     parser.add_argument("--weights-only", action="store_true", help="do not read the optimizer state of a Megatron SRC")
     parser.add_argument(
         "--verify",
@@ -78,6 +87,8 @@ def main(args: argparse.Namespace) -> int:
     keep_freed_memory()
     check_vocab(args.vocab, args.source)
     source = open_intact(args.source, args.vocab, args.weights_only)
+    if args.tokenizer:
+        source.tokenizer = _tokenizer(args.tokenizer, source)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
     layout = _layout(args, to)
@@ -87,6 +98,14 @@ def main(args: argparse.Namespace) -> int:
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab))
     return 0
+
+
+def _tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
+    """Return the file of --tokenizer and the settings beside it. Raises UserError if the source has a tokenizer."""
+    if main_file(source.tokenizer):
+        raise UserError(f"--tokenizer {file}: {source.path} has a tokenizer of its own: leave it out")
+    load_tokenizer(file)
+    return file, *settings_of(file)
 
 
 def _layout(args: argparse.Namespace, to: str) -> MegatronLayout:
@@ -117,6 +136,12 @@ def write_model(
     tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
     tokenizer_notes = [*folder_notes(source.path, source.tokenizer), *(tokenizer.notes if tokenizer else ())]
     tokenizer_notes += begin_note(source, tokenizer)
+    tokenizer_notes += class_note(source.tokenizer) if to == "hf" else []
+    if tokenizer is None and to != "megatron":
+        tokenizer_notes.append(
+            f"{source.path} has no tokenizer that is read, and so {destination} has none: convert with "
+            "--tokenizer FILE, a tokenizer.json or a SentencePiece model, to have one"
+        )
     target = _target(source, to, dtype, layout or MegatronLayout())
     for line in _verified(source, to, destination) if verify else ():
         print(line)
@@ -129,7 +154,8 @@ def write_model(
         + (f"; left out: {', '.join(left)}" if left else "")
         + (f"; not read: {source.facts.unread}" if source.facts.unread else "")
     )
-    for note in (*source.facts.notes, *tokenizer_notes):
+    needs = newer_only(source.model) if to == "hf" else []
+    for note in (*source.facts.notes, *tokenizer_notes, *needs):
         print(f"note: {note}")
     for line in damage:
         print(f"warning: {line}")
@@ -139,7 +165,11 @@ def _verified(source: Source, to: str, destination: Path) -> Iterator[str]:
     if source.kind in WITH_CONFIG:
         yield check_config(read_config(source.path), f"{source.path / CONFIG}")
     if to == "hf":
-        yield check_config(to_hugging_face(source.model, "float32"), f"{destination / CONFIG}")
+        config = to_hugging_face(source.model, "float32")
+        yield check_config(config, f"{destination / CONFIG}")
+        ids = special_ids_of(source)
+        if line := auto_tokenizer_line(source.tokenizer, config | ids, ids["bos_token_id"], f"{destination}"):
+            yield line
 
 
 def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:

@@ -1,9 +1,13 @@
 """The check that a config.json was understood: the model of transformers and megaprec's compute the same logits.
 
 Real weights would show it too (`verify`), but take long for a large model. Here a config.json is made small first:
-fewer layers, heads and features, windows and lengths reduced alike, layers of each kind kept. Both models get the same
-random weights, through a folder that transformers writes, and the same tokens, more than any window or length. In
-float64 two models that compute the same differ by rounding alone; the effect of a single misread key is far larger.
+fewer layers, heads and features, windows and lengths reduced alike, layers of each kind kept, and what divides what in
+the sizes of attention. Both models get the same random weights, through a folder that transformers writes, and the same
+tokens, more than any window or length. In float64 two models that compute the same differ by rounding alone; the effect
+of a single misread key is far larger.
+
+The config.json as it is, with all its sizes, is given to transformers' own class too, which makes a model of tensors
+without memory: it must accept the sizes, and have as many parameters as ours.
 """
 
 import json
@@ -31,6 +35,7 @@ BOUND = 1e-9  # of the largest difference, relative to the largest logit
 LAYERS, HEAD, FFN, VOCAB, EXPERTS, LENGTH = 4, 16, 48, 64, 4, 48
 ORIGINAL = "original_max_position_embeddings"
 OF_WEIGHTS = ("quantization_config", "initial_context_length")  # of the published ones, not of the model computed
+CORRECTION = "e_score_correction_bias"
 Json = Mapping[str, Any]
 
 
@@ -41,9 +46,18 @@ def check_config(config: Json, name: str) -> str:
     Without transformers the line says that nothing was compared, and why.
     """
     try:
+        theirs = parameters(json.dumps(_without_weights(config)))
         apart = difference(json.dumps(reduced(config)))
     except ImportError as problem:
         return f"{name} was not compared with transformers, which {why_missing(problem)}"
+    except UserError as error:
+        raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
+    ours = from_hugging_face(config).alone.num_parameters
+    if theirs != ours:
+        raise UserError(
+            f"{name}: transformers makes another model of it: it has {theirs:,} parameters, and ours {ours:,}"
+            f"{if_untested()}; --no-verify goes on all the same"
+        )
     if not apart <= BOUND:
         raise UserError(
             f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "
@@ -64,10 +78,22 @@ def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
     model = from_hugging_face(config)
     names = ALIASES["gpt2"] if config["model_type"] == "gpt2" else {}
-    small = {key: value for key, value in config.items() if key not in (*names, *OF_WEIGHTS)}
+    small = {key: value for key, value in _without_weights(config).items() if key not in names}
     for key, value in (_sizes(config, model) | _lengths(config, model)).items():
         small[names.get(key, key)] = value
     return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def _without_weights(config: Json) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in OF_WEIGHTS}
+
+
+def _hidden(model: ModelConfig, heads: int, head_dim: int) -> int:
+    """Return a small number of features: as many as all heads have, another multiple of heads, or none, as `model`."""
+    if model.hidden == model.heads * model.head_dim:
+        return heads * head_dim
+    other = heads * (head_dim + 2)
+    return other if model.hidden % model.heads == 0 or heads == 1 else other + 1
 
 
 def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
@@ -79,7 +105,7 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
         heads = model.heads  # of which the family's default is a part
     head_dim = next(d for d in count(HEAD, 2) if turns(model, d))
     sizes = {
-        "hidden_size": heads * head_dim,
+        "hidden_size": _hidden(model, heads, head_dim),
         "num_attention_heads": heads,
         "vocab_size": min(model.vocab, VOCAB),
         "num_hidden_layers": min(model.layers, LAYERS),
@@ -163,6 +189,32 @@ def _spread(kinds: list[Any], layers: int) -> list[Any]:
 
 
 @cache
+def parameters(config: str) -> int:
+    """Return the number of parameters of transformers' model of a config.json, made of tensors without memory.
+
+    Corrections of routers count, which are buffers there. Raises UserError if its class makes no model of it, and
+    ImportError without transformers.
+    """
+    with quiet_transformers() as transformers:
+        try:
+            settings = transformers.AutoConfig.for_model(**json.loads(config))
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+        except Exception as error:  # whatever a configuration can provoke there is its fault
+            raise _no_model(error) from error
+    corrections = [one for name, one in model.named_buffers() if name.endswith(CORRECTION)]
+    return sum(one.numel() for one in (*model.parameters(), *corrections))
+
+
+def _no_model(error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300]
+    return UserError(
+        f"transformers makes no model of config.json ({type(error).__name__}: {reason}){if_untested()}; "
+        "--no-verify goes on all the same"
+    )
+
+
+@cache
 def difference(config: str) -> float:
     """Return the largest difference of float64 logits, relative to the largest logit. ImportError without
     transformers.
@@ -192,11 +244,7 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
             model = _made(transformers, config)
             logits = model(ids).logits
         except Exception as error:  # whatever a configuration can provoke there is its fault
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"transformers makes no model of config.json ({type(error).__name__}: {reason}){if_untested()}; "
-                "--no-verify goes on all the same"
-            ) from error
+            raise _no_model(error) from error
         try:
             model.save_pretrained(folder)
         except Exception as error:  # the library of safetensors has one of its own for a full disk
@@ -222,7 +270,7 @@ def _draw(model: Any) -> None:
         embeds = any(part in name for part in ("embed_in", "embed_tokens", "wte", "wpe"))
         parameter.copy_((0.02 if embeds else 0.25) * noise + float("norm" in name or "ln_" in name))
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(CORRECTION):
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=dice, dtype=torch.float64))
 
 

@@ -32,6 +32,7 @@ from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes, rotary_notes
 from tools.convert.hf.quantized import quantized_notes, with_quantized
+from tools.convert.hf.stacked import one_by_one
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
@@ -102,6 +103,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     model, config, whole = hf_model(path), read_config(path), read_json(path / CONFIG)
     kind, files = config["model_type"], _stored(path)
     as_named = _named_like_the_table(text_tensors(files, whole), PREFIXES.get(kind, "model."))
+    as_named = one_by_one(as_named, kind)
     stored = with_quantized(as_named, config, path)
     halves = config.get("rope_interleave", True) is False
     found = matches((IN_HALVES if halves else HUGGING_FACE)[kind], model)
@@ -255,7 +257,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
 
     def finish(folder: Path) -> None:
         weights = next(iter(kept.values()))
-        ids = source.facts.special or tokenizer_ids(source)
+        ids = special_ids_of(source)
         _write_json(folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | ids)
         write_generation(folder, source.facts.generation or ids)
         if len(shards) > 1:
@@ -291,6 +293,11 @@ def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, li
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def special_ids_of(source: Source) -> dict[str, Any]:
+    """Return the ids of special tokens as a config.json has them: those of the source, or of its tokenizer."""
+    return {"bos_token_id": None, "eos_token_id": None} | (source.facts.special or tokenizer_ids(source))
 
 
 def tokenizer_ids(source: Source) -> dict[str, int | None]:

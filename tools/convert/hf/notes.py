@@ -12,6 +12,7 @@ from tools.convert.core.tensors import Stored
 from tools.convert.hf.defaults import DEFAULTS
 from tools.convert.hf.keys import Keys
 from tools.convert.hf.kinds import IDS
+from tools.convert.hf.rope import BY_LAYER
 
 Json = Mapping[str, Any]
 ANGLES = "rotary_emb.inv_freq"
@@ -30,6 +31,11 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
     if config.get("auto_map"):
         found.append(f"auto_map: code of the folder's own is not run; it is read as {architecture}")
     found += [f"{key} = {config[key]}, {KEPT}" for key in _strange(config)]
+    if unread := _untruncated(config):
+        found.append(
+            f"truncate = false in {unread}: transformers 5 does not read it in a {config['model_type']} model, and so "
+            "it is read here; transformers 4 does"
+        )
     if (extra := further_layers(config)) and read:
         found.append(
             f"{extra} layers for multi-token prediction: they are read as model.mtp_layers, which only training uses"
@@ -65,6 +71,16 @@ def _strange(config: Json) -> list[str]:
     size = Keys(config, config["model_type"])["vocab_size"]
     said = {key: config[key] if isinstance(config[key], list) else [config[key]] for key in IDS if key in config}
     return [key for key, ids in said.items() if any(one is not None and one >= size for one in ids)]
+
+
+def _untruncated(config: Json) -> str:
+    """Return the key of rotary positions by layer that asks for YaRN's range in fractions of pairs; "" for none."""
+    if config["model_type"] not in BY_LAYER:
+        return ""
+    tables = {"rope_scaling": config.get("rope_scaling")}
+    tables |= config.get("rope_parameters") or {}
+    asking = (key for key, table in tables.items() if table and not table.get("truncate", True))
+    return next(asking, "")
 
 
 def further_layers(config: Json) -> int:

@@ -14,6 +14,7 @@ REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a fact
 DEFAULT = {"rope_type": "default"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 KINDS = tuple(kind for kind in PARAMETERS if kind != "none")
+BY_LAYER = ("olmo3", "gemma3_text")  # model_type of families that turn layers with the window in their own way
 STRETCHED = ("llama3", "yarn")  # kinds by which a top-level original length is read
 
 
@@ -36,9 +37,8 @@ def rope_by_layer(c: Keys, base: float, window_base: float, windows: Mapping[str
     if older and "rope_type" not in c["rope_scaling"]:
         raise UserError(f"config.json has rope_scaling without rope_type: transformers ignores it in a {c.kind} model")
     for table in (full, windowed, older):
-        require(table.get("truncate", True), "truncate", (True,))  # transformers does not look for it by layer
-    if full and older and full != older:
-        raise UserError("config.json has rope_scaling and rope_parameters that say different things: leave one out")
+        table.pop("truncate", None)  # transformers 5 does not look for it by layer, which `notes` says
+    _require_alike(older, full, c)
     fields = _fields(full or older or dict(DEFAULT), c, base, 1.0, "rope_theta")
     beside = _fields(windowed or dict(DEFAULT), c, window_base, 1.0, "rope_local_base_freq")
     for each in (fields, beside):
@@ -66,10 +66,16 @@ def _fields(given: dict[str, Any], c: Keys, base: float, fraction: float, base_k
 
 def _given(c: Keys) -> dict[str, Any]:
     """The rope parameters, their kind as rope_type."""
-    filled = [table for key in ("rope_scaling", "rope_parameters") if (table := _table(c, key))]
-    if len(filled) == 2 and filled[0] != filled[1]:
+    older, newer = _table(c, "rope_scaling"), _table(c, "rope_parameters")
+    _require_alike(older, newer, c)
+    return newer or older or dict(DEFAULT)
+
+
+def _require_alike(older: Mapping[str, Any], newer: Mapping[str, Any], c: Keys) -> None:
+    """Check rope_scaling (`older`) against rope_parameters (`newer`): the base of the first may stand beside it."""
+    beside = {"rope_theta": c.given["rope_theta"]} if c.has("rope_theta") and "rope_theta" in newer else {}
+    if older and newer and {**beside, **older} != newer:
         raise UserError("config.json has rope_scaling and rope_parameters that say different things: leave one out")
-    return filled[0] if filled else dict(DEFAULT)
 
 
 def _table(c: Keys, key: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ UNREAD = (  # other files that a tokenizer may be in
     "tekken.json",
     "tokenization_*.py",
 )
+FROM_FILE = "PreTrainedTokenizerFast"  # the class of transformers that takes a tokenizer.json as it is
 BPE = 2  # model_type in SentencePiece's trainer_spec
 USER_DEFINED = 4  # type of a piece
 PROBE = (
@@ -123,19 +124,30 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     else:
         content = _as_tokenizer_json(file)
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-    given, extras = next((f for f in files if f.name == CONFIG), None), [f for f in files if f.name == SPECIAL_MAP]
-    if given:
-        (folder / CONFIG).write_bytes(read_whole(given))
-    else:
-        named = [role for extra in extras for role in parse_json(read_text(extra))]
-        (folder / CONFIG).write_text(
-            json.dumps(_config(content, tokenizer, begin, named), indent=2, ensure_ascii=False)
-        )
+    given = next((f for f in files if f.name == CONFIG), None)
+    extras = [f for f in files if f.name == SPECIAL_MAP]
+    settings = parse_json(read_text(given)) if given else {"clean_up_tokenization_spaces": False}
+    named = {*settings, *(role for extra in extras for role in parse_json(read_text(extra)))}
+    settings = _config(content, tokenizer, begin, named) | settings | {"tokenizer_class": FROM_FILE}
+    settings.pop("auto_map", None)  # code of the folder's own, which is not carried over
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
     for extra in extras:
         (folder / extra.name).write_bytes(read_whole(extra))
     probe = PROBE + _spelled(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+
+
+def class_note(files: Sequence[Path]) -> list[str]:
+    """Return a note on a class of tokenizers that the settings name, and that is written as another."""
+    given = next((f for f in files if f.name == CONFIG), None)
+    named = parse_json(read_text(given)).get("tokenizer_class") if given and main_file(files) else None
+    if named in (None, FROM_FILE, "TokenizersBackend"):
+        return []
+    return [
+        f"{given}: tokenizer_class = {named!r} is written as {FROM_FILE!r}, which splits texts as tokenizer.json says "
+        "in every version of transformers"
+    ]
 
 
 def require_writable(files: Sequence[Path]) -> None:
@@ -161,15 +173,15 @@ def _user_defined(file: Path) -> list[str]:
 
 
 def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None, named: Collection[str]) -> dict[str, Any]:
-    """Return tokenizer_config.json of a tokenizer that came without one. named: roles that another file names.
+    """Return the roles of tokens that no file names, for tokenizer_config.json. named: the others.
 
     The begin token is that of the model, and not a piece `<s>` that the model may never have seen.
     """
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     tokens = {id: token for token, id in tokenizer.vocabulary().items()}
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
-    return config | {role: tokens[id] for role, id in ids.items() if id is not None and role not in named}
+    known = {role: id for role, id in ids.items() if isinstance(id, int) and id in tokens}
+    return {role: tokens[id] for role, id in known.items() if role not in named}
 
 
 def _as_tokenizer_json(file: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ What no family can say is an error. Numbers that only training goes by, such as 
 left out, and `unsaid` names them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megaprec.errors import UserError
@@ -14,6 +14,8 @@ from models.family_defaults import default_attention_scalar, default_embedding_s
 from models.rope import ORIGINAL, PARAMETERS
 from models.router import PLAIN
 from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.defaults import DEFAULTS
+from tools.convert.hf.rope import BY_LAYER
 from tools.convert.hf.write_parts import layer_types, qwen_experts, softcaps, unlike_its_family, would_do
 
 
@@ -71,7 +73,7 @@ def _is_olmo(m: ModelConfig) -> bool:
 def _is_gemma(m: ModelConfig, qk_norm: bool) -> bool:
     norms = (m.norm_at, m.qk_norm, m.norm_unit_offset) == ("around", qk_norm, True)
     norms = norms and m.qk_norm_over == "head" and not _is_oss(m)
-    sizes = m.hidden % m.heads == 0 and m.attention_scalar == int(m.attention_scalar)
+    sizes = _divides(m) and m.attention_scalar == int(m.attention_scalar)
     scaled = m.embedding_scale == default_embedding_scale({"family": "gemma3", "hidden": m.hidden})
     plain = _is_rotary(m) and m.mlp == "geglu" and sizes and scaled
     return norms and plain and m.qkv_bias == m.output_bias and not (m.mlp_bias or m.experts)
@@ -97,6 +99,11 @@ def _own_heads(m: ModelConfig) -> bool:
     return m.kv_heads == m.heads and m.heads * m.head_dim == m.hidden
 
 
+def _divides(m: ModelConfig) -> bool:
+    """Return True if the heads divide the features, which some classes of transformers require without using it."""
+    return m.hidden % m.heads == 0
+
+
 def _no_extras(m: ModelConfig) -> bool:
     return not (m.experts or m.qk_norm or m.window)
 
@@ -111,6 +118,7 @@ NONE, ALL = (False, False, False), (True, True, True)
 NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 _KEYS = [key for key in ModelConfig.model_fields if key not in (*TRAINING, *NAMES, *_SIZES)]  # that a refusal may name
+TWO_FIELDS = ("linear", "dynamic")  # of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
 TYPES = {"gemma3": "gemma3_text"}  # model_type of a family, if it differs
 # Whether a model_type can say all of a model.
 _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
@@ -131,14 +139,16 @@ _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
         and _own_heads(m)
         and _no_extras(m)
     ),
-    "llama": lambda m: _is_plain(m) and m.qkv_bias == m.output_bias and _no_extras(m),
+    "llama": lambda m: _is_plain(m) and m.qkv_bias == m.output_bias and _no_extras(m) and _divides(m),
     "qwen2": lambda m: _is_plain(m) and _biases(m) == (True, False, False) and not (m.experts or m.qk_norm),
     "qwen2_moe": lambda m: _routes_plainly(m) and m.shared_gate and not (m.output_bias or m.mlp_bias or m.qk_norm),
     "qwen3": lambda m: _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and not (m.mlp_bias or m.experts),
     "qwen3_moe": lambda m: (
         _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and m.experts > 0 and not m.window_layers
     ),
-    "deepseek_v2": lambda m: _is_deepseek(m) and _routes(m, "softmax", False, 1) and not (m.experts and m.norm_topk),
+    "deepseek_v2": lambda m: (
+        _is_deepseek(m) and _divides(m) and _routes(m, "softmax", False, 1) and not (m.experts and m.norm_topk)
+    ),
     "deepseek_v3": lambda m: _is_deepseek(m) and _routes(m, "sigmoid", True, 2) and not m.mlp_bias,
     "olmo2": lambda m: _is_olmo(m) and not m.window,
     "olmo3": _is_olmo,
@@ -261,14 +271,44 @@ def _rotary_config(m: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _rope(m: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keys of rotary positions. scaling: rope_scaling of layers without the window."""
-    if kind == "gpt_oss":
-        return {"rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": m.rope_base}}
-    if kind not in ("olmo3", "gemma3_text"):
-        return {"rope_theta": m.rope_base, "rope_scaling": scaling}
+    """Return the keys of rotary positions. scaling: rope_scaling of layers without the window.
+
+    rope_theta, rope_scaling and rope_local_base_freq are what transformers 4 reads, and vLLM and llama.cpp after it.
+    Families with another meaning of these keys in transformers 5 have its rope_parameters besides.
+    """
+    older = {"rope_theta": m.rope_base, "rope_scaling": scaling}
+    if kind == "olmo2" and scaling and m.rope_scaling.kind in TWO_FIELDS:
+        older["rope_scaling"] = {"type": m.rope_scaling.kind, "factor": m.rope_scaling.factor}
     full = {**(scaling or {"rope_type": "default"}), "rope_theta": m.rope_base}
+    if kind == "gpt_oss":
+        return older | {"rope_parameters": full}
+    if kind not in BY_LAYER:
+        return older
     windowed = {"rope_type": "default", "rope_theta": m.window_rope_base} if m.window_rope_base else full
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
+    if kind == "gemma3_text":
+        older["rope_local_base_freq"] = windowed["rope_theta"]
+    return older | {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
+
+
+def newer_only(model: ModelConfig) -> list[str]:
+    """Return a note for each thing in the config.json of `model` that transformers 4 refuses or computes otherwise."""
+    readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"
+    return [f"config.json needs transformers 5 or newer: {readers}, cannot {what}" for what in _not_in_older(model)]
+
+
+def _not_in_older(m: ModelConfig) -> Iterator[str]:
+    kind = model_type(m)
+    scaling = m.rope_scaling.kind
+    if kind == "olmo2" and scaling not in ("none", *TWO_FIELDS):
+        yield f"scale the rotary positions of an olmo2 model by rope_type {scaling!r}"
+    if kind == "qwen2_moe" and not _divides(m):
+        yield f"make a qwen2_moe model whose hidden_size = {m.hidden} is no multiple of its {m.heads} heads"
+    if kind not in BY_LAYER or not m.window:
+        return
+    if scaling != "none" and not m.window_rope_base:
+        yield f"scale the rotary positions of layers with sliding_attention in a {kind} model"
+    elif kind == "olmo3" and m.window_rope_base not in (0, m.rope_base):
+        yield "give the layers with sliding_attention of an olmo3 model a rope_theta of their own, as this one has"
 
 
 def _neox_config(m: ModelConfig) -> dict[str, Any]:
@@ -323,7 +363,13 @@ def _llama_config(m: ModelConfig, kind: str) -> dict[str, Any]:
     experts = {"num_experts_per_tok": m.experts_per_token, "router_aux_loss_coef": m.router_aux_loss}
     window = {"use_sliding_window": m.window > 0, "sliding_window": m.window or None}
     qwen = {**window, "max_window_layers": min(m.window_layers, default=0), **layer_types(m)}
-    by_type = {"attention_bias": m.output_bias, "sliding_window": m.window or None, **layer_types(m, always=True)}
+    # Not null where no layer has the window: the class of gpt-oss and Gemma 2 takes numbers alone.
+    usual_window = DEFAULTS[kind].get("sliding_window")
+    by_type = {
+        "attention_bias": m.output_bias,
+        "sliding_window": m.window or usual_window,
+        **layer_types(m, always=True),
+    }
     gemma = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": int(m.attention_scalar)}
     own: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": m.output_bias, "mlp_bias": m.mlp_bias},

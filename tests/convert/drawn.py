@@ -1,0 +1,179 @@
+"""Odd but valid configurations of every family of transformers, drawn by a seed."""
+
+from random import Random
+from typing import Any
+
+from tools.convert.hf.defaults import DEFAULTS
+
+LONGEST = 40
+BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss")  # families whose layers have a type
+LAYERS_OF_QWEN = ("qwen2", "qwen3", "qwen2_moe")
+GATED_BIASES = ("llama", "qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "glm4_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
+ALL_EXPERTS = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe")
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """Return a config.json. Families take turns, so that a run of seeds has all of them."""
+    dice = Random(seed)
+    kind = [*DEFAULTS][seed % len(DEFAULTS)]
+    config = {"model_type": kind, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config["vocab_size"] = dice.randint(5, 70)
+    config["tie_word_embeddings"] = dice.random() < 0.4
+    if kind == "gpt2":
+        return config | _gpt2(dice)
+    config |= _sizes(dice, kind)
+    if kind == "gpt_neox":
+        return config | _neox(dice)
+    config["rms_norm_eps"] = dice.choice((1e-6, 1e-5, 1e-2))
+    if kind in GATED_BIASES or kind in LATENT:
+        config["attention_bias"] = dice.random() < 0.5
+    if kind == "llama":
+        config["mlp_bias"] = dice.random() < 0.5
+    if kind in LATENT:
+        config |= _latent(dice)
+    config |= _windows(dice, kind, config["num_hidden_layers"])
+    config |= _experts(dice, kind, config["num_hidden_layers"])
+    if kind.startswith("gemma"):
+        config["query_pre_attn_scalar"] = dice.randint(3, 20)
+    if kind == "gemma2":
+        config["attn_logit_softcapping"] = dice.choice((None, 3.0))
+        config["final_logit_softcapping"] = dice.choice((None, 2.0))
+    if kind == "glm4_moe":
+        config["use_qk_norm"] = dice.random() < 0.5
+        config["partial_rotary_factor"] = dice.choice((0.5, 1.0))
+    return config | _rope(dice, kind)
+
+
+def _gpt2(dice: Random) -> dict[str, Any]:
+    heads = dice.randint(1, 4)
+    return {
+        "n_head": heads,
+        "n_embd": heads * dice.choice((1, 3, 6)),
+        "n_layer": dice.randint(1, 3),
+        "n_positions": LONGEST,
+        "n_inner": dice.choice((None, 7, 20)),
+        "activation_function": dice.choice(("gelu_new", "gelu", "gelu_pytorch_tanh")),
+        "layer_norm_epsilon": dice.choice((1e-5, 1e-2)),
+    }
+
+
+def _sizes(dice: Random, kind: str) -> dict[str, Any]:
+    """Return sizes that nothing divides, where the family lets them be so."""
+    kv_heads = dice.choice((1, 2, 3))
+    heads = kv_heads * dice.choice((1, 2, 3))
+    head_dim = dice.choice((4, 8, 12))
+    own_heads = kind == "gpt_neox" or (dice.random() < 0.3 and kind not in LATENT)
+    hidden = heads * head_dim if own_heads else dice.choice((heads * 5, dice.randint(6, 40)))
+    sizes = {
+        "num_hidden_layers": dice.randint(1, 4),
+        "num_attention_heads": heads,
+        "hidden_size": hidden,
+        "intermediate_size": dice.choice((9, 16, 31)),
+        "max_position_embeddings": dice.choice((LONGEST, 24)),
+    }
+    if kind == "gpt_neox":
+        return sizes
+    sizes["num_key_value_heads"] = heads if kind in LATENT else kv_heads
+    if (not own_heads and kind not in LATENT) or kind in ("gemma2", "gemma3_text", "gpt_oss", "qwen3"):
+        sizes["head_dim"] = head_dim
+    return sizes
+
+
+def _neox(dice: Random) -> dict[str, Any]:
+    fraction = dice.choice((0.5, 1.0))
+    return {
+        "rotary_pct": fraction,
+        "rotary_emb_base": dice.choice((10000, 50)),
+        "use_parallel_residual": dice.random() < 0.5,
+        "attention_bias": dice.random() < 0.5,
+        "hidden_act": dice.choice(("gelu", "gelu_new")),
+    }
+
+
+def _latent(dice: Random) -> dict[str, Any]:
+    turning = dice.choice((2, 4, 8))
+    return {
+        "q_lora_rank": dice.choice((None, 5, 9)),
+        "kv_lora_rank": dice.choice((3, 14)),
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": dice.choice((1, 4, 7)),
+        "v_head_dim": dice.choice((3, 6)),
+    }
+
+
+def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
+    window = dice.choice((3, 7, 17))
+    types = [dice.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+    if dice.random() < 0.3:
+        types = [dice.choice(("full_attention", "sliding_attention"))] * layers
+    if kind in BY_TYPE:
+        return {"sliding_window": window, "layer_types": types}
+    if kind in ("mistral", "mixtral"):
+        return {"sliding_window": dice.choice((None, window))}
+    if kind in LAYERS_OF_QWEN and dice.random() < 0.5:
+        return {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+    if kind == "qwen3_moe" and dice.random() < 0.5:
+        return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return {}
+
+
+def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
+    number, chosen = dice.choice((2, 3, 5)), dice.choice((1, 2))
+    if kind in ("mixtral", "gpt_oss"):
+        return {"num_local_experts": number, "num_experts_per_tok": chosen}
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        shared = {"shared_expert_intermediate_size": dice.choice((5, 12))} if kind == "qwen2_moe" else {}
+        return shared | {
+            "num_experts": number,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": dice.choice((7, 16)),
+            "norm_topk_prob": dice.random() < 0.5,
+            "decoder_sparse_step": dice.choice((1, 2)),
+            "mlp_only_layers": dice.choice(([], [0])),
+        }
+    if kind not in ("glm4_moe", *LATENT):
+        return {}
+    groups = dice.choice((1, 2, 4))
+    compared = kind != "deepseek_v2"
+    experts = {
+        "n_routed_experts": groups * dice.choice((2, 3)),
+        "n_group": groups,
+        "topk_group": dice.randint(1, groups),
+        "num_experts_per_tok": chosen,
+        "n_shared_experts": dice.choice((1, 2)),
+        "moe_intermediate_size": dice.choice((7, 16)),
+        "first_k_dense_replace": dice.choice((0, 1, layers)) if kind in LATENT else 0,
+        "routed_scaling_factor": dice.choice((1.0, 2.5)),
+        "norm_topk_prob": compared and dice.random() < 0.5,
+    }
+    if kind == "deepseek_v2":
+        experts["topk_method"] = dice.choice(("greedy", "group_limited_greedy"))
+    return experts
+
+
+def _rope(dice: Random, kind: str) -> dict[str, Any]:
+    """Return rotary positions, as older or newer versions of transformers write them."""
+    base = dice.choice((50.0, 10000.0))
+    scaling = _scaling(dice)
+    if kind in ("gemma3_text", "olmo3"):
+        full = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
+        beside = {"rope_type": "default", "rope_theta": dice.choice((base, 30.0))}
+        older = {"rope_theta": base} | ({"rope_scaling": scaling} if scaling else {})
+        newer = {"rope_parameters": {"full_attention": full, "sliding_attention": beside}}
+        return dice.choice((older, newer, {}))
+    newer = {"rope_parameters": {"rope_theta": base, **(scaling or {"rope_type": "default"})}}
+    older = {"rope_theta": base} | ({"rope_scaling": scaling} if scaling else {})
+    return dice.choice((older, newer, {}))
+
+
+def _scaling(dice: Random) -> dict[str, Any] | None:
+    original = {"original_max_position_embeddings": dice.choice((8, 16))}
+    linear = {"rope_type": "linear", "factor": 2.5}
+    dynamic = {"rope_type": "dynamic", "factor": 3.0}
+    llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original}
+    yarn = {"rope_type": "yarn", "factor": 2.0, **original}
+    options = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
+    odd_yarn = yarn | {key: options[key] for key in dice.sample(sorted(options), 2)}
+    mscale = yarn | {"mscale": 0.7, "mscale_all_dim": dice.choice((0.4, 0.7))}
+    return dice.choice((None, None, linear, dynamic, llama3, yarn, odd_yarn, mscale))

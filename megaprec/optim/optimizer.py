@@ -40,6 +40,7 @@ from megaprec.optim.given_kinds import require_kinds
 from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
+from megaprec.optim.loss_check import require_loss_of_one_stage, require_same_loss
 from megaprec.optim.matrix_updates import require_understood
 from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.model_buffers import ModelBuffers
@@ -270,16 +271,18 @@ class ParallelAMPOptimizer(TorchFace):
     ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
 
-        lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
-        loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
-            the global mean loss, so that the sum over all ranks is that loss. With `canonical` the shares of its
-            micro-batches [n].
-        counted_tokens: the number of tokens of the whole batch that count in the loss, or the sum of their weights,
-            float64 []. If a rank gives 0, nothing is learned: the step is skipped, and the loss scale stays. None or
-            NaN on ranks that do not know it; if no rank gives it, some are taken to count.
-        Raises UserError unless the learning rate is given once. Raises RuntimeError on every rank, with nothing
-        changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
-        out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
+                lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
+                loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
+                    the global mean loss, so that the sum over dp (and over stages that have one) is that loss. All
+                    tensor-parallel ranks give the whole loss, and it counts once. With `canonical` the shares of its
+                    micro-batches [n].
+                        counted_tokens: the number of tokens of the whole batch that count in the loss, or the sum of their weights,
+                    float64 []. If a rank gives 0, nothing is learned: the step is skipped, and the loss scale stays. None or
+                    NaN on ranks that do not know it; if no rank gives it, some are taken to count.
+                Raises UserError unless the learning rate is given once, and if ranks gave different losses of one batch.
+        Raises RuntimeError on every rank, with nothing
+                        changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
+                out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
         """
         self._prepare(lr, loss)
         return self._conclude(self.world.sum_(self._own_numbers(loss, counted_tokens)), lr)
@@ -297,6 +300,8 @@ class ParallelAMPOptimizer(TorchFace):
         self._memory.sum_copies()
         self._prepared += 1
         if self.checks_loop and self._prepared & (self._prepared - 1) == 0:  # costs nothing in the long run
+            require_same_loss(loss, self.tp, self.world, self.device)
+            require_loss_of_one_stage(loss, self.pp, self.world, self.device)
             require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
@@ -332,6 +337,8 @@ class ParallelAMPOptimizer(TorchFace):
 
     def _own_numbers(self, loss: Tensor | None, counted_tokens: Tensor | None = None) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
+        if loss is not None and self.tp.rank > 0:
+            loss = loss * 0  # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
         if self.canonical:
             loss = in_slots(loss, self._sums.num_microbatches, self.dp, self.device)
         counted, norm = self._agreement.measured(self._counted, self._copies, self.kernels)

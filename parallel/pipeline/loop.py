@@ -5,8 +5,7 @@
 
 It handles the details that are easy to get wrong in a training loop. The loss is the mean over the tokens of the whole
 batch, over micro-batches and data-parallel ranks, however many targets are ignored. The loss is multiplied by the loss
-scale. One rank of each tensor-parallel group reports it. Gradients are reduced when the schedule says that they are
-final.
+scale. Gradients are reduced when the schedule says that they are final.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.errors import UserError
+from megaprec.optim.loss_check import require_same_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import NonFiniteStep, StepReport
 from parallel.context import Context
@@ -27,7 +27,6 @@ from parallel.pipeline.loop_checks import (
     require_arguments,
     require_batch,
     require_losses,
-    require_same_loss,
     require_same_parts,
     require_same_samples,
 )
@@ -111,7 +110,7 @@ class Pipeline:
         try:
             with self._context.fp8.autocast() if self._context else nullcontext():
                 self._train.run()
-            return self.optimizer.step(lr, self._share_of_loss())
+            return self.optimizer.step(lr, self._loss)
         except NonFiniteStep:
             raise
         except Exception:
@@ -128,11 +127,13 @@ class Pipeline:
         self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
         try:
             self._evaluate.run()
-            loss = self._share_of_loss()
+            if self._checks:
+                require_same_loss(self._loss, self.optimizer.tp, self.optimizer.world, self.optimizer.device)
         except Exception:
             self._give_up()
             raise
-        total = self.optimizer.world.sum_(loss)
+        counts = self.optimizer.tp.rank == 0  # all ranks of a tensor-parallel group have the whole loss
+        total = self.optimizer.world.sum_(self._loss if counts else torch.zeros_like(self._loss))
         return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
@@ -176,12 +177,6 @@ class Pipeline:
         loss = (losses * counted).sum() * self._share.to(losses.dtype)
         self._loss += loss.detach()
         return loss * self._scale
-
-    def _share_of_loss(self) -> Tensor:
-        """Return what this rank adds to the loss of the step: of each tensor-parallel group one rank has all of it."""
-        if self._checks:
-            require_same_loss(self._loss, self.optimizer)
-        return self._loss if self.optimizer.tp.rank == 0 else torch.zeros_like(self._loss)
 
     def _give_up(self) -> None:
         """Forget what is left of a failed step, or, if other ranks take part in it, that there can be another."""

@@ -22,8 +22,6 @@ from megaprec.kinds import is_number, quoted
 from megaprec.optim.dtensors import is_dtensor
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
-_ROUNDING = 1e-3  # of a loss
-
 
 def require_arguments(
     stages: Sequence[nn.Module],
@@ -129,25 +127,6 @@ def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMP
                 f"{replica}, which compute one micro-batch together: give all of them the same samples, in the same "
                 "order, e.g. those of Axis.of(mesh, 'dp').rank"
             )
-
-
-def require_same_loss(loss: Tensor, optimizer: ParallelAMPOptimizer) -> None:
-    """Raise UserError on every rank if ranks of a tensor-parallel group computed different losses of one batch.
-
-    Each of them has then taken its slice of the outputs for all of them. Rounding is allowed for, and losses that are
-    not finite are not compared. Collective over the world.
-    """
-    tp = optimizer.tp
-    if tp.size == 1:
-        return
-    largest, smallest = tp.max_(loss.clone()), -tp.max_(-loss)
-    apart = (largest - smallest > _ROUNDING * largest.abs()) & largest.isfinite() & smallest.isfinite()
-    if optimizer.world.max_(apart.double()):
-        raise UserError(
-            "loss_fn returned other losses on each rank of a tensor-parallel group, as of a head of style 'column', "
-            "each of whose ranks has a part of the outputs: use parallel.vocab_parallel_loss(head) or "
-            "parallel.join(output, tp, -1), and random numbers that are the same on all ranks of the group"
-        )
 
 
 def _bytes_of(values: Tensor) -> bytes:

@@ -200,5 +200,5 @@ def test_a_loss_of_a_part_of_the_outputs_is_refused_on_every_rank() -> None:
     first, second = run_ranks(heads, {"tp": 2})
     assert first == second
     for name in ("cut", "cut, evaluated"):
-        assert first[name].startswith("loss_fn returned other losses on each rank of a tensor-parallel group")
+        assert first[name].startswith("the losses of a tensor-parallel group's ranks differ")
     assert not first["joined"] + first["by slices"]

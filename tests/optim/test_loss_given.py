@@ -1,0 +1,96 @@
+"""The loss that a step reports is the loss, however many ranks hold it, and ranks that differ about it are refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis
+from megaprec.errors import UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision.plan import plan
+from parallel.context import Context
+from parallel.plain_modules import parallelize
+from tests.ranks import run_ranks
+
+Given = Callable[[Tensor, Axis, Axis], Tensor | None]
+
+
+def model_of(tp: Axis, prefix: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    return parallelize(layers, Context(plan("fp32"), tp), {"0": "column", "1": "row"}, prefix=prefix)
+
+
+def loss_of(model: nn.Module, replica: int) -> Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(replica))
+    return model(x).square().mean()
+
+
+GIVEN: dict[str, Given] = {
+    "all": lambda loss, tp, pp: loss,
+    "first": lambda loss, tp, pp: loss if tp.rank == 0 else None,
+    "zeros": lambda loss, tp, pp: loss if tp.rank == 0 else loss * 0,
+    "last alone": lambda loss, tp, pp: loss if tp.rank == 1 else None,
+    "rounded": lambda loss, tp, pp: loss * (1 + 1e-6 * tp.rank),
+    "parts": lambda loss, tp, pp: loss * (1 + tp.rank),
+    "not a number": lambda loss, tp, pp: loss / 0 * 0 if tp.rank == 1 else loss,
+    "all stages": lambda loss, tp, pp: loss,
+    "last stage": lambda loss, tp, pp: loss if pp.rank == 1 else None,
+}
+
+
+def reported(mesh: DeviceMesh, given: list[str]) -> dict[str, list[float] | str]:
+    """What a step reports and what it should, the mean over replicas or their sum; or the line that refuses it."""
+    tp, pp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "pp"), Axis.replicas(mesh)
+    answers: dict[str, list[float] | str] = {}
+    for name in given:
+        for average in (False, True):
+            model = model_of(tp, f"stage{pp.rank}.")
+            optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, lr=1e-2, average=average)
+            losses = [loss_of(model, replica).item() for replica in range(dp.size)]
+            expected = sum(losses) / (dp.size if average else 1)
+            loss = loss_of(model, dp.rank)
+            loss.backward()
+            try:
+                report = optimizer.step(loss=GIVEN[name](loss.detach(), tp, pp))
+                answers[f"{name}, average={average}"] = [report.loss, expected]
+            except UserError as error:
+                answers[f"{name}, average={average}"] = str(error)
+    return answers
+
+
+TP_GROUP = "the losses of a tensor-parallel group's ranks differ, as of a head of style 'column'"
+REFUSED = {
+    "parts": TP_GROUP,
+    "last alone": TP_GROUP,
+    "all stages": "all stages of a pipeline gave step the same loss",
+}
+
+
+@pytest.mark.parametrize(
+    ("axes", "given"),
+    [
+        ({"tp": 2}, ["all", "first", "zeros", "rounded", "parts", "last alone", "not a number"]),
+        ({"dp": 2, "tp": 2}, ["all", "first"]),
+        ({"cp": 2, "tp": 2}, ["all"]),
+        ({"pp": 2}, ["last stage", "all stages"]),
+    ],
+    ids=str,
+)
+def test_the_reported_loss_is_the_loss_whichever_ranks_give_it_or_every_rank_refuses(
+    axes: dict[str, int], given: list[str]
+) -> None:
+    for answers in run_ranks(reported, axes, given=given):
+        for name, answer in answers.items():
+            kind = name.split(",")[0]
+            if kind in REFUSED:
+                assert answer.startswith(REFUSED[kind])
+                continue
+            loss, expected = answer
+            if kind == "not a number":
+                assert loss != loss
+                continue
+            assert loss == pytest.approx(expected, rel=1e-5)

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 
 LONGEST_LINE = 2000  # characters
 LONGEST_WORD = 200  # characters of a word for which a similar one is looked for
+LEAST_LIKENESS = 0.75  # of a word that is suggested: twice the letters in common, as a share of the letters of both
+SHORT_WORD = 4  # letters; one slip changes much of it
+LEAST_OF_SHORT = 0.6
 
 
 class UserError(ValueError):
@@ -29,9 +32,20 @@ def _one_line(problem: str) -> str:
     return problem
 
 
-def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
-    """Return a hint to append to a message: the `known` word closest to the unknown `word`; empty if none is close."""
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most like an unknown one; "" if none is like it. Leading dashes are no part of a
+    word.
+    """
     if len(word) > LONGEST_WORD:
         return ""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {form.format(close[0])}?" if close else ""
+    words = {name.lstrip("-"): name for name in known}
+    letters = word.lstrip("-")
+    least = LEAST_OF_SHORT if len(letters) <= SHORT_WORD else LEAST_LIKENESS
+    close = difflib.get_close_matches(letters, words, n=1, cutoff=least)
+    return words[close[0]] if close else ""
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    """Return a hint to append to a message: the `known` word closest to the unknown `word`; empty if none is close."""
+    close = closest(word, known)
+    return f"; did you mean {form.format(close)}?" if close else ""

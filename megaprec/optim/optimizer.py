@@ -271,18 +271,18 @@ class ParallelAMPOptimizer(TorchFace):
     ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
 
-                lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
-                loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
-                    the global mean loss, so that the sum over dp (and over stages that have one) is that loss. All
-                    tensor-parallel ranks give the whole loss, and it counts once. With `canonical` the shares of its
-                    micro-batches [n].
-                        counted_tokens: the number of tokens of the whole batch that count in the loss, or the sum of their weights,
-                    float64 []. If a rank gives 0, nothing is learned: the step is skipped, and the loss scale stays. None or
-                    NaN on ranks that do not know it; if no rank gives it, some are taken to count.
-                Raises UserError unless the learning rate is given once, and if ranks gave different losses of one batch.
-        Raises RuntimeError on every rank, with nothing
-                        changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
-                out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
+        lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
+        loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
+            the global mean loss, so that the sum over dp (and over stages that have one) is that loss. All
+            tensor-parallel ranks give the whole loss, and it counts once. With `canonical` the shares of its
+            micro-batches [n].
+        counted_tokens: the number of tokens of the whole batch that count in the loss, or the sum of their weights,
+            float64 []. If a rank gives 0, nothing is learned: the step is skipped, and the loss scale stays. None or
+            NaN on ranks that do not know it; if no rank gives it, some are taken to count.
+        Raises UserError unless the learning rate is given once, and if ranks gave different losses of one batch.
+        Raises RuntimeError on every rank, with nothing changed, if the ranks have different scalers or gradients of
+        different parameters, or if parameters were moved out of the optimizer's memory. Raises NonFiniteStep if the
+        plan says so.
         """
         self._prepare(lr, loss)
         return self._conclude(self.world.sum_(self._own_numbers(loss, counted_tokens)), lr)

@@ -14,7 +14,7 @@ RUN = "torchrun --nproc-per-node 4 pretrain_gpt.py"
 
 
 def read(text: str, assumed: Mapping[str, str] | None = None) -> CommandLine:
-    return read_script(text, "train.sh", assumed or {})
+    return read_script(text, Path("nowhere/train.sh"), assumed or {})
 
 
 def texts(text: str, **assumed: str) -> list[str]:
@@ -101,6 +101,58 @@ def test_a_default_of_a_variable_is_told_where_the_arguments_need_it() -> None:
     found = read(f"N=${{NODES:-2}}\nA=${{HOST:-x}}\n{RUN} --master $A.\n".replace("--master $A.", "--a $N"))
     assert found.notes == ["$NODES is taken as its default, '2': --assume NODES=VALUE gives another"]
     assert not read(f"N=${{NODES:-2}}\n{RUN} --a $N", {"N": "4"}).notes  # what is assumed needs no default
+
+
+TAKES_IN = [
+    "source env.sh",
+    ". ./env.sh",
+    'source "$(dirname "$0")/env.sh"',
+    'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nset -a; source $D/env.sh; set +a',
+]
+
+
+@pytest.mark.parametrize("line", TAKES_IN)
+def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(line: str, tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("# sizes\nexport TP=4\nHEADS=8; ARGS=(--b $HEADS)\n")
+    script = f"{line}\nTP=${{TP:-2}}\n{RUN} --a $TP ${{ARGS[@]}}"
+    found = read_script(script, tmp_path / "train.sh", {})
+    assert [word.text for word in found.words] == ["--a", "4", "--b", "8"]
+    assert any(note.endswith("env.sh is read") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("source env.sh", "No such file or directory"),
+        ("source ../env.sh", "only files in the folder of the script are"),
+        ("source /somewhere/env.sh", "only files in the folder of the script are"),
+        (". $SOME/env.sh", "only files in the folder of the script are"),
+        ("source latin.sh", "not UTF-8 text"),
+    ],
+)
+def test_what_an_unread_file_may_set_is_left_open_by_name_and_line(line: str, why: str, tmp_path: Path) -> None:
+    (tmp_path.parent / "env.sh").write_text("TP=4\n")
+    (tmp_path / "latin.sh").write_bytes(b"TP=4 # \xff\n")
+    script = f"PP=3\n{line}\nTP=${{TP:-2}}\nDP=5\n{RUN} --a $TP --b $PP --c $DP"
+    words = read_script(script, tmp_path / "train.sh", {}).words
+    assert [bool(word.unknown) for word in words] == [False, True, False, True, False, False]
+    for word in words[1], words[3]:
+        assert "line 2" in word.unknown and why in word.unknown and f"--assume {word.text[1:]}=VALUE" in word.unknown
+    assumed = read_script(script, tmp_path / "train.sh", {"TP": "4", "PP": "3"}).words
+    assert [word.text for word in assumed] == ["--a", "4", "--b", "3", "--c", "5"]
+
+
+def test_an_environment_of_programs_leaves_no_variable_open(tmp_path: Path) -> None:
+    script = f"source ~/venv/bin/activate\n. /opt/conda/etc/profile.d/conda.sh\n{RUN} --a ${{N:-2}}"
+    found = read_script(script, tmp_path / "train.sh", {})
+    assert [word.text for word in found.words] == ["--a", "2"]
+    assert sum("environment of programs" in note for note in found.notes) == 2
+
+
+def test_files_that_take_in_each_other_end_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("TP=4\nsource env.sh\nsource env.sh\n")
+    (_, word) = read_script(f"source env.sh\n{RUN} --a $TP", tmp_path / "train.sh", {}).words
+    assert "20 files are the most" in word.unknown
 
 
 def test_the_ranks_are_those_that_the_launcher_starts() -> None:

@@ -144,3 +144,8 @@ def idle(path: str) -> str:
     parts = path.split(".")
     tables = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     return next((IDLE[table] for table in tables if table in IDLE), "")
+
+
+def is_deepspeeds(name: str) -> bool:
+    """Return True if DeepSpeed's configuration has the key or the table at its top."""
+    return any(key.partition(".")[0] == name for key in (*READ, *REFUSED, *IDLE))

@@ -13,7 +13,7 @@ from functools import partial
 from shutil import get_terminal_size
 from typing import Any
 
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import UserError, closest
 from tools.config.key_help import Key, KeyTable, key_tables
 from tools.console.tables import add_json, put
 
@@ -83,7 +83,7 @@ def _unknown(word: str, tables: Iterable[KeyTable]) -> str:
     keys = [key.name for table in tables for key in table.keys]
     known = {**{key.partition(".")[2]: key for key in reversed(keys)}, **{key: key for key in keys}}
     known |= {table.name: table.name for table in tables}
-    close = did_you_mean(word.lower(), known).removeprefix("; did you mean ").removesuffix("?")
+    close = closest(word.lower(), known)
     return f'"{word}": no table and no key has this in its name{f"; did you mean {known[close]}?" if close else ""}'
 
 

@@ -5,13 +5,12 @@ settings of Megatron-LM, DeepSpeed or Hugging Face is therefore answered with th
 reason why there is none, and any other unknown key with the known key that is spelled most like it.
 """
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import get_origin
 
 from pydantic.fields import FieldInfo
 
-from megaprec.errors import did_you_mean
+from megaprec.errors import closest, did_you_mean
 from tools.arguments.answers import KEYS, REASONS
 from tools.config.wrong_values import inside_of
 from tools.console.toml import Given, toml
@@ -117,8 +116,8 @@ def _meant(table: str, name: str, known: Collection[str]) -> str:
         return f"; did you mean {keys[word]}?"
     if answer := _answer(name) or _answer(word):
         return answer
-    close = difflib.get_close_matches(word, keys, n=1)
-    return f"; did you mean {keys[close[0]]}?" if close else ""
+    close = closest(word, keys)
+    return f"; did you mean {keys[close]}?" if close else ""
 
 
 def _answer(word: str) -> str:

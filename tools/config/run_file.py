@@ -45,8 +45,10 @@ from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Trai
 from tools.config.wrong_values import explained, too_large
 from tools.console.toml import Given, toml
 from tools.convert.initial import initial_model
+from tools.foreign.whose import RUN, whose_file
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
+OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other system's TOML has
 ZERO_LEAVES = ("vocab", "head_dim", "mtp_layers")  # 0: open, or left aside
 
 
@@ -308,12 +310,16 @@ def _from_file(path: Path) -> dict[str, Given]:
         own, text = path / "run.toml", f"`megaprec init {path}` writes a run file for a folder of text"
         raise UserError(f"{path} is a folder, no run file; {f'give {own}' if own.is_file() else text}")
     try:
-        content = parse_toml(read_text(path))
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"run file {path}: cannot be read ({reason})") from error
+    try:
+        content = parse_toml(text)
     except ValueError as error:
-        raise UserError(f"run file {path}: not TOML: {error}") from error
+        raise UserError(_of_another_system(path, text) or f"run file {path}: not TOML: {error}") from error
+    if not content.keys() & OURS_ALONE and (line := _of_another_system(path, text)):
+        raise UserError(line)
     origin = f"file {path}"
     given: dict[str, Given] = {}
     for table, values in content.items():
@@ -322,6 +328,16 @@ def _from_file(path: Path) -> dict[str, Given]:
         else:
             given[table] = Given(values, origin)
     return given
+
+
+def _of_another_system(path: Path, text: str) -> str:
+    """Return the line that names whose file it is; "" if that is not known, or if it is a run file."""
+    kind = whose_file(path, text)
+    if kind is not None and kind is not RUN:
+        return kind.of(path)
+    if path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
+        return f"{path}: a shell script, no run file: megaprec import-args {path} makes one of Megatron-LM's arguments"
+    return ""
 
 
 def _overridden(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:

@@ -23,6 +23,7 @@ from tools.foreign.plain import is_expression
 from tools.foreign.statements import Statements
 from tools.foreign.systems import NEMO, Spot
 from tools.foreign.values import Entry
+from tools.foreign.whose import whose_file
 from tools.foreign.yaml_forms import note_composed, read_flat, read_forms
 
 LARGEST, MOST_PARTS = 256 * 1024, 20_000  # bytes, commas and brackets; what has more would take seconds to read
@@ -50,7 +51,7 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
     try:
         data = _data(path, text)
         if data is not None:
-            account = _account_of_data(path, data)
+            account = _account_of_data(path, text, data)
             _need_python(path, assume, pick)
         else:
             account = _account_of_python(path, text, assumptions, pick)
@@ -63,8 +64,12 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
     if account.problems:
         raise UserError(*dict.fromkeys(account.problems))
     if not fields:
+        kind = whose_file(path, text)
+        if kind is not None and not kind.shown:
+            raise UserError(kind.of(path))
+        whose = f"{kind.whose}, which " if kind is not None else ""
         unread = [f"not read: {note}" for note in account.notes[:3]]
-        raise UserError(f"{path}: says nothing of precision in any system's words, like {KNOWN}", *unread)
+        raise UserError(f"{path}: {whose}says nothing of precision in any system's words, like {KNOWN}", *unread)
     return Foreign(_given(path, fields, account), tuple(dict.fromkeys(account.notes)))
 
 
@@ -105,7 +110,7 @@ def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
         raise UserError(f"{option}: {path} is no Python, so nothing in it is open")
 
 
-def _account_of_data(path: Path, data: Data) -> Account:
+def _account_of_data(path: Path, text: str, data: Data) -> Account:
     account = Account(str(path), mentions_in_data(data.table))
     account.behind = data.behind
     if not read_forms(data.table, account):
@@ -114,6 +119,9 @@ def _account_of_data(path: Path, data: Data) -> Account:
         found.things += data.things
         Gatherer(found, account, None).gather()
     if not account.sayings:
+        kind = whose_file(path, text)
+        if kind is not None and not kind.shown:
+            raise UserError(kind.of(path))
         read_flat(data.table, account)
     note_composed(data.table, account)
     return account

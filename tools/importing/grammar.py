@@ -154,6 +154,12 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
             arguments.take(typed, [Word(str(item), place) for item in items], place)
 
 
+def is_known(name: str) -> bool:
+    """Return True if Megatron-LM has the argument, typed with dashes or not, or keeps a value under the name."""
+    word = name.replace("-", "_")
+    return _form(word) is not None or any(row.sets == word for row in READ.values())
+
+
 def _take_flag(name: str, typed: str, key: str, value: Any, arguments: Arguments, place: str) -> None:
     on = FLAGS.get(str(value).lower())
     if value is None:

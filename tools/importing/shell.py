@@ -10,8 +10,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megaprec.errors import UserError
+from megaprec.parsing import read_text
 from tools.importing.launcher import program, ranks
 from tools.importing.shell_flow import LOOPS, MOST_DEPTH, Flow
 from tools.importing.shell_unknown import CLOSE, MARK, OPEN, Unknown
@@ -40,6 +42,12 @@ SUCCEED = [
 ]
 EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
 MOST_WORDS = 20_000
+MOST_SOURCED = 20
+LARGEST_SOURCED = 256 * 1024  # bytes
+ENVIRONMENTS = re.compile(
+    r"(^|/)(activate|\.?(bash)?(rc|_?profile)|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh)$|^/etc/|/init/|^activate "
+)  # files that set up programs, not a training
+OWN_FOLDER = re.compile(r"^\$\(.*dirname.*\)/")  # $(dirname "$0")/ and the like
 MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -74,26 +82,31 @@ class CommandLine:
 
 def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
     """Return the words of a command line that is given as text. Raises UserError for what is not known."""
-    return _read(text, "", assumed)
+    return _read(text, None, assumed)
 
 
-def read_script(text: str, name: str, assumed: Mapping[str, str]) -> CommandLine:
-    """Return the command line of the training program in a script. Raises UserError."""
-    return _read(text, name, assumed)
+def read_script(text: str, path: Path, assumed: Mapping[str, str]) -> CommandLine:
+    """Return the command line of the training program in a script. Raises UserError.
+
+    path: of the script; the files beside it that it takes in with `source` are read too.
+    """
+    return _read(text, path, assumed)
 
 
-def _read(text: str, name: str, assumed: Mapping[str, str]) -> CommandLine:
+def _read(text: str, path: Path | None, assumed: Mapping[str, str]) -> CommandLine:
     try:
-        return _Script(text, name, assumed).command_line(any_command=not name)
+        return _Script(text, path, assumed).command_line(any_command=path is None)
     except RecursionError as error:
-        raise UserError(f"{name or 'the command line'}: nested too deeply") from error
+        raise UserError(f"{path.name if path else 'the command line'}: nested too deeply") from error
 
 
 class _Script:
     """A script that is followed. values: what is known of its variables, each a list of words."""
 
-    def __init__(self, text: str, name: str, assumed: Mapping[str, str]) -> None:
-        self.name, self.assumed = name, assumed
+    def __init__(self, text: str, path: Path | None, assumed: Mapping[str, str]) -> None:
+        self.folder = path.parent if path else None
+        self.name = name = path.name if path else ""
+        self.assumed = assumed
         self.values: dict[str, list[str]] = {}
         self.defaults: dict[str, str] = {}
         self.uses: dict[str, set[str]] = {}
@@ -101,6 +114,8 @@ class _Script:
         self.unknown = Unknown()
         self.condition = ""
         self.sourced: list[str] = []
+        self.unread = ""  # the last file that the script takes in and that is not read, with its line and why
+        self.left_to_source = MOST_SOURCED
         self.flow = Flow(self._shown())
         self.found: list[tuple[int, list[Word]]] = []
         if set(text) & {OPEN, CLOSE}:
@@ -201,7 +216,7 @@ class _Script:
         if not expanded:
             return True
         if expanded[0].text in ("source", ".") and len(expanded) > 1:
-            self.sourced.append(f"{self._shown()}, line {line}: what {expanded[1].text} sets is not read")
+            self._source(expanded[1].text, line, depth)
         elif expanded[0].text == "eval":
             self._again(" ".join(word.text for word in expanded[1:]), line, depth)
         elif inner := [word.text for word in expanded[1:] if " " in word.text and ".py " in word.text]:
@@ -209,6 +224,43 @@ class _Script:
         elif expanded[0].text not in ("echo", "cat", "printf"):
             self.found.append((line, expanded))
         return self._outcome(words, line)
+
+    def _source(self, said: str, line: int, depth: int) -> None:
+        """Follow a file that the script takes in, or leave open what it may set."""
+        where = f"{self._shown()}, line {line}"
+        if ENVIRONMENTS.search(said):
+            self.sourced.append(f"{where}: {said} is taken for an environment of programs, and is not read")
+            return
+        try:
+            text = self._sourced_text(said)
+        except UserError as error:
+            self.unread = f"may be set by {said}, which line {line} takes in and which is not read: {error}"
+            self.sourced.append(f"{where}: what {said} sets is not read: {error}")
+            for name in list(self.values):
+                self._leave_open(name, self.unread)
+            return
+        self.sourced.append(f"{where}: {said} is read")
+        self.flow.keyword("{")
+        self._follow(Lexer(text, said).commands(), depth + 1)
+        self.flow.keyword("}")
+
+    def _sourced_text(self, said: str) -> str:
+        """Return the text of a file that the script takes in. Raises UserError with the reason why it is not read."""
+        if self.folder is None:
+            raise UserError("a command line has no folder")
+        inside = OWN_FOLDER.sub(f"{self.folder}/", said)
+        path = self.folder / inside
+        if inside.startswith("$") or path.resolve().parent != self.folder.resolve():
+            raise UserError("only files in the folder of the script are")
+        if self.left_to_source == 0:
+            raise UserError(f"{MOST_SOURCED} files are the most")
+        self.left_to_source -= 1
+        try:
+            return read_text(path, LARGEST_SOURCED)
+        except OSError as error:
+            raise UserError(error.strerror or "it cannot be read") from error
+        except UnicodeDecodeError as error:
+            raise UserError("not UTF-8 text") from error
 
     def _outcome(self, words: list[Raw], line: int) -> bool | None:
         first = words[0].plain
@@ -231,7 +283,10 @@ class _Script:
         return [text for text in texts if text.isidentifier()] if first in SETTERS else []
 
     def _leave_open(self, name: str, why: str) -> None:
-        self.values[name] = [self.unknown.mark(f"${name}", f"${name} {why}: --assume {name}=VALUE gives it")]
+        self.values[name] = [self._open(name, why)]
+
+    def _open(self, name: str, why: str) -> str:
+        return self.unknown.mark(f"${name}", f"${name} {why}: --assume {name}=VALUE gives it")
 
     def _words_of(self, raw: Raw) -> list[Word]:
         self.reading = set()
@@ -331,6 +386,8 @@ class _Script:
         value = self.values.get(name)
         if value is not None and (not sign or "".join(value) or sign[0] != ":"):
             return value if whole or len(value) < 2 else value[:1]
+        if self.unread:
+            return [self._open(name, self.unread)]
         if sign:
             chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip("\"'")
             self.defaults[name] = self.unknown.shown(chosen)

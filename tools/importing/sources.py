@@ -1,22 +1,28 @@
 """The sources of `megaprec import-args`: a command line, a script, YAML or DeepSpeed's JSON, each read as text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
+from tools.arguments.deepspeed import is_deepspeeds
 from tools.convert.megatron.keys import ALIASES
-from tools.foreign.data_files import TooLarge, from_yaml
+from tools.foreign.data_files import Data, TooLarge, from_json, from_yaml
 from tools.foreign.plain import Unreadable, plain
 from tools.foreign.values import Table
-from tools.importing.grammar import Arguments, read_table, read_words
+from tools.foreign.whose import DEEPSPEED, whose, whose_file
+from tools.importing.grammar import Arguments, is_known, read_table, read_words
 from tools.importing.shell import Word, read_script, split_words
 
 LARGEST = 256 * 1024  # bytes
-SCRIPTS, YAML, JSON = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml"), (".json",)
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+YAML = (".yaml", ".yml")
+JSON = (".json",)
+OTHERS = (".toml", ".py")  # files of settings that are recognised, and read by other commands
 LISTED = "MODEL_ARGS"  # the table of arguments in the YAML of Megatron-LM's functional tests
+FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
 
 
 @dataclass
@@ -55,27 +61,65 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
     path = Path(item)
     suffix = path.suffix.lower() if not item.startswith("-") and "\n" not in item else ""
     is_file = "--" not in item and _is_file(path)
-    if is_file or (suffix in (*SCRIPTS, *YAML, *JSON) and " " not in item):
+    if is_file or (suffix in (*SCRIPTS, *YAML, *JSON, *OTHERS) and " " not in item):
         sources.names.append(path.name)
         text = _text(path)
+        _require_readable(path, text)
         if suffix in JSON:
-            sources.deepspeed[path.name] = _json(path, text)
+            _read_json(path, text, sources)
             return
         sources.megatron = True
         if suffix in YAML:
-            _read_yaml(path, text, sources)
+            data = _yaml(path, text)
+            _read_data(path, data, sources)
             return
-        found = read_script(text, path.name, assumed)
+        command = read_script(text, path, assumed)
+        _require_megatrons(path.name, [word.text for word in command.words])
     elif "--" not in item:
         raise UserError(
             f"{item or 'an empty word'}: neither a file that is there nor a command line, which has --arguments"
         )
     else:
-        found = split_words(item, assumed)
-        words += found.words
-        found.words = []
-    sources.ranks, sources.notes = found.ranks or sources.ranks, [*sources.notes, *found.notes]
-    read_words(found.words, sources.arguments)
+        command = split_words(item, assumed)
+        _require_megatrons("the command line", [word.text for word in command.words])
+        words += command.words
+        command.words = []
+    sources.ranks = command.ranks or sources.ranks
+    sources.notes += command.notes
+    read_words(command.words, sources.arguments)
+
+
+def _require_readable(path: Path, text: str) -> None:
+    """Raise UserError for a file of settings of another system, by its name, and for any TOML or Python."""
+    kind = whose_file(path, text)
+    if kind is not None and kind is not DEEPSPEED:
+        raise UserError(kind.of(path))
+    if kind is DEEPSPEED and path.suffix.lower() not in JSON:
+        raise UserError(kind.of(path))
+    if path.suffix.lower() in OTHERS:
+        raise UserError(
+            f"{path}: its settings are of no system that is known here: give the command line that starts a "
+            "training, a .sh or .yaml file of Megatron-LM's arguments, or DeepSpeed's .json"
+        )
+
+
+def _require_megatrons(name: str, words: Sequence[str]) -> None:
+    """Raise UserError if most arguments are another program's. words: names without dashes are passed over."""
+    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+    kind = whose(typed)
+    if kind is not None:
+        raise UserError(kind.of(name))
+    _require_most(name, [word.removeprefix("--") for word in typed])
+
+
+def _require_most(name: str, typed: Sequence[str]) -> None:
+    """Raise UserError if fewer than half of the arguments are Megatron-LM's."""
+    strange = [word for word in typed if not is_known(word)]
+    if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
+        raise UserError(
+            f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as {', '.join(strange[:3])}: "
+            "it is of another program, whose settings are not read: write a run file (megaprec init begins one)"
+        )
 
 
 def _is_file(path: Path) -> bool:
@@ -97,35 +141,59 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read ({reason})") from error
 
 
-def _json(path: Path, text: str) -> Mapping[str, Any]:
+def _read_json(path: Path, text: str, sources: Sources) -> None:
+    """Read DeepSpeed's configuration, or arguments of Megatron-LM as a table."""
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object, as DeepSpeed's configuration is")
-    return content
+    if not content or any(is_deepspeeds(str(name)) for name in content):
+        sources.deepspeed[path.name] = content
+        return
+    data = from_json(text)
+    assert data is not None
+    sources.megatron = True
+    _read_data(path, data, sources)
 
 
-def _read_yaml(path: Path, text: str, sources: Sources) -> None:
+def _yaml(path: Path, text: str) -> Data:
     try:
         data = from_yaml(path, text)
     except TooLarge as error:
         raise UserError(f"{path}: more values than a configuration has") from error
     if data is None:
         raise UserError(f"{path}: not a YAML mapping")
+    return data
+
+
+def _read_data(path: Path, data: Data, sources: Sources) -> None:
+    """Read a table of Megatron-LM's arguments."""
     table = data.table
-    if isinstance(listed := table.get(LISTED), Table):
+    listed = table.get(LISTED)
+    if isinstance(listed, Table):
         others = ", ".join(str(key) for key in table.entries if key != LISTED)
         if others:
             sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
         table = listed
+    typed = [name.removeprefix("--") for name in _leaves(table)]
+    _require_most(path.name, typed)
     flat = _flat(table, sources.arguments, path.name)
     if any(isinstance(entry.value, Table) for entry in table.entries.values()):
         sources.notes.append(
             f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not as that of a recipe"
         )
     read_table(flat, sources.arguments, path.name)
+
+
+def _leaves(table: Table) -> Iterator[str]:
+    """Yield the last names of all values."""
+    for key, entry in table.entries.items():
+        if isinstance(entry.value, Table):
+            yield from _leaves(entry.value)
+        else:
+            yield ALIASES.get(str(key), str(key))
 
 
 def _flat(table: Table, arguments: Arguments, place: str) -> dict[str, Any]:

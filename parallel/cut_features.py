@@ -29,16 +29,18 @@ class Cut:
     """Along which dimension a tensor is cut over tensor-parallel ranks, and where the slices come from.
 
     dim: the number of the dimension, from 0.
-    source: the layer whose outputs these are, for messages.
+    source: what is cut, such as the outputs of a layer, for messages.
     ranks: the number of slices.
     outer: the dimension consists of this many runs, each of which is a slice. It is 1 unless heads were merged with
         the samples before them.
+    remedy: what to do instead of computing with the slice; empty if this depends on the function.
     """
 
     dim: int
     source: str
     ranks: int
     outer: int = 1
+    remedy: str = ""
 
 
 class CutSize(int):
@@ -124,13 +126,17 @@ class Call:
         cut = x.cut
         module = f" in {where}" if (where := getattr(x, "given_to", "")) else ""
         size = x.shape[cut.dim] // cut.outer
-        way_out = remedy or (
-            "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by parallel.split, or "
-            'give the layer before it the style "whole"'
+        way_out = (
+            cut.remedy
+            or remedy
+            or (
+                "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by parallel.split, or "
+                'give the layer before it the style "whole"'
+            )
         )
         return UserError(
-            f"{self.name}{module} {why}: tensor-parallel ranks have {size} each of the {size * cut.ranks} outputs of "
-            f"{cut.source}; {way_out}"
+            f"{self.name}{module} {why}: tensor-parallel ranks have {size} each of the {size * cut.ranks} {cut.source}; "
+            f"{way_out}"
         )
 
 
@@ -197,19 +203,19 @@ def _pointwise() -> frozenset[str]:
     return frozenset(p.__name__ for p, o in overloads if torch.Tag.pointwise in getattr(p, o).tags)
 
 
-PYTHON_OPERATORS = set("add sub mul truediv floordiv pow mod and or xor invert neg pos abs eq ne lt le gt ge".split())
-MORE_ELEMENTWISE = set(
-    "hardswish logsigmoid softsign tanhshrink multiply divide subtract negative absolute true_divide floor_divide "
-    "greater less less_equal greater_equal not_equal fill_ zero_ zeros_like ones_like full_like empty_like "
-    "masked_fill_ copy_ isclose threshold_ softmin_".split()
+PYTHON_OPERATORS = "add sub mul truediv floordiv pow mod and or xor invert neg pos abs eq ne lt le gt ge"
+MORE_ELEMENTWISE = (
+    "hardswish logsigmoid softsign tanhshrink multiply divide subtract negative absolute floor_divide fill_ zero_ "
+    "greater less less_equal greater_equal not_equal zeros_like ones_like full_like empty_like copy_ isclose"
 )
 
 
 def _is_elementwise(name: str) -> bool:
     if name.startswith("__") and name.endswith("__"):
         base = name.strip("_")
-        return base in PYTHON_OPERATORS or base[1:] in PYTHON_OPERATORS  # __radd__, __iadd__
-    return name in _pointwise() or name.rstrip("_") in _pointwise() or name in MORE_ELEMENTWISE
+        operators = PYTHON_OPERATORS.split()
+        return base in operators or base[1:] in operators  # __radd__, __iadd__
+    return name in _pointwise() or name.rstrip("_") in _pointwise() or name in MORE_ELEMENTWISE.split()
 
 
 def _elementwise(call: Call) -> Placed:
@@ -313,7 +319,9 @@ def _reshaped(call: Call) -> Placed:
         others = [d for d in starts if y.shape[d] != 1]
         chosen = [d for d in ones if d in derived] or (ones if y.shape[starts[-1]] != size else [])
         dim = (chosen or others or starts)[0]
-        end = next((d for d in range(dim + 1, y.dim() + 1) if products[d] >= before * size), y.dim())
+        last = x.dim() - 1 == cut.dim  # dimensions of size 1 after the features were split from them too
+        reach = before * size + last
+        end = next((d for d in range(dim + 1, y.dim() + 1) if products[d] >= reach), y.dim())
         if any(d in derived for d in range(dim + 1, end)) and y.shape[dim] > 1:
             raise call.refuse(
                 f"splits the features into {list(y.shape[dim:end])}, of which the number was not left open that tensor-"
@@ -326,7 +334,7 @@ def _reshaped(call: Call) -> Placed:
 
 
 def _merged(call: Call, y: Tensor, products: Sequence[int], before: int, size: int) -> Cut:
-    """Return the cut of `y`, in which the cut dimension was merged with dimensions before it, such as heads with samples.
+    """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads with samples.
 
     Raises UserError if it was merged with dimensions after it too.
     """
@@ -505,8 +513,12 @@ def _joined(call: Call) -> Placed:
 def _stacked(call: Call) -> Placed:
     first = call.first_cut()
     dim = call.argument(1, "dim", 0) % (first.dim() + 1)
-    if any(not isinstance(x, CutTensor) or x.cut != replace(first.cut, source=x.cut.source) for x in call.args[0]):
-        raise call.refuse("takes tensors that are cut along different dimensions, or not at all")
+    for x in call.args[0]:
+        if isinstance(x, CutTensor):
+            if x.cut.dim != first.cut.dim or x.cut.outer != first.cut.outer:
+                raise call.refuse("takes tensors that are cut along different dimensions")
+        elif first.shape[first.cut.dim] == 1:
+            raise call.refuse("takes a tensor of all features beside a slice of them")
     return lambda _: replace(first.cut, dim=first.cut.dim + (dim <= first.cut.dim))
 
 
@@ -549,6 +561,21 @@ def _loss(call: Call) -> Placed:
     )
 
 
+def _normalized(call: Call) -> Placed:
+    """F.layer_norm and F.rms_norm over the last dimensions."""
+    x = call.first_cut()
+    if x is not call.args[0] or x.cut.dim >= x.dim() - len(call.argument(1, "normalized_shape")):
+        raise call.refuse("combines the features that ranks share with each other")
+    for other in call.operands():
+        if other is not x:
+            require_shared_gradient(call, other)
+    return lambda _: x.cut
+
+
+def _of_channels(call: Call) -> Placed:
+    raise call.refuse("combines features with each other, or with numbers of all features")
+
+
 def _halves(call: Call) -> Placed:
     raise call.refuse(
         "multiplies one half of each slice by the other, which is another half on one process",
@@ -568,7 +595,7 @@ def _named(names: str, rule: Callable[[Call], Placed]) -> Iterator[tuple[str, Ca
     return ((name, rule) for name in names.split())
 
 
-CASTS = "to float half double bfloat16 type type_as int long bool cuda cpu contiguous clone detach requires_grad_ data alias"
+CASTS = "to float half double bfloat16 type type_as int long bool cuda cpu contiguous clone detach requires_grad_ data"
 VIEWS = (
     "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select narrow __getitem__ expand "
     "chunk split tensor_split unbind"
@@ -600,6 +627,8 @@ RULES: dict[str, Callable[[Call], Placed]] = dict(
         *_named("view_as_complex view_as_real", _stays),
         *_named("tril triu", _triangle),
         *_named(LOSSES, _loss),
+        *_named("layer_norm rms_norm", _normalized),
+        *_named("batch_norm instance_norm group_norm local_response_norm", _of_channels),
         *_named("glu", _halves),
         *_named("__setitem__", _set),
     ]

@@ -1,9 +1,9 @@
 """The layers that `parallelize` puts in the place of plain ones, and what they check of the code between them.
 
 On several tensor-parallel ranks a layer knows the number of features that the plain one takes. An input of that many
-features is whole, and the same on all ranks; a smaller one is a slice, of which the layer makes what it needs: a row-
-parallel layer cuts a whole input, a column-parallel layer and a norm make a slice whole. In passes number 1, 2, 4, 8 and
-so on they check more: outputs that are cut are followed by `parallel.cut_features`, and inputs that are whole are
+features is whole, and the same on all ranks; a smaller one is a slice, of which the layer makes what it needs: a
+row-parallel layer cuts a whole input, a column-parallel layer and a norm make a slice whole. In passes number 1, 2, 4,
+8 and so on they check more: outputs that are cut are followed by `parallel.cut_features`, and inputs that are whole are
 compared between ranks.
 """
 
@@ -122,7 +122,11 @@ class Watched(nn.Module):
         if watch is None or not (watch.within and watch.checks) or torch.compiler.is_compiling():
             return value
         dim = getattr(self, "weight_dim", None)
-        return value if dim is None else marked(value, Cut(dim, f"{self.path}.weight", watch.tp.size))
+        if dim is None:
+            return value
+        remedy = f'give {self.path} the style "whole", or let an nn.Linear of style "column" have its weight'
+        rows = "rows" if dim == 0 else "columns"
+        return marked(value, Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy))
 
 
 class Column(Watched, ColumnParallelLinear):
@@ -134,7 +138,7 @@ class Column(Watched, ColumnParallelLinear):
         """x: as `ColumnParallelLinear`, or a slice of the features, which is gathered."""
         with self.computing() as checks:
             y = super().forward(self._whole(x, checks))
-        return marked(y, Cut(y.dim() - 1, self.path, self.watch.tp.size)) if checks else y
+        return marked(y, Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)) if checks else y
 
     def _whole(self, x: Tensor, checks: bool) -> Tensor:
         tp = self.watch.tp
@@ -171,7 +175,7 @@ class Row(Watched, RowParallelLinear):
                 x = collectives.split(x, tp, x.dim() - 1)
             _require_last(x, self.path)
             y = super().forward(unchecked(x))
-        return marked(y, Cut(0, f"the sequence after {self.path}", tp.size)) if checks and self.watch.sequence else y
+        return marked(y, Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
 
 
 class Vocab(Watched, VocabParallelEmbedding):
@@ -188,7 +192,7 @@ class Vocab(Watched, VocabParallelEmbedding):
             if checks:
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
-        return marked(y, Cut(0, f"the sequence after {self.path}", tp.size)) if checks and self.watch.sequence else y
+        return marked(y, Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
 
 
 class _Norm(Watched):
@@ -224,8 +228,8 @@ class _Norm(Watched):
         heads = isinstance(x, CutTensor) and not sequence
         if heads and not self.of_heads:
             raise UserError(
-                f"{self.path} is given heads that tensor-parallel ranks share, of {x.cut.source}, and each rank would "
-                'compute its gradient from its own heads: give it the style "heads", which sums them'
+                f"{self.path} is given heads that tensor-parallel ranks share, of the {x.cut.source}, and each rank "
+                'would compute its gradient from its own heads: give it the style "heads", which sums them'
             )
         if self.of_heads and checks and not heads:
             raise UserError(
@@ -273,6 +277,8 @@ class Dropout(nn.Dropout):
         drawn = torch.randint(2**62, ())
         if self.watch.checks:
             self.watch.require_same(drawn.to(x.device), self.path)
+            if not isinstance(x, CutTensor):
+                self.watch.require_same(x, self.path)
         ranges = [range(n) for n in x.shape]
         if self._from_last:
             dim = x.dim() - self._from_last
@@ -290,7 +296,8 @@ class Dropout(nn.Dropout):
             return
         if cut is not None and cut.outer != 1:
             raise UserError(
-                f"{self.path} is given heads that are merged with samples: call it before they are merged, [b, heads, ...]"
+                f"{self.path} is given heads that are merged with samples: call it before they are merged, with "
+                "[b, heads, ...]"
             )
         from_last = 0 if cut is None else x.dim() - cut.dim
         if self._from_last not in (None, from_last):
@@ -319,13 +326,13 @@ def _require_sequence(x: CutTensor, path: str, watch: Watch) -> None:
 
 def _cut_elsewhere(x: CutTensor, path: str) -> UserError:
     return UserError(
-        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of {x.cut.source}, not its "
+        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the {x.cut.source}, not its "
         "features: make it whole by parallel.join(x, tp, dim), or bring the heads into the features first"
     )
 
 
 def _under_sequence(path: str) -> UserError:
     return UserError(
-        f"{path} is given features in another way than layers of style column and row follow each other, which sequence "
-        "parallelism does not support: set Context(sequence=False)"
+        f"{path} is given features in another way than layers of style column and row follow each other, which "
+        "sequence parallelism does not support: set Context(sequence=False)"
     )

@@ -39,6 +39,17 @@ from parallel.plain_layers import Column, Dropout, Row, Vocab, Watch, WatchedLay
 Style = Literal["column", "row", "vocab", "heads", "whole"]
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 PLAIN = (nn.Linear, nn.Embedding, *NORMS)
+CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+"""Modules of torch that may contain layers that were replaced."""
 CUT = ("column", "row", "vocab", "norm", "heads")
 SLICED_DIM = {
     ("column", "weight"): 0,
@@ -138,8 +149,8 @@ def _undivided(layers: Mapping[str, nn.Module], chosen: Mapping[str, str], conte
         size, kind = sizes.get(chosen[path], (0, ""))
         if size % context.tp.size:
             yield (
-                f'{path}: {size} {kind} features do not divide by tensor = {context.tp.size}: give it the style "whole", '
-                "or a size that divides"
+                f"{path}: {size} {kind} features do not divide by tensor = {context.tp.size}: give it the style "
+                '"whole", or a size that divides'
             )
 
 
@@ -161,21 +172,23 @@ def _watch(module: nn.Module, watch: Watch) -> None:
             other.activation_relu_or_gelu = 0  # its evaluation would compute with the slices of weights by itself
         if isinstance(other, nn.TransformerEncoder):
             other.use_nested_tensor = False
-        if path and type(other).__module__.startswith("torch.nn.modules") and not isinstance(other, Dropout):
+        container = isinstance(other, CONTAINERS)
+        if path and type(other).__module__.startswith("torch.nn.modules") and not container:
             other.register_forward_pre_hook(partial(_note_slices, path), with_kwargs=True)
 
 
 def _note_slices(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note in slices that torch's own module is given them; raise UserError if it has parameters or buffers."""
+    whole = any(True for _ in (*module.parameters(), *module.buffers()))
     for x in tensors((args, kwargs)):
         if not isinstance(x, CutTensor):
             continue
         x.given_to = path  # type: ignore[attr-defined]
-        if any(True for _ in (*module.parameters(), *module.buffers())):
+        if whole:
             raise UserError(
-                f"{path} is a {type(module).__name__} that each rank has whole, but it is given a slice of the outputs "
-                f'of {x.cut.source}: give {x.cut.source} the style "whole", and the layers of style row after it too, or '
-                "put the layer elsewhere"
+                f"{path} is a {type(module).__name__} that each rank has whole, but it is given a slice of the "
+                f'{x.cut.source}: give the layers of style column and row before and after it the style "whole", or '
+                "put it elsewhere"
             )
 
 
@@ -246,7 +259,8 @@ def _loss_in_replacing(layer: nn.Module) -> str:
     """Return what a parallel layer with the values of `layer` would lose; empty if it would lose nothing."""
     keep = 'or give it the style "whole"'
     if type(layer) not in PLAIN:
-        return f"{type(layer).__name__} is a subclass, whose own behaviour a parallel layer does not have: use torch's, {keep}"
+        kind = type(layer).__name__
+        return f"{kind} is a subclass, whose own behaviour a parallel layer does not have: use torch's, {keep}"
     if others := {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
         return f"the parameter {min(others)} has no parallel form: remove it, {keep}"
     if any(getattr(layer, hooks, None) for hooks in HOOKS):

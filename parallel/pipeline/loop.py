@@ -169,7 +169,7 @@ class Pipeline:
             )
         if stage < self._last and isinstance(y, CutTensor) and y.cut.dim == y.dim() - 1:
             raise UserError(
-                f"stage {stage} returned a slice of the outputs of {y.cut.source}, but the next stage takes whole "
+                f"stage {stage} returned a slice of the {y.cut.source}, but the next stage takes whole "
                 'activations: end the stage with a layer of style "row"'
             )
         if stage < self._last:

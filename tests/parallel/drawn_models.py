@@ -148,7 +148,7 @@ def between(draw: Draw, features: int) -> nn.Module:
     """What stands between two linear layers: activations, and sometimes something else."""
     chain = []
     for _ in range(draw.drawn.randint(1, 3)):
-        table = MIXING if draw.happens(0.22) else ELEMENTWISE
+        table = MIXING if draw.happens(0.07) else ELEMENTWISE
         chain.append(table[draw.one_of(*table)](features))
     return nn.Sequential(*chain)
 
@@ -157,7 +157,7 @@ class MLP(nn.Module):
     def __init__(self, draw: Draw, path: str) -> None:
         super().__init__()
         features = draw.drawn.choice([16, 16, 12, 4, 2])
-        self.kind = draw.one_of("plain", "plain", "plain", "gated", "glu", "gate of all", "three")
+        self.kind = draw.one_of(*["plain"] * 14, "gated", "gated", "gated", "glu", "gate of all", "three")
         wide = 2 * features if self.kind == "glu" else features
         self.up = nn.Linear(HIDDEN, wide, bias=draw.happens(0.7))
         self.middle = between(draw, features)
@@ -169,7 +169,7 @@ class MLP(nn.Module):
         styles = {f"{path}.up": "column", f"{path}.down": "row"}
         if hasattr(self, "gate"):
             styles[f"{path}.gate"] = "whole" if self.kind == "gate of all" else draw.one_of("column", "column", "row")
-        if draw.happens(0.15):
+        if draw.happens(0.08):
             styles[f"{path}.down"] = draw.one_of("column", "whole")
         if draw.happens(0.1):
             styles[f"{path}.up"] = draw.one_of("row", "whole")
@@ -196,9 +196,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = draw.drawn.choice([4, 4, 2])
         self.size = HIDDEN // self.heads
-        self.cuts = draw.one_of("open", "open", "open", "open", "both numbers", "open size", "size from shape", "unflatten")
+        self.cuts = draw.one_of(*["open"] * 16, "both numbers", "open size", "size from shape", "unflatten")
         self.computes = draw.one_of("sdpa", "by hand", "by hand", "einsum", "bmm")
-        self.fused = draw.happens(0.15)
+        self.fused = draw.happens(0.05)
         self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         if self.fused:
             draw.words.append("fused")
@@ -331,7 +331,7 @@ class Model(nn.Module):
 
     def __init__(self, draw: Draw, vocab: int) -> None:
         super().__init__()
-        padding = draw.drawn.choice([None] * 9 + [1])
+        padding = draw.drawn.choice([None] * 25 + [1])
         self.embedding = nn.Embedding(vocab, HIDDEN, padding_idx=padding)
         draw.styles["embedding"] = draw.drawn.choice(["vocab"] * 4 + ["whole"])
         self.positions = draw.one_of("none", "table", "parameter")
@@ -347,14 +347,15 @@ class Model(nn.Module):
         self.after = draw.drawn.choice([nn.Identity, nn.Identity, lambda: nn.Dropout(0.25)])()
         self.residual = draw.happens(0.8)
         self.last = draw.drawn.choice([lambda: nn.LayerNorm(HIDDEN, bias=False), *norms])()
-        self.ties = draw.one_of("apart", "apart", "tied", "by function")
+        self.ties = draw.one_of("apart", "apart", "apart", "apart", "tied", "tied", "by function")
         if self.ties != "by function":
             self.head = nn.Linear(HIDDEN, vocab, bias=draw.happens(0.3))
             draw.styles["head"] = draw.one_of("column", "column", "whole", "row")
         if self.ties == "tied":
             self.head.weight = self.embedding.weight
-            if draw.happens(0.3):
-                draw.styles |= {"embedding": "whole", "head": "whole"}
+            if draw.happens(0.9):
+                both = draw.one_of("vocab", "vocab", "whole")
+                draw.styles |= {"embedding": both, "head": "column" if both == "vocab" else "whole"}
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -374,7 +375,7 @@ def drawn_model(number: int) -> Drawn:
     """The model of this number, with the same values wherever it is drawn."""
     draw = Draw(random.Random(number))
     torch.manual_seed(number)
-    vocab = draw.drawn.choice([12, 12, 11])
+    vocab = draw.drawn.choice([12] * 19 + [11])
     model = Model(draw, vocab).double()
     frozen = [name for name, _ in model.named_parameters() if draw.happens(0.3)] if draw.happens(0.3) else []
     if len(frozen) < sum(1 for _ in model.parameters()):

@@ -14,6 +14,7 @@ The smallest whole use (`examples/pretrain.py` is the complete program):
 from parallel.activation_checkpoint import Recompute
 from parallel.collectives import copy, gather, join, reduce, scatter, split
 from parallel.context import Context
+from parallel.cut_features import unchecked
 from parallel.dropout import MicrobatchInfo
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -43,6 +44,7 @@ __all__ = [
     "reduce",
     "scatter",
     "split",
+    "unchecked",
     "vocab_parallel_loss",
     "world",
 ]

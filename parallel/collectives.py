@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.errors import UserError
+from parallel.cut_features import CutTensor, unchecked
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
@@ -31,17 +33,17 @@ def copy(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """Return x all-reduced (summed) over the axis; the backward pass passes the gradient on."""
-    return _Reduce.apply(x, axis) if axis.size > 1 else x
+    return _Reduce.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [n, ...] along dim 0 to [size * n, ...]; the backward pass is a reduce-scatter."""
-    return _Gather.apply(x, axis) if axis.size > 1 else x
+    return _Gather.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
 def scatter(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter [size * n, ...] along dim 0 to [n, ...]; the backward pass is an all-gather."""
-    return _Scatter.apply(x, axis) if axis.size > 1 else x
+    return _Scatter.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -51,7 +53,9 @@ def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of the gradient."""
-    return _Join.apply(x, axis, dim) if axis.size > 1 else x
+    if isinstance(x, CutTensor) and x.cut.dim != dim % x.dim():
+        raise UserError(f"join along dimension {dim}, but it is dimension {x.cut.dim} of {list(x.shape)} that is cut")
+    return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 
 
 def _gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:

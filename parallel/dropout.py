@@ -5,6 +5,7 @@ coordinates: the sample within the global batch, the position, and the feature o
 depend on tp, pp, dp, the micro-batch size or recomputation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megaprec.comm.random import bits, keep, key
 from parallel.context import Context
-from parallel.leaves import Leaves
+from parallel.leaves import PLAIN, Leaves
 from parallel.sequence_cut import positions_between
 
 
@@ -65,6 +66,16 @@ def attention_dropout(
     ranges = (own, *(positions or (range(queries), range(keys))))
     rest = (torch.arange(some.start, some.stop, device=weights.device) for some in ranges)
     return _drop(weights, probability, context, name, place, (place.samples, *rest))
+
+
+def drop(x: Tensor, probability: float, secret: int, ranges: Sequence[range]) -> Tensor:
+    """Apply dropout to `x` of any shape.
+
+    secret: the key of the random numbers. ranges: the coordinates of the elements along each dimension in the whole
+    tensor, of which `x` may be a slice.
+    """
+    coordinates = [torch.arange(some.start, some.stop, device=x.device) for some in ranges]
+    return _Dropout.apply(x, probability, secret, PLAIN, *coordinates)
 
 
 def _drop(

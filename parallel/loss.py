@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
+from parallel.cut_features import unchecked
 from parallel.layers import ColumnParallelLinear
 from parallel.leaves import PLAIN, Leaves
 
@@ -44,7 +45,7 @@ def cross_entropy(
         has kept them for one, its backward pass raises RuntimeError.
     leaves: the form in which the passes over the logits are computed.
     """
-    return CrossEntropy.apply(logits, targets, vocabulary, tp, sensitive, consume, leaves)
+    return CrossEntropy.apply(unchecked(logits), targets, vocabulary, tp, sensitive, consume, leaves)
 
 
 def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor], Tensor]:

@@ -108,13 +108,17 @@ def shifted(weight: Tensor, offset: float, sensitive: torch.dtype) -> Tensor:
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of products."""
+    """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of products.
 
-    def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5) -> None:
+    own: x differs between tp ranks although the sequence is not sharded, as attention heads do.
+    """
+
+    def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False) -> None:
         super().__init__()
-        self.context, self.eps = context, eps
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0)
-        self.bias = vector(context, f"{name}.bias", hidden, 0.0)
+        self.context = context
+        self.eps = eps
+        self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
+        self.bias = vector(context, f"{name}.bias", hidden, 0.0, own)
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan

@@ -19,6 +19,7 @@ from megaprec.optim.loss_check import require_same_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import NonFiniteStep, StepReport
 from parallel.context import Context
+from parallel.cut_features import CutTensor, unchecked
 from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op
@@ -167,7 +168,14 @@ class Pipeline:
             raise UserError(
                 f"stage {stage} returned a {type(y).__name__}, but must return one tensor for the next stage"
             )
-        return y.to(plan.pipeline) if stage < self._last else self._scaled_loss(y, self._targets[microbatch])
+        if stage < self._last and isinstance(y, CutTensor) and y.cut.dim == y.dim() - 1:
+            raise UserError(
+                f"stage {stage} returned a slice of the {y.cut.source}, but the next stage takes whole "
+                'activations: end the stage with a layer of style "row"'
+            )
+        if stage < self._last:
+            return unchecked(y).to(plan.pipeline)
+        return self._scaled_loss(y, self._targets[microbatch])
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore_index

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megaprec.checkpoint.atomic import replaced_since
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from parallel.described_world import require_sound, slurm_environment
@@ -48,8 +50,10 @@ from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.console.streams import guard_streams
 from tools.training.endings import CODES, ON_PURPOSE, reported
-from tools.training.launch import must_tell, note_failure
+from tools.training.launch import is_consequence, must_tell, note_failure, started_here
 from tools.training.signals import Stopped
+
+LOOKS = 4  # at a run whose checkpoints are replaced
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        code = args.run(args)
+        code = _looking_again(args)
         sys.stdout.flush()  # here, where a closed pipe can still be told from a fault
         return code
     except BrokenPipeError:  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
@@ -96,11 +100,25 @@ def _run(args: argparse.Namespace) -> int:
         told = reported(error)
         if isinstance(told, Stopped):  # the first rank has printed it
             return told.code
+        if is_consequence(told) and started_here():  # the launcher tells the reason of the rank that was first
+            return 1
         if not isinstance(told, ON_PURPOSE):
             raise
         if must_tell():
             print(*told.problems if isinstance(told, UserError) else [told], sep="\n", file=sys.stderr)
         return CODES[type(told)]
+
+
+def _looking_again(args: argparse.Namespace) -> int:
+    """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that trains."""
+    for _ in range(LOOKS - 1):
+        began = time.time()
+        try:
+            return int(args.run(args))
+        except (UserError, OSError) as error:
+            if dist.is_initialized() or not replaced_since(began, str(error), vars(args).values()):
+                raise
+    return int(args.run(args))
 
 
 class _Parser(argparse.ArgumentParser):

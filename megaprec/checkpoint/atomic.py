@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def checkpoint_at(path: Path) -> Path | None:
     if (path / INDEX).is_file():
         return path
     return latest(path / "checkpoints") or latest(path)
+
+
+def replaced_since(moment: float, said: str, given: Iterable[object]) -> bool:
+    """Return True if an error is about a checkpoint that was removed, or replaced by another one, since `moment`.
+
+    moment: as of time.time(). said: the text of the error. given: paths of runs, or of their folders of checkpoints, in
+    which the newest checkpoint was looked for; other values have no meaning.
+    """
+    names = set(NAME.findall(said))
+    folders = [Path(value) for value in given if isinstance(value, str | Path) and str(value) and str(value) in said]
+    for folder in folders:
+        for place in (folder / "checkpoints", folder):
+            for path in (place / name for name in names):
+                if NAME.fullmatch(folder.name) or not place.is_dir():
+                    continue
+                try:
+                    if path.lstat().st_ctime >= moment:
+                        return True
+                except FileNotFoundError:
+                    if f"{path}" in said:
+                        return True
+    return False
 
 
 def require_room(folder: Path) -> None:

@@ -59,8 +59,8 @@ class Outcome:
 class Saving:
     """A save of `step` into `folder` that is under way. Everything but the threads is collective over the world.
 
-    extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not remove. background: False writes in this thread, without
-    a copy of the state.
+    extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not remove. background: False
+    writes in this thread, without a copy of the state.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def test_a_number_of_checkpoints_that_is_none_is_refused_by_its_key(
     assert train(file, f"checkpoint.keep={value}") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("checkpoint.keep = ")
-    assert '"all"' in line
+    assert "'all'" in line
 
 
 @pytest.mark.parametrize(

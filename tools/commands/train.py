@@ -170,6 +170,9 @@ def _check_folders(config: RunConfig) -> None:
     for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{path} is not a file, but the records of steps are written there: move it away")
+    resolved = Path(config.train.folder) / "run.toml"
+    if os.path.lexists(resolved) and not resolved.is_file():
+        raise UserError(f"{resolved} is not a file, but the run's keys are written there: move it away")
     if _lock(config).exists():
         with _training(config):
             pass

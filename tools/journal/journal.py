@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes them."""
 
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -135,6 +136,9 @@ def _put_aside(*paths: Path) -> None:
 def _reopen(path: Path, start: int) -> Lines:
     """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
     lines = read_lines(path)
+    if path.is_symlink():
+        kept_file = os.path.realpath(path)
+        print(f"note       {path} was a link, and is a file of this run now; {kept_file} stays as it is")
     kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
     write_whole(path, b"".join(content + b"\n" for content in kept))
     if note := odd_lines(path):

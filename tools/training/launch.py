@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -215,8 +216,14 @@ def under_torchrun() -> bool:
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own."""
-    return RESTARTED in environ or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own.
+
+    What a shell has left in the environment of a process that no launcher has started counts for nothing.
+    """
+    launcher = environ.get("TORCHELASTIC_RUN_ID", "")
+    if launcher.startswith(OURS):
+        return RESTARTED in environ
+    return bool(launcher) and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def must_tell() -> bool:
@@ -282,6 +289,11 @@ def lost_connection(said: str) -> bool:
     return LOST.search(said) is not None
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Return True if an error of torch's communication follows from the end of another rank, which has its reason."""
+    return isinstance(error, RuntimeError) and dist.is_initialized() and lost_connection(str(error))
+
+
 def _said(failure: ProcessFailure) -> str:
     """Return what `note_failure` stored, as "Type: message"; "" if the rank gave no reason."""
     note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
@@ -315,6 +327,7 @@ def _shell_code(exitcode: int) -> int:
 def _launching(threads: int) -> Iterator[None]:
     """Set the thread count that ranks inherit and silence the agent's log; restore both afterwards."""
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGQUIT)
+    os.environ.pop(RESTARTED, None)  # which a shell may have left
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this launcher handles the others
     logging.disable(logging.ERROR)

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -116,9 +116,17 @@ def _looking_again(args: argparse.Namespace) -> int:
         try:
             return int(args.run(args))
         except (UserError, OSError) as error:
-            if dist.is_initialized() or not replaced_since(began, str(error), vars(args).values()):
+            replaced = any(replaced_since(began, str(error), path) for path in _paths(args))
+            if dist.is_initialized() or not replaced:
                 raise
     return int(args.run(args))
+
+
+def _paths(args: argparse.Namespace) -> Iterator[Path]:
+    """Yield the values of a command that may be paths."""
+    for value in vars(args).values():
+        several = value if isinstance(value, list | tuple) else [value]
+        yield from (Path(one) for one in several if isinstance(one, str | Path))
 
 
 class _Parser(argparse.ArgumentParser):

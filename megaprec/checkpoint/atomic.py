@@ -8,11 +8,11 @@ Consequently a folder with the name of a checkpoint that is not a checkpoint was
 a folder that cannot be listed: ignoring it would start training from scratch and overwrite what may be the only copy.
 """
 
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -96,26 +96,27 @@ def checkpoint_at(path: Path) -> Path | None:
     return latest(path / "checkpoints") or latest(path)
 
 
-def replaced_since(moment: float, said: str, given: Iterable[object]) -> bool:
-    """Return True if an error is about a checkpoint that was removed, or replaced by another one, since `moment`.
+def replaced_since(moment: float, said: str, run: Path) -> bool:
+    """Return True if an error is about a checkpoint of a run that was removed or replaced by another since `moment`.
 
-    moment: as of time.time(). said: the text of the error. given: paths of runs, or of their folders of checkpoints, in
-    which the newest checkpoint was looked for; other values have no meaning.
+    moment: as of time.time(). said: the text of the error. run: the run directory, or its folder of checkpoints, in
+    which the newest was looked for.
     """
-    names = set(NAME.findall(said))
-    folders = [Path(value) for value in given if isinstance(value, str | Path) and str(value) and str(value) in said]
-    for folder in folders:
-        for place in (folder / "checkpoints", folder):
-            for path in (place / name for name in names):
-                if NAME.fullmatch(folder.name) or not place.is_dir():
-                    continue
-                try:
-                    if path.lstat().st_ctime >= moment:
-                        return True
-                except FileNotFoundError:
-                    if f"{path}" in said:
-                        return True
+    if NAME.fullmatch(run.name) or not run.is_dir():
+        return False
+    for name in set(NAME.findall(said)):
+        for path in (run / "checkpoints" / name, run / name):
+            if str(path) in said and _changed_at(path) >= moment:
+                return True
     return False
+
+
+def _changed_at(path: Path) -> float:
+    """Return the time at which an entry of a folder was made or changed, infinity if it is not there."""
+    try:
+        return path.lstat().st_ctime
+    except FileNotFoundError:
+        return math.inf
 
 
 def require_room(folder: Path) -> None:

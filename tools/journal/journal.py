@@ -44,6 +44,8 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         if start == 0:
             _put_aside(folder / METRICS, folder / EVENTS, folder / DIGESTS)
+        if note := _taken_again(folder / METRICS, start):
+            print(f"note       {note}")
         self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
         self._digests = _Later(folder / DIGESTS, start)
         if note := lost_steps(folder / METRICS, start):
@@ -144,6 +146,15 @@ def _reopen(path: Path, start: int) -> Lines:
     if note := odd_lines(path):
         print(f"note       {note}")
     return Lines(path)
+
+
+def _taken_again(path: Path, start: int) -> str:
+    """Return a line about the records that go, for their steps are taken again; empty if there are none."""
+    going = [line.record["step"] for line in read_lines(path) if line.record and not _stays(line.record, start)]
+    if not going:
+        return ""
+    steps = f"step {going[0]}" if len(going) == 1 else f"steps {min(going)} to {max(going)}"
+    return f"{path}: {'the line' if len(going) == 1 else 'lines'} of {steps} go, for the run resumes before"
 
 
 def _stays(record: dict[str, Any], start: int) -> bool:

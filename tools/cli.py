@@ -54,6 +54,8 @@ from tools.training.launch import is_consequence, must_tell, note_failure, start
 from tools.training.signals import Stopped
 
 LOOKS = 4  # at a run whose checkpoints are replaced
+READERS = (inspect.main, diff.main, generate.main, evaluate.main, convert.main, report.main, compare.main)
+"""Commands that change nothing in the run that they read, and so may be run again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _looking_again(args: argparse.Namespace) -> int:
     """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that trains."""
-    for _ in range(LOOKS - 1):
+    for _ in range(LOOKS - 1 if args.run in READERS else 0):
         began = time.time()
         try:
             return int(args.run(args))

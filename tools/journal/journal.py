@@ -153,8 +153,9 @@ def _taken_again(path: Path, start: int) -> str:
     going = [line.record["step"] for line in read_lines(path) if line.record and not _stays(line.record, start)]
     if not going:
         return ""
-    steps = f"step {going[0]}" if len(going) == 1 else f"steps {min(going)} to {max(going)}"
-    return f"{path}: {'the line' if len(going) == 1 else 'lines'} of {steps} go, for the run resumes before"
+    steps = f"step {going[0]} is" if len(going) == 1 else f"steps {min(going)} to {max(going)} are"
+    what = "the line of this step goes" if len(going) == 1 else "the lines of these steps go"
+    return f"{path}: {steps} taken again, so {what}"
 
 
 def _stays(record: dict[str, Any], start: int) -> bool:

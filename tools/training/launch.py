@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -291,7 +290,7 @@ def lost_connection(said: str) -> bool:
 
 def is_consequence(error: BaseException) -> bool:
     """Return True if an error of torch's communication follows from the end of another rank, which has its reason."""
-    return isinstance(error, RuntimeError) and dist.is_initialized() and lost_connection(str(error))
+    return isinstance(error, RuntimeError) and lost_connection(str(error))
 
 
 def _said(failure: ProcessFailure) -> str:

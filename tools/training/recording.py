@@ -35,7 +35,7 @@ def recorded(
     folder, total, log, begun = Path(config.train.folder), config.train.steps, config.log, step()
     feeds = [Feed(name, folder, config.model_dump(mode="json"), begun) for name in log.to]
     with (
-        _naming_the_checkpoint(config, step),
+        _naming_the_checkpoint(config, step, begun),
         Journal(folder, begun, total, log.every, log.progress, feeds) as journal,
     ):
         if begun >= total:
@@ -54,8 +54,11 @@ def recorded(
 
 
 @contextmanager
-def _naming_the_checkpoint(config: RunConfig, step: Callable[[], int]) -> Iterator[None]:
-    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one while it ends."""
+def _naming_the_checkpoint(config: RunConfig, step: Callable[[], int], begun: int) -> Iterator[None]:
+    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one while it ends.
+
+    begun: the step after which this process began.
+    """
     try:
         yield
     except LinesLost as error:
@@ -70,7 +73,7 @@ def _naming_the_checkpoint(config: RunConfig, step: Callable[[], int]) -> Iterat
             raise
         raise UserError(*lost, goes_on(config.checkpoint_folder, step())) from error
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None or step() == begun:  # no step is lost
             raise
         raise UserError(f"{file_error(error)}; {goes_on(config.checkpoint_folder, step())}") from error
 

@@ -1,11 +1,15 @@
 """Files of a run folder that are not what a run would write: nothing hangs, nothing is replaced unsaid."""
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from tests.other_systems import slow
 from tests.runs import steps, train, write_run
+from tools import cli
+from tools.training.launch import OURS
 
 QUICK = ("model.layers=1", "train.global_batch=4", "train.micro_batch=4", "train.steps=2", "checkpoint.every=0")
 
@@ -50,3 +54,26 @@ def test_a_file_of_records_that_is_a_link_is_replaced_with_a_word_and_what_it_po
     assert line in capsys.readouterr().out.splitlines()
     assert elsewhere.read_bytes() == before
     assert [record["step"] for record in steps(run)] == [1, 2, 3]
+
+
+def test_a_rank_that_lost_another_leaves_the_telling_to_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(args: Namespace) -> int:
+        raise RuntimeError("F0.0 failed on pipeline rank 0: Connection closed by peer [127.0.0.1]:26540")
+
+    with pytest.raises(RuntimeError):
+        cli._run(Namespace(run=lose))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OURS}7")
+    assert cli._run(Namespace(run=lose)) == 1
+    assert capsys.readouterr().err == ""
+
+
+@slow
+def test_no_rank_prints_a_traceback_when_rank_0_cannot_open_its_files(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl.part").mkdir()
+    assert train(file, *QUICK, f"train.folder={tmp_path}", "parallel.tensor=2") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"rank 0 failed with exit code 2: UserError: {tmp_path}/metrics.jsonl.part: Is a directory")

@@ -217,7 +217,7 @@ def under_torchrun() -> bool:
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own.
 
-    What a shell has left in the environment of a process that no launcher has started counts for nothing.
+    Variables that a shell has left in the environment of a process that no launcher has started do not count.
     """
     launcher = environ.get("TORCHELASTIC_RUN_ID", "")
     if launcher.startswith(OURS):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.other_systems import slow
 from tests.runs import steps, train, write_run
 from tools import cli
 from tools.training.launch import OURS
@@ -69,7 +68,7 @@ def test_a_rank_that_lost_another_leaves_the_telling_to_its_launcher(
     assert capsys.readouterr().err == ""
 
 
-@slow
+@pytest.mark.slow
 def test_no_rank_prints_a_traceback_when_rank_0_cannot_open_its_files(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

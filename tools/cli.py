@@ -10,14 +10,16 @@ import os
 import platform
 import re
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megaprec.checkpoint.atomic import replaced_since
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from parallel.described_world import require_sound, slurm_environment
@@ -48,8 +50,12 @@ from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.console.streams import guard_streams
 from tools.training.endings import CODES, ON_PURPOSE, reported
-from tools.training.launch import must_tell, note_failure
+from tools.training.launch import is_consequence, must_tell, note_failure, started_here
 from tools.training.signals import Stopped
+
+LOOKS = 4  # at a run whose checkpoints are replaced
+READERS = (inspect.main, diff.main, generate.main, evaluate.main, convert.main, report.main, compare.main)
+"""Commands that change nothing in the run that they read, and so may be run again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        code = args.run(args)
+        code = _looking_again(args)
         sys.stdout.flush()  # here, where a closed pipe can still be told from a fault
         return code
     except BrokenPipeError:  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
@@ -96,11 +102,33 @@ def _run(args: argparse.Namespace) -> int:
         told = reported(error)
         if isinstance(told, Stopped):  # the first rank has printed it
             return told.code
+        if is_consequence(told) and started_here():  # the launcher tells the reason of the rank that was first
+            return 1
         if not isinstance(told, ON_PURPOSE):
             raise
         if must_tell():
             print(*told.problems if isinstance(told, UserError) else [told], sep="\n", file=sys.stderr)
         return CODES[type(told)]
+
+
+def _looking_again(args: argparse.Namespace) -> int:
+    """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that trains."""
+    for _ in range(LOOKS - 1 if args.run in READERS else 0):
+        began = time.time()
+        try:
+            return int(args.run(args))
+        except (UserError, OSError) as error:
+            replaced = any(replaced_since(began, str(error), path) for path in _paths(args))
+            if dist.is_initialized() or not replaced:
+                raise
+    return int(args.run(args))
+
+
+def _paths(args: argparse.Namespace) -> Iterator[Path]:
+    """Yield the values of a command that may be paths."""
+    for value in vars(args).values():
+        several = value if isinstance(value, list | tuple) else [value]
+        yield from (Path(one) for one in several if isinstance(one, str | Path))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ Consequently a folder with the name of a checkpoint that is not a checkpoint was
 a folder that cannot be listed: ignoring it would start training from scratch and overwrite what may be the only copy.
 """
 
+import math
 import os
 import re
 import shutil
@@ -93,6 +94,29 @@ def checkpoint_at(path: Path) -> Path | None:
     if (path / INDEX).is_file():
         return path
     return latest(path / "checkpoints") or latest(path)
+
+
+def replaced_since(moment: float, said: str, run: Path) -> bool:
+    """Return True if an error is about a checkpoint of a run that was removed or replaced by another since `moment`.
+
+    moment: as of time.time(). said: the text of the error. run: the run directory, or its folder of checkpoints, in
+    which the newest was looked for.
+    """
+    if NAME.fullmatch(run.name) or not run.is_dir():
+        return False
+    for name in set(NAME.findall(said)):
+        for path in (run / "checkpoints" / name, run / name):
+            if str(path) in said and _changed_at(path) >= moment:
+                return True
+    return False
+
+
+def _changed_at(path: Path) -> float:
+    """Return the time at which an entry of a folder was made or changed, infinity if it is not there."""
+    try:
+        return path.lstat().st_ctime
+    except FileNotFoundError:
+        return math.inf
 
 
 def require_room(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints a save removes: only older ones that saves into the same folder have made.
+"""The checkpoints that a save removes: only older ones that saves into the same folder have made.
 
 Each save adds a line to a hidden file of the folder, with its step and the digest of its checkpoint.json. A checkpoint
 without such a line was put there by somebody: copied as the beginning of a branch, restored from a backup, saved by an

@@ -3,14 +3,15 @@
 `build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document, with a few chunks
 of text in memory at a time, and records its source and tokenizer in `PREFIX.json`. The number of workers does not
 change a byte. A build that was killed is resumed by the next build of the same text and tokenizer, from the state in
-`PREFIX.resume`. Programs call `prepare`: it returns the existing data set if the record matches, and otherwise loads or
+`PREFIX.resume`. The record has the digest of the text too: a text that was moved, copied or touched is compared by its
+content, once. Programs call `prepare`: it returns the existing data set if the record matches, and otherwise loads or
 trains the tokenizer and builds.
 """
 
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from megaprec.data import intact
 from megaprec.data.files import beside, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
-from megaprec.data.text import Source
+from megaprec.data.readers import Piece
+from megaprec.data.text import Source, TextDigest, has_digest
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
@@ -36,6 +38,9 @@ CHUNK_CHARS = 1 << 20  # of text that is encoded together; the boundaries of chu
 PIECE_COST = 64  # characters added to the length of each piece, so that many tiny pieces fill a chunk too
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RESUME_CHARS = 1 << 26  # of text between two points from which a killed build can resume
+
+SAME = "same_texts"  # key of a record: identities of texts that were found to be the same
+MOST_SAME = 16
 
 Progress = Callable[[int, int, int], None]
 
@@ -90,7 +95,7 @@ def prepare(
     with suppress(*([UserError] if overwrite else [])):  # a damaged one is replaced then
         there = beside(prefix, ".idx").exists() and left.is_file()
         known = given or (load_tokenizer(left) if there else None)
-        if known and (result := reusable(prefix, source, known, vocab_size)):
+        if known and (result := reusable(prefix, source, known, vocab_size, by_content=True)):
             return result
     _refuse_overwriting(prefix, overwrite)
     if vocab_size is not None:
@@ -120,7 +125,9 @@ def build(
     state = _interrupted_state(prefix, wanted)
     try:
         with named(prefix):
-            ids = _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
+            text = TextDigest()
+            report = on_progress or (lambda *totals: None)
+            ids = _write(source, text, tokenizer, prefix, wanted, state, workers, report)
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
@@ -131,7 +138,8 @@ def build(
         raise
     counts = asdict(state.counts)
     try:
-        content = json.dumps(wanted | counts | {"ids": ids} | _digests(prefix), indent=2)
+        found = {"ids": ids, "text_sha256": text.hexdigest(), **_digests(prefix)}
+        content = json.dumps(wanted | counts | found, indent=2)
         write_whole(beside(prefix, ".json"), f"{content}\n".encode())
     except OSError:
         beside(prefix, ".idx").unlink(missing_ok=True)  # without its record, the set could not be built again
@@ -150,18 +158,28 @@ def _digests(prefix: Path) -> dict[str, Any]:
     return digests
 
 
-def reusable(prefix: Path, source: Source, tokenizer: Tokenizer, vocab_size: int | None = None) -> BuildResult | None:
+def reusable(
+    prefix: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    vocab_size: int | None = None,
+    by_content: bool = False,
+) -> BuildResult | None:
     """Return the data set at `prefix` if it exists and was built from this source with this tokenizer, else None.
 
-    vocab_size: if set, the tokenizer must have exactly this size. Raises UserError if file sizes show that the data set
-    is damaged; `megaprec.data.intact` checks its content.
+    vocab_size: if set, the tokenizer must have exactly this size. by_content: a source whose files have another name or
+    time is read, and is the same if its text is; the record then has its name and time too. Only one process at a time
+    may do so. Raises UserError if file sizes show that the data set is damaged; `megaprec.data.intact` checks its
+    content.
     """
     idx = beside(prefix, ".idx")
     if not idx.exists():
         return None
     try:
         record = intact.read_record(prefix)
-        if record is None or not _is_of(record, source, tokenizer, vocab_size):
+        if record is None or not _is_of(record, tokenizer, vocab_size):
+            return None
+        if not _is_known(record, source) and not (by_content and _has_the_text(prefix, record, source)):
             return None
         if record["tokens"] != (found := IndexedDataset(prefix).num_tokens):
             raise UserError(f"{prefix} has {found} tokens where {prefix.name}.json says {record['tokens']}")
@@ -173,11 +191,34 @@ def reusable(prefix: Path, source: Source, tokenizer: Tokenizer, vocab_size: int
     return BuildResult(prefix, tokenizer.path, **counts, bytes=record.get("bytes"), unknown=unknown, reused=True)
 
 
-def _is_of(record: dict[str, Any], source: Source, tokenizer: Tokenizer, vocab_size: int | None) -> bool:
+def _is_of(record: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> bool:
     if lacking := {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys():
         raise UserError(f"its record lacks {', '.join(sorted(lacking))}")
-    same = record["source"] == source.identity() and record.get("tokenizer_sha256") == _sha256(tokenizer.path)
+    same = record.get("tokenizer_sha256") == _sha256(tokenizer.path)
     return same and record["eos"] == tokenizer.eos and vocab_size in (None, record["vocab_size"])
+
+
+def _is_known(record: dict[str, Any], source: Source) -> bool:
+    """Return True if the source has names, sizes and times with which the text of a data set was seen."""
+    identity = source.identity()
+    return identity == record["source"] or identity in _same_texts(record)
+
+
+def _same_texts(record: dict[str, Any]) -> list[Any]:
+    """Return further identities of the text of a data set."""
+    same = record.get(SAME)
+    return same if isinstance(same, list) else []
+
+
+def _has_the_text(prefix: Path, record: dict[str, Any], source: Source) -> bool:
+    """Return True if the source has the text of a data set, and then add its identity to the record."""
+    digest = record.get("text_sha256")  # of which earlier versions recorded none
+    if not isinstance(digest, str) or not has_digest(source, digest, record["chars"]):
+        return False
+    record[SAME] = [*_same_texts(record), source.identity()][-MOST_SAME:]
+    with suppress(OSError):  # then it is read again the next time
+        write_whole(beside(prefix, ".json"), f"{json.dumps(record, indent=2)}\n".encode())
+    return True
 
 
 def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -195,7 +236,7 @@ def _workers(source: Source, wanted: int) -> int:
     return max(1, min(wanted, source.total_bytes() // CHUNK_CHARS))
 
 
-def _chunks(source: Source) -> Iterator[Chunk]:
+def _chunks(source: Iterable[Piece]) -> Iterator[Chunk]:
     """Yield all text in chunks of several pieces. The chunks depend only on the source."""
     texts, ends, size = list[str](), list[bool](), 0
     for text, end in _endings(source):
@@ -209,7 +250,7 @@ def _chunks(source: Source) -> Iterator[Chunk]:
         yield Chunk(texts, ends)
 
 
-def _endings(source: Source) -> Iterator[tuple[str, bool]]:
+def _endings(source: Iterable[Piece]) -> Iterator[tuple[str, bool]]:
     """Yield every non-empty piece, and True if its document ends with it. No document need fit into memory."""
     for _, pieces in groupby(source, key=itemgetter(0)):
         texts = (text for _, text in pieces if text)
@@ -246,6 +287,7 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
 
 def _write(
     source: Source,
+    text: TextDigest,
     tokenizer: Tokenizer,
     prefix: Path,
     made_of: dict[str, Any],
@@ -255,11 +297,11 @@ def _write(
 ) -> tuple[int, int]:
     """Write the chunks that are not written yet, update `state`, and periodically save it to `PREFIX.resume`.
 
-    Returns the smallest and largest id.
+    text: the digest, to which all text is added. Returns the smallest and largest id.
     """
     counts, noted = state.counts, state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
-        chunks = islice(_chunks(source), state.chunks, None)
+        chunks = islice(_chunks(text.reading(source)), state.chunks, None)
         for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _workers(source, workers)):
             writer.extend(ids, ends)
             state.chunks += 1

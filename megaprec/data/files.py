@@ -7,8 +7,10 @@ is always complete, even after a kill or a power cut; the folder is flushed too,
 All processes use the same temporary name, so only one process at a time may write (`alone`).
 """
 
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,12 +81,18 @@ def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
     a filesystem without locks there is no protection.
     """
     make_folder(lock.parent)
-    with lock.open("a") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
+    descriptor = os.open(lock, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file, but the lock of this folder belongs there", str(lock))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             busy()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             pass
         yield
+    finally:
+        os.close(descriptor)

@@ -155,12 +155,20 @@ def split(
     if not 0 <= held_out < 1:
         raise UserError(f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1")
     total = count_samples(dataset, seq_length)
-    held = max(1, round(total * held_out)) if held_out else 0
-    if total < min(held, 1) + 1:
-        raise _too_short(dataset, seq_length, min(held, 1) + 1)
-    train = max(1, total - held)
+    needed = 2 if held_out else 1
+    if total < needed:
+        raise _too_short(dataset, seq_length, needed)
+    train = count_training_samples(dataset, seq_length, held_out)
+    held = held_out > 0
     samples = Samples(dataset, seq_length, seed, shuffle, 0, train, resets)
     return samples, Samples(dataset, seq_length, seed, False, train, total - train, resets) if held else None
+
+
+def count_training_samples(dataset: IndexedDataset, seq_length: int, held_out: float) -> int:
+    """Return the number of samples that `split` leaves for training."""
+    total = count_samples(dataset, seq_length)
+    held = max(1, round(total * held_out)) if held_out else 0
+    return max(1, total - held)
 
 
 def count_samples(dataset: IndexedDataset, seq_length: int) -> int:

@@ -23,7 +23,7 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,6 +102,41 @@ class Source:
 
     def _document(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
+
+
+class TextDigest:
+    """SHA-256 of the documents of a text, whatever their names are and in which pieces they come.
+
+    chars: number of characters that were read.
+    """
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self._hash = hashlib.sha256()
+
+    def reading(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yield the pieces of a text, and add them to the digest."""
+        document: str | None = None
+        for name, text in pieces:
+            if name != document:
+                self._hash.update(b"\xff")  # no byte of UTF-8
+                document = name
+            self._hash.update(text.encode(errors="surrogatepass"))
+            self.chars += len(text)
+            yield name, text
+
+    def hexdigest(self) -> str:
+        """Return the digest of what was read."""
+        return self._hash.hexdigest()
+
+
+def has_digest(source: Source, digest: str, chars: int) -> bool:
+    """Return True if the text of a source has this digest. chars: its length; no more is read."""
+    made = TextDigest()
+    for _ in made.reading(source):
+        if made.chars > chars:
+            return False
+    return made.chars == chars and made.hexdigest() == digest
 
 
 def open_source(name: str, *, text_field: str = "text", max_chars: int | None = None) -> Source:

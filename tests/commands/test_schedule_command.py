@@ -271,3 +271,14 @@ def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path:
     for name, chosen in variants.items():
         folder = train_on(run_file, *keys, *chosen, f"train.folder={tmp_path / name}", pipeline=2)
         assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+def test_a_schedule_that_may_have_been_edited_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("# mine\n")
+    assert main(["schedule", "--kind", "1f1b", "--pipeline", "2", "--microbatches", "2", "-o", str(own)]) == 2
+    line = f"--output {own}: it exists, and may have been edited: give another name, or remove it"
+    assert capsys.readouterr().err.splitlines() == [line]
+    assert own.read_text() == "# mine\n"

@@ -48,6 +48,7 @@ SIZES += [
     "fp8.history_length",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.keep_every",
     "log.every",
     "log.timeline",
     "log.digests",

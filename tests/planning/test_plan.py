@@ -256,3 +256,17 @@ def test_in_a_terminal_no_line_of_a_plan_is_longer_than_the_terminal_is_wide(
     broken = said(capsys, file, *layout, "--gpu", "H100")
     assert max(map(len, broken.splitlines())) <= 80
     assert broken.split() == whole.split()
+
+
+def test_a_file_that_the_command_did_not_write_is_not_overwritten(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "best.toml"
+    best.write_text("[train]\nsteps = 7\n")
+    assert main(["plan", str(run_file), "--gpu", "H100", "--ranks", "1", "-o", str(best)]) == 2
+    line = f"--output {best}: it exists, and `megaprec plan` did not write it: give another name"
+    assert capsys.readouterr().err.splitlines() == [line]
+    assert best.read_text() == "[train]\nsteps = 7\n"
+    best.unlink()
+    for _ in range(2):
+        assert main(["plan", str(run_file), "--gpu", "H100", "--ranks", "1", "-o", str(best)]) == 0

@@ -80,6 +80,7 @@ CASES = [
     ("train.eval_batches", "9", "", "train.eval_every=3"),
     *((f"{key}", "10", "", "train.steps=10") for key in ("train.eval_every", "train.sentinel", "log.timeline")),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
+    ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
 ]
 # Keys that have files beside them: see the test below.
 BESIDE_FILES = {

@@ -35,7 +35,7 @@ def test_a_run_says_at_its_start_what_its_saves_will_delete_and_nothing_else_goe
     capsys.readouterr()
     assert train(file, *given) == 0
     assert kept_lines(capsys.readouterr().out) == [
-        "keeps      the newest checkpoint and those of each 4th step that it saves; older ones are deleted, "
+        "keeps      the newest checkpoint and those of each multiple of 4 steps that it saves; older ones are deleted, "
         "step_00000002 and step_00000003 too; step_00000001 stays, for no save into this folder made it"
     ]
     assert steps_in(run / "checkpoints") == [1, 4, 6]
@@ -68,7 +68,7 @@ def test_a_number_of_checkpoints_that_is_none_is_refused_by_its_key(
     assert train(file, f"checkpoint.keep={value}") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("checkpoint.keep = ")
-    assert '"all"' in line
+    assert "'all'" in line
 
 
 @pytest.mark.parametrize(

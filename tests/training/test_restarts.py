@@ -25,7 +25,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.journal.journal import rewind
 from tools.journal.records import read_events
 from tools.training import restarts
-from tools.training.launch import RESTARTED, Loss, restarted, start_ranks
+from tools.training.launch import OURS, RESTARTED, Loss, restarted, start_ranks
 from tools.training.restarts import Restarts, ended_by_choice
 from tools.training.resume import check_resumable
 
@@ -178,9 +178,12 @@ def test_a_restarted_run_resumes_from_its_own_checkpoint_though_it_may_not_resum
     assert train(run_file, *folder) == 0
     with pytest.raises(UserError, match="is there from an earlier run"):
         check_resumable(load_run(run_file, folder))
-    for variable in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"):
+    for variable, run_id in ((RESTARTED, f"{OURS}7"), ("TORCHELASTIC_RESTART_COUNT", "of torchrun")):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
+            with pytest.raises(UserError, match="is there from an earlier run"):  # a shell has left it
+                check_resumable(load_run(run_file, folder))
+            patch.setenv("TORCHELASTIC_RUN_ID", run_id)
             check_resumable(load_run(run_file, folder))
     with pytest.raises(UserError, match=r"parallel\.elastic = true goes on from a checkpoint"):
         load_run(run_file, [*folder, "parallel.elastic=true"])

@@ -151,10 +151,11 @@ def test_a_run_whose_last_save_fails_says_where_the_same_command_goes_on(
         assert ends == [[line]] * 4
         assert line.startswith(f"{checkpoint(folder, stop or 6)} is not saved: {folder}/checkpoints/.step_")
         assert "/model-00003.safetensors: No space left on device (ENOSPC): free some room there; " in line
+        again = f"and takes steps {(newest or 0) + 1} to {stop or 6} again"
         assert line.endswith(
-            f"the newest whole checkpoint is {checkpoint(folder, newest)}: the same command goes on from it"
+            f"the newest whole checkpoint is {checkpoint(folder, newest)}: the same command goes on from it {again}"
             if newest
-            else f"there is no whole checkpoint in {folder}/checkpoints: the same command starts anew"
+            else f"there is no whole checkpoint in {folder}/checkpoints: the same command starts anew {again}"
         )
         assert checkpoints(folder / "checkpoints") == ([checkpoint(folder, newest)] if newest else [])
 
@@ -309,6 +310,45 @@ def test_records_that_are_lost_in_the_end_are_an_error(tmp_path: Path, monkeypat
     lines.write("two")
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left.*; the last 2 lines of it are lost"):
         lines.close()
+
+
+@pytest.mark.parametrize("what", ["all files", "metrics.jsonl", "digests.jsonl"])
+def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpoint_and_what_is_taken_again(
+    what: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = os.write
+    fsync = os.fsync
+    metrics = tmp_path / "metrics.jsonl"
+
+    def is_full(descriptor: int) -> bool:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        named = what == "all files" or what in name
+        if not (named and name.startswith(str(tmp_path)) and metrics.exists()):
+            return False
+        return metrics.read_bytes().count(b"\n") > 2
+
+    def no_room(descriptor: int, content: bytes) -> int:
+        if is_full(descriptor):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content)
+
+    def no_flush(descriptor: int) -> None:
+        if is_full(descriptor):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "write", no_room)
+    monkeypatch.setattr(os, "fsync", no_flush)
+    keys = ["checkpoint.every=2", f"train.folder={tmp_path}"]
+    if what == "digests.jsonl":
+        keys.append("log.digests=4")
+    assert train(run_file, *keys) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    newest = {"all files": 2, "metrics.jsonl": 6, "digests.jsonl": 2}[what]
+    again = {"all files": " and takes steps 3 to 6 again", "metrics.jsonl": "", "digests.jsonl": ""}[what]
+    goes_on = "the same command goes on from it"
+    wanted = f"the newest whole checkpoint is {checkpoint(tmp_path, newest)}: {goes_on}{again}"
+    assert last.endswith(wanted) or (what == "digests.jsonl" and wanted in last), last
 
 
 def test_a_disk_that_is_full_at_the_start_is_told_in_one_line(

@@ -8,6 +8,7 @@ them. Neither data nor a tokenizer is needed. What is not known is said: nothing
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from megaprec.data.files import write_whole
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
@@ -128,6 +130,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(f"--output {args.output}: the best of which layouts? give --ranks N")
     if args.output and args.output.resolve() == Path(args.file).resolve():
         problems.append(f"--output {args.output}: it is the run file itself; give another")
+    elif args.output and os.path.lexists(args.output) and not _is_ours(args.output):
+        problems.append(f"--output {args.output}: it exists, and `megaprec plan` did not write it: give another name")
     if problems:
         raise UserError(*problems)
 
@@ -196,6 +200,12 @@ def _progress(done: int, of: int) -> None:
         print(f"planning   layout {done:,} of {of:,}", end=end, file=sys.stderr, flush=True)
     elif done == 0:
         print(f"planning   {of:,} layouts", file=sys.stderr, flush=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True if this command has written a file."""
+    begin = COMMENT.partition("{")[0]
+    return path.is_file() and read_whole(path).startswith(begin.encode())
 
 
 def _write(path: Path, ranks: int, found: Found) -> None:

@@ -7,6 +7,7 @@ up to the instruction where it goes wrong.
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -116,6 +117,8 @@ def main(args: argparse.Namespace) -> int:
     for path in args.output:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
             raise UserError(f"--output {path}: unknown suffix; the form follows from it: {FORMS}")
+        if path.suffix == ".txt" and os.path.lexists(path):
+            raise UserError(f"--output {path}: it exists, and may have been edited: give another name, or remove it")
     if not 0 <= args.transfer < LONGEST:
         raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {LONGEST:g}")
     case = _of_file(args) if args.file else _of_options(args)

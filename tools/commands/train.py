@@ -8,8 +8,9 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Collection
-from contextlib import AbstractContextManager, ExitStack
+import time
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,7 @@ from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
 from tools.training.validation_sets import open_validation
 
+LATE = 60.0  # seconds after which NFS shows a new file to other hosts, unless it is told otherwise (acdirmax)
 MANY = 1000  # feed-forwards; a model that has more takes seconds to build
 
 
@@ -170,6 +172,9 @@ def _check_folders(config: RunConfig) -> None:
     for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{path} is not a file, but the records of steps are written there: move it away")
+    resolved = Path(config.train.folder) / "run.toml"
+    if os.path.lexists(resolved) and not resolved.is_file():
+        raise UserError(f"{resolved} is not a file, but the run's keys are written there: move it away")
     if _lock(config).exists():
         with _training(config):
             pass
@@ -357,13 +362,31 @@ def prepare(
     }
 
 
+def _missing(needed: Sequence[Path]) -> list[Path]:
+    """Return the files that are not there.
+
+    On another host than that of rank 0, which has just named or made them, a network filesystem may show them late.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    of_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    end = time.monotonic() + (0 if of_one_host else LATE)
+    while missing := [path for path in needed if not path.is_file()]:
+        if time.monotonic() >= end:
+            return missing
+        for folder in {path.parent for path in missing}:
+            with suppress(OSError):
+                os.listdir(folder)  # asks the server again
+        time.sleep(0.5)
+    return []
+
+
 def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
     """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks a file of them."""
     tokenizer, checkpoint = (Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint"))
     prefixes = [Path(prefix) for prefix in named["prefixes"]]
     pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
     needed = (*pairs, tokenizer, checkpoint and checkpoint / INDEX)
-    if missing := [path for path in needed if path and not path.is_file()]:
+    if missing := _missing([path for path in needed if path]):
         here = socket.gethostname()
         raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
     corpus = open_made(config, prefixes, tokenizer)

@@ -20,7 +20,7 @@ from tools.config.checks import sized
 from tools.config.data_settings import Data
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.schedules import stage_count
-from tools.config.settings import LR, Log, Optimizer, Parallel, Train
+from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
 from tools.convert.core.rules import logical_shapes
 
@@ -37,6 +37,7 @@ class Tables:
     optimizer: Optimizer
     lr: LR
     train: Train
+    checkpoint: Checkpoint
     log: Log
 
     @classmethod
@@ -157,6 +158,7 @@ NEEDS: tuple[Need, ...] = (
     Need("lr.decay", lambda run: run.lr.schedule == "wsd", "lr.schedule"),
     Need("train.canonical_shards", lambda run: run.train.numerics == "canonical", "train.numerics"),
     Need("train.eval_batches", lambda run: run.train.eval_every > 0, "train.eval_every"),
+    Need("checkpoint.keep_every", lambda run: run.checkpoint.keep != "all", "checkpoint.keep"),
     *map(_within, PERIODS),
 )
 

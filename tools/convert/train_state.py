@@ -22,7 +22,8 @@ from tools.convert.hf.config import make_model
 class TrainState:
     """The progress of a run. A skipped step consumes its samples, but does not advance the learning rate.
 
-    Samples and tokens are counted, for a resumed run may have another batch size or sequence length.
+    Samples and tokens are counted, for a resumed run may have another batch size or sequence length. samples: the place
+    in the data, of which a run with another sequence length keeps the tokens.
     """
 
     step: int = 0

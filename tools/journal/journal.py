@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes them."""
 
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         if start == 0:
             _put_aside(folder / METRICS, folder / EVENTS, folder / DIGESTS)
+        if note := _taken_again(folder / METRICS, start):
+            print(f"note       {note}")
         self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
         self._digests = _Later(folder / DIGESTS, start)
         if note := lost_steps(folder / METRICS, start):
@@ -135,11 +138,24 @@ def _put_aside(*paths: Path) -> None:
 def _reopen(path: Path, start: int) -> Lines:
     """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
     lines = read_lines(path)
+    if path.is_symlink():
+        kept_file = os.path.realpath(path)
+        print(f"note       {path} was a link, and is a file of this run now; {kept_file} stays as it is")
     kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
     write_whole(path, b"".join(content + b"\n" for content in kept))
     if note := odd_lines(path):
         print(f"note       {note}")
     return Lines(path)
+
+
+def _taken_again(path: Path, start: int) -> str:
+    """Return a line about the records that go, for their steps are taken again; empty if there are none."""
+    going = [line.record["step"] for line in read_lines(path) if line.record and not _stays(line.record, start)]
+    if not going:
+        return ""
+    steps = f"step {going[0]} is" if len(going) == 1 else f"steps {min(going)} to {max(going)} are"
+    what = "the line of this step goes" if len(going) == 1 else "the lines of these steps go"
+    return f"{path}: {steps} taken again, so {what}"
 
 
 def _stays(record: dict[str, Any], start: int) -> bool:

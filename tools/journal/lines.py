@@ -12,6 +12,10 @@ from megaprec.durable import file_error, named
 from megaprec.errors import UserError
 
 
+class LinesLost(UserError):
+    """Lines of a run's records that could not be written at its end."""
+
+
 class Lines:
     """The file `path`, opened for appending. Raises OSError if it cannot be opened."""
 
@@ -34,12 +38,12 @@ class Lines:
             )
 
     def close(self) -> None:
-        """Close the file. Raises UserError if lines could not be written."""
+        """Close the file. Raises LinesLost if lines could not be written."""
         error = self._write_kept()
         os.close(self._descriptor)
         if error:
             lost = self._kept.count(b"\n")
-            raise UserError(f"{file_error(error)}; the last {lost} lines of it are lost")
+            raise LinesLost(f"{file_error(error)}; the last {lost} lines of it are lost")
 
     def _write_kept(self) -> OSError | None:
         try:

@@ -23,7 +23,7 @@ from megaprec.data.files import alone, beside, write_whole
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples, count_samples, split
-from megaprec.data.text import Source, open_source
+from megaprec.data.text import Source, has_digest, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.data.training import train_sentencepiece
 from megaprec.durable import read_whole
@@ -128,7 +128,7 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
         with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
             check_vocabulary(dataset, seen, corpus.ids)
         what = {key: value for key, value in asdict(seen).items() if key in DataSet.model_fields}
-        text = record.get("source") if record else None
+        text = _text_of(record) if record else None
         sets.append(DataSet(source=part.name, weight=part.weight, text=text, **what))
     notes += unlike_notes(records) if corpus.tokenizer is None else ()
     data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
@@ -141,6 +141,14 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
         begin=corpus.begin,
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
+
+
+def _text_of(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the identity of the text of a data set, and the digest and length of its content if they are known."""
+    source = record.get("source")
+    if not isinstance(source, dict) or "text_sha256" not in record:
+        return source
+    return {**source, "sha256": record["text_sha256"], "chars": record["chars"]}
 
 
 def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
@@ -325,10 +333,15 @@ class _Encoding:
     vocab_size: int | None
     kept: Path | None = None
 
-    def reusable(self, part: _Part, source: Source) -> BuildResult | None:
-        """Return the existing data set of a text if it is the one that would be built, otherwise None."""
+    def reusable(self, part: _Part, source: Source, by_content: bool = False) -> BuildResult | None:
+        """Return the existing data set of a text if it is the one that would be built, otherwise None.
+
+        by_content: a text with another name or time is read.
+        """
         tokenizer = loaded_once(self.file)
-        return reusable(part.prefix, source, tokenizer, self.vocab_size) if tokenizer else None
+        if tokenizer is None:
+            return None
+        return reusable(part.prefix, source, tokenizer, self.vocab_size, by_content)
 
     @property
     def there(self) -> bool:
@@ -345,13 +358,17 @@ def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowe
     sources, store = {part: _source(config, part) for part in texts}, newest(config.checkpoint_folder)
     encoding = _encoding(config, given, store if "tokenizer" not in allowed else None)
 
-    def there() -> bool:
-        return encoding.there and all(encoding.reusable(part, sources[part]) for part in texts)
+    def there(part: _Part, by_content: bool = False) -> bool:
+        return encoding.there and encoding.reusable(part, sources[part], by_content) is not None
 
-    if there():
+    if all(there(part) for part in texts):
         return encoding.file
     with alone(cache_of(config) / ".lock", partial(_say_busy, cache_of(config))):
-        if not there():
+        missing = [part for part in texts if not there(part)]
+        same = [part for part in missing if there(part, by_content=True)]
+        for part in same:
+            print(f"{part.key}: {toml(part.name)} has another name or time and is the same text", file=sys.stderr)
+        if len(same) < len(missing):
             _build_alone(config, sources, encoding, store, allowed)
     return encoding.file
 
@@ -412,16 +429,40 @@ def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Colle
         return
     kept = read_identity(store)
     for part, source in texts.items():
-        was = next((one for one in kept.sets if one.text == source.identity()), None) if kept else None
-        if was is None and (kept or beside(part.prefix, ".idx").exists()):
-            known = [one.source for one in kept.sets] if kept else []
-            was_there = f"{', '.join(map(toml, known))} -> " if part.name not in known else ""
-            names = f"{was_there}{toml(part.name)}"
-            yield (
-                f"{part.key}: {names}: not the text that {store.path} was trained on (its files have another name, "
-                "size or time, or text_field or max_chars is another): give --allow data to go on with it anyway, "
-                f"or another train.folder{_tokens_there(part)}"
-            )
+        if kept and any(_is_text(one.text, source) for one in kept.sets):
+            continue
+        there = beside(part.prefix, ".idx").exists()
+        compared = any("sha256" in (one.text or {}) for one in kept.sets) if kept else False
+        if not there and not compared:
+            continue  # it is built, and its tokens are compared with those of the checkpoint
+        known = [one.source for one in kept.sets] if kept else []
+        was_there = f"{', '.join(map(toml, known))} -> " if part.name not in known else ""
+        names = f"{was_there}{toml(part.name)}"
+        differs = "its documents are others" if compared else _unknown_text(part)
+        yield (
+            f"{part.key}: {names}: not the text that {store.path} was trained on ({differs}): give --allow data to go "
+            f"on with it anyway, or another train.folder{_tokens_there(part)}"
+        )
+
+
+def _is_text(kept: dict[str, Any] | None, source: Source) -> bool:
+    """Return True if a source is the text that a checkpoint was trained on, by names, sizes and times or by content."""
+    if kept is None:
+        return False
+    identity = {key: value for key, value in kept.items() if key not in ("sha256", "chars")}
+    if identity == source.identity():
+        return True
+    digest, chars = (kept.get(key) for key in ("sha256", "chars"))
+    return isinstance(digest, str) and isinstance(chars, int) and has_digest(source, digest, chars)
+
+
+def _unknown_text(part: _Part) -> str:
+    """Return the reason why a text is taken for another one where no digest of the text is known."""
+    index = beside(part.prefix, ".idx")
+    return (
+        "its files have another name, size or time, or text_field or max_chars is another; if the text is the same, "
+        f"remove {index} and the same command makes its tokens anew and compares them"
+    )
 
 
 def _tokens_there(part: _Part) -> str:

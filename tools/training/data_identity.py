@@ -18,7 +18,8 @@ from tools.config.data_settings import Data
 from tools.config.settings import Train
 from tools.console.toml import toml
 
-ALLOW = ("data", "tokenizer", "seed", "shuffle")  # differences that a resumed run may have only with --allow
+ALLOW = ("data", "tokenizer", "seed", "shuffle", "seq_length")
+"""Differences that a resumed run may have only with --allow."""
 
 
 class _Kept(BaseModel):

@@ -61,7 +61,7 @@ def _rule(settings: Checkpoint) -> str:
     newest = (
         "the newest checkpoint" if settings.keep == 1 else f"the newest {counted(int(settings.keep), 'checkpoint')}"
     )
-    return f"{newest} and those of each {settings.keep_every}th step" if settings.keep_every else newest
+    return f"{newest} and those of each multiple of {settings.keep_every} steps" if settings.keep_every else newest
 
 
 def _names(names: Sequence[str]) -> str:

@@ -235,8 +235,14 @@ def under_torchrun() -> bool:
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own."""
-    return RESTARTED in environ or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own.
+
+    Variables that a shell has left in the environment of a process that no launcher has started do not count.
+    """
+    launcher = environ.get("TORCHELASTIC_RUN_ID", "")
+    if launcher.startswith(OURS):
+        return RESTARTED in environ
+    return bool(launcher) and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def must_tell() -> bool:
@@ -302,6 +308,11 @@ def lost_connection(said: str) -> bool:
     return LOST.search(said) is not None
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Return True if an error of torch's communication follows from the end of another rank, which has its reason."""
+    return isinstance(error, RuntimeError) and lost_connection(str(error))
+
+
 def _said(failure: ProcessFailure) -> str:
     """Return what `note_failure` stored, as "Type: message"; "" if the rank gave no reason."""
     note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
@@ -335,6 +346,7 @@ def _shell_code(exitcode: int) -> int:
 def _launching(threads: int) -> Iterator[None]:
     """Set the thread count that ranks inherit and silence the agent's log; restore both afterwards."""
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGQUIT)
+    os.environ.pop(RESTARTED, None)  # which a shell may have left
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this launcher handles the others
     logging.disable(logging.ERROR)

@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 
+from megaprec.durable import file_error
+from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal
+from tools.journal.lines import LinesLost
 from tools.journal.trackers import Feed
 from tools.training.corpus import Corpus
 from tools.training.resume import resume_event
+from tools.training.saves import goes_on
 
 
 @contextmanager
@@ -31,11 +35,15 @@ def recorded(
     """Yield the journal of a run and close it. A process that has no step to take records no event.
 
     resumed: the checkpoint from which the run resumes. progress: returns that after the last step that is known.
+    Raises UserError for a file that cannot be written, which ends with the newest whole checkpoint.
     """
     folder, total, log = Path(config.train.folder), config.train.steps, config.log
     begun = progress().step
     feeds = [Feed(name, folder, config.model_dump(mode="json"), begun) for name in log.to]
-    with Journal(folder, begun, total, log.every, log.progress, feeds) as journal:
+    with (
+        _naming_the_checkpoint(config, progress, begun),
+        Journal(folder, begun, total, log.every, log.progress, feeds) as journal,
+    ):
         if begun >= total:
             yield journal
             return
@@ -49,6 +57,31 @@ def recorded(
             raise
         finally:
             journal.write_event(_end_event(progress(), total, why, optimizer))
+
+
+@contextmanager
+def _naming_the_checkpoint(config: RunConfig, progress: Callable[[], TrainState], begun: int) -> Iterator[None]:
+    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one while it ends.
+
+    begun: the step after which this process began.
+    """
+    try:
+        yield
+    except LinesLost as error:
+        lost = [*error.problems]
+        cause = error.__context__
+        while isinstance(cause, LinesLost):  # of another file, which was closed before
+            lost = [*cause.problems, *lost]
+            cause = cause.__context__
+        if isinstance(cause, UserError):  # as of the last save, which names the checkpoint
+            raise UserError(*lost, *cause.problems) from error
+        if cause is not None:
+            raise
+        raise UserError(*lost, goes_on(config.checkpoint_folder, progress().step)) from error
+    except OSError as error:
+        if error.filename is None or progress().step == begun:  # no step is lost
+            raise
+        raise UserError(f"{file_error(error)}; {goes_on(config.checkpoint_folder, progress().step)}") from error
 
 
 def _end_event(progress: TrainState, total: int, why: str, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tools.training.changed_keys import MARK, changed_keys, keys_of, lr_jump, ra
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW, Difference, other_sets, other_settings, read_identity
 from tools.training.launch import restarted
+from tools.training.place_in_data import other_length, place_notes
 
 KEPT = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
@@ -66,6 +67,7 @@ def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -
     """
     identity = read_identity(store)
     found = [*other_settings(identity, config.data, config.train)] if identity else []
+    found += other_length(store, config)
     if corpus:
         found += _other_tokenizer(store, corpus)
         found += other_sets(identity, corpus.identity) if identity and corpus.identity else []
@@ -112,6 +114,7 @@ def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[tuple[
     yield from (("changed", f"{line}{MARK}") for line in moved(store))
     if any(line.startswith("train.init_from: ") for line in keys):
         yield "note", f"train.init_from: not used, for the run goes on with the weights of {store.path}"
+    yield from (("note", line) for line in place_notes(store, config, corpus))
     yield from (("note", line) for line in lr_jump(store, config, progress))
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import latest
+from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
@@ -75,14 +75,14 @@ class Saves:
         if self._saving is not None and (outcome := self._saving.poll()) is not None:
             self._note(outcome)
 
-    def finish(self, stopped: str = "") -> None:
+    def finish(self, step: int, stopped: str = "") -> None:
         """Wait for the last save of the run. Raises UserError on every rank if it failed.
 
-        stopped: the reason why the run ends before its last step.
+        step: the last one that was taken. stopped: the reason why the run ends before its last step.
         """
         self._wait()
         if self._problem:
-            lines = [f"{self._problem}; {_goes_on(self._config.checkpoint_folder)}"]
+            lines = [f"{self._problem}; {goes_on(self._config.checkpoint_folder, step)}"]
             raise UserError(*([f"training stopped: {stopped}"] if stopped else []), *lines)
 
     def _wait(self) -> None:
@@ -130,12 +130,19 @@ def tokenizer_files(corpus: Corpus) -> list[Path]:
     return [file for file in (path, *settings_of(path)) if file.is_file()]
 
 
-def _goes_on(folder: Path) -> str:
-    """Return the place from which the same command goes on."""
+def goes_on(folder: Path, step: int) -> str:
+    """Return the place from which the same command goes on, and the steps that are lost. step: the last one taken."""
     try:
         newest = latest(folder)
     except UserError as error:
         return str(error)
     if newest is None:
-        return f"there is no whole checkpoint in {folder}: the same command starts anew"
-    return f"the newest whole checkpoint is {newest}: the same command goes on from it"
+        kept = 0
+        line = f"there is no whole checkpoint in {folder}: the same command starts anew"
+    else:
+        kept = step_of(newest)
+        line = f"the newest whole checkpoint is {newest}: the same command goes on from it"
+    if kept < step:
+        steps = f"step {step}" if kept + 1 == step else f"steps {kept + 1} to {step}"
+        line += f" and takes {steps} again"
+    return line

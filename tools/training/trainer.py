@@ -42,7 +42,7 @@ from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.convert.initial import start_from
-from tools.convert.train_state import TrainState, read_progress, read_watch
+from tools.convert.train_state import TrainState, read_watch
 from tools.journal.journal import Journal
 from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
@@ -51,6 +51,7 @@ from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import leaves_of
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
+from tools.training.place_in_data import resumed_progress
 from tools.training.recording import recorded
 from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, beside_the_state, tokenizer_files
@@ -154,7 +155,7 @@ class Trainer:
         for warning in said:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
-        self.progress = read_progress(store)
+        self.progress = resumed_progress(store, self.config, self.corpus)
         self.monitor.load_state_dict(read_watch(store))
 
     def run(self) -> None:
@@ -173,7 +174,7 @@ class Trainer:
             with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
                 self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
                 with self.position.during(Phase.SAVE):
-                    self._saves.finish()
+                    self._saves.finish(self.progress.step)
             self.engine.optimizer.wait()
             if self._stops and self.progress.step < self.config.train.steps:
                 optimizer = self.engine.optimizer
@@ -204,7 +205,7 @@ class Trainer:
                 with self.position.during(Phase.SAVE):
                     self._save()
             if diverged:
-                self._saves.finish(diverged)
+                self._saves.finish(done, diverged)
                 raise TrainingDiverged(f"stopped after step {done}, state saved: {diverged}")
 
     def _ask_to_stop(self, number: int) -> None:
@@ -217,7 +218,7 @@ class Trainer:
         with self.position.during(Phase.SAVE):
             if found.fault.sound and self.progress.step > self._saved:
                 self._save()
-            self._saves.finish(str(found))
+            self._saves.finish(self.progress.step, str(found))
         event, stop = self._checks.outcome(found, self.progress.step, self._saved)
         if journal is not None:
             journal.write_event(event)

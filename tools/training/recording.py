@@ -3,7 +3,6 @@
 The events say from where it resumed and with which changed keys, how it ended, and the memory that it took.
 """
 
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.resources import peak_memory
 from tools.config.run_file import RunConfig
 from tools.journal.journal import Journal
 from tools.journal.trackers import Feed
@@ -48,7 +48,7 @@ def recorded(
 def _end_event(step: int, total: int, why: str, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
     complete = step >= total
     on_gpu = torch.cuda.is_initialized()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
     return {
         "event": "end",
         "step": step,

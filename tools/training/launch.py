@@ -140,12 +140,14 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self._ranks = ranks
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
         if told := self._ranks.told:
             raise SignalException(f"got {told.name}", told)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            processes = super()._start_workers(worker_group)
+            processes = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._ranks.pids = list(processes.values())

@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -20,6 +21,9 @@ from megaprec.errors import UserError
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
 MOST_BITS = 128  # of an integer, which every float64 then can hold; states of random number generators have 128
 MOST_BYTES = 1 << 30  # of a file that is read whole
+MOST_SETTINGS = 1 << 20  # bytes of a file that people write settings into
+_NAME = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+_DEEP_KEY = re.compile(rf"{_NAME}(?:[ \t]*\.[ \t]*{_NAME}){{{NESTING},}}")
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 
 
@@ -49,6 +53,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the table of a TOML text. Raises ValueError if it is not TOML, or nested too deeply."""
+    if _DEEP_KEY.search(text):  # Python's parser takes memory with the square of a dotted key's length
+        raise ValueError(f"it has a key of more than {NESTING} parts")
     try:
         table = tomllib.loads(text)
     except RecursionError as error:

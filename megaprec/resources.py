@@ -7,11 +7,19 @@ for, the kernel stops all of them in the middle of a product, again and again. A
 
 import math
 import os
-from collections.abc import Iterator
+import re
+import resource
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from megaprec.errors import UserError
+
 _SYSTEM = Path("/")  # where proc and sys are; tests have them elsewhere
+USUAL, PER_CORE = 64, 8  # processes that any machine, and each core, may be asked for
+# Numbers of threads that torch's and numpy's libraries read when they are loaded.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def cores(system: Path = _SYSTEM) -> int:
@@ -26,6 +34,34 @@ def memory_bytes(system: Path = _SYSTEM) -> int:
     names = ("memory.max", "memory.limit_in_bytes")  # of cgroups of version 2 and 1
     limits = (_number(group / name) for group in _groups("memory", system) for name in names)
     return min([there, *(limit for limit in limits if limit is not None)])
+
+
+def most_processes() -> int:
+    """Return the number of processes, or of threads, that this machine may be asked for: more is a slip."""
+    return max(USUAL, PER_CORE * cores())
+
+
+def require_threads(environ: Mapping[str, str]) -> None:
+    """Raise UserError for a number of threads with which libraries crash, or which they do not understand.
+
+    OMP_NUM_THREADS may list a number for each level of nesting, "4,1".
+    """
+    most = most_processes()
+    for name in THREADS:
+        value = environ.get(name, "").strip()
+        numbers = value.split(",") if name == "OMP_NUM_THREADS" else [value]
+        usable = [re.fullmatch(r"[0-9]{1,9}", one.strip()) and 0 < int(one) <= most for one in numbers]
+        if value and not all(usable):
+            raise UserError(
+                f"{name}={value!r}: give a number of threads from 1 to {most}, or unset it, which takes the cores "
+                "that there are"
+            )
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, other systems kibibytes
 
 
 def _quotas(system: Path) -> Iterator[float]:

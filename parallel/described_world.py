@@ -17,6 +17,7 @@ WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OTHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 SLURMS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 HIGHEST_PORT = 65535
+INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID of the shell that salloc opens on a node
 
 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
@@ -95,6 +96,27 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _number("SLURM_JOB_ID", environ) % 10000),
         **({"LOCAL_WORLD_SIZE": local} if local else {}),
     }
+
+
+def lone_task(environ: Mapping[str, str]) -> str:
+    """Return a line about this task of a Slurm step, for the case that no other task is there; "" if it is none.
+
+    In a shell on a node the variables describe the step of the shell: its tasks are not ranks of our command.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    is_task = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ.get("WORLD_SIZE")
+    if not is_task or environ.get("SLURM_PROCID") != environ.get("RANK"):
+        return ""
+    variables = " ".join(name for name in OTHERS if environ.get(name, "1") not in ("", "0", "1"))
+    return (
+        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is there: start the command "
+        f"with srun, or unset {variables} to run without the others"
+    )
+
+
+def is_interactive(environ: Mapping[str, str], terminal: bool) -> bool:
+    """Return True if this process surely runs in a shell that Slurm has opened. terminal: it reads from a terminal."""
+    return terminal or bool(environ.get("SLURM_PTY_PORT")) or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
 
 
 def _first_node(nodes: str) -> str:

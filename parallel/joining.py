@@ -5,32 +5,47 @@ host into the store. While rank 0 waits it says for which ranks, and a rank that
 looks for it. All give up after the same time.
 """
 
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
 from threading import Event, Thread
 
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from parallel.described_world import joined_world, require_sound
+from parallel.described_world import (
+    is_interactive,
+    joined_world,
+    lone_task,
+    require_sound,
+)
 
 JOIN = 600.0  # seconds in which all ranks must have joined
 NEWS = 30.0  # seconds between lines about waiting
+ALONE = 3.0  # seconds after which a task of Slurm without any other says so
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
 PARTING = 1.0  # seconds in which other ranks read why rank 0, which has the store, gives up
 SHOWN = 8  # ranks that a line names at most
 OUTCOME = "why not all ranks have joined"  # key of the store; empty if they have
 
 
-def join(environment: Mapping[str, str] = os.environ, seconds: float = 0.0) -> tuple[dist.Store, int, int]:
+def join(
+    environment: Mapping[str, str] = os.environ, seconds: float = 0.0, over_gloo: bool = False
+) -> tuple[dist.Store, int, int]:
     """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment` names are there.
 
     Without torchrun's variables the world is this process alone. Raises UserError on every rank that is there if others
-    have not joined within `seconds` (0: JOIN), and for variables that describe no world.
+    have not joined within `seconds` (0: JOIN), and for variables that describe no world. over_gloo: they will meet over
+    gloo, so UserError is also raised if a rank would name the others an address that only its own machine reaches.
     """
     seconds = seconds or JOIN
     if not joined_world(environment):
@@ -39,9 +54,13 @@ def join(environment: Mapping[str, str] = os.environ, seconds: float = 0.0) -> t
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _connected(rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts, seconds)
-    store.set(_key(rank), socket.gethostname())
+    store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
-        store.set(OUTCOME, problem := _missing(store, size, seconds))
+        alone = lone_task(environment)
+        problem = _missing(store, size, seconds, alone, is_interactive(environment, _reads_a_terminal()))
+        if over_gloo and not problem:
+            problem = _unreachable([_seat(store, number) for number in range(size)])
+        store.set(OUTCOME, problem)
         if problem:
             time.sleep(PARTING)
     else:
@@ -69,13 +88,78 @@ def _connected(rank: int, size: int, address: str, port: int, hosts: bool, secon
         ) from error
 
 
-def _missing(store: dist.Store, size: int, seconds: float) -> str:
-    """Wait for all ranks. Return the reason why some are missing, "" if none is."""
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs. network: identifies machine and network namespace. address: at which gloo would be reached."""
+
+    host: str
+    network: str
+    address: str
+
+    @staticmethod
+    def of_this_process() -> "Seat":
+        """Return the seat of this process."""
+        host = socket.gethostname()
+        return Seat(host, _network(host), "" if os.environ.get(INTERFACE) else _address_of(host))
+
+
+def _network(host: str) -> str:
+    """Return a name for this machine and its network namespace; the host's name where the system tells no more."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return host
+
+
+def _address_of(host: str) -> str:
+    """Return the address that torch gives gloo without GLOO_SOCKET_IFNAME: the first of the host's name that is usable.
+
+    It is a loopback address if there is none.
+    """
+    try:
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return LOOPBACK
+    for family, kind, protocol, _, address in places:
+        with suppress(OSError), socket.socket(family, kind, protocol) as usable:
+            usable.bind(address)
+            return str(address[0])
+    return LOOPBACK
+
+
+def _unreachable(seats: Sequence[Seat]) -> str:
+    """Return why ranks on several machines would not reach each other, "" if they may."""
+    if len({seat.network for seat in seats}) == 1:
+        return ""
+    lost = next((seat for seat in seats if seat.address and ip_address(seat.address).is_loopback), None)
+    if lost is None:
+        return ""
+    return (
+        f"{lost.host} is {lost.address} to itself (/etc/hosts), which no other machine reaches: set {INTERFACE} "
+        "on each machine to the network interface that joins them (ip -brief address lists them), such as eth0"
+    )
+
+
+def _reads_a_terminal() -> bool:
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def _missing(store: dist.Store, size: int, seconds: float, alone: str = "", ends: bool = False) -> str:
+    """Wait for all ranks. Return the reason why some are missing, "" if none is.
+
+    alone: a line for the case that no other rank is there after ALONE seconds. ends: it is then the reason.
+    """
     start, news, missing = time.monotonic(), NEWS, list(range(size))
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         waited = time.monotonic() - start
+        if alone and waited > ALONE and len(missing) == size - 1:
+            if ends:
+                return alone
+            print(f"{alone} (waiting goes on)", file=sys.stderr, flush=True)
+            alone = ""
         if waited > seconds:
-            there = sorted({store.get(_key(rank)).decode() for rank in range(size) if rank not in missing})
+            there = sorted({_seat(store, rank).host for rank in range(size) if rank not in missing})
             return (
                 f"{_named(missing, size)} not joined within {seconds:.0f} s; there are the ranks of {', '.join(there)}"
             )
@@ -89,6 +173,10 @@ def _missing(store: dist.Store, size: int, seconds: float) -> str:
 def _named(missing: list[int], size: int) -> str:
     some = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
     return f"rank{'s' if len(missing) > 1 else ''} {some} of {size} {'have' if len(missing) > 1 else 'has'}"
+
+
+def _seat(store: dist.Store, rank: int) -> Seat:
+    return Seat(**json.loads(store.get(_key(rank))))
 
 
 def _key(rank: int) -> str:

@@ -99,8 +99,8 @@ def world(
     os.environ.update(slurm_environment(os.environ))
     own = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
-    store, rank, size = join()
     backend = "nccl" if own else "gloo"
+    store, rank, size = join(over_gloo=own is None)
     with _telling_of_interfaces(), nullcontext() if own else waiting_their_turn():
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:

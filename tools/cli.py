@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megaprec.checkpoint.atomic import replaced_since
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import is_unicode
+from megaprec.resources import require_threads
 from parallel.described_world import require_sound, slurm_environment
 from tools.commands import (
     bisect,
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         os.environ.update(slurm_environment(os.environ))
         require_sound(os.environ)
+        require_threads(os.environ)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

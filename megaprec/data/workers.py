@@ -18,10 +18,8 @@ from megaprec.data import encoding
 from megaprec.data.encoding import Encoded, encode_pieces, read_answer, send_request
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
-from megaprec.resources import cores
 
 PROGRAM = Path(encoding.__file__)
-USUAL, PER_CORE = 64, 8  # processes that any machine, and each core, may be asked for
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,6 @@ class Chunk:
 
     texts: list[str]
     ends: list[bool]
-
-
-def most_processes() -> int:
-    """Return the number of processes, or of threads, that this machine may be asked for: more is a slip."""
-    return max(USUAL, PER_CORE * cores())
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:

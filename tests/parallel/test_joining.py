@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaprec.errors import UserError
 from parallel import joining
+from parallel.described_world import lone_task
 from tests.hosts import free_port
 
 HOST = socket.gethostname()
@@ -48,7 +49,7 @@ def test_ranks_that_do_not_join_are_named_by_all_that_did(
         held.append(connected(*arguments))
         return held[-1]
 
-    def soon_missing(store: dist.Store, size: int, seconds: float) -> str:
+    def soon_missing(store: dist.Store, size: int, seconds: float, *_: object) -> str:
         store.wait([joining._key(2)])  # however late it begins
         return missing(store, size, 1.0)
 
@@ -79,3 +80,70 @@ def test_a_port_in_use_is_said() -> None:
 def test_many_missing_ranks_are_not_all_named() -> None:
     assert joining._named([5], 8) == "rank 5 of 8 has"
     assert joining._named(list(range(100)), 128) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... of 128 have"
+
+
+HERE = joining.Seat("alpha", "1", "10.0.0.1")
+
+
+def test_ranks_of_several_machines_name_no_address_that_only_their_own_machine_reaches() -> None:
+    """Debian writes the machine's own name into /etc/hosts as 127.0.1.1, and gloo tells it to the other machines."""
+    lost = joining.Seat("beta", "2", "127.0.1.1")
+    said = joining._unreachable([HERE, HERE, lost])
+    assert said.startswith("beta is 127.0.1.1 to itself (/etc/hosts), which no other machine reaches: ")
+    assert "set GLOO_SOCKET_IFNAME on each machine" in said
+    assert joining._unreachable([HERE, joining.Seat("beta", "2", "10.0.0.2")]) == ""
+    assert joining._unreachable([HERE, joining.Seat("beta", "2", "")]) == "", "the interface was named"
+    assert joining._unreachable([lost, lost]) == "", "one machine reaches itself"
+    assert "::1" in joining._unreachable([HERE, joining.Seat("beta", "2", "::1")])
+
+
+def test_a_host_whose_name_resolves_to_nothing_is_at_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert joining.Seat.of_this_process().address == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert joining.Seat.of_this_process().address in ("127.0.0.1", "::1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert joining.Seat.of_this_process().address == ""
+
+
+# The variables of a shell that "srun --ntasks=8 --pty bash" has opened.
+SHELL = {
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "127.0.0.1",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PTY_PORT": "41234",
+    "RANK": "0",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "127.0.0.1",
+}
+LONE = (
+    "this is task 0 of 8 of a Slurm step, and no other task is there: start the command with srun, or unset "
+    "SLURM_STEP_NUM_TASKS to run without the others"
+)
+
+
+def test_a_shell_that_slurm_has_opened_is_told_so_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "ALONE", 0.1)
+    assert 3 * joining.ALONE < 5
+    with pytest.raises(UserError, match=LONE):
+        joining.join({**SHELL, "MASTER_PORT": str(free_port())})
+
+
+def test_a_task_that_is_no_shell_says_so_and_goes_on_waiting(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "ALONE", 0.1)
+    task = {name: value for name, value in SHELL.items() if name != "SLURM_PTY_PORT"}
+    with pytest.raises(UserError, match=r"ranks 1, .* of 8 have not joined within 1 s"):
+        joining.join({**task, "MASTER_PORT": str(free_port())}, seconds=1.0)
+    assert capfd.readouterr().err == f"{LONE} (waiting goes on)\n"
+
+
+@pytest.mark.parametrize("others", [{"TORCHELASTIC_RUN_ID": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_ranks_of_another_launcher_are_no_tasks_of_slurm(others: dict[str, str]) -> None:
+    assert lone_task({**SHELL, **others}) == ""
+    assert lone_task(SHELL) == LONE

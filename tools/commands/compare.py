@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from megaprec.errors import UserError
-from tools.console.tables import add_json, put, table_console
+from tools.console.tables import add_json, print_table, put
 from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
 from tools.plots.compare_plot import LAST, Curve, by_loss, draw
 
@@ -72,7 +72,7 @@ def _figure(path: Path) -> Any:
 def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str]) -> None:
     for note in notes:
         print(f"note       {note}")
-    table_console().print(table(curves))
+    print_table(table(curves))
     if args.output:
         print(f"written    {args.output}")
 

@@ -18,9 +18,8 @@ from megaprec.data.readers import SUFFIXES
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
-from megaprec.data.workers import most_processes
 from megaprec.errors import UserError
-from megaprec.resources import cores
+from megaprec.resources import cores, most_processes
 from tools.commands import data_verify as verification
 from tools.console.progress_bar import building, tell_left_out
 from tools.console.tables import add_json, put

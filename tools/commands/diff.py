@@ -17,7 +17,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.console.progress_bar import moving
-from tools.console.tables import add_json, put, table_console
+from tools.console.tables import add_json, print_table, put
 from tools.console.toml import toml
 from tools.convert.core.source import Source
 from tools.convert.formats import check_vocab, open_intact
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(shown: list[Difference], compared: int, differ: int, more: list[str]) -> None:
     if shown or differ:
-        table_console().print(_table(shown))
+        print_table(_table(shown))
     print(f"{compared - differ} of {compared} tensors are equal, {differ} differ", *more, sep="\n")
 
 

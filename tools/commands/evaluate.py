@@ -29,7 +29,7 @@ from models.stages import Stage
 from parallel.described_world import joined_world
 from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import scoring
-from tools.console.tables import add_json, put, table_console
+from tools.console.tables import add_json, print_table, put
 from tools.text.evaluation import Score, score
 from tools.text.load import Loaded, load_model
 from tools.text.windows import documents
@@ -127,7 +127,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
     how = {"window": window, "stride": stride, "compute": args.compute, "begin_token": model.begin}
     said = [{"name": name, "source": sets[name], **_fields(one)} for name, one in scores.items()]
     document = {"model": str(args.model), **how, "sets": said}
-    return put(args, lambda: document, lambda: table_console().print(_table(scores)))
+    return put(args, lambda: document, lambda: print_table(_table(scores)))
 
 
 def _unseen(tokens: int) -> None:

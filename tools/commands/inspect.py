@@ -20,7 +20,7 @@ from megaprec.checkpoint.digests import raw
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
 from tools.console.progress_bar import moving
-from tools.console.tables import add_json, put, table_console
+from tools.console.tables import add_json, print_table, put
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
@@ -71,7 +71,7 @@ def _show(found: Sequence[_Tensor], wholes: Mapping[str, str]) -> None:
         table = Table("tensor", "shape", "dtype", "SHA-256")
         for one in found:
             table.add_row(one.tensor, str(one.shape), one.dtype, one.sha256)
-        table_console().print(table)
+        print_table(table)
     for kind, whole in wholes.items():
         print(f"digest     {whole}  ({kind}: SHA-256)")
 

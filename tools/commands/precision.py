@@ -11,6 +11,7 @@ executed. A value that the file leaves open is set by `--assume args.bf16=True`;
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
 from megaprec.errors import UserError
-from megaprec.parsing import parse_toml, read_text
+from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.config.native_keys import native
@@ -30,8 +31,9 @@ from tools.config.precision_advice import Scene, advice
 from tools.config.precision_modules import ROLES, Row, rows
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
 from tools.config.run_file import given_in, known_keys, load_precision, load_run
-from tools.console.tables import table_console
+from tools.console.tables import print_table
 from tools.console.toml import Given, toml
+from tools.console.wrapped import say
 from tools.foreign.read import read_foreign
 from tools.training.notes import add_strict, tell_notes
 
@@ -89,14 +91,13 @@ def main_show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(found, warnings), indent=2, ensure_ascii=False))
         return 0
-    console = table_console()
-    console.print(plan_table(found, short=console.is_terminal))
+    print_table(plan_table(found, short=sys.stdout.isatty()))
     if found.model is not None:
-        console.print(module_table(rows(found.plan, found.model)))
+        print_table(module_table(rows(found.plan, found.model)))
     for note in found.notes:
-        console.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
     for line in warnings:
-        console.print(f"warning: {line}", markup=False)
+        say(f"warning: {line}")
     return 0
 
 
@@ -171,7 +172,7 @@ def _toml(path: Path) -> Mapping[str, Any]:
     if path.suffix.lower() in (".py", ".yaml", ".yml", ".json"):
         return {}
     try:
-        return parse_toml(read_text(path))
+        return parse_toml(read_text(path, MOST_SETTINGS))
     except (OSError, ValueError):  # whoever reads it next says what it is
         return {}
 

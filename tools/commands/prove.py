@@ -22,7 +22,7 @@ from megaprec.optim.step_report import to_json
 from parallel.described_world import joined_world
 from tools.config.layouts import problems
 from tools.config.run_file import RunConfig, load_run
-from tools.console.tables import add_json, put, table_console
+from tools.console.tables import add_json, print_table, put
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.parity.layouts import Layout, asked, fitted
@@ -139,7 +139,7 @@ def show(made: dict[str, Any]) -> None:
             f"{first} to {last}" if first < last else str(first),
             f"[{color}]{row['verdict']}[/]",
         )
-    table_console().print(table)
+    print_table(table)
     for row in made["rows"]:
         if "why" in row:
             say(f"{row['row']}: {row['why']}")

@@ -24,7 +24,7 @@ from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import read_whole
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
-from megaprec.parsing import home_expanded, home_problem, parse_toml, read_text
+from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
 from models.computed import TRAINING
 from models.config import ModelConfig
@@ -310,7 +310,7 @@ def _from_file(path: Path) -> dict[str, Given]:
         own, text = path / "run.toml", f"`megaprec init {path}` writes a run file for a folder of text"
         raise UserError(f"{path} is a folder, no run file; {f'give {own}' if own.is_file() else text}")
     try:
-        text = read_text(path)
+        text = read_text(path, MOST_SETTINGS)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"run file {path}: cannot be read ({reason})") from error

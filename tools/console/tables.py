@@ -1,20 +1,29 @@
-"""Tables as wide as the terminal, or as wide as their contents in a pipe or a file; or one JSON document instead."""
+"""Tables as wide as the terminal, or of at most 120 columns in a pipe or a file; or one JSON document instead."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from megaprec.optim.step_report import to_json
 
-UNBOUNDED = 1000  # columns
+PIPE_COLUMNS = 120
 
 
 def table_console() -> Console:
-    """Return a console on stdout for tables and lines."""
+    """Return a console on stdout for tables."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, UNBOUNDED))
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout. A word that is wider than its column goes on in the next line: nothing is cut off."""
+    for column in table.columns:
+        column.overflow = "fold"
+        column.no_wrap = False
+    table_console().print(table)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

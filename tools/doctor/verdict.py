@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tools.console.tables import table_console
+from tools.console.tables import print_table
 from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding, verdict
@@ -39,7 +39,7 @@ def show(findings: Sequence[Finding], seconds: float) -> None:
         table.add_column(name, overflow="fold", no_wrap=name != "found")
     for one in findings:
         table.add_row(one.check, f"[{COLOURS[one.verdict]}]{one.verdict}[/]", _escaped(one.said))
-    table_console().print(table)
+    print_table(table)
     for one in findings:
         if one.verdict == WRONG:
             say(f"mend       {one.check}: {one.said}: {one.remedy}")

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,7 +103,8 @@ def noting(path: Path) -> Iterator[Trail]:
 def _note(path: Path, over: Event, trail: Trail) -> None:
     last = ""
     while not over.wait(EVERY):
-        text = json.dumps({"pid": os.getpid(), **trail.now()})
+        where = {"pid": os.getpid(), "processor": round(time.process_time(), 2)}
+        text = json.dumps({**where, **trail.now()})
         if text != last:
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text(text, encoding="utf-8")
@@ -176,12 +178,15 @@ class Watch:
         seconds, before, used = 0.0, dict[int, dict[str, Any]](), 0.0
         while not self._over.wait(EVERY):
             now = self._said()
+            places = {rank: _without_processor(one) for rank, one in now.items()}
             seconds += EVERY  # counted in looks: a machine that stood still is no hang
             busy = _processor(now) - used > IDLE * seconds * self.ranks
-            if now != before or len(now) < self.ranks or (busy and seconds > 1):
-                seconds, before, used = 0.0, now, _processor(now)
+            if places != before or len(now) < self.ranks or (busy and seconds > 1):
+                seconds = 0.0
+                before = places
+                used = _processor(now)
             elif seconds > self.patience and any(one["waits"] for one in now.values()):
-                self.stuck = now
+                self.stuck = places
                 for one in now.values():
                     with suppress(ProcessLookupError):
                         os.kill(one["pid"], signal.SIGKILL)
@@ -196,13 +201,12 @@ class Watch:
 
 
 def _processor(said: Mapping[int, Mapping[str, Any]]) -> float:
-    """Return the processor seconds of all ranks together; 0 if the system does not report them."""
-    ticks = 0
-    for one in said.values():
-        with suppress(OSError):
-            fields = Path(f"/proc/{one['pid']}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """Return the processor seconds of all ranks together, as they tell them."""
+    return sum(one["processor"] for one in said.values())
+
+
+def _without_processor(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if name != "processor"}
 
 
 def told(rank: int, one: Mapping[str, Any]) -> str:

@@ -140,12 +140,14 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self._ranks = ranks
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
         if told := self._ranks.told:
             raise SignalException(f"got {told.name}", told)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            processes = super()._start_workers(worker_group)
+            processes = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._ranks.pids = list(processes.values())
@@ -212,9 +214,9 @@ class _Ranks:
 
 def share_of_cores(ranks: int) -> int:
     """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal():
-        return int(asked)
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of the outermost level
+    if asked:
+        return int(asked)  # `require_threads` has checked it
     return max(1, cores() // ranks)
 
 

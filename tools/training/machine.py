@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megaprec.data.workers import most_processes
 from megaprec.errors import UserError
 from megaprec.optim.muon import least_moments
-from megaprec.resources import cores, memory_bytes
+from megaprec.resources import cores, memory_bytes, most_processes
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import replicas
 from tools.config.layouts import in_keys

@@ -3,7 +3,6 @@
 The events say from where it resumed and with which changed keys, how it ended, and the memory that it took.
 """
 
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.resources import peak_memory
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.journal import Journal
@@ -90,7 +90,7 @@ def _end_event(progress: TrainState, total: int, why: str, optimizer: ParallelAM
     if complete and progress.skipped:
         done = f"all steps are taken, but {progress.skipped:,} of {progress.step:,} were skipped"
     on_gpu = torch.cuda.is_initialized()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
     return {
         "event": "end",
         "step": progress.step,

@@ -5,6 +5,7 @@ is 8 bytes with the length of a JSON header, the header, and the values one afte
 written before any value is known, a file of any size is filled in place, tensor by tensor.
 """
 
+import errno
 import json
 import os
 import struct
@@ -163,9 +164,25 @@ def reserve_safetensors(
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Allocate `size` bytes for a file, so that a full disk is found before the work."""
-    if size:
+    """Allocate `size` bytes for a file, so that a full disk is found before the work.
+
+    Where the system or the filesystem cannot (macOS, some network filesystems), the file gets its size, and the disk
+    must have room for it now. Raises OSError if it has not.
+    """
+    if not size:
+        return
+    try:
         os.posix_fallocate(descriptor, 0, size)
+        return
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    disk = os.fstatvfs(descriptor)
+    if size > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, size)
 
 
 def fill(file: Path, start: int, values: Tensor) -> None:

@@ -21,7 +21,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,10 +67,15 @@ class Reference(Inert):
 
 
 def limit(seconds: int = SECONDS) -> None:
-    """Limit this process: little memory and time, no files to write, no child processes."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = {resource.RLIMIT_AS: taken + MEMORY, resource.RLIMIT_CPU: seconds}
+    """Limit this process: little memory and time, no files to write, no child processes.
+
+    Memory is limited on Linux only: other systems do not say how much of it this process has, or do not keep to it.
+    """
+    limits = {resource.RLIMIT_CPU: seconds}
     limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: 0}
+    with suppress(FileNotFoundError):
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits[resource.RLIMIT_AS] = taken + MEMORY
     for what, most in limits.items():
         _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered
         most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)

@@ -155,12 +155,17 @@ def split(
     if not 0 <= held_out < 1:
         raise UserError(f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1")
     total = count_samples(dataset, seq_length)
-    held = max(1, round(total * held_out)) if held_out else 0
+    held = held_out_samples(total, held_out)
     if total < min(held, 1) + 1:
         raise _too_short(dataset, seq_length, min(held, 1) + 1)
     train = max(1, total - held)
     samples = Samples(dataset, seq_length, seed, shuffle, 0, train, resets)
     return samples, Samples(dataset, seq_length, seed, False, train, total - train, resets) if held else None
+
+
+def held_out_samples(total: int, fraction: float) -> int:
+    """Return how many of all samples of a stream are kept for evaluation: at least one, unless the fraction is 0."""
+    return max(1, round(total * fraction)) if fraction else 0
 
 
 def count_samples(dataset: IndexedDataset, seq_length: int) -> int:

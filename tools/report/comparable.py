@@ -42,7 +42,8 @@ def differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
         if isinstance(run.config, RunConfig):
             known.append(_Compared(name, run, run.config, _identity(run)))
         elif len(runs) > 1:
-            yield f"{name}: it is not known whether its text and settings are those of the others: no run.toml can be read"
+            unknown = "whether its text and settings are those of the others is not known"
+            yield f"{name}: {unknown}, for no run.toml can be read"
     with_files = all(one.identity is not None for one in known)
     yield from _told(
         "losses are per token of different tokenizers; bits per byte of `megaprec evaluate` can be compared",

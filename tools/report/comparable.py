@@ -55,10 +55,16 @@ def differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
     yield from _told("held-out losses are of different text", {one.name: _held_out(one) for one in evaluated})
     newest = dict(zip(names, (run.records[-1]["step"] for run in runs), strict=True))
     yield from _told("the runs are at different steps", {name: {"step": f"{step:,}"} for name, step in newest.items()})
-    for name, run in zip(names, runs, strict=True):
-        step = Curve(name, run.records).held_out_step
-        if step is not None and step < newest[name]:
-            yield f"{name}: the held-out loss is that after step {step:,}, but the newest step is {newest[name]:,}"
+    yield from _older_evaluations(names, runs, newest)
+
+
+def _older_evaluations(names: Sequence[str], runs: Sequence[Run], newest: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line if held-out losses are not those of the newest steps, which the other losses are means up to."""
+    at = {name: Curve(name, run.records).held_out_step for name, run in zip(names, runs, strict=True)}
+    older = {name: step for name, step in at.items() if step is not None and step < newest[name]}
+    if older:
+        steps = ", ".join(f"after step {step:,} of {newest[name]:,} in {name}" for name, step in older.items())
+        yield f"held-out losses are older than the newest step: {steps}"
 
 
 def _identity(run: Run) -> Identity | None:

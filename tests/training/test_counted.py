@@ -1,4 +1,4 @@
-"""Numbers of a run are of what counts: steps without a token, evaluations in any batch, schedules cut short by skips."""
+"""Numbers of a run are of what counts: steps without a token, evaluations in any batch, schedules that skips cut."""
 
 import math
 import re

@@ -256,3 +256,18 @@ def test_in_a_terminal_no_line_of_a_plan_is_longer_than_the_terminal_is_wide(
     broken = said(capsys, file, *layout, "--gpu", "H100")
     assert max(map(len, broken.splitlines())) <= 80
     assert broken.split() == whole.split()
+
+
+def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--tflops", 1, "--gpu-memory", "80GB")
+    fp8 = ("precision.compute=bf16", "fp8.kind=current", "fp8.pad=true")
+    for keys, said in (
+        (fp8, "the speed of FP8 is not predicted"),
+        (("train.device=cpu",), 'train.device = "cpu" is left aside'),
+        (("train.compile=leaves",), 'the speed of train.compile = "leaves" is not predicted'),
+    ):
+        notes = data(capsys, file, *keys, *options)["notes"]
+        assert any(said in note for note in notes)
+        assert not any(said in note for note in data(capsys, file, *options)["notes"])

@@ -29,7 +29,7 @@ Found = dict[str, list[float]]
 class Shadow:
     """The comparison of one micro-batch on each dp rank.
 
-    loss, wide_loss: the losses with FP8 and without, as the same part of a global mean.
+    loss, wide_loss: the losses with FP8 and without, means over the tokens of the micro-batches that count.
     cosines: by logical weight; nan if a gradient is zero or not finite.
     saturated, underflowed: ratios by "<first logical weight of a product>.<role>", with the roles input, weight and
         gradient.
@@ -81,27 +81,36 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     fp8.roll()  # as at the start of the step itself
     buffers, names = optimizer.all_buffers(), fp8.narrow
     with passes.gradients_aside(), fp8.autocast(enabled=False):
-        wide_loss = _first_alone(passes, share, number)
+        wide_loss, counted = _first_alone(passes, share, number)
         wide = {name: values.clone() for name, values in weight_gradients(buffers, names).items()}
     with passes.gradients_aside():
         with fp8.replayed(), fp8.watching() as lost:
-            loss = _first_alone(passes, share, number)
+            loss, _ = _first_alone(passes, share, number)
         narrow, counts = weight_gradients(buffers, names), lost_by_tensor(lost, names, buffers)
         found = compared(wide, narrow, counts, (optimizer.tp, optimizer.dp))
-    loss, wide_loss = optimizer.world.sum_(torch.stack([loss, wide_loss])).unbind()
-    return Shadow.of(loss.item(), wide_loss.item(), everyones(found, optimizer.world, optimizer.device))
+    loss, wide_loss, counted = optimizer.world.sum_(torch.stack([loss, wide_loss, counted])).tolist()
+    part = counted or math.nan  # without a token that counts there is no loss
+    return Shadow.of(loss / part, wide_loss / part, everyones(found, optimizer.world, optimizer.device))
 
 
-def _first_alone(passes: Passes, share: Share, number: int) -> Tensor:
-    """Run the first micro-batch, forward and backward, through all stages, and return this rank's part of its loss.
+def _first_alone(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
+    """Run the first micro-batch, forward and backward, through all stages.
 
+    Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of the tokens that
+    count, divided by the same: float64 []. Their quotient, of sums over all ranks, is the loss of the micro-batch.
     The gradients stay in the buffers, summed over tp but not over dp.
     """
     run = passes.begin(share, number, passes.optimizer.scale)
     passes.executor(run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
-    return run.loss.sum()
+    counted = torch.zeros_like(run.num_tokens)
+    if passes.last in passes.stages and passes.optimizer.tp.rank == 0:
+        targets = run.share.targets[: passes.micro_batch]
+        mask = run.share.mask
+        tokens = float(targets.numel()) if mask is None else mask[: passes.micro_batch].sum(dtype=torch.float64)
+        counted = tokens / run.num_tokens
+    return run.loss.sum(), counted
 
 
 def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:

@@ -155,11 +155,11 @@ def split(
     if not 0 <= held_out < 1:
         raise UserError(f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1")
     total = count_samples(dataset, seq_length)
-    needed = 2 if held_out else 1
+    held = held_out_samples(total, held_out)
+    needed = 2 if held else 1
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
-    train = count_training_samples(dataset, seq_length, held_out)
-    held = held_out > 0
+    train = max(1, total - held)
     samples = Samples(dataset, seq_length, seed, shuffle, 0, train, resets)
     return samples, Samples(dataset, seq_length, seed, False, train, total - train, resets) if held else None
 
@@ -167,8 +167,12 @@ def split(
 def count_training_samples(dataset: IndexedDataset, seq_length: int, held_out: float) -> int:
     """Return the number of samples that `split` leaves for training."""
     total = count_samples(dataset, seq_length)
-    held = max(1, round(total * held_out)) if held_out else 0
-    return max(1, total - held)
+    return max(1, total - held_out_samples(total, held_out))
+
+
+def held_out_samples(total: int, fraction: float) -> int:
+    """Return how many of all samples of a stream are kept for evaluation: at least one, unless the fraction is 0."""
+    return max(1, round(total * fraction)) if fraction else 0
 
 
 def count_samples(dataset: IndexedDataset, seq_length: int) -> int:

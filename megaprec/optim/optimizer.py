@@ -267,7 +267,7 @@ class ParallelAMPOptimizer(TorchFace):
 
     @torch.no_grad()
     def step(  # pyright: ignore
-        self, lr: float | None = None, loss: Tensor | None = None, counted_tokens: Tensor | None = None
+        self, lr: float | None = None, loss: Tensor | None = None, counted_tokens: Tensor | float | None = None
     ) -> StepReport:
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
 
@@ -276,9 +276,9 @@ class ParallelAMPOptimizer(TorchFace):
             the global mean loss, so that the sum over dp (and over stages that have one) is that loss. All
             tensor-parallel ranks give the whole loss, and it counts once. With `canonical` the shares of its
             micro-batches [n].
-        counted_tokens: the number of tokens of the whole batch that count in the loss, or the sum of their weights,
-            float64 []. If a rank gives 0, nothing is learned: the step is skipped, and the loss scale stays. None or
-            NaN on ranks that do not know it; if no rank gives it, some are taken to count.
+        counted_tokens: the number of tokens of the whole batch, over all dp ranks, that count in the loss, or the sum
+            of their weights: a number or a tensor []. If a rank gives 0, the step is skipped, and the loss scale stays.
+            None or NaN on ranks that do not know it; if no rank gives it, some are taken to count.
         Raises UserError unless the learning rate is given once, and if ranks gave different losses of one batch.
         Raises RuntimeError on every rank, with nothing changed, if the ranks have different scalers or gradients of
         different parameters, or if parameters were moved out of the optimizer's memory. Raises NonFiniteStep if the
@@ -335,7 +335,7 @@ class ParallelAMPOptimizer(TorchFace):
         for number, kept in zip(self.scaler.tensors(), before, strict=True):
             number.copy_(torch.where(agreed.nothing_counts, kept, number))
 
-    def _own_numbers(self, loss: Tensor | None, counted_tokens: Tensor | None = None) -> Tensor:
+    def _own_numbers(self, loss: Tensor | None, counted_tokens: Tensor | float | None = None) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
         if loss is not None and self.tp.rank > 0:
             loss = loss * 0  # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
@@ -346,6 +346,8 @@ class ParallelAMPOptimizer(TorchFace):
         scaler = digest((*self.scaler.tensors(), self.steps, rate))
         loss = loss / self.dp.size if loss is not None and self.average else loss
         missing, given = grad_presence.summary(self.all_buffers(), self._told)
+        if counted_tokens is not None:
+            counted_tokens = torch.as_tensor(counted_tokens, dtype=torch.float64, device=self.device)
         return self._agreement.pack(counted, loss, scaler, missing, norm, self.stop, given, counted_tokens)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:

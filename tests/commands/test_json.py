@@ -115,7 +115,7 @@ def test_a_document_has_the_numbers_of_the_table(room: Path, capsys: pytest.Capt
 
     run = str(room / "run")
     (compared,) = document("compare", run)["runs"]
-    assert compared == {"run": "run", "steps": 2, "skipped": 2, "loss": "nan", "eval_loss": None}
+    assert compared == {"run": "run", "steps": 2, "skipped": 2, "loss": "nan", "eval_loss": None, "eval_step": None}
     assert [event["step"] for event in document("explain-overflow", run)["events"]] == [1, 2]
     assert document("inspect", run)["model"]["layers"] == 2
     assert document("diff", run, run)["differ"] == 0

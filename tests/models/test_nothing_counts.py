@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import StepReport
@@ -131,7 +132,6 @@ def losses(mesh: DeviceMesh | None, w: dict[str, Tensor]) -> dict[str, tuple[flo
     for name, mask in MASKS.items():
         one = Engine(
             PLAIN, plan("fp64"), mesh, schedule("1f1b", pp, SAMPLES // dp // 2), micro_batch=2, seq_length=LENGTH,
-            make_optimizer=_plain,
         )  # fmt: skip
         for stage in one.stages.values():
             put(stage, w)
@@ -139,10 +139,6 @@ def losses(mesh: DeviceMesh | None, w: dict[str, Tensor]) -> dict[str, tuple[flo
         report = one.step(share_of(one, mask), 0.0, 0)
         found[name] = (report.loss, report.grad_norm, evaluated)
     return found
-
-
-def _plain(*args: Any, **options: Any) -> ParallelAMPOptimizer:
-    return SUMMING(*args, **options)
 
 
 def weights() -> dict[str, Tensor]:
@@ -166,3 +162,22 @@ def test_the_loss_is_the_mean_over_what_counts_wherever_that_is(layout: str) -> 
     for found in run_ranks(losses, LAYOUTS[layout], w=weights()):
         for name, numbers in expected.items():
             assert found[name] == pytest.approx(numbers, rel=1e-12), name
+
+
+def test_a_loop_of_ones_own_can_say_that_nothing_counts() -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Linear(4, 3)
+    attach_whole(net)
+    scaled = plan("fp32", scaling=LossScaling("dynamic", initial=2.0**8, growth_interval=1))
+    optimizer = ParallelAMPOptimizer([net], scaled, weight_decay=0.5)
+    outcomes = []
+    for counted in (12.0, 0, torch.tensor(0.0), 12):
+        before = optimizer.state_dict()
+        loss = net(torch.ones(2, 4)).square().mean() * (0.0 if float(counted) == 0 else 1.0)
+        (loss * optimizer.scale).backward()
+        report = optimizer.step(lr=1e-2, loss=loss.detach(), counted_tokens=counted)
+        after = optimizer.state_dict()
+        same = all(torch.equal(after["tensors"][name], value) for name, value in before["tensors"].items())
+        outcomes.append((report.outcome, same, before["scaler"] == after["scaler"], after["steps"] - before["steps"]))
+    applied, skipped = ("applied", False, False, 1), ("skipped_no_tokens", True, True, 0)
+    assert outcomes == [applied, skipped, skipped, applied]

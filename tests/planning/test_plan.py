@@ -270,3 +270,18 @@ def test_a_file_that_the_command_did_not_write_is_not_overwritten(
     best.unlink()
     for _ in range(2):
         assert main(["plan", str(run_file), "--gpu", "H100", "--ranks", "1", "-o", str(best)]) == 0
+
+
+def test_what_a_prediction_leaves_out_is_said_in_lines_and_in_json(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--tflops", 1, "--gpu-memory", "80GB")
+    fp8 = ("precision.compute=bf16", "fp8.kind=current", "fp8.pad=true")
+    for keys, said in (
+        (fp8, "the speed of FP8 is not predicted"),
+        (("train.device=cpu",), 'train.device = "cpu" is left aside'),
+        (("train.compile=leaves",), 'the speed of train.compile = "leaves" is not predicted'),
+    ):
+        notes = data(capsys, file, *keys, *options)["notes"]
+        assert any(said in note for note in notes)
+        assert not any(said in note for note in data(capsys, file, *options)["notes"])

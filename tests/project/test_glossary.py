@@ -1,7 +1,9 @@
 """docs/glossary.md explains every word that a run writes, and none that it does not."""
 
+import json
 import re
 from dataclasses import fields
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from megaprec.optim.step_report import Offender, StepReport
 from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
+from tools import cli
 from tools.journal.records import TASKS, read_events, read_metrics
+from tools.plots.panels import LOSS, OTHERS
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
@@ -83,3 +87,65 @@ def test_every_word_of_a_run_is_explained(skipped: bool, tmp_path: Path, capsys:
     ):
         step = step.replace(known, "", 1)
     assert not re.findall("[a-z]+", re.sub("1e[+]30|nan|inf", "", step)), step
+
+
+def all_keys(value: Any, sealed: frozenset[str] = frozenset()) -> set[str]:
+    """The keys of a JSON document at every depth; the tables named in `sealed` are not entered."""
+    if isinstance(value, list):
+        return set[str]().union(*(all_keys(one, sealed) for one in value))
+    if not isinstance(value, dict):
+        return set()
+    found = set(value)
+    for key, inner in value.items():
+        if key not in sealed:
+            found |= all_keys(inner, sealed)
+    return found
+
+
+def columns(section: str) -> list[str]:
+    """The words in the second column of a table: what a command prints above its numbers."""
+    text = re.split(rf"^##+ {re.escape(section)}$", GLOSSARY, flags=re.MULTILINE)[1]
+    cells = re.findall(r"^\| `[^|]+ \| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert cli.main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_number_of_compare_and_evaluate_is_explained_and_none_is_stale(
+    overflowing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, text = str(overflowing), str(overflowing.parent / "text.txt")
+    calls = {"compare": ["compare", run], "evaluate": ["evaluate", run, "--data", f"x={text}", "--max-chars", "300"]}
+    for section, words in calls.items():
+        document = json.loads(printed(capsys, *words, "--json"))
+        assert sorted(explained(section)) == sorted(all_keys(document))
+        header = next(line for line in printed(capsys, *words).splitlines() if line.split()[:1] in (["run"], ["data"]))
+        shown = re.split(r" {2,}", header.strip())
+        assert sorted(column for column in columns(section) if column != "note") == sorted(shown)
+
+
+def test_every_number_of_a_plan_is_explained_and_none_is_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    words = ["plan", str(file), "--tflops", "1", "--gpu-memory", "80GB", "--ranks", "2"]
+    document = json.loads(printed(capsys, *words, "--json"))
+    assert sorted(set(explained("plan"))) == sorted(all_keys(document, frozenset({"parallel"})))
+
+
+def test_every_row_of_a_report_is_explained(overflowing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = overflowing / "page.html"
+    printed(capsys, "report", str(overflowing), "-o", str(page))
+    text = page.read_text(encoding="utf-8")
+    rows = {unescape(row) for row in re.findall(r"<dt>(.*?)</dt>", text)}
+    assert len(rows) > 10
+    assert rows <= set(explained("report"))
+
+
+def test_every_panel_of_the_picture_is_a_field_of_a_step() -> None:
+    fields_of_a_step = explained("metrics.jsonl")
+    assert {quantity.key for quantity in (LOSS, *OTHERS)} <= set(fields_of_a_step)

@@ -17,6 +17,7 @@ from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
+from models.presets import preset
 from tools.commands.keys import described
 from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
@@ -472,3 +473,65 @@ def test_a_group_that_matches_no_parameter_is_found_before_launch(run_file: Path
     assert first.endswith("did you mean embedding.weight?")
     assert second.startswith('optimizer.groups: pattern "layers.99.*" matches no parameter')
     load_run(run_file, [*groups("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet
+
+
+def test_a_preset_of_the_command_line_takes_the_place_of_the_file_s_model(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[model]\nlayers = 2\nhidden = 64\nheads = 4\nexperts = 4\ndropout = 0.25\n"
+        "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 16\n"
+    )
+    run = load_run(file, ["model.preset=llama-3-8b"])
+    free = {"dropout", "embedding_dropout"}
+    assert run.model.model_dump(exclude=free) == preset("llama-3-8b").model_dump(exclude=free)
+    assert run.model.dropout == 0.25
+    (note,) = run.notes
+    assert note == (
+        'model.preset = "llama-3-8b" (command line) is the model; left aside: model.layers = 2, model.hidden = 64, '
+        "model.heads = 4, model.experts = 4"
+    )
+    assert load_run(file, ["model.preset=llama-3-8b", "model.layers=3"]).model.layers == 3
+    file.write_text(file.read_text().replace("[model]", '[model]\npreset = "llama-demo"'))
+    own = load_run(file)
+    assert (own.model.layers, own.notes) == (2, ()), "within a file single keys change its preset"
+    again = tmp_path / "again.toml"
+    again.write_text(run.as_toml("# Written by megaprec: the resolved run. Comments say where a value came from."))
+    assert load_run(again).model == run.model
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            ["parallel.recompute=full", "parallel.recompute_layers=9"],
+            "parallel.recompute_layers = 9 is more than a stage has of model.layers = 4: give at most 4, or "
+            "parallel.recompute_fraction = 1.0 for all",
+        ),
+        (
+            ["parallel.recompute=full", "parallel.recompute_layers=4", "parallel.pipeline=2"],
+            "parallel.recompute_layers = 4 is more than a stage has of model.layers = 4 in 2 stages: give at most 3, "
+            "or parallel.recompute_fraction = 1.0 for all",
+        ),
+        (
+            ["model.mtp_layers=3", "train.seq_length=3"],
+            "model.mtp_layers = 3: module number 3 has nothing to predict within train.seq_length = 3; give fewer "
+            "modules or longer samples",
+        ),
+        (
+            ["model.experts=2", "model.experts_per_token=3"],
+            "model.experts_per_token 3 is more than experts 2: choose at most 2",
+        ),
+    ],
+)
+def test_a_count_above_what_is_there_is_refused(keys: list[str], line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_run(None, [*MINIMAL, "model.layers=4", *keys])
+    assert [*refused.value.problems] == [line]
+
+
+def test_training_data_of_the_command_line_beside_a_blend_of_the_file_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nblend = [{source = "a.txt", weight = 1.0}]\n')
+    with pytest.raises(UserError, match=r"both name the training data: give data.blend=\[\] as well"):
+        load_run(file, [*MINIMAL, "data.source=python"])
+    assert load_run(file, [*MINIMAL, "data.source=python", "data.blend=[]"]).data.source == "python"

@@ -13,6 +13,8 @@ from megaprec.errors import UserError
 from tools.console.tables import add_json, print_table, put
 from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
 from tools.plots.compare_plot import LAST, Curve, by_loss, draw
+from tools.report.comparable import differences
+from tools.report.run import Run
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
     named: list[Path] = [*args.runs, *([args.against] if args.against and args.against not in args.runs else [])]
     paths = [folder / METRICS for folder in named]
     notes = [note for path in paths for note in (odd_lines(path), lost_steps(path)) if note]
+    notes += differences(_names(named), [Run.read(folder) for folder in named])
     return put(
         args,
         lambda: {"runs": [_numbers(curve) for curve in by_loss(every)], "notes": notes},
@@ -79,14 +82,16 @@ def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
     """Return the runs, named by their folders, or by their paths if two folders have one name. Raises UserError."""
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    curves = [Curve(name, read_metrics(folder)) for name, folder in zip(names, folders, strict=True)]
+    curves = [Curve(name, read_metrics(folder)) for name, folder in zip(_names(folders), folders, strict=True)]
     empty = [folder for folder, curve in zip(folders, curves, strict=True) if not curve.records]
     if empty:
         raise UserError(*(f"{folder} has no steps in {METRICS}: give run folders" for folder in empty))
     return curves
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def _numbers(curve: Curve) -> dict[str, Any]:
@@ -96,6 +101,7 @@ def _numbers(curve: Curve) -> dict[str, Any]:
         "skipped": curve.skipped,
         "loss": curve.final,
         "eval_loss": None if math.isnan(curve.held_out) else curve.held_out,
+        "eval_step": curve.held_out_step,
     }
 
 

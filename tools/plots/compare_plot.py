@@ -42,6 +42,11 @@ class Curve:
         """The newest held-out loss; NaN if there is none."""
         return next((record["eval_loss"] for record in reversed(self.records) if "eval_loss" in record), math.nan)
 
+    @property
+    def held_out_step(self) -> int | None:
+        """The step after which the newest held-out loss was computed; None if there is none."""
+        return next((record["step"] for record in reversed(self.records) if "eval_loss" in record), None)
+
 
 def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     """Return the runs sorted by final loss, the lowest first, runs without a loss last."""

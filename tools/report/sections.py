@@ -12,6 +12,7 @@ from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import flops
+from tools.journal.records import NO_TOKENS_EVENT
 from tools.parity.certificate import run_digest
 from tools.parity.page import conclusion, verdict
 from tools.plots.compare_plot import LAST, Curve
@@ -43,10 +44,14 @@ def summary(run: Run) -> Html:
     done = f"{last['step']:,}{f' of {steps:,}' if steps else ''}"
     rows: list[tuple[str, Text]] = [("steps", done), ("skipped steps", f"{curve.skipped:,}")]
     if isinstance(last.get("tokens"), int | float):
-        rows.append(("tokens", f"{last['tokens']:,}"))
+        rows.append(("tokens read", f"{last['tokens']:,}"))
+    if isinstance(last.get("learned_tokens"), int | float) and last["learned_tokens"] != last.get("tokens"):
+        rows.append(("tokens learned", f"{last['learned_tokens']:,}"))
     rows.append((f"loss, mean of last {LAST} steps", "none" if math.isnan(curve.final) else f"{curve.final:.4f}"))
     if not math.isnan(curve.held_out):
-        rows.append(("held-out loss", f"{curve.held_out:.4f}"))
+        at = curve.held_out_step
+        after = "" if at == last["step"] else f", after step {at:,}"
+        rows.append(("held-out loss", f"{curve.held_out:.4f}{after}"))
     if ends:
         rows.append(("last end", str(ends[-1]["why"])))
     if isinstance(run.config, RunConfig):
@@ -100,12 +105,14 @@ def changes(run: Run) -> Html | None:
 def skips(run: Run) -> Html | None:
     """Return the skipped steps and their causes."""
     events = run.of_kind("overflow")
-    if not events:
+    empty = run.of_kind(NO_TOKENS_EVENT)
+    if not events and not empty:
         return None
     rows = [
         (event["step"], _scale(event["loss_scale"]), event.get("outcome", ""), _offenders(event), event["advice"])
         for event in events
     ]
+    rows += [(event["step"], "", event.get("outcome", ""), "no token counts", event["advice"]) for event in empty]
     return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
 
 

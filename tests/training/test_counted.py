@@ -1,0 +1,96 @@
+"""Numbers of a run are of what counts: steps without a token, evaluations in any batch, schedules that skips cut."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from megaprec.data.indexed import IndexedWriter
+from tests.runs import train, train_on, write_run
+from tools import cli
+from tools.journal.records import read_events, read_metrics
+
+SEQ, BATCH = 16, 8  # of the run file of `write_run`
+
+
+def data_set(prefix: Path, *lengths: int) -> Path:
+    with IndexedWriter(prefix, 330) as writer:
+        for number, length in enumerate(lengths):
+            writer.add_document([(7 * number + token) % 330 for token in range(length)])
+    return prefix
+
+
+def run_on(file: Path, prefix: Path, *more: str) -> tuple[str, ...]:
+    return (f"data.source={prefix}", "model.vocab=330", "data.held_out=0", "data.eod_mask_loss=true", *more)
+
+
+def test_a_step_without_a_token_that_counts_is_skipped_with_an_event(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    prefix = data_set(tmp_path / "ones", *[1] * (SEQ * BATCH + 1), *[40] * 40)
+    keys = run_on(file, prefix, "data.shuffle=false", "train.steps=3", "lr.schedule=linear")
+    assert train(file, *keys) == 0
+    said = capsys.readouterr().out
+    records = read_metrics(tmp_path / "run")
+    assert [record["outcome"] for record in records] == ["skipped_no_tokens", "applied", "applied"]
+    assert math.isnan(records[0]["loss"])
+    assert [record["lr"] for record in records] == pytest.approx([1e-2, 1e-2, 1e-2 * 2 / 3])
+    assert [record["tokens"] for record in records] == [128, 256, 384]
+    assert [record["learned_tokens"] for record in records] == [0, 128, 256]
+    (event,) = read_events(tmp_path / "run", "no_tokens")
+    assert (event["step"], event["first_sample"], event["num_samples"]) == (1, 0, BATCH)
+    assert read_events(tmp_path / "run") == []
+    assert "skipped_no_tokens (1 so far)" in said
+    assert "skipped    1 of 3 steps: 256 of 384 tokens were learned" in said
+    assert "ended at 0.00667, not at 0.00333" in said
+    (end,) = read_events(tmp_path / "run", "end")
+    assert (end["applied"], end["why"]) == (2, "all steps are taken, but 1 of 3 were skipped")
+
+
+def test_a_schedule_that_skips_cut_short_goes_on_to_its_end_as_the_line_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    prefix = data_set(tmp_path / "ones", *[1] * (SEQ * BATCH + 1), *[40] * 40)
+    keys = run_on(file, prefix, "data.shuffle=false", "lr.schedule=linear")
+    assert train(file, *keys, "train.steps=3") == 0
+    advice = re.search(r"(train\.steps=\d+) (lr\.length=\d+)", capsys.readouterr().out)
+    assert advice is not None
+    assert train(file, *keys, *advice.groups()) == 0
+    rates = [record["lr"] for record in read_metrics(tmp_path / "run") if record["outcome"] == "applied"]
+    assert rates == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
+
+
+def test_data_in_which_nothing_counts_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    ones = data_set(tmp_path / "ones", *[1] * 400)
+    ends = data_set(tmp_path / "ends", *[40] * 40, *[1] * 400)
+    named = f'data.validation=[{{name="v", source="{ones}"}}]'
+    for keys, part in (
+        (run_on(file, ones), "training samples"),
+        (run_on(file, ends, "data.held_out=0.1", "train.eval_every=1"), "held-out samples"),
+        (run_on(file, ends, named, "train.eval_every=1"), "evaluated samples"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["train", str(file), *keys]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"no token of the {part} counts in the loss" in line
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert train(file, *run_on(file, ends, "data.held_out=0.1", "train.steps=1")) == 0, "nothing is evaluated"
+
+
+def test_a_held_out_loss_is_the_same_in_every_batch_and_layout(tmp_path: Path) -> None:
+    """The first step has rate 0, so all of these evaluate the same weights, on all of the held-out text."""
+    file = write_run(tmp_path)
+    keys = ("train.steps=1", "train.eval_every=1", "lr.warmup=1", "precision.compute=fp64", "model.dropout=0.0")
+    keys += ("train.eval_batches=1000",)
+    found = []
+    for number, (batch, micro, data) in enumerate(((1, 1, 1), (3, 3, 1), (8, 2, 1), (400, 50, 1), (6, 1, 2))):
+        sizes = (f"train.global_batch={batch}", f"train.micro_batch={micro}", f"train.folder={tmp_path}/{number}")
+        folder = train_on(file, *keys, *sizes, data=data)
+        found.append(read_metrics(folder)[0]["eval_loss"])
+    assert found == pytest.approx([found[0]] * len(found), rel=1e-12)

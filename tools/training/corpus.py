@@ -124,6 +124,7 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
         with _about(config, part):
             seen = contents_of(dataset, *([] if part.ready else [again]))
             record = records[part.prefix] = read_record(dataset.prefix)
+            notes += dataset.notes
             notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
         with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
             check_vocabulary(dataset, seen, corpus.ids)

@@ -14,8 +14,8 @@ little-endian and without padding:
     i8[S]     mode of each sequence, optional (multimodal sets); must be 0, text
 
 A document is one or more sequences. A set that was written without ends of documents, whose D is 1, is read as
-Megatron reads it: each sequence is a document. Sequences are back to back in every file that Megatron's own tools write. This is
-required here, because then the .bin *is* the training stream and token `i` is found without a search.
+Megatron reads it: each sequence is a document. Sequences are back to back in every file that Megatron's own tools
+write. This is required here, because then the .bin *is* the training stream and token `i` is found without a search.
 """
 
 import os

@@ -27,7 +27,8 @@ from megaprec.data.tokenizer_files import (
     unread_keys,
     with_other_names,
 )
-from megaprec.durable import read_whole, reading
+from megaprec.data.tried_tokenizers import require_tried
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 
@@ -207,16 +208,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inside = next((file for name in NAMES if (file := path / name).is_file()), None)
         give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
         raise UserError(f"{path}{what}; give {give}")
-    with reading(path) as file:
-        content = file.read(4096)
     try:
+        content = read_regular(path)
+        require_tried(path, content)
         return HuggingFaceTokenizer(path) if is_json(content) else SentencePieceTokenizer(path)
     except UserError:
         raise
     except OSError as problem:
         raise UserError(f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json") from problem
     except Exception as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
-        raise neither(path, another_kind(path, content) or " ".join(str(problem).split())) from problem
+        raise neither(path, another_kind(path, content[:4096]) or " ".join(str(problem).split())) from problem
 
 
 def same_tokens(one: Path, other: Path) -> bool:

@@ -17,6 +17,7 @@ import sentencepiece
 
 from megaprec.data.files import beside, write_whole
 from megaprec.data.tokenizer_files import protobuf_fields
+from megaprec.data.tried_tokenizers import remember
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 
@@ -189,6 +190,7 @@ def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
     if path.exists() and read_whole(path) != content and not overwrite:
         raise UserError(f"{path} exists and is another model; choose another name or remove it")
     write_whole(path, content)
+    remember(content)
     return path
 
 

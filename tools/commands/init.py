@@ -96,12 +96,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _look_at(source: Source) -> Found:
     """Return the sizes of a text. Raises UserError if it cannot be read, or is too short to train on."""
+    lines = _lines(source)  # of a text that can be read whole, its bad files and rows are told at once
     pieces, whole = _spread(source)
     read = sum(map(len, pieces))
     chars = read if whole else _estimated(source, pieces)
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
         size = next(size for least, size in VOCABULARIES if (chars or read) >= least)
-        tokenizer = load_tokenizer(_learned(_lines(source) or pieces, size, Path(folder) / "tried"))
+        tokenizer = load_tokenizer(_learned(lines or pieces, size, Path(folder) / "tried"))
         tokens = sum(len(tokenizer.encode(text)) for text in pieces)
     lines = chain.from_iterable(text.splitlines() for text in pieces)
     words = next((line.split() for line in lines if len(line.split()) > 2), [])

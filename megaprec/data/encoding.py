@@ -59,7 +59,16 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
         one.no_truncation()
         one.no_padding()
         one.encode_special_tokens = True
-    return lambda text: encoder.encode(text, add_special_tokens=False).ids, tokenizer
+
+    def encode(text: str) -> list[int]:
+        try:
+            return encoder.encode(text, add_special_tokens=False).ids
+        except BaseException as problem:
+            if type(problem).__name__ != "PanicException":  # a panic of Rust, which is no Exception
+                raise
+            raise ValueError(f"the package tokenizers panics: {problem}") from None
+
+    return encode, tokenizer
 
 
 def without_special_tokens(definition: str) -> str:

@@ -13,8 +13,9 @@ little-endian and without padding:
     i64[D]    sequence at which each document begins; the first is 0, the last is S
     i8[S]     mode of each sequence, optional (multimodal sets); must be 0, text
 
-A document is one or more sequences. Sequences are back to back in every file that Megatron's own tools write. This is
-required here, because then the .bin *is* the training stream and token `i` is found without a search.
+A document is one or more sequences. A set that was written without ends of documents, whose D is 1, is read as
+Megatron reads it: each sequence is a document. Sequences are back to back in every file that Megatron's own tools
+write. This is required here, because then the .bin *is* the training stream and token `i` is found without a search.
 """
 
 import os
@@ -194,7 +195,7 @@ class IndexedDataset:
 
     again: check the whole index even if a record says that it was checked.
     Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
-    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`.
+    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`; `notes`: lines for the user.
     """
 
     def __init__(self, prefix: Path, again: bool = False) -> None:
@@ -205,6 +206,10 @@ class IndexedDataset:
                 raise UserError(f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx")
         self.dtype, self._lengths, self._pointers, self._documents, modes = _read_index(idx_path)
         stored = bin_path.stat().st_size
+        self.notes: tuple[str, ...] = ()
+        if len(self._lengths) and self._documents[:2].tolist() == [0]:
+            self._documents = np.arange(len(self._lengths) + 1, dtype=np.int64)
+            self.notes = (f"{idx_path} has no ends of documents: each of its sequences is taken for a document",)
         require_sound(
             Index(idx_path, self._lengths, self._pointers, self._documents, modes, self.dtype.itemsize, stored), again
         )

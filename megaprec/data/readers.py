@@ -60,17 +60,26 @@ WHICH = "name the field that holds the text: data.text_field in a run file, --te
 ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)  # of a field in JSON, but for escapes such as \u0041
 
 Piece = tuple[str, str]
+Bad = Callable[[UserError], None]
 
 
-def pieces(file: Path, document: str, field: str, skip_undecodable: bool) -> Iterator[Piece]:
-    """Yield the text in `file` in pieces; `document` is the prefix of its documents' names."""
+def stop(error: UserError) -> None:
+    """Raise the error of a bad document."""
+    raise error
+
+
+def pieces(file: Path, document: str, field: str, skip_undecodable: bool, bad: Bad = stop) -> Iterator[Piece]:
+    """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
+
+    bad: called with the error of each line, item or row that is no document; reading goes on if it returns.
+    """
     match form(file):
         case ".jsonl":
-            return _jsonl_pieces(file, document, field)
+            return _jsonl_pieces(file, document, field, bad)
         case ".json":
-            return _list_pieces(file, document, field)
+            return _list_pieces(file, document, field, bad)
         case ".parquet":
-            return _parquet_pieces(file, document, field)
+            return _parquet_pieces(file, document, field, bad)
         case _:
             return _text_pieces(file, document, skip_undecodable)
 
@@ -146,15 +155,21 @@ def _undecodable_line(file: Path) -> int:
     return line
 
 
-def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
+def _jsonl_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
     number = 0
     with _reading(file, lambda: str(number + 1)), _unpacked(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
             if len(line) > MOST_LINE:
                 raise UserError(f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document")
-            if not line.isspace():
-                where = f"{file}:{number}"
-                yield from _cut(f"{document}:{number}", _field(_record(line, field, where), field, where))
+            if line.isspace():
+                continue
+            where = f"{file}:{number}"
+            try:
+                text = _field(_record(line, field, where), field, where)
+            except UserError as error:
+                bad(error)
+                continue
+            yield from _cut(f"{document}:{number}", text)
 
 
 @contextmanager
@@ -169,7 +184,7 @@ def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
         raise UserError(f"{file}:{place()}: not a whole {kind} file ({problem}); copy it again") from problem
 
 
-def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
+def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
     """Yield the texts of a JSON list, whose items are texts or objects with the field."""
     if not is_list(file):
         if other := _other_form(file):
@@ -180,7 +195,11 @@ def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
         with _reading(file, lambda: str(number + 1)), io.TextIOWrapper(_unpacked(file), "utf-8-sig") as stream:
             for number, item in enumerate(items(stream, field), 1):
                 where = f"{file}:{number}"
-                text = _unicode(item, where, "the item") if isinstance(item, str) else _field(item, field, where)
+                try:
+                    text = _unicode(item, where, "the item") if isinstance(item, str) else _field(item, field, where)
+                except UserError as error:
+                    bad(error)
+                    continue
                 yield from _cut(f"{document}:{number}", text)
     except UserError:
         raise
@@ -248,19 +267,22 @@ def _unicode(text: str, where: str, what: str) -> str:
     return text
 
 
-def _parquet_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
+def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
     arrow, number = _pyarrow(file), 0
     try:
         with _parquet(file, arrow, field) as table:
             for batch in table.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
                 for value in batch.column(batch.schema.get_field_index(field)):  # a.b also is b in a
                     number += 1
-                    text = value.as_py()
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as problem:
+                        bad(UserError(f"{file}:{number}: field {field!r} is not UTF-8 text ({problem.reason})"))
+                        continue
                     if text is None:
-                        raise UserError(f"{file}:{number}: field {field!r} is null, not a text")
+                        bad(UserError(f"{file}:{number}: field {field!r} is null, not a text"))
+                        continue
                     yield from _cut(f"{document}:{number}", text)
-    except UnicodeDecodeError as problem:
-        raise UserError(f"{file}:{number}: field {field!r} is not UTF-8 text ({problem.reason})") from problem
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
         raise UserError(f"{file}:{number + 1}: not a whole Parquet file ({reason}); copy it again") from problem

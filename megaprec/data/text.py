@@ -21,10 +21,13 @@ Text is UTF-8 and is not changed, line ends included. A folder called `python` i
 
 import hashlib
 import os
+import re
 import sysconfig
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from megaprec.data.readers import (
@@ -32,16 +35,21 @@ from megaprec.data.readers import (
     PACKED,
     SUFFIXES,
     TEXT,
+    Bad,
     Piece,
     check_readable,
     form,
     is_list,
     pieces,
     require_read,
+    stop,
 )
 from megaprec.errors import UserError
 from megaprec.parsing import home_expanded
 
+SHOWN = 20  # lines about bad files and rows
+ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
+LOOKING = 60.0  # seconds in which they are looked for, once there is one
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -64,11 +72,55 @@ class Source:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Piece]:
+        """Yield the pieces. Raises UserError that names all bad files and rows of the source, the first of many."""
+        try:
+            yield from self._read(stop)
+        except UserError as error:
+            raise self._all_faults(error) from error
+
+    def _read(self, bad: Bad) -> Iterator[Piece]:
+        """Yield the pieces. bad: called with the error of each document that is none and of each file that ends early.
+
+        Raises the error where `bad` does.
+        """
         left = self.max_chars
-        for name, text in (piece for file in self.files for piece in self._pieces(file)):
-            yield name, text[:left]
-            if left is not None and (left := left - len(text)) <= 0:
-                return
+        for file in self.files:
+            try:
+                for name, text in pieces(file, self._document(file), self.text_field, self.skip_undecodable, bad):
+                    yield name, text[:left]
+                    if left is not None:
+                        left -= len(text)
+                        if left <= 0:
+                            return
+            except UserError as error:
+                bad(error)
+
+    def _all_faults(self, first: UserError) -> UserError:
+        """Return an error about all bad files and rows: a line for each file and reason, at most SHOWN of them.
+
+        The whole source is read for it, for at most LOOKING seconds. first: the error that reading stopped at.
+        """
+        told = dict[tuple[str, str], str]()  # file and reason -> the first line with it
+        rows = Counter[tuple[str, str]]()
+
+        def note(error: UserError) -> None:
+            for problem in error.problems:
+                at_row = ROW.fullmatch(problem)
+                key = (at_row[1], at_row[2]) if at_row else (problem, "")
+                told.setdefault(key, problem)
+                rows[key] += 1
+
+        until = time.monotonic() + LOOKING
+        for _ in self._read(note):
+            if time.monotonic() > until:
+                break
+        if not told:  # it can be read by now
+            return first
+        lines = [_with_others(line, rows[key] - 1) for key, line in islice(told.items(), SHOWN)]
+        others = sum(rows[key] for key in islice(told, SHOWN, None))
+        at_least = "at least " if time.monotonic() > until else ""
+        rest = [f"{self.name}: and {at_least}{others:,} other bad files or rows"] if others else []
+        return UserError(*lines, *rest)
 
     def total_chars(self) -> int | None:
         """Return an estimate of the number of characters, from file sizes; `max_chars` if a file is packed or a table,
@@ -96,9 +148,6 @@ class Source:
     def total_bytes(self) -> int:
         """Return the total size of the files in bytes."""
         return sum(file.stat().st_size for file in self.files)
-
-    def _pieces(self, file: Path) -> Iterator[Piece]:
-        return pieces(file, self._document(file), self.text_field, self.skip_undecodable)
 
     def _document(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -167,6 +216,11 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
     return Source(name, root, tuple(files), text_field, max_chars, left_out=left_out)
 
 
+def _with_others(line: str, others: int) -> str:
+    """Return the line about a bad row, with the number of other rows of its file that have the same fault."""
+    return f"{line}; so {others:,} other rows of this file" if others else line
+
+
 def left_out_words(left_out: Mapping[str, int]) -> list[str]:
     """Return the counts of files that are not read: 3 .html, 1 .pdf."""
     return [f"{count:,} {what}" for what, count in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))]
@@ -174,18 +228,29 @@ def left_out_words(left_out: Mapping[str, int]) -> list[str]:
 
 def _texts(root: Path) -> tuple[list[Path], dict[str, int]]:
     """Return the files of a folder that are read, by path, and the number of the others by the reason."""
-    files, left_out = list[Path](), Counter[str]()
+    files = list[Path]()
+    left_out = Counter[str]()
+    unreadable = list[str]()
     for folder, folders, names in os.walk(root):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         left_out["links to folders"] += len(links)
         left_out["hidden"] += sum(name.startswith(".") for name in [*folders, *names])
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(folder, name) for name in names if not name.startswith(".")):
-            if why := _why_left_out(file):
+            try:
+                why = _why_left_out(file)
+            except UserError as error:
+                unreadable += error.problems
+                continue
+            if why:
                 left_out[why] += 1
             else:
                 files.append(file)
                 left_out["empty"] += not file.stat().st_size
+    if unreadable:
+        more = len(unreadable) - SHOWN
+        rest = [f"{root}: and {more:,} other files that cannot be read"] if more > 0 else []
+        raise UserError(*sorted(unreadable)[:SHOWN], *rest)
     return sorted(files), dict(+left_out)
 
 

@@ -27,7 +27,8 @@ from megaprec.data.tokenizer_files import (
     unread_keys,
     with_other_names,
 )
-from megaprec.durable import read_whole, reading
+from megaprec.data.tried_tokenizers import require_tried
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 
@@ -50,6 +51,7 @@ LOST = {  # what a tokenizer may change in a text -> a text that has it
     "rare characters": f"a{RARE}b",
 }
 PLAIN = "a b"  # a text in which there is nothing to change
+PROBE = "".join(LOST.values()) + " The model says: it's 12345, x = [1.5e-3] # naïve 数字 😀"
 
 
 class Tokenizer(Protocol):
@@ -206,16 +208,35 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inside = next((file for name in NAMES if (file := path / name).is_file()), None)
         give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
         raise UserError(f"{path}{what}; give {give}")
-    with reading(path) as file:
-        content = file.read(4096)
     try:
+        content = read_regular(path)
+        require_tried(path, content)
         return HuggingFaceTokenizer(path) if is_json(content) else SentencePieceTokenizer(path)
     except UserError:
         raise
     except OSError as problem:
         raise UserError(f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json") from problem
     except Exception as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
-        raise neither(path, another_kind(path, content) or " ".join(str(problem).split())) from problem
+        raise neither(path, another_kind(path, content[:4096]) or " ".join(str(problem).split())) from problem
+
+
+def same_tokens(one: Path, other: Path) -> bool:
+    """Return True if equal ids mean equal tokens in two files of tokenizers, and a text of many kinds has equal ids.
+
+    A SentencePiece model and the tokenizer.json that was made of it have the same. Raises UserError.
+    """
+    if read_whole(one) == read_whole(other):
+        return True
+    first = load_tokenizer(one)
+    second = load_tokenizer(other)
+    return first.vocabulary() == second.vocabulary() and _ids_of_probe(first) == _ids_of_probe(second)
+
+
+def _ids_of_probe(tokenizer: Tokenizer) -> list[int] | None:
+    try:
+        return tokenizer.encode(PROBE)
+    except UserError:  # it has what no token is for
+        return None
 
 
 def loaded_once(path: Path) -> Tokenizer | None:

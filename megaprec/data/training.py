@@ -17,6 +17,7 @@ import sentencepiece
 
 from megaprec.data.files import beside, write_whole
 from megaprec.data.tokenizer_files import protobuf_fields
+from megaprec.data.tried_tokenizers import remember
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 
@@ -49,7 +50,7 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
     not be overwritten.
     """
     _require_possible(vocab_size)
-    lines = _sample_lines(texts)
+    lines = sample_lines(texts)
     if not lines:
         raise UserError("a tokenizer cannot be learned from a text without a line; give a text of some length")
     content = io.BytesIO()
@@ -164,7 +165,7 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
     except ImportError as problem:
         raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
     _require_possible(vocab_size)
-    lines = _sample_lines(texts)
+    lines = sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if not lines or vocab_size <= len(alphabet):
         least = f"the bytes and the end of a document alone take {len(alphabet) + 1}; give at least that"
@@ -189,10 +190,11 @@ def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
     if path.exists() and read_whole(path) != content and not overwrite:
         raise UserError(f"{path} exists and is another model; choose another name or remove it")
     write_whole(path, content)
+    remember(content)
     return path
 
 
-def _sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
+def sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
     """Return a sample of the lines of `texts`, at most `limit` characters, spread evenly over all of them.
 
     Whenever the sample exceeds the limit, each of its lines is dropped with probability one half, and the probability

@@ -1,12 +1,14 @@
 """`megaprec init` writes a run file that trains as it is, and never replaces one."""
 
 import gzip
+import json
 import random
 import re
 from pathlib import Path
 
 import pytest
 
+from megaprec.data import training
 from tools.cli import main
 from tools.commands import init
 from tools.config.run_file import load_run
@@ -49,6 +51,34 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
     assert held_out is not None
     assert config.train.steps * config.train.global_batch <= 40 * train, "no text is repeated without end"
     assert load_run("run.toml").world_size == 1
+
+
+@pytest.mark.cases(2, sample=3)
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_written_for_any_folder_is_accepted_by_train(
+    seed: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of very different sizes and kinds: few words again and again, many words, many letters, JSONL."""
+    monkeypatch.setattr(training.sample_lines, "__defaults__", (20_000,))
+    monkeypatch.setattr(init, "LOOKED_AT", 5_000)
+    dice = random.Random(seed)
+    (here / "text").mkdir()
+    for number in range(dice.randint(1, 9)):
+        letters = [chr(dice.choice((0x61, 0x4E00, 0x400)) + n) for n in range(dice.choice((3, 20, 400)))]
+        words = ["".join(dice.choices(letters, k=dice.randint(1, 8))) for _ in range(dice.choice((2, 30, 2000)))]
+        length = dice.choice((30, 300, 30_000)) if number else dice.choice((300, 60_000))
+        lines = [" ".join(dice.choices(words, k=9)) for _ in range(max(3, length // 40))]
+        if dice.random() < 0.3:
+            rows = (json.dumps({"text": line}) for line in lines)
+            (here / "text" / f"{number}.jsonl").write_text("\n".join(rows))
+        else:
+            (here / "text" / f"{number}.txt").write_text("\n".join(lines))
+    assert main(["init", "text"]) == 0
+    config = load_run("run.toml")
+    check_sources(config)
+    corpus = open_corpus(config)
+    assert corpus.model.vocab == config.data.vocab_size
+    assert corpus.held_out is not None
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -133,6 +133,17 @@ def test_a_corrupt_index_is_refused_by_what_is_wrong(tmp_path: Path, why: str, c
     assert str(tmp_path / "x.idx") in str(error.value)
 
 
+def test_an_index_without_ends_of_documents_has_a_document_for_each_sequence(tmp_path: Path) -> None:
+    """As Megatron's own builder writes it if nobody ends a document, and as Megatron reads it."""
+    dataset = IndexedDataset(assemble(tmp_path / "x", [3, 1, 2], [0]))
+    documents = [dataset.document(number).tolist() for number in range(dataset.num_documents)]
+    assert documents == [[0, 1, 2], [3], [4, 5]]
+    assert dataset.document_lengths().tolist() == [3, 1, 2]
+    assert dataset.documents_of(0, 6).tolist() == [0, 0, 0, 1, 2, 2]
+    (note,) = dataset.notes
+    assert note == f"{tmp_path}/x.idx has no ends of documents: each of its sequences is taken for a document"
+
+
 def test_sequences_that_are_no_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_check, "CHUNK", 2)
     with pytest.raises(UserError, match=r"x\.idx: sequence 2 has mode 1 .*text only"):

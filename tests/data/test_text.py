@@ -9,12 +9,15 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megaprec.data import json_list, readers
 from megaprec.data import text as module
 from megaprec.data.text import Source, left_out_words, open_source
 from megaprec.errors import UserError
+from tools.cli import main
 
 
 def documents(source: Source) -> dict[str, str]:
@@ -362,6 +365,49 @@ def test_a_mark_of_byte_order_is_no_part_of_a_text(tmp_path: Path) -> None:
     assert documents(open_source(str(tmp_path / "x.txt"))) == {"x.txt": "é and \ufeff inside"}
     for name in ("x.jsonl", "x.json"):
         assert documents(open_source(str(tmp_path / name))) == {f"{name}:1": "one"}
+
+
+@pytest.mark.parametrize("command", ["build", "init", "train", "verify"])
+def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows without the field or with another value, no JSON, no UTF-8, a file that is cut off, rows that are null."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    rows = ['{"text": "good"}', '{"body": 1}', "no JSON", '{"body": 2}', '{"text": 7}', '{"text": "also good"}']
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(rows))
+    (tmp_path / "text" / "b.txt").write_bytes(b"good\n\xff\xfe bad\n")
+    (tmp_path / "text" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 900)[:-20])
+    table = pyarrow.table({"text": ["good", None, "x", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "text" / "d.parquet")
+    (tmp_path / "text" / "e.json").write_text('["good", 3, {"text": null}]')
+    (tmp_path / "text" / "f.txt").write_text("good " * 300)
+    run = "[model]\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsource = 'text'\n[train]\nsteps = 1\nglobal_batch = 1\n"
+    (tmp_path / "run.toml").write_text(f"{run}micro_batch = 1\nseq_length = 8\n")
+    commands = {
+        "build": ["data", "build", "text", "tokens", "--vocab-size", "300"],
+        "init": ["init", "text", "-o", "new.toml"],
+        "train": ["train", "run.toml"],
+        "verify": ["data", "verify", "text"],
+    }
+    assert main(commands[command]) == 2
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "text/" in line]
+    wanted = ("a.jsonl:2: no field 'text'", "a.jsonl:3: not JSON", "a.jsonl:5: field 'text' is 7", "b.txt is not UTF-8")
+    wanted += ("c.jsonl.gz:", "d.parquet:2: field 'text' is null", "e.json:2: ", "e.json:3: field 'text' is null")
+    assert [sum(f"text/{one}" in line for line in lines) for one in wanted] == [1] * 8
+    assert "; so 1 other rows of this file" in next(line for line in lines if "a.jsonl:2" in line)
+
+
+def test_of_many_bad_files_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    for number in range(100, 130):
+        (tmp_path / f"{number}.jsonl").write_text("[1]\n" * 3)
+    with pytest.raises(UserError) as error:
+        list(open_source(str(tmp_path)))
+    assert len(error.value.problems) == 21
+    assert error.value.problems[0].startswith(f"{tmp_path}/100.jsonl:1: ")
+    assert error.value.problems[0].endswith("; so 2 other rows of this file")
+    assert error.value.problems[-1] == f"{tmp_path}: and 30 other bad files or rows"
 
 
 def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_training_gives_the_same_bytes_for_the_same_text(tmp_path: Path, capfd: 
 
 def test_a_large_text_is_sampled_evenly_and_always_alike() -> None:
     texts = [f"line {i}\n" * 10 for i in range(2000)]
-    sample = module._sample_lines(texts, 20_000)
-    assert sample == module._sample_lines(texts, 20_000)
+    sample = module.sample_lines(texts, 20_000)
+    assert sample == module.sample_lines(texts, 20_000)
     assert 5_000 < sum(map(len, sample)) <= 20_000
     numbers = [int(line.split()[1]) for line in sample]
     assert abs(sum(numbers) / len(numbers) - 1000) < 100

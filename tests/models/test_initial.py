@@ -104,18 +104,61 @@ def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padd
     assert train(file, *keys, "model.vocab=0") == 0
 
 
-def test_another_tokenizer_than_that_of_the_weights_is_named(
+def test_another_tokenizer_than_that_of_the_weights_is_refused_unless_allowed_and_then_kept(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     initial = checkpoint(file.parent / "run", 6)
     shutil.copy(initial / "text.model", tmp_path / "same.model")
     other = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300)
-    for number, (tokenizer, named) in enumerate(((tmp_path / "same.model", False), (other, True))):
-        place = f"{tmp_path}/{number}"
+    convert(initial, tmp_path / "hf")
+    exported = tmp_path / "hf" / "tokenizer.json"
+
+    def trained(tokenizer: Path, name: str, *more: str) -> int:
         keys = [f"data.tokenizer={tokenizer}", f"train.init_from={initial}", "train.steps=1"]
-        assert train(file, *keys, f"train.folder={place}", f"data.cache={place}/data") == 0
-        said = f"{tokenizer} is another tokenizer than {initial}/text.model, with which the weights of train.init_from"
-        assert (f"warning    {said}" in capsys.readouterr().out) == named
+        return train(file, *keys, f"train.folder={tmp_path}/{name}", f"data.cache={tmp_path}/{name}/data", *more)
+
+    assert trained(tmp_path / "same.model", "same") == 0
+    assert trained(exported, "exported") == 0, "the same tokens in another form"
+    capsys.readouterr()
+    assert trained(other, "other") == 2
+    said = capsys.readouterr().err
+    assert f"data.tokenizer: {other} is not the tokenizer that the weights of train.init_from were trained with" in said
+    assert f'set data.tokenizer = "{initial}/text.model", or accept it with --allow tokenizer' in said
+    assert not (tmp_path / "other" / "checkpoints").exists()
+    assert trained(other, "other", "--allow=tokenizer") == 0
+    assert "not needed" not in capsys.readouterr().out
+    kept = checkpoint(tmp_path / "other", 1)
+    assert (kept / other.name).read_bytes() == other.read_bytes()
+    assert trained(other, "other", "train.steps=2") == 0, "a resume goes on with the tokenizer of the checkpoint"
+
+
+def test_a_data_set_of_another_tokenizer_than_that_of_the_weights_is_refused(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initial = checkpoint(file.parent / "run", 6)
+    source = file.parent / "text.txt"
+    source.with_name("other.txt").write_text(source.read_text("utf-8") * 2 + "xyz" * 99, "utf-8")
+    built = ["data", "build", str(source.with_name("other.txt")), str(tmp_path / "tokens"), "--vocab-size", "330"]
+    assert main(built) == 0
+    keys = [f"train.init_from={initial}", f"data.source={tmp_path}/tokens", f"train.folder={tmp_path}/run"]
+    capsys.readouterr()
+    assert train(file, *keys, "train.steps=1") == 2
+    told = f"{initial}/text.model is not the tokenizer of {tmp_path}/tokens, {tmp_path}/tokens.model"
+    assert told in capsys.readouterr().err
+    assert train(file, *keys, "train.steps=1", "--allow=tokenizer") == 0
+
+
+def test_a_tokenizer_of_more_tokens_than_the_weights_have_names_a_way_out_that_works(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initial = checkpoint(file.parent / "run", 6)
+    text = (file.parent / "text.txt").read_text("utf-8")
+    large = train_hugging_face([text], tmp_path / "tokenizer.json", 340)
+    keys = [f"train.init_from={initial}", f"train.folder={tmp_path}/run", "train.steps=1"]
+    assert train(file, *keys, f"data.tokenizer={large}") == 2
+    said = capsys.readouterr().err
+    assert "remove data.tokenizer if the folder has its own" in said and "model.vocab" not in said
+    assert train(file, *keys) == 0
 
 
 def test_a_run_does_not_go_on_from_weights_alone_and_says_what_to_do(

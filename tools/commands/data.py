@@ -191,6 +191,8 @@ def inspect(args: argparse.Namespace) -> int:
     model = args.tokenizer or beside(args.prefix, ".model")
     tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
     seen = contents_of(dataset)
+    for note in dataset.notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
     if tokenizer:
         _tell_notes(tokenizer)
         check_vocabulary(dataset, seen, tokenizer.vocab_size)

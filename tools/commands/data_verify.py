@@ -107,6 +107,7 @@ def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
     shown = ((dataset.num_documents, "document"), (dataset.num_sequences, "sequence"), (dataset.num_tokens, "token"))
     counts = ", ".join(counted(number, what) for number, what in shown)
     yield OK, "index", f"{counts} of {dataset.dtype.name}"
+    yield from ((NOTE, "index", note) for note in dataset.notes)
     left = beside(prefix, ".model")
     file = given or (left if left.is_file() else None)
     try:

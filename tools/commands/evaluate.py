@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.digests import file_digest
 from megaprec.comm.axis import Axis
 from megaprec.data.files import beside
+from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
 from megaprec.errors import UserError
 from models.relay import Relay
@@ -175,6 +176,7 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
     for path in sets.values():
         if not beside(Path(path), ".idx").is_file():
             continue
+        yield from IndexedDataset(Path(path)).notes
         record = read_record(Path(path))
         if model.tokenizer is None:
             if record is None or "bytes" not in record:

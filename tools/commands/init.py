@@ -1,8 +1,9 @@
 """`megaprec init [FOLDER_OF_TEXT] [--preset NAME] [-o run.toml]`: write a run file to start from.
 
-The run trains as it is, in minutes, on one process of a laptop. Its sizes follow from the text: a million characters
-from all over it are read, and a tokenizer is learned from those, so that vocabulary, sequence length and number of
-steps are possible. Every key that is written has a comment, the first clause of its help.
+The run trains as it is, in minutes, on one process of a laptop. Its sizes follow from the text: a tokenizer is learned
+from it as `train` will do it, and a million characters from all over it are counted in its tokens, so that vocabulary,
+sequence length and number of steps are possible. Of a text beyond 256 million characters, those are all that is read.
+Every key that is written has a comment, the first clause of its help.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import re
 import tempfile
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 from megaprec.data.text import Source, left_out_words, open_source
 from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import ImpossibleVocabulary, train_sentencepiece
+from megaprec.data.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.errors import UserError
 from models.presets import PRESETS
 from tools.config.key_help import key_tables
@@ -25,6 +27,7 @@ from tools.config.run_file import load_run
 from tools.console.toml import toml
 
 LOOKED_AT = 1_000_000  # characters of a long text from which the sizes are estimated
+LEARNED_FROM = 1 << 28  # characters: of a longer text, the tokenizer that is tried is learned from LOOKED_AT alone
 FILES = 100  # of a folder with more, those that are looked at
 VOCABULARIES = ((1_000_000, 4096), (100_000, 2048), (0, 1024))  # from so many characters on
 LENGTHS = (256, 128, 64, 32, 16, 8)
@@ -93,16 +96,36 @@ def main(args: argparse.Namespace) -> int:
 
 def _look_at(source: Source) -> Found:
     """Return the sizes of a text. Raises UserError if it cannot be read, or is too short to train on."""
+    lines = _lines(source)  # of a text that can be read whole, its bad files and rows are told at once
     pieces, whole = _spread(source)
     read = sum(map(len, pieces))
     chars = read if whole else _estimated(source, pieces)
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
         size = next(size for least, size in VOCABULARIES if (chars or read) >= least)
-        tokenizer = load_tokenizer(_learned(pieces, size, Path(folder) / "tried"))
+        tokenizer = load_tokenizer(_learned(lines or pieces, size, Path(folder) / "tried"))
         tokens = sum(len(tokenizer.encode(text)) for text in pieces)
     lines = chain.from_iterable(text.splitlines() for text in pieces)
     words = next((line.split() for line in lines if len(line.split()) > 2), [])
     return Found(read, chars, tokenizer.vocab_size, round(tokens * (chars or read) / max(1, read)), " ".join(words[:3]))
+
+
+def _lines(source: Source) -> list[str]:
+    """Return the lines that `train` will learn a tokenizer from; none if the text is too long to be read here."""
+    total = source.total_chars()
+    if total is not None and total > LEARNED_FROM:
+        return []
+    read = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal read
+        for _, text in source:
+            read += len(text)
+            if read > LEARNED_FROM:
+                return
+            yield text
+
+    lines = sample_lines(texts())
+    return [] if read > LEARNED_FROM else lines
 
 
 def _spread(source: Source) -> tuple[list[str], bool]:
@@ -126,16 +149,16 @@ def _estimated(source: Source, pieces: list[str]) -> int | None:
     return None if total is None else max(read, round(total * read / max(1, size)))
 
 
-def _learned(pieces: list[str], size: int, prefix: Path) -> Path:
+def _learned(texts: list[str], size: int, prefix: Path) -> Path:
     """Return a tokenizer of `size` pieces, or of the nearest possible size.
 
-    The rest of the text may have more characters than `pieces`: where these need a larger one, it is larger still.
+    The rest of a long text may have more characters than `texts`: where these need a larger one, it is larger still.
     """
     try:
-        return train_sentencepiece(pieces, prefix, size)
+        return train_sentencepiece(texts, prefix, size)
     except ImpossibleVocabulary as problem:
         room = problem.nearest // 4 if problem.nearest > size else 0
-        return _learned(pieces, problem.nearest + room, prefix)
+        return _learned(texts, problem.nearest + room, prefix)
 
 
 def _run_file(args: argparse.Namespace, found: Found) -> str:

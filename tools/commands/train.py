@@ -74,7 +74,7 @@ from tools.training.launch import (
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, moved_notes, tell_notes
 from tools.training.restarts import Restarts
-from tools.training.resume import check_resumable, differences
+from tools.training.resume import check_resumable, check_tokens, differences, other_tokens
 from tools.training.run_folder import LOCK
 from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
@@ -153,6 +153,7 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
     check_all(config, *checks, _check_initial, lambda config: require_trackers(config.log.to), require_harness)
     corpus = open_corpus(config, allowed)
     check_resumable(config, corpus, allowed)
+    check_tokens(config, corpus, allowed)
     return corpus
 
 
@@ -350,7 +351,8 @@ def prepare(
     for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
         say(f"warning    {doubt}")
     store = newest(config.checkpoint_folder)
-    differ = {found.what for found in differences(store, config, corpus)} if store else set()
+    differ = {found.what for found in differences(store, config, corpus)} if store else set[str]()
+    differ |= {"tokenizer" for _ in other_tokens(config, corpus)}
     for what in sorted(set(allowed) - differ):
         print(f"note       --allow {what}: not needed, for the checkpoint has the same one, or there is no checkpoint")
     return {

@@ -124,6 +124,7 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
         with _about(config, part):
             seen = contents_of(dataset, *([] if part.ready else [again]))
             record = records[part.prefix] = read_record(dataset.prefix)
+            notes += dataset.notes
             notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
         with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
             check_vocabulary(dataset, seen, corpus.ids)
@@ -491,6 +492,13 @@ def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
             "or data.tokenizer"
         )
     if tokenizer is not None and 0 < asked < tokenizer.vocab_size:
+        initial = config.train.init_from
+        if initial:
+            raise UserError(
+                f"data.tokenizer: {tokenizer.path} has {tokenizer.vocab_size} tokens, but the weights of "
+                f"train.init_from = {toml(initial)} have {asked}: remove data.tokenizer if the folder has its own, "
+                f"give one of at most {asked} tokens, or train without train.init_from"
+            )
         raise UserError(
             f"model.vocab = {asked} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.path}: "
             f"use 0 or at least {tokenizer.vocab_size}"

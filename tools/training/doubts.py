@@ -12,19 +12,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.checkpoint.atomic import latest
 from megaprec.data.blend import Blend
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
-from megaprec.durable import read_whole
 from megaprec.resources import cores
 from models.router import PLAIN
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.console.units import counted
-from tools.convert.initial import initial_model
 from tools.journal.records import NAMED
 from tools.training.corpus import Corpus
 
@@ -41,7 +38,6 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     yield from _warmup(config)
     yield from _more_than_there(config, corpus)
     yield from _groups(config)
-    yield from _other_words(config, corpus)
     yield from _without_text(config, corpus)
     if device == "cuda":
         yield from _overruled(config)
@@ -113,18 +109,6 @@ def _groups(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.router.group_best = {router.group_best} has no effect: it compares groups, of which "
             f"groups_per_token = {router.groups_per_token} takes all"
-        )
-
-
-def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    initial = config.train.init_from
-    if not initial or not corpus.tokenizer or latest(config.checkpoint_folder):
-        return
-    own = initial_model(Path(initial)).tokenizer
-    if own and read_whole(own) != read_whole(corpus.tokenizer.path):
-        yield (
-            f"{corpus.tokenizer.path} is another tokenizer than {own}, with which the weights of train.init_from were "
-            "trained: equal ids must mean the same tokens"
         )
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
-from megaprec.durable import read_whole
+from megaprec.data.files import beside
+from megaprec.data.intact import read_record
+from megaprec.data.tokenizer import same_tokens
 from megaprec.errors import UserError
 from megaprec.optim.torch_rule import Torch
 from models.computed import TRAINING
@@ -17,6 +20,7 @@ from models.config import ModelConfig
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
+from tools.convert.initial import initial_model
 from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
 from tools.training.arithmetic import moved
 from tools.training.changed_keys import MARK, changed_keys, keys_of, lr_jump, rates_around, saved_keys
@@ -163,10 +167,44 @@ def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
         )
 
 
+def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = ()) -> None:
+    """Raise UserError if the ids of weights or of a data set mean other tokens than the run's tokenizer has.
+
+    allowed: differences that are accepted, of `ALLOW`.
+    """
+    problems = [] if "tokenizer" in allowed else [*other_tokens(config, corpus)]
+    if problems:
+        raise UserError(*problems)
+
+
+def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a problem for the weights of train.init_from and each data set that has another tokenizer than the run."""
+    if corpus.tokenizer is None:
+        return
+    tokenizer = corpus.tokenizer.path
+    accept = "or accept it with --allow tokenizer"
+    begins = config.train.init_from and newest(config.checkpoint_folder) is None
+    weights = initial_model(Path(config.train.init_from)).tokenizer if begins else None
+    if weights and not same_tokens(weights, tokenizer):
+        yield (
+            f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of train.init_from were trained with, "
+            f"{weights}, so equal ids mean other tokens: set data.tokenizer = {toml(str(weights))}, {accept}"
+        )
+    for dataset in corpus.datasets:
+        built_with = beside(dataset.prefix, ".model")
+        record = read_record(dataset.prefix)
+        known = record is not None and built_with.is_file()
+        if known and record["tokenizer_sha256"] == file_digest(built_with) and not same_tokens(built_with, tokenizer):
+            yield (
+                f"data.tokenizer: {tokenizer} is not the tokenizer of {dataset.prefix}, {built_with}, so equal ids "
+                f"mean other tokens: build the data set again with --tokenizer {tokenizer}, {accept}"
+            )
+
+
 def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
     """Return a difference if the tokenizer is another one: equal token ids then mean different tokens."""
     was, tokenizer = read_tokenizer(store), corpus.tokenizer
-    if was and (tokenizer is None or read_whole(was) != read_whole(tokenizer.path)):
+    if was and (tokenizer is None or not same_tokens(was, tokenizer.path)):
         is_not = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
         yield Difference(
             "tokenizer",

@@ -68,6 +68,7 @@ def build_validation(config: RunConfig, tokenizer: Tokenizer | None, vocab: int,
                 _build(config.data, one, tokenizer, cache)
             dataset = IndexedDataset(one.prefix)
             check_vocabulary(dataset, contents_of(dataset), vocab)
+            yield from dataset.notes
             yield from tokenizer_notes(one.prefix, read_record(one.prefix), tokenizer)
 
 

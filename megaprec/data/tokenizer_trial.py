@@ -1,0 +1,74 @@
+"""A separate program that reads the file of a tokenizer and encodes a text, with limits of memory and time.
+
+    python -P tokenizer_trial.py PATH
+
+The libraries of tokenizers are made for files of one's own: odd ones make them panic, abort the process, or take
+gigabytes and minutes. This process ends with 0 if the file does none of that; a file that a library refuses with an
+error is as harmless as one that it reads. It ends with PANIC for a panic, and otherwise by the signal of a limit.
+
+This module imports no other module of the project, so that it starts fast.
+"""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+PANIC = 77  # exit code
+MEMORY = 2 << 30  # bytes more than the process itself takes, and for each byte of the file PER_BYTE
+PER_BYTE = 60
+SECONDS = 10  # of processor time, and a second more for each SECOND_FOR bytes of the file
+SECOND_FOR = 1 << 20
+TEXT = 'The model says: it\'s 12345, x = [1.5e-3]\r\n\t  # naïve é ﬁ 数字 😀\u2581\x07 {"a": 1} ' + "a" * 2000
+
+
+def limit(size: int) -> None:
+    """Limit this process, which reads a file of `size` bytes: memory and time, and no file to write."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = {resource.RLIMIT_AS: taken + MEMORY + PER_BYTE * size, resource.RLIMIT_CPU: SECONDS + size // SECOND_FOR}
+    limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    for what, most in limits.items():
+        _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(what, (most, most))
+
+
+def tried(content: bytes) -> None:
+    """Read a tokenizer and encode a text with it. Raises what the libraries raise."""
+    if content[:64].lstrip().startswith(b"{"):
+        import tokenizers  # noqa: PLC0415 (optional)
+
+        json.loads(content)
+        read = tokenizers.Tokenizer.from_str(content.decode())
+        read.no_truncation()
+        read.no_padding()
+        read.get_vocab(with_added_tokens=True)
+        read.encode_special_tokens = True
+        read.decode(read.encode(TEXT, add_special_tokens=False).ids)
+    else:
+        import sentencepiece  # noqa: PLC0415 (one of two)
+
+        model = sentencepiece.SentencePieceProcessor()
+        model.LoadFromSerializedProto(content)
+        model.decode(model.encode(TEXT))
+
+
+def main(path: str) -> None:
+    """Try the tokenizer in the file `path`; end with 0 or PANIC."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    content = Path(path).read_bytes()
+    limit(len(content))
+    code = 0
+    try:
+        tried(content)
+    except Exception:  # the caller meets it too, and tells it
+        code = 0
+    except BaseException:  # a panic of Rust
+        code = PANIC
+    sys.stdout.flush()
+    os._exit(code)  # nothing that a library runs at its end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,80 @@
+"""Files of tokenizers that a library reads without a panic, a crash, or gigabytes and minutes.
+
+A file that this machine has not met is tried in a separate process (`tokenizer_trial.py`), which takes some tenths of a
+second; that it passed is remembered by its digest.
+"""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megaprec.data import tokenizer_trial
+from megaprec.data.encoding import is_json
+from megaprec.data.files import write_whole
+from megaprec.errors import UserError
+
+PROGRAM = Path(tokenizer_trial.__file__)
+PATIENCE = 900  # seconds: on a machine that is busy, the limit of processor time takes longer to be reached
+
+
+def require_tried(path: Path, content: bytes) -> None:
+    """Raise UserError unless a library reads the tokenizer in file `path`, and splits a text, within the limits.
+
+    content: of the file. An error that the library raises is no reason: the caller meets it, too.
+    """
+    record = _record(content)
+    if record is not None and record.is_file():
+        return
+    library = _library(content)
+    command = [sys.executable, "-P", str(PROGRAM), str(path.absolute())]
+    quiet = {**os.environ, "RUST_BACKTRACE": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL, env=quiet)
+    except subprocess.TimeoutExpired as error:
+        raise _refused(path, f"the package {library} did not read it in {PATIENCE} s") from error
+    if done.returncode == 0:
+        remember(content)
+        return
+    ends = {
+        tokenizer_trial.PANIC: "panics",
+        -signal.SIGXCPU: f"needs more than {tokenizer_trial.SECONDS} s of processor time",
+        -signal.SIGABRT: "aborts, perhaps for want of memory",
+    }
+    ended = ends.get(done.returncode, f"ended with code {done.returncode}")
+    raise _refused(path, f"the package {library} {ended} when it reads the file and splits a short text with it")
+
+
+def remember(content: bytes) -> None:
+    """Remember on this machine that a tokenizer can be read: it was tried, or has just been made by the library."""
+    record = _record(content)
+    if record is not None:
+        with suppress(OSError):  # without a record it is tried again
+            write_whole(record, b"")
+
+
+def _refused(path: Path, why: str) -> UserError:
+    return UserError(f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by the library")
+
+
+def _library(content: bytes) -> str:
+    return "tokenizers" if is_json(content) else "sentencepiece"
+
+
+def _record(content: bytes) -> Path | None:
+    """Return the path of this machine's record of a tokenizer, read by the installed version of its library.
+
+    None if there is no home folder for a cache.
+    """
+    library = _library(content)
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        installed = version(library)
+    except (RuntimeError, PackageNotFoundError):
+        return None
+    digest = hashlib.sha256(content).hexdigest()
+    return cache / "megaprec" / "tokenizers" / f"{digest[:32]}-{library}-{installed}"

@@ -27,7 +27,7 @@ help:
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
 	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_ARGS=\"--layers 4\" goes to the benchmark)"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
-	@echo "make oracles install megatron-core and lm-eval, which tests compare with and are skipped without"
+	@echo "make oracles install megatron-core, lm-eval and transformers 4, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
 	@echo "make clean   remove the virtual environment and caches, keep runs"
@@ -78,7 +78,10 @@ $(READY): $(INSTALLED)
 	$(PIP) -e ".[test]"
 	touch $@
 
-# torch is there by now, and stays the build that it is.
-$(ORACLES): $(READY)
+# torch is there by now, and stays the build that it is. Transformers 4 has a folder of its own beside the 5 of all else.
+OLDER := .venv/transformers4
+$(ORACLES): $(READY) tests/convert/transformers4.txt
 	$(PIP) -e ".[oracles]"
+	rm -rf $(OLDER)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(OLDER) -r tests/convert/transformers4.txt
 	touch $@

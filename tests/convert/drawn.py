@@ -10,7 +10,8 @@ BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss")  # families whose layers
 LAYERS_OF_QWEN = ("qwen2", "qwen3", "qwen2_moe")
 GATED_BIASES = ("llama", "qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "glm4_moe")
 LATENT = ("deepseek_v2", "deepseek_v3")
-ALL_EXPERTS = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe")
+OWN_WIDTH = ("gemma2", "gemma3_text", "gpt_oss", "qwen3", "mixtral")  # of a head, whatever hidden_size is
+DIVIDED = ("llama", "gemma2", "gemma3_text", "deepseek_v2")  # whose class requires hidden_size to be so by heads
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def drawn(seed: int) -> dict[str, Any]:
     if kind == "llama":
         config["mlp_bias"] = dice.random() < 0.5
     if kind in LATENT:
-        config |= _latent(dice)
+        config |= _latent(dice, kind)
     config |= _windows(dice, kind, config["num_hidden_layers"])
     config |= _experts(dice, kind, config["num_hidden_layers"])
     if kind.startswith("gemma"):
@@ -64,7 +65,8 @@ def _sizes(dice: Random, kind: str) -> dict[str, Any]:
     heads = kv_heads * dice.choice((1, 2, 3))
     head_dim = dice.choice((4, 8, 12))
     own_heads = kind == "gpt_neox" or (dice.random() < 0.3 and kind not in LATENT)
-    hidden = heads * head_dim if own_heads else dice.choice((heads * 5, dice.randint(6, 40)))
+    others = [heads * 5] if kind in DIVIDED else [heads * 5, dice.randint(6, 40)]
+    hidden = heads * head_dim if own_heads else dice.choice(others)
     sizes = {
         "num_hidden_layers": dice.randint(1, 4),
         "num_attention_heads": heads,
@@ -75,7 +77,7 @@ def _sizes(dice: Random, kind: str) -> dict[str, Any]:
     if kind == "gpt_neox":
         return sizes
     sizes["num_key_value_heads"] = heads if kind in LATENT else kv_heads
-    if (not own_heads and kind not in LATENT) or kind in ("gemma2", "gemma3_text", "gpt_oss", "qwen3"):
+    if kind not in LATENT and (not own_heads or kind in OWN_WIDTH):
         sizes["head_dim"] = head_dim
     return sizes
 
@@ -91,13 +93,14 @@ def _neox(dice: Random) -> dict[str, Any]:
     }
 
 
-def _latent(dice: Random) -> dict[str, Any]:
-    turning = dice.choice((2, 4, 8))
+def _latent(dice: Random, kind: str) -> dict[str, Any]:
+    """Return latents; DeepSeek-V2's class views pairs as complex numbers, for which widths before them must be even."""
+    even = kind == "deepseek_v2"
     return {
         "q_lora_rank": dice.choice((None, 5, 9)),
-        "kv_lora_rank": dice.choice((3, 14)),
-        "qk_rope_head_dim": turning,
-        "qk_nope_head_dim": dice.choice((1, 4, 7)),
+        "kv_lora_rank": dice.choice((4, 14) if even else (3, 14)),
+        "qk_rope_head_dim": dice.choice((4, 8)),
+        "qk_nope_head_dim": dice.choice((2, 4) if even else (1, 4, 7)),
         "v_head_dim": dice.choice((3, 6)),
     }
 

@@ -19,6 +19,7 @@ import torch
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
+from tools.config.run_file import load_run
 from tools.console.progress_bar import moving
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.core.source import Source
@@ -70,6 +71,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="tokenizer.json or SentencePiece model for a DST whose SRC has no tokenizer",
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="RUN.toml",
+        help="run file whose [model] says what a distributed Megatron SRC without args is",
+    )
     parser.add_argument("--weights-only", action="store_true", help="do not read the optimizer state of a Megatron SRC")
     parser.add_argument(
         "--verify",
@@ -86,7 +93,8 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec convert`."""
     keep_freed_memory()
     check_vocab(args.vocab, args.source)
-    source = open_intact(args.source, args.vocab, args.weights_only)
+    model = load_run(args.config).sized_model if args.config else None
+    source = open_intact(args.source, args.vocab, args.weights_only, model)
     if args.tokenizer:
         source.tokenizer = _tokenizer(args.tokenizer, source)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
@@ -96,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
         require_comparable(source, dtype)
     write_model(source, to, args.destination, dtype, layout, verify=not args.no_verify)
     if args.verify:
-        print(compare_logits(source.path, args.destination, args.vocab))
+        print(compare_logits(source.path, args.destination, args.vocab, model))
     return 0
 
 
@@ -137,6 +145,11 @@ def write_model(
     tokenizer_notes = [*folder_notes(source.path, source.tokenizer), *(tokenizer.notes if tokenizer else ())]
     tokenizer_notes += begin_note(source, tokenizer)
     tokenizer_notes += class_note(source.tokenizer) if to == "hf" else []
+    if tokenizer is not None and to == "megatron":
+        tokenizer_notes.append(
+            f"a checkpoint of Megatron has no place for a tokenizer: keep {tokenizer.path}, and give it with "
+            "--tokenizer when you convert back"
+        )
     if tokenizer is None and to != "megatron":
         tokenizer_notes.append(
             f"{source.path} has no tokenizer that is read, and so {destination} has none: convert with "

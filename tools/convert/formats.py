@@ -11,6 +11,7 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from tools.convert.core.source import Source
 from tools.convert.hf.beside import require_fetched, require_no_adapter
 from tools.convert.hf.folder import find_hf, has_weights, open_hf
@@ -51,23 +52,30 @@ WITH_CONFIG = ("hf", "colossalai")  # the formats whose config.json is one of tr
 TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
-def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
+def open_intact(
+    path: Path, vocab: int | None = None, weights_only: bool = False, model: ModelConfig | None = None
+) -> Source:
     """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_intact(store, store.digests)
-    return open_source(path, vocab, weights_only)
+    return open_source(path, vocab, weights_only, model)
 
 
-def open_source(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
+def open_source(
+    path: Path, vocab: int | None = None, weights_only: bool = False, model: ModelConfig | None = None
+) -> Source:
     """Open a folder of any format.
 
     vocab: vocabulary size without padding, if a Megatron or NeMo checkpoint does not state it. weights_only: ignore the
-    optimizer state of a Megatron checkpoint; UserError for other formats.
+    optimizer state of a Megatron checkpoint; UserError for other formats. model: that of a Megatron checkpoint that
+    does not say it; UserError for others.
     """
     kind, found = format_of(path)
     if kind == "megatron":
-        return open_megatron(found, vocab, weights_only)
+        return open_megatron(found, vocab, weights_only, model)
+    if model is not None:
+        raise UserError(f"--config is for Megatron checkpoints without args, and {path} is none: leave it out")
     if weights_only:
         raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
     if kind == "nemo":

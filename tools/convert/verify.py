@@ -15,6 +15,7 @@ from torch import Tensor
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
+from models.config import ModelConfig
 from models.cutting import cuts
 from models.stages import Stage
 from parallel.context import Context
@@ -31,13 +32,17 @@ SAMPLES = 2
 Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
 
 
-def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
-    """Return a line on the difference of the logits of two folders. Raises UserError if the models differ."""
-    source = open_intact(first, vocab)
+def compare_logits(first: Path, second: Path, vocab: int | None = None, model: ModelConfig | None = None) -> str:
+    """Return a line on the difference of the logits of two folders. Raises UserError if the models differ.
+
+    vocab, model: of the first folder, if it does not say them.
+    """
+    source = open_intact(first, vocab, model=model)
     generator = torch.Generator().manual_seed(0)
     length = min(TOKENS, source.model.max_positions)
     ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
-    one, other = (logits(path, ids, torch.float32, vocab) for path in (first, second))
+    one = logits(first, ids, torch.float32, vocab, model)
+    other = logits(second, ids, torch.float32, vocab)
     for path, found in ((first, one), (second, other)):
         if not found.isfinite().all():
             raise UserError(f"the logits of {path} are NaN or infinite, so --verify logits has nothing to compare")
@@ -48,8 +53,9 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
             f"(largest logit {largest:.3g}, bound {BOUND:g})"
             f"{if_untested() if any(map(_is_theirs, (first, second))) else ''}"
         )
-    halves = [logits(path, ids, torch.bfloat16, vocab).argmax(-1) for path in (first, second)]
-    agree = (halves[0] == halves[1]).double().mean().item()
+    half = logits(first, ids, torch.bfloat16, vocab, model).argmax(-1)
+    other_half = logits(second, ids, torch.bfloat16, vocab).argmax(-1)
+    agree = (half == other_half).double().mean().item()
     ours = [
         f"; {path} is in FP8, which transformers rounds otherwise: megaprec ran it"
         for path in (first, second)
@@ -74,10 +80,14 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
 
 
 @torch.no_grad()
-def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
-    """Return FP32 logits [b, s, vocab], computed in `dtype`."""
-    found = format_of(path)[1]
-    forward = _theirs(found, dtype) if _is_theirs(path) else _ours(open_intact(path, vocab), dtype)
+def logits(
+    path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None, model: ModelConfig | None = None
+) -> Tensor:
+    """Return FP32 logits [b, s, vocab], computed in `dtype`. vocab, model: of `path`, if it does not say them."""
+    if _is_theirs(path):
+        forward = _theirs(format_of(path)[1], dtype)
+    else:
+        forward = _ours(open_intact(path, vocab, model=model), dtype)
     return forward(ids).float()
 
 

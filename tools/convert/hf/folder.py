@@ -195,7 +195,11 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
             if not same_values(stored[head].read(), stored[embedding].read()):
-                raise UserError(f"{path}: {head} differs from {embedding}, but config.json says that they are tied")
+                raise UserError(
+                    f"{path}: {head} differs from {embedding}, but config.json says that they are tied: set "
+                    f"tie_word_embeddings = false in {path / CONFIG} to keep both as they are; or remove {head} from "
+                    "the files to have the embedding for both"
+                )
             del stored[head]
 
 

@@ -36,6 +36,11 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
             f"truncate = false in {unread}: transformers 5 does not read it in a {config['model_type']} model, and so "
             "it is read here; transformers 4 does"
         )
+    if config["model_type"] == "olmo3" and _sliding_base_is_open(config):
+        found.append(
+            f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers without the window alone, and "
+            "so it is read here; transformers 4 takes it for all"
+        )
     if (extra := further_layers(config)) and read:
         found.append(
             f"{extra} layers for multi-token prediction: they are read as model.mtp_layers, which only training uses"
@@ -71,6 +76,14 @@ def _strange(config: Json) -> list[str]:
     size = Keys(config, config["model_type"])["vocab_size"]
     said = {key: config[key] if isinstance(config[key], list) else [config[key]] for key in IDS if key in config}
     return [key for key, ids in said.items() if any(one is not None and one >= size for one in ids)]
+
+
+def _sliding_base_is_open(config: Json) -> bool:
+    """Return True if an OLMo 3 has a base of its own, and nothing says which its layers with the window have."""
+    usual = DEFAULTS["olmo3"]["rope_theta"]
+    base = config.get("rope_theta")
+    said = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    return base not in (None, usual) and "rope_theta" not in said
 
 
 def _untruncated(config: Json) -> str:

@@ -119,6 +119,7 @@ NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 _KEYS = [key for key in ModelConfig.model_fields if key not in (*TRAINING, *NAMES, *_SIZES)]  # that a refusal may name
 TWO_FIELDS = ("linear", "dynamic")  # of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
+PUBLISHED_CLAMP = (1.702, 7.0)  # swiglu_alpha and swiglu_limit of gpt-oss, which transformers 4 has in its code
 TYPES = {"gemma3": "gemma3_text"}  # model_type of a family, if it differs
 # Whether a model_type can say all of a model.
 _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
@@ -303,6 +304,8 @@ def _not_in_older(m: ModelConfig) -> Iterator[str]:
         yield f"scale the rotary positions of an olmo2 model by rope_type {scaling!r}"
     if kind == "qwen2_moe" and not _divides(m):
         yield f"make a qwen2_moe model whose hidden_size = {m.hidden} is no multiple of its {m.heads} heads"
+    if kind == "gpt_oss" and (m.swiglu_alpha, m.swiglu_limit) != PUBLISHED_CLAMP:
+        yield f"use swiglu_alpha = {m.swiglu_alpha:g} and swiglu_limit = {m.swiglu_limit:g}, but 1.702 and 7 alone"
     if kind not in BY_LAYER or not m.window:
         return
     if scaling != "none" and not m.window_rope_base:

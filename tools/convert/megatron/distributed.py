@@ -54,18 +54,29 @@ Index = tuple[tuple[int, int], ...]  # along the dims that stack: (which, of how
 
 def read_common(path: Path) -> dict[str, Any]:
     """Return everything but tensors: args, progress, groups of the optimizer. Raises UserError without args."""
-    common = contents([path / "common.pt"])[0] if (path / "common.pt").is_file() else {}
-    if not isinstance(common, dict) or not isinstance(common.get("args"), dict):
+    common = _common(path)
+    if "args" not in common:
         raise UserError(f"{path}: common.pt has no args, which say what the model is{_bridge(path)}")
     return common
 
 
+def has_args(path: Path) -> bool:
+    """Return True if a checkpoint says what its model is, as Megatron-LM's do; Megatron-core alone saves no args."""
+    return "args" in _common(path)
+
+
+def _common(path: Path) -> dict[str, Any]:
+    common = contents([path / "common.pt"])[0] if (path / "common.pt").is_file() else {}
+    return common if isinstance(common, dict) and isinstance(common.get("args"), dict) else {}
+
+
 def _bridge(path: Path) -> str:
     """A way out, if the checkpoint is NeMo's or Megatron-Bridge's (megatron/bridge/training/checkpointing.py)."""
+    way = "megaprec convert --config RUN.toml reads the weights as the [model] of a run file says"
     if path.name == "weights":
-        return "; NeMo says it in a folder context/ beside weights/, and it is missing"
+        return f"; NeMo says it in a folder context/ beside weights/, and it is missing; {way}"
     if not (path / BRIDGE).is_file():
-        return ""
+        return f"; {way}, and megaprec import-args makes such a file of Megatron's command line"
     return (
         f"; {BRIDGE} beside it, of Megatron-Bridge, does, but is not read here: AutoBridge.export_ckpt of "
         "megatron.bridge makes a Hugging Face folder of it, which is"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
@@ -22,11 +23,11 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
-from tools.convert.megatron.distributed import Contents, read_chunked, read_common, whole_tensors
+from tools.convert.megatron.distributed import Contents, has_args, read_chunked, read_common, whole_tensors
 from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.keys import unknown
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, model_of
+from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, args_of, model_of
 from tools.convert.megatron.order import odd, sizes_of
 from tools.convert.megatron.ranks import (
     RANK,
@@ -62,11 +63,32 @@ def find_megatron(path: Path) -> Path | None:
     return path if is_one else None
 
 
-def open_megatron(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
+def open_megatron(
+    path: Path, vocab: int | None = None, weights_only: bool = False, model: ModelConfig | None = None
+) -> Source:
     """Opens the folder of an iteration. vocab: tokens without padding, if its args do not say. weights_only: as saved,
-    with nothing of the optimizer's state, which is not looked at."""
-    opens = _open_distributed if (path / ".metadata").is_file() else _open_legacy
+    with nothing of the optimizer's state, which is not looked at. model: that of a distributed checkpoint that
+    Megatron-core saved without args, of which only weights are read; UserError for others."""
+    distributed = (path / ".metadata").is_file()
+    if model is not None:
+        if not distributed or has_args(path):
+            raise UserError(f"--config is for distributed checkpoints without args, and {path} has some: leave it out")
+        return _open_bare(path, model)
+    opens = _open_distributed if distributed else _open_legacy
     return opens(path, vocab, weights_only)
+
+
+def _open_bare(path: Path, model: ModelConfig) -> Source:
+    """Open a checkpoint of which only its names and `model` say what it is."""
+    args = args_of(model, model.vocab, 1, 1, True, torch.float32)
+    held = read_chunked(path)
+    weights = held.by_kind["weight"]
+    found = _found(weights, args, model, "whole")
+    wholes = whole_tensors(path, found, weights, model)
+    others = len(held.by_kind) > 1 or held.flat
+    unread = "the optimizer's state, whose order the args would say" if others else ""
+    facts = Facts(unread=unread, notes=("what the model is was taken from --config, for nothing here says it",))
+    return _source(path, model, found, {"weight": wholes}, facts)
 
 
 def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:

@@ -28,7 +28,7 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim import grad_presence
-from megaprec.optim.alike import require_alike
+from megaprec.optim.alike import require_alike, require_same_weights
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical import require_canonical
 from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
@@ -98,7 +98,7 @@ class ParallelAMPOptimizer(TorchFace):
     Raises UserError for inconsistent arguments.
     """
 
-    checks_loop = True  # in steps 1, 2, 4, 8, ...: weights that someone wrote to, and copies of gradients that differ
+    checks_loop = True  # each step looks for weights written to; 1, 2, 4, 8, ... compare what ranks must have alike
     _prepared = 0  # number of steps that were tried
 
     def __init__(
@@ -137,6 +137,7 @@ class ParallelAMPOptimizer(TorchFace):
         require_known(parts, virtual.size if virtual else self.tp.size, experts)
         self.average, self.canonical = averages(parts, self.dp, average), canonical
         plan, self.marked = with_marked(parts, plan, [g.pattern for g in groups], self.world, self.device)
+        self._parts = parts
         require_understood(self.rule, parts, ranks)
         require_alike(parts, ranks, plan, {**given, "rule": self.rule})
         if canonical:
@@ -273,9 +274,10 @@ class ParallelAMPOptimizer(TorchFace):
             the global mean loss, so that the sum over dp (and over stages that have one) is that loss. All
             tensor-parallel ranks give the whole loss, and it counts once. With `canonical` the shares of its
             micro-batches [n].
-        Raises UserError unless the learning rate is given once, and if ranks gave different losses of one batch. Raises RuntimeError on every rank, with nothing
-        changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
-        out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
+        Raises UserError unless the learning rate is given once, and if ranks gave different losses of one batch.
+        Raises RuntimeError on every rank, with nothing changed, if the ranks have different scalers or gradients of
+        different parameters, or if parameters were moved out of the optimizer's memory. Raises NonFiniteStep if the
+        plan says so.
         """
         self._prepare(lr, loss)
         return self._conclude(self.world.sum_(self._own_numbers(loss)), lr)
@@ -287,7 +289,7 @@ class ParallelAMPOptimizer(TorchFace):
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
         self.wait()
-        self._memory.require_same_model(self.checks_loop)
+        self._memory.take_up_model(self.checks_loop, self.steps)
         self._memory.take_gradients()
         self._sums.finish()
         self._memory.sum_copies()
@@ -296,6 +298,7 @@ class ParallelAMPOptimizer(TorchFace):
             require_same_loss(loss, self.tp, self.world, self.device)
             require_loss_of_one_stage(loss, self.pp, self.world, self.device)
             require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
+            require_same_weights(self._parts, self._ranks, "have")
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 

@@ -81,6 +81,107 @@ def test_torchs_schedulers_change_the_rate_that_is_really_used(name: str) -> Non
     assert set(ours_moves.get_last_lr()) == set(theirs_moves.get_last_lr())
 
 
+def sequential(o: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], [2])
+
+
+def chained(o: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)])
+
+
+ALL_OF_TORCH: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "SequentialLR": sequential,
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "ChainedScheduler": chained,
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, STEPS, 2.0),
+    "LRScheduler": lambda o: HalvesEachStep(o),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.02, 3),
+}
+
+
+class HalvesEachStep(lr_scheduler.LRScheduler):
+    """A scheduler of a user's own."""
+
+    def get_lr(self) -> list[float]:
+        return [group["initial_lr"] * 0.5**self.last_epoch for group in self.optimizer.param_groups]
+
+
+def test_every_scheduler_of_torch_is_among_those_that_are_tried() -> None:
+    assert set(lr_scheduler.__all__) <= ALL_OF_TORCH.keys()
+
+
+@pytest.mark.parametrize("name", ALL_OF_TORCH)
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (AdamW(betas=(0.9, 0.999)), lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.999))),
+        (SGD(0.8), lambda groups: torch.optim.SGD(groups, momentum=0.8)),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_every_scheduler_of_torch_trains_as_with_torchs_own_optimizer(name: str, ours: Any, torchs: Any) -> None:
+    """Those that cycle momentum or the first beta too, beside the rate."""
+    model, optimizer = made(lr=LR, rule=ours)
+    theirs = make_model()
+    decays = [p for p in theirs.parameters() if p.dim() > 1]
+    others = [p for p in theirs.parameters() if p.dim() < 2]
+    expected = torchs([{"params": decays, "lr": LR, "weight_decay": 0.0}, {"params": others, "lr": LR}])
+    expected.param_groups[1]["weight_decay"] = 0.0
+    schedulers = ALL_OF_TORCH[name](optimizer), ALL_OF_TORCH[name](expected)
+    cycled = set()
+    for step in range(STEPS):
+        for one, now, scheduler in ((model, optimizer, schedulers[0]), (theirs, expected, schedulers[1])):
+            now.zero_grad()
+            loss_of(one, step).backward()
+            now.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        keys = ("lr", "betas", "momentum")
+        state = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+        assert state == [{key: group[key] for key in keys if key in group} for group in expected.param_groups]
+        cycled.add(str(state[0].get("betas", state[0].get("momentum"))))
+        for mine, their in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-6)
+    assert (len(cycled) > 2) == (name in ("CyclicLR", "OneCycleLR"))
+
+
+def test_a_cycled_momentum_goes_on_where_a_state_was_saved_and_one_that_is_not_cycled_is_the_rules() -> None:
+    model, optimizer = made(lr=LR, rule=AdamW())
+    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.95)
+    loss_of(model).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    _, resumed = made(lr=LR, rule=AdamW())
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["betas"] == (0.95, 0.95)
+    _, plain = made(lr=LR, rule=AdamW(betas=(0.5, 0.6)))
+    _, other = made(lr=LR, rule=AdamW())
+    other.load_state_dict(plain.state_dict())
+    assert other.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("betas", [(1.5, 0.9), (0.9,), "0.9", None])
+def test_betas_in_a_group_that_no_rule_can_have_are_refused_before_anything_changes(betas: Any) -> None:
+    model, optimizer = made(lr=LR, rule=AdamW())
+    loss_of(model).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises(UserError, match=r"^betas = .* must be two numbers"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_param_groups_hold_every_parameter_once_and_the_numbers_really_used() -> None:
     model, optimizer = made(lr=LR, groups=GROUPS, weight_decay=0.1)
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -194,8 +295,16 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
         PostValidationOptimizer([model], plan("fp32"), lr=LR)
 
 
-@pytest.mark.parametrize(("key", "value"), [("betas", (0.5, 0.9)), ("eps", 1e-3), ("momentum", 0.5), ("foreach", True)])
-@pytest.mark.parametrize("lr", [LR, None])
+@pytest.mark.parametrize(
+    ("key", "value", "lr"),
+    [
+        ("betas", (0.5, 0.9), None),  # beside an lr a step reads them
+        ("eps", 1e-3, LR),
+        ("eps", 1e-3, None),
+        ("momentum", 0.5, LR),
+        ("foreach", True, LR),
+    ],
+)
 def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without_it(
     key: str, value: Any, lr: float | None
 ) -> None:
@@ -291,6 +400,8 @@ def test_every_buffer_says_which_parameters_have_left_it() -> None:
     assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()]
     weight = model.get_parameter("2.weight")
     weight.data = weight.data.clone()
+    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()], "it was not moved home"
+    weight.data = weight.data.half()
     assert [name for buffer in optimizer.all_buffers() for name in buffer.strayed()] == ["2.weight"]
 
 

@@ -679,10 +679,10 @@ def test_weights_that_a_loop_clamps_after_each_step_are_clamped(options: dict[st
         optimizer.step()
         for p in model.parameters():
             p.data.clamp_(-0.01, 0.01)
-        clamped = held(model)
     backward(model)
     optimizer.step()
-    assert all(map(torch.equal, held(model), clamped))
+    largest = 0.01 * (1 + 2**-7)  # stochastic rounding may draw the neighbour
+    assert all(p.abs().amax() <= largest for p in held(model))
 
 
 def test_a_step_within_autocast_is_the_step_without() -> None:

@@ -50,7 +50,8 @@ class NamedArguments:
             if name not in known:
                 instead = cls.ELSEWHERE.get(name)
                 problems.append(
-                    f"{cls.__name__} has no {name}" + (f": {instead}" if instead else did_you_mean(name, known))
+                    f"{cls.__name__} has no argument {name!r}"
+                    + (f": {instead}" if instead else did_you_mean(name, known))
                 )
         if problems:
             raise UnknownArgument(*problems)

@@ -22,7 +22,7 @@ from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.torch_face import FIXED
 from megaprec.optim.update_rules import SGD, AdamW
-from megaprec.precision.plan import plan
+from megaprec.precision.plan import LossScaling, plan
 from tests.project.test_readme import ROOT
 
 LR, STEPS = 0.25, 6
@@ -318,6 +318,74 @@ def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without
     del optimizer.param_groups[0][key]
     optimizer.param_groups[0]["name"] = "all of them"  # the caller's own
     assert optimizer.step(None if lr else LR).outcome == "applied"
+
+
+ARGUMENTS_OF_TORCH = {
+    name
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)
+    for name in inspect.signature(kind).parameters
+}
+ARGUMENTS_OF_OTHERS = {"max_grad_norm", "clip_grad", "gradient_clip_val", "learning_rate", "scaler", "process_group"}
+
+
+@pytest.mark.parametrize("name", sorted((ARGUMENTS_OF_TORCH | ARGUMENTS_OF_OTHERS) - {"lr", "weight_decay"}))
+def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_place(name: str) -> None:
+    model = make_model()
+    attach_whole(model)
+    with pytest.raises(UserError, match=f"^ParallelAMPOptimizer has no argument {name}: "):
+        ParallelAMPOptimizer([model], plan("fp32"), **{name: 1})
+
+
+def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
+    with pytest.raises(UserError, match=r"no argument weigth_decay; did you mean weight_decay\?$"):
+        ParallelAMPOptimizer([], plan("fp32"), weigth_decay=0.1)
+    with pytest.raises(UserError, match=r"^parts = a generator: must be a list of torch modules") as raised:
+        ParallelAMPOptimizer(make_model().parameters(), lr=LR)  # type: ignore[arg-type]
+    assert raised.value.problems[1] == "plan = None: must be a PrecisionPlan, like megaprec.plan('bf16')"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: AdamW(lr=LR), "AdamW has no argument 'lr': it is an argument of ParallelAMPOptimizer"),
+        (lambda: AdamW(amsgrad=True), r"AdamW has no argument 'amsgrad': use megaprec\.TorchRule\(torch\.optim\.AdamW"),
+        (lambda: SGD(dampening=0.1), r"SGD has no argument 'dampening': use megaprec\.TorchRule\(torch\.optim\.SGD"),
+        (lambda: SGD(momentun=0.1), r"SGD has no argument 'momentun'; did you mean momentum\?"),
+        (lambda: LossScaling(init_scale=2.0), r"LossScaling has no argument 'init_scale': it is initial="),
+    ],
+)
+def test_an_argument_of_a_rule_or_a_loss_scale_that_is_called_otherwise_is_named(
+    make: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{words}"):
+        make()
+
+
+def test_accelerate_is_refused_where_it_would_wrap_the_optimizer() -> None:
+    """Its own code: the wrapper says of each step that it was not skipped, and its scheduler moves on."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, optimizer = made(lr=LR)
+    for prepare in (accelerator.prepare, accelerator.prepare_optimizer):
+        with pytest.raises(UserError, match=r"^accelerate's prepare around .*scheduler\.step\(\) if report\.changed$"):
+            prepare(optimizer)
+    with pytest.raises(UserError, match="^accelerate's prepare around "):
+        accelerator.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1))
+
+
+def test_the_page_states_the_defaults() -> None:
+    page = (ROOT / "docs" / "optimizer.md").read_text()
+    defaults = {name: one.default for name, one in inspect.signature(ParallelAMPOptimizer).parameters.items()}
+    assert f"`clip={defaults['clip']}`" in page
+    assert f"`weight_decay={defaults['weight_decay']}`" in page
+    assert f"`rule=AdamW(betas={AdamW().betas})`" in page
+    assert f"`rule=AdamW(eps={AdamW().eps})`".replace("e-08", "e-8") in page
+    torchs = inspect.signature(torch.optim.AdamW).parameters
+    assert f"| {torchs['weight_decay'].default}, of all |" in page
+    assert f"| {torchs['betas'].default} |" in page
+    model, optimizer = made(lr=LR, rule=AdamW())
+    loss_of(model).backward()
+    optimizer.step()
+    assert {"weight/0.weight", "exp_avg/0.weight"} <= optimizer.state_dict()["tensors"].keys()
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import torch
+
+from megaprec.errors import UserError, did_you_mean
 
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,6 +29,33 @@ def wrong_kinds(value: Any) -> list[str]:
         for name, one in given.items()
         if not _is_of(one, hints[name])
     ]
+
+
+class UnknownArgument(UserError, TypeError):
+    """An argument that a class has not."""
+
+
+class NamedArguments:
+    """A base of dataclasses: an argument that such a class has not is refused in a line that names it.
+
+    ELSEWHERE: what to do in place of an argument that other systems' classes have, by its name.
+    """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        problems = []
+        for name in options:
+            if name not in known:
+                instead = cls.ELSEWHERE.get(name)
+                problems.append(
+                    f"{cls.__name__} has no argument {name!r}"
+                    + (f": {instead}" if instead else did_you_mean(name, known))
+                )
+        if problems:
+            raise UnknownArgument(*problems)
+        return super().__new__(cls)
 
 
 def is_number(value: object, whole: bool = False) -> bool:

@@ -251,7 +251,8 @@ class Passes:
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device) + run.share.first
             replicas = self.optimizer.dp.size // self.cp.size
-            place = MicrobatchInfo(run.step, samples, run.scale / (self._rows * replicas))
+            scale = run.scale.to(self.optimizer.plan.sensitive)  # in FP64 the weight of a sample is not one of FP32
+            place = MicrobatchInfo(run.step, samples, scale / (self._rows * replicas))
         plan = self.optimizer.plan
         x = self._inside(run.share.tokens[rows]) if received is None else received.to(plan.residual)
         more = (run.ahead.of(rows),) if run.ahead is not None and stage == self.last else ()

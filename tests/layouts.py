@@ -50,6 +50,7 @@ class Run:
     chunks: int = 0
     own: str = ""  # the text of a schedule in place of kind and chunks
     micro_batch: int = 2
+    samples: int = SAMPLES
     recompute: Recompute = KEEP
     plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
     before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
@@ -159,8 +160,8 @@ def batches(run: Run) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     generator = torch.Generator().manual_seed(7)
     made = []
     for _ in range(run.steps):
-        ids = torch.randint(0, run.config.vocab * 3 // 4, (SAMPLES, run.length + 1), generator=generator)
-        mask = (torch.rand(SAMPLES, run.length, generator=generator) < 0.8).double() if run.masked else None
+        ids = torch.randint(0, run.config.vocab * 3 // 4, (run.samples, run.length + 1), generator=generator)
+        mask = (torch.rand(run.samples, run.length, generator=generator) < 0.8).double() if run.masked else None
         made.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask))
     return made
 
@@ -169,10 +170,10 @@ def packings(run: Run) -> list[Packing]:
     """The documents of each batch, with borders at random places."""
     generator, found = torch.Generator().manual_seed(11), []
     for _ in range(run.steps):
-        begins = torch.zeros(SAMPLES, run.length, dtype=torch.int64)
+        begins = torch.zeros(run.samples, run.length, dtype=torch.int64)
         for sample in begins:
             sample[torch.randperm(run.length, generator=generator)[: run.borders - 1]] = 1
-        places = torch.arange(run.length).expand(SAMPLES, -1)
+        places = torch.arange(run.length).expand(run.samples, -1)
         positions = places - (places * begins).cummax(1).values if run.reset else None
         found.append(Packing(begins.cumsum(1), positions) if run.borders else WHOLE)
     return found
@@ -180,7 +181,7 @@ def packings(run: Run) -> list[Packing]:
 
 def share_of(mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None], packing: Packing = WHOLE) -> Share:
     dp, size = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
-    n = SAMPLES // size
+    n = len(batch[0]) // size
     tokens, targets, mask = (None if x is None else x[dp * n : (dp + 1) * n] for x in batch)
     assert tokens is not None and targets is not None
     return Share(tokens, targets, mask, first=dp * n, packing=packing.rows(slice(dp * n, (dp + 1) * n)))
@@ -192,11 +193,12 @@ def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
         return Recording(parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **options)
 
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
+    microbatches = run.samples // run.micro_batch // dp
     return Engine(
         run.config,
         plan(run.compute, run.scaling, **run.changes),
         mesh,
-        Schedule.parse(run.own) if run.own else schedule(run.kind, pp, SAMPLES // run.micro_batch // dp, run.chunks),
+        Schedule.parse(run.own) if run.own else schedule(run.kind, pp, microbatches, run.chunks),
         micro_batch=run.micro_batch,
         seq_length=run.length,
         sequence=run.sequence,

@@ -37,7 +37,7 @@ def require_alike(
         texts = everyones_texts(json.dumps(own).encode(), ranks.world, ranks.device)
         raise UserError(*_differences([json.loads(text) for text in texts]))
     _require_apart(parts, ranks)
-    _require_same_weights(parts, ranks)
+    require_same_weights(parts, ranks, "begin with")
 
 
 def _require_apart(parts: Sequence[nn.Module], ranks: Ranks) -> None:
@@ -124,11 +124,11 @@ def _differences(said: Sequence[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def _require_same_weights(stages: Sequence[nn.Module], ranks: Ranks) -> None:
-    """Raise UserError, on every rank, if the replicas of a model start from different weights.
+def require_same_weights(stages: Sequence[nn.Module], ranks: Ranks, verb: str) -> None:
+    """Raise UserError, on every rank, if the replicas of a model have different weights.
 
-    Collective over the world. Every parameter, trained or frozen, is compared over dp; replicated ones also over tp.
-    Experts on ranks of their own are not compared.
+    verb: what the line says of ranks and weights. Every parameter, trained or frozen, is compared over dp; replicated
+    ones also over tp. Experts on ranks of their own are not compared. Collective over the world.
     """
     if ranks.world.size == 1:
         return
@@ -142,13 +142,13 @@ def _require_same_weights(stages: Sequence[nn.Module], ranks: Ranks) -> None:
         sums = torch.stack([_bits(p).to(ranks.device) for p in mine])
         apart = (axis.max_(sums.clone()) != ~axis.max_(~sums)).tolist()
         wrong += [
-            f"the ranks of axis {axis.name} begin with different weights, {layout_of(p).parts[0].name} first: build "
-            "the model from the same values on all of them, e.g. after torch.manual_seed with one seed"
+            f"the ranks of axis {axis.name} {verb} different weights, {layout_of(p).parts[0].name} first: build or "
+            "load the model from the same values on all of them, e.g. after torch.manual_seed with one seed"
             for p, differs in zip(mine, apart, strict=True)
             if differs
         ][:1]
     if ranks.world.max_(torch.tensor(float(bool(wrong)), device=ranks.device)):
-        raise UserError(*(wrong[:1] or ["other ranks begin with different weights, and say with which"]))
+        raise UserError(*(wrong[:1] or [f"other ranks {verb} different weights, and say which"]))
 
 
 def _bits(parameter: nn.Parameter) -> Tensor:

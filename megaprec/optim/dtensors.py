@@ -64,7 +64,6 @@ class StandIn:
         whole = local.new_zeros(part.padded)
         self._flat_slice(whole).copy_(local.reshape(-1))
         self.parameter = attach(nn.Parameter(whole), Layout((part,)))
-        self._changes, self._version = 0, spread._version
 
     def _flat_slice(self, padded: Tensor) -> Tensor:
         """Return a view [n] of the elements of a padded tensor that are not padding. The padding comes last."""
@@ -93,16 +92,11 @@ class StandIn:
         """Write the updated weights to the DTensor of the model."""
         local = self.spread.detach().to_local()
         local.copy_(self._flat_slice(self.parameter.data).view_as(local))
-        self._changes, self._version = self._changes + 1, self.spread._version
 
-    def written(self, after_steps: bool) -> list[str]:
-        """Return the name of the DTensor if someone else has written to it, as `Buffer.written` does."""
-        found = self.spread._version != self._version
-        if not found and self._changes & (self._changes - 1) == 0 and (after_steps or not self._changes):
-            local = self.spread.detach().to_local().reshape(-1)
-            held = self._flat_slice(self.parameter.detach())
-            found = not torch.isclose(local, held, rtol=0.0, atol=0.0, equal_nan=True).all()
-        return [self.name] if found else []
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Copy the weights of the DTensor, to which someone may have written, into the buffer."""
+        self._flat_slice(self.parameter.data).copy_(self.spread.detach().to_local().reshape(-1))
 
     def forget_gradient(self) -> None:
         """Clear the DTensor's gradient, to begin a new step."""

@@ -33,7 +33,7 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
-_COMPARED = 1 << 16  # elements that are compared at a time, in 24 bytes each: 1.6 MB, on a GPU 100
+_COMPARED = 1 << 16  # elements that are compared at a time: they stay in a core's cache
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
@@ -114,7 +114,8 @@ class Buffer:
             self._move_in(parameter, start)
         self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank computes
         self._rounded = self.masters is not None and wide != held and not self.in_codes
-        self._changes, self._versions = 0, [p._version for p in self.parameters]
+        self._has_changed = False  # True once an update or a state was written to the weights
+        self._versions = [p._version for p in self.parameters]
 
     def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None
@@ -130,7 +131,7 @@ class Buffer:
         values = parameter.data.reshape(-1)
         view = self.weights[start : start + values.numel()].view_as(parameter)
         if self.remainder is None and not self.in_codes:
-            view.copy_(parameter.data)
+            view.copy_(parameter.data if self.masters is None else parameter.data.to(self.masters.dtype))
         elif self.remainder is not None:  # other ranks' slices are rounded here exactly as by their owners
             split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
         parameter.data = view
@@ -255,52 +256,60 @@ class Buffer:
         the flat memory do not do. Layers that cache casts of weights then know that their casts are outdated.
         """
         increment_version(self.parameters)
-        self._changes, self._versions = self._changes + 1, [p._version for p in self.parameters]
+        self._has_changed = True
+        self._versions = [p._version for p in self.parameters]
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def strayed(self) -> list[str]:
-        """Return the names of parameters that are no longer views of `weights`, for instance after a cast or a move.
+        """Return the names of parameters that are no longer views of `weights`, for instance after a cast.
 
-        torch can also exchange a parameter in place (`torch.utils.swap_tensors`), which then has lost its `main_grad`.
+        Values of a parameter that was given other memory of its own kind, as by `p.data = other`, are moved into
+        `weights` again. torch can also exchange a parameter in place (`torch.utils.swap_tensors`), which then has lost
+        its `main_grad`, and another optimizer can have taken it over.
         """
-        first, size = self.weights.data_ptr(), self.weights.itemsize
-        away = {
-            start
-            for p, start in zip(self.parameters, self.starts, strict=True)
-            if p.dtype != self.weights.dtype
-            or (p.numel() and p.data_ptr() != first + start * size)
-            or not has_main_grad(p)
-        }
-        return [piece.part.name for piece in self.pieces if piece.start in away] if away else []
+        away = set[int]()
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            if not self._is_ours(parameter, start):
+                away.add(start)
+            elif parameter.data_ptr() != self._address(self.weights, start) and parameter.numel():
+                view = self.weights[start : start + parameter.numel()].view_as(parameter)
+                view.copy_(parameter.data)
+                parameter.data = view
+        return [piece.part.name for piece in self.pieces if piece.start in away]
 
-    def written(self, after_steps: bool) -> list[str]:
-        """Return the names of parameters that someone else has written to, if they are rounded from masters.
+    def _is_ours(self, parameter: nn.Parameter, start: int) -> bool:
+        """Return True if gradients of the parameter come here, and its values are of a kind that can be kept here."""
+        if not has_main_grad(parameter):
+            return False
+        main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if parameter.numel() and main.data_ptr() != self._address(self.grads, start):
+            return False
+        if self.in_codes and parameter.numel() and parameter.data_ptr() != self._address(self.weights, start):
+            return False
+        same_kind = parameter.dtype == self.weights.dtype and parameter.device == self.weights.device
+        return same_kind and parameter.shape == main.shape
 
-        Versions tell it, except for what was written through `data`. So the weights are also compared with the masters
-        before they first change, and, if `after_steps`, after 1, 2, 4, 8, ... changes: a loop that writes in each step
-        is found at its second step, and comparing costs nothing in the long run.
+    @staticmethod
+    def _address(flat: Tensor, start: int) -> int:
+        return flat.data_ptr() + start * flat.itemsize
+
+    def take_up(self, everything: bool, steps: Tensor) -> None:
+        """Make masters of weights that someone else has written to, if the weights are rounded from masters.
+
+        A weight that is its master, rounded as in step number `steps`, keeps it: values that were exchanged and put
+        back bit for bit lose nothing.
+        everything: compare all weights, because what was written through `data` has left no version; else only after
+            a version has changed, and before the first update.
         """
         if not self._rounded:
-            return []
+            return
         versions = [p._version for p in self.parameters]
-        found = [p for p, now, seen in zip(self.parameters, versions, self._versions, strict=True) if now != seen]
-        if not found and self._changes & (self._changes - 1) == 0 and (after_steps or not self._changes):
-            differ = [self._differs(p, start) for p, start in zip(self.parameters, self.starts, strict=True)]
-            found = [p for p, one in zip(self.parameters, torch.stack(differ).tolist(), strict=True) if one]
-        return [layout_of(p).parts[0].name for p in found]
-
-    def _differs(self, parameter: nn.Parameter, start: int) -> Tensor:
-        """Return whether this rank's elements of the parameter are not those of the masters, but for rounding.
-
-        bool [], on the device: the host waits once for all parameters, not for each.
-        """
-        first, last = max(start, self.first), min(start + parameter.numel(), self.last)
-        if first >= last or self.masters is None:
-            return torch.zeros((), dtype=torch.bool, device=self.weights.device)
-        held, kept = self.weights[first:last], self.masters[first - self.first : last - self.first]
-        length = _COMPARED if held.device.type == "cpu" else _COMPARED << 6
-        pairs = zip(held.split(length), kept.split(length), strict=True)
-        return torch.stack([_differ(weights, masters) for weights, masters in pairs]).any()
+        has_version = versions != self._versions
+        self._versions = versions
+        if everything or has_version or not self._has_changed:
+            length = _COMPARED if self.weights.device.type == "cpu" else _COMPARED << 6
+            for tile in self.blocks(0, self.last - self.first, length):
+                tile.take_up(has_version, steps)
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""
@@ -351,10 +360,3 @@ def require_in_place(among: Iterable[Buffer]) -> None:
 
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def _differ(weights: Tensor, masters: Tensor) -> Tensor:
-    """Return whether weights are not those of the masters, but for rounding: bool []."""
-    unit = torch.finfo(weights.dtype).eps  # the masters may have been rounded before
-    rounded = masters.to(weights.dtype).float()
-    return ~torch.isclose(weights.float(), rounded, rtol=unit, atol=0.0, equal_nan=True).all()

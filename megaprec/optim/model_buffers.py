@@ -26,7 +26,7 @@ from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.model_intake import Ranks, move_rest
 from megaprec.optim.partial_grads import sum_partial_slices
 from megaprec.optim.replicas import Replicas, expert_replicas
-from megaprec.optim.same_model import TrainedModel, require_unwritten
+from megaprec.optim.same_model import TrainedModel
 from megaprec.optim.untrained import Untrained
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan
@@ -168,14 +168,18 @@ class ModelBuffers:
         """Yield the buffers whose gradients are those of a loss."""
         return (buffer for buffer in self.all if not buffer.balances)
 
-    def require_same_model(self, after_steps: bool) -> None:
-        """Raise an error that names parameters if the model is not the one that the buffers were made for.
+    def take_up_model(self, everything: bool, steps: torch.Tensor) -> None:
+        """Take weights that someone has written to as they are now.
 
-        after_steps: compare weights with their masters after some steps too, not only before the first one.
+        everything, steps: as in `Buffer.take_up`. Raises an error that names parameters if the model is not the one
+        that the buffers were made for.
         """
         self._model.require_same()
         require_in_place(self.all)
-        require_unwritten((*self.all, *self.stand_ins), after_steps)
+        for one in self.stand_ins:
+            one.take_up()
+        for buffer in self.all:
+            buffer.take_up(everything, steps)
 
     def take_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""

@@ -15,6 +15,7 @@ Over dp, gradients are averaged if each rank's loss is the mean over its own sam
 share of a mean over all samples: `average` says which.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim import grad_presence
-from megaprec.optim.alike import require_alike
+from megaprec.optim.alike import require_alike, require_same_weights
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical import require_canonical
 from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
@@ -55,10 +56,10 @@ from megaprec.optim.model_intake import (
 from megaprec.optim.muon import moments_of
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
-from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up, told
+from megaprec.optim.param_groups import cycled_options, param_groups, rates, require_own, rules, saved, take_up, told
 from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, Outcome, StepReport
-from megaprec.optim.torch_face import TorchFace
+from megaprec.optim.torch_face import TorchFace, require_no_others
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Tile
 from megaprec.optim.whole_copies import require_same_copies
@@ -96,16 +97,17 @@ class ParallelAMPOptimizer(TorchFace):
     canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a power of two, for all
         zero sizes and pipelines. Call `end_microbatch` after each backward pass; average must be False.
     observers: called at each moment of a step; more may be added to the attribute of this name.
-    Raises UserError for inconsistent arguments.
+    others: none. Raises UserError that names what stands in place of an argument of torch's optimizers, and for
+        inconsistent arguments.
     """
 
-    checks_loop = True  # in steps 1, 2, 4, 8, ...: weights that someone wrote to, and copies of gradients that differ
+    checks_loop = True  # each step looks for weights written to; 1, 2, 4, 8, ... compare what ranks must have alike
     _prepared = 0  # number of steps that were tried
 
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        plan: PrecisionPlan,
+        plan: PrecisionPlan | None = None,
         mesh: DeviceMesh | None = None,
         *,
         lr: float | None = None,
@@ -124,9 +126,12 @@ class ParallelAMPOptimizer(TorchFace):
         native: bool = False,
         canonical: bool = False,
         observers: Sequence[StepObserver] = (),
+        **others: Any,
     ) -> None:
+        require_no_others(others, inspect.signature(ParallelAMPOptimizer).parameters)
         switches = {"average": average, "overlap": overlap, "native": native, "canonical": canonical}
         require_kinds(parts, plan, mesh, rule or AdamW(), groups, observers, virtual, experts, **switches)
+        assert plan is not None, "require_kinds refuses it"
         self.observers, self.stop = [*observers], False  # stop: any rank may set it, and all learn of it
         self.clip, self.weight_decay, self.seed, self.overlap = clip, weight_decay, seed, overlap
         self.rule: UpdateRule = rule or AdamW()
@@ -138,6 +143,7 @@ class ParallelAMPOptimizer(TorchFace):
         require_known(parts, virtual.size if virtual else self.tp.size, experts)
         self.average, self.canonical = averages(parts, self.dp, average), canonical
         plan, self.marked = with_marked(parts, plan, [g.pattern for g in groups], self.world, self.device)
+        self._parts = parts
         require_understood(self.rule, parts, ranks)
         require_alike(parts, ranks, plan, {**given, "rule": self.rule})
         if canonical:
@@ -145,8 +151,10 @@ class ParallelAMPOptimizer(TorchFace):
         self.kernels = kernels_for(self.rule, self.device) if native else None
         self.plan, self.scaler, self._scale_read = plan, make_scaler(plan.scaling, self.device), False
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # number of applied steps
-        self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
-        super().__init__(self._groups.values(), {})
+        cycled = cycled_options(self.rule)
+        self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay, cycled)
+        defaults = {} if lr is None else {"lr": lr, **cycled}
+        super().__init__(self._groups.values(), {"weight_decay": weight_decay, **defaults})
         disable_ddp_sync(parts)
         require_nothing_left(parts, overlap, zero_size)
         moments, mean = partial(moments_of, self.rule), self.average
@@ -291,10 +299,11 @@ class ParallelAMPOptimizer(TorchFace):
         """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
         require_own(self.param_groups, self._groups)
         self._rate, self._told = rates(self._groups, lr)[1.0, 1.0][0], told(self._groups, lr, self.clip)
+        self._rules = rules(self._groups, self.rule)
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
         self.wait()
-        self._memory.require_same_model(self.checks_loop)
+        self._memory.take_up_model(self.checks_loop, self.steps)
         self._memory.take_gradients()
         self._sums.finish()
         self._memory.sum_copies()
@@ -303,6 +312,7 @@ class ParallelAMPOptimizer(TorchFace):
             require_same_loss(loss, self.tp, self.world, self.device)
             require_loss_of_one_stage(loss, self.pp, self.world, self.device)
             require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
+            require_same_weights(self._parts, self._ranks, "have")
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 
@@ -367,7 +377,8 @@ class ParallelAMPOptimizer(TorchFace):
         steps, rates_of = self.steps.clamp(min=1), rates(self._groups, lr)
         for buffer, parts in self._slices:
             for s, blocks in parts:
-                step = Step(*rates_of[s.lr, s.weight_decay], divisor, found, steps)
+                pair = s.lr, s.weight_decay
+                step = Step(*rates_of[pair], divisor, found, steps, self._rules[pair])
                 for block in blocks:
                     update(block, step)
             self._collect(buffer)  # overlaps with the update of the next buffer
@@ -384,12 +395,13 @@ class ParallelAMPOptimizer(TorchFace):
 
     def _update_block(self, block: Tile, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay non-finite."""
+        rule = step.rule or self.rule
         if self.kernels is not None and self.kernels.updates(block):
-            assert isinstance(self.rule, AdamW)
-            self.kernels.adamw_(block, self.rule, step)
+            assert isinstance(rule, AdamW)
+            self.kernels.adamw_(block, rule, step)
             return
         weights, grads, state = block.wide()
-        (update_padded if self.canonical else type(self.rule).update_)(self.rule, weights, grads, state, step)
+        (update_padded if self.canonical else type(rule).update_)(rule, weights, grads, state, step)
         block.keep(weights, state, self.steps)
 
     def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:

@@ -7,9 +7,11 @@ reading it, as a scheduler does, raises an error that says so.
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.optim.given_numbers import require_clip, require_rates
 from megaprec.optim.group_factors import Factors, Group, factors
+from megaprec.optim.update_rules import SGD, AdamW, UpdateRule
 
 Rates = tuple[float, float]  # learning rate and weight decay
 
@@ -26,10 +29,13 @@ Rates = tuple[float, float]  # learning rate and weight decay
 class ParamGroup(dict[str, Any]):
     """A group as torch.optim has them: "params", "weight_decay" and, if the optimizer was built with one, "lr".
 
-    members: the parameters that the optimizer updates by these rates, whatever is done to "params".
+    Beside an "lr" it has the option of the update rule that torch's schedulers cycle, see `cycled_options`.
+    members: the parameters that the optimizer updates by these rates, whatever is done to "params". cycled: the rule's
+    own value of that option, by name.
     """
 
     members: tuple[nn.Parameter, ...] = ()
+    cycled: Mapping[str, Any] = MappingProxyType({})
 
     def __missing__(self, key: str) -> Any:
         if key == "lr":
@@ -40,10 +46,23 @@ class ParamGroup(dict[str, Any]):
         raise KeyError(key)
 
 
+def cycled_options(rule: UpdateRule) -> dict[str, Any]:
+    """Return the option of a rule that torch's OneCycleLR and CyclicLR cycle, as torch's optimizers call it."""
+    if type(rule) is AdamW:
+        return {"betas": tuple(rule.betas)}
+    if type(rule) is SGD and rule.momentum:
+        return {"momentum": rule.momentum}
+    return {}
+
+
 def param_groups(
-    parameters: Iterable[nn.Parameter], groups: Sequence[Group], lr: float | None, weight_decay: float
+    parameters: Iterable[nn.Parameter],
+    groups: Sequence[Group],
+    lr: float | None,
+    weight_decay: float,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[Factors, ParamGroup]:
-    """Return a group for each pair of factors of learning rate and weight decay.
+    """Return a group for each pair of factors of learning rate and weight decay. options: `cycled_options`.
 
     The first group has factors 1, even on a rank that has no such parameter. A parameter of several logical tensors
     lies in the group of the first tensor's factors; the groups of the other tensors' factors exist too.
@@ -52,8 +71,9 @@ def param_groups(
     made: dict[Factors, ParamGroup] = {}
     for pair in ((1.0, 1.0), *(pair for some in pairs.values() for pair in some)):
         if pair not in made:
-            rate = {} if lr is None else {"lr": lr * pair[0]}
+            rate = {} if lr is None else {"lr": lr * pair[0], **options}
             made[pair] = ParamGroup(params=[], weight_decay=weight_decay * pair[1], **rate)
+            made[pair].cycled = {} if lr is None else options
     for parameter, (first, *_) in pairs.items():
         made[first]["params"].append(parameter)
     for group in made.values():
@@ -80,9 +100,15 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
     """
     if callable(lr):
         raise UserError("step takes a learning rate, not a closure: run forward and backward before step")
-    if idle := [f"{key} = {group[key]!r}" for group in of.values() for key in group.keys() & _options_of_torch()]:
+    idle = []
+    for group in of.values():
+        strange = group.keys() & _options_of_torch() - group.cycled.keys()
+        idle += [f"{key} = {group[key]!r}" for key in strange]
+    if idle:
+        first = next(iter(of.values()))
+        read = ", ".join(["lr", "weight_decay", *first.cycled])
         raise UserError(
-            f"{min(idle)} in param_groups: a step reads lr and weight_decay there, nothing else; the other options are "
+            f"{min(idle)} in param_groups: a step reads {read} there, nothing else; the other options are "
             "those of the update rule that the optimizer is built with, like rule=AdamW(betas=..., eps=...)"
         )
     if lr is not None and any("lr" in group for group in of.values()):
@@ -98,6 +124,30 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
     return {pair: (lr * pair[0], float(group["weight_decay"])) for pair, group in of.items()}
 
 
+def rules(of: dict[Factors, ParamGroup], rule: UpdateRule) -> dict[Factors, UpdateRule]:
+    """Return the update rule of each group, with the option that a scheduler has changed. Raises UserError for a value
+    that the rule cannot have.
+    """
+    made = {}
+    for pair, group in of.items():
+        changed = _changed(group)
+        made[pair] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
+        if "momentum" in changed and not changed["momentum"]:
+            raise UserError("momentum = 0 in param_groups: build the optimizer with rule=SGD(0.0) for no momentum")
+    return made
+
+
+def _changed(group: ParamGroup) -> dict[str, Any]:
+    """Return the cycled options of a group that are not the rule's own."""
+    changed = {}
+    for name, own in group.cycled.items():
+        now = group.get(name, own)
+        now = tuple(now) if isinstance(now, list) else now
+        if now != own:
+            changed[name] = now
+    return changed
+
+
 def told(of: dict[Factors, ParamGroup], lr: float | None, clip: float) -> list[str]:
     """Return the rates of each group of a step, and the largest norm, as text that all ranks of a stage share.
 
@@ -105,7 +155,8 @@ def told(of: dict[Factors, ParamGroup], lr: float | None, clip: float) -> list[s
     """
     require_clip(clip)
     every = [f"lr = {rate:.9g}, weight_decay = {decay:.9g}" for rate, decay in rates(of, lr).values()]
-    return [*every, f"clip = {clip}"]
+    changed = [f"{name} = {value}" for group in of.values() for name, value in _changed(group).items()]
+    return [*every, *changed, f"clip = {clip}"]
 
 
 @cache
@@ -119,12 +170,17 @@ def _options_of_torch() -> frozenset[str]:
 
 
 def saved(of: dict[Factors, ParamGroup]) -> list[dict[str, Any]]:
-    """Return the groups that have a learning rate as plain values, with the factors that identify each group."""
-    return [
-        {"factors": list(pair), **{key: value for key, value in group.items() if key != "params"}}
-        for pair, group in of.items()
-        if "lr" in group
-    ]
+    """Return the groups that have a learning rate as plain values, with the factors that identify each group.
+
+    An option of the rule is among them only where a scheduler has changed it: a resumed run may have another rule.
+    """
+    kept = []
+    for pair, group in of.items():
+        if "lr" in group:
+            unchanged = group.cycled.keys() - _changed(group).keys()
+            values = {key: value for key, value in group.items() if key != "params" and key not in unchanged}
+            kept.append({"factors": list(pair), **values})
+    return kept
 
 
 def take_up(kept: Iterable[dict[str, Any]], of: dict[Factors, ParamGroup]) -> None:

@@ -1,18 +1,16 @@
 """Checks, before each step, that the model is the one that the optimizer was built over.
 
 The optimizer holds the parameters of the moment at which it was built. A parameter that is added or unfrozen later
-would never be trained, one that is frozen later would still be moved by its moments and by weight decay, and weights
-that are written to would be put back by the next step if they are rounded from masters. Nothing else would tell.
+would never be trained, and one that is frozen later would still be moved by its moments and by weight decay. Nothing
+else would tell.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import StandIn
-from megaprec.optim.flat_buffer import Buffer
 
 ANEW = "build the model as it is to be trained and then a new ParallelAMPOptimizer over it; nothing was changed"
 
@@ -43,16 +41,6 @@ class TrainedModel:
                 f"decay would still move it: {ANEW}"
             )
         raise UserError(f"{_named(left)} is no longer in the model that the optimizer was built over: {ANEW}")
-
-
-def require_unwritten(among: Iterable[Buffer | StandIn], after_steps: bool) -> None:
-    """Raise UserError, naming parameters, if weights that are rounded from masters were written to by anyone else."""
-    if written := [name for one in among for name in one.written(after_steps)]:
-        raise UserError(
-            f"{_named(written)} was written to after the optimizer had made FP32 masters of it, from which the next "
-            "step would put it back: load and initialise weights before the optimizer is built, or load a state by "
-            "optimizer.load_state_dict; nothing was changed"
-        )
 
 
 def _named(names: Sequence[str]) -> str:

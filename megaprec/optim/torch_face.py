@@ -5,17 +5,74 @@ flat buffers that share memory with the model. An empty `state`, a copy without 
 would be a silent loss.
 """
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 
-from megaprec.errors import UserError
+from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.scaler import TWO_SCALERS
 
 # Arguments that an optimizer is built with and does not look up again: its buffers and groups are made for them.
 FIXED = ["lr", "weight_decay", "groups", "norm", "average", "overlap", "bucket", "seed", "native", "canonical"]
 FIXED += ["zero_size", "parts", "plan", "mesh", "virtual", "experts", "rule"]
 FIXED += ["betas", "eps", "momentum", "nesterov"]  # torch's, which the rule has here
+
+_BY_CLIP = "the largest norm of the gradients is clip="
+_BY_RULE = "it is an option of the update rule: rule=megaprec.AdamW({}=...)"
+_BY_SGD = "it is an option of the update rule: rule=megaprec.SGD(momentum=...)"
+_BY_TORCH = "give a class of torch as the rule: rule=megaprec.TorchRule(torch.optim.AdamW, {{'{}': ...}})"
+_ONE_KERNEL = "the update has one form, so leave it out"
+_ELSEWHERE = {
+    "betas": _BY_RULE,
+    "eps": _BY_RULE,
+    "momentum": _BY_SGD,
+    "nesterov": _BY_SGD,
+    "dampening": _BY_TORCH,
+    "amsgrad": _BY_TORCH,
+    "maximize": _BY_TORCH,
+    "foreach": _ONE_KERNEL,
+    "fused": _ONE_KERNEL,
+    "capturable": _ONE_KERNEL,
+    "differentiable": _ONE_KERNEL,
+    "max_grad_norm": _BY_CLIP,
+    "max_norm": _BY_CLIP,
+    "clip_grad": _BY_CLIP,
+    "clip_grad_norm": _BY_CLIP,
+    "grad_clip": _BY_CLIP,
+    "gradient_clipping": _BY_CLIP,
+    "gradient_clip_val": _BY_CLIP,
+    "learning_rate": "it is lr=",
+    "params": "give the modules, not their parameters: ParallelAMPOptimizer([model], plan, ...)",
+    "model": "give a list of modules: ParallelAMPOptimizer([model], plan, ...)",
+    "dtype": "precision is the plan's: megaprec.plan('bf16')",
+    "precision": "precision is the plan's: megaprec.plan('bf16')",
+    "scaler": "loss scaling is the plan's: megaprec.plan('fp16', megaprec.LossScaling('dynamic'))",
+    "grad_scaler": "loss scaling is the plan's: megaprec.plan('fp16', megaprec.LossScaling('dynamic'))",
+    "optimizer": "it is rule=, like megaprec.AdamW() or megaprec.TorchRule(torch.optim.RAdam)",
+    "process_group": "ranks are those of mesh=, a DeviceMesh",
+    "device": "the optimizer takes the device of the mesh, or of the model: move the model there first",
+}
+_ACCELERATE = (
+    "accelerate's prepare around ParallelAMPOptimizer: its wrapper would not learn of skipped steps "
+    "(step_was_skipped), and schedulers would move on: leave the optimizer and its scheduler out of "
+    "accelerator.prepare, call (loss * optimizer.scale).backward() and optimizer.step(), and scheduler.step() if "
+    "report.changed"
+)
+
+
+def require_no_others(others: dict[str, Any], known: Iterable[str]) -> None:
+    """Raise UserError, naming all, for arguments that the optimizer has not, as torch's and others' optimizers have.
+
+    known: the names of its own arguments.
+    """
+    problems = []
+    for name in others:
+        instead = _ELSEWHERE[name].format(name) if name in _ELSEWHERE else ""
+        hint = f": {instead}" if instead else did_you_mean(name, known)
+        problems.append(f"ParallelAMPOptimizer has no argument {name}{hint}")
+    if problems:
+        raise UserError(*problems)
 
 
 class TorchFace(torch.optim.Optimizer):
@@ -46,6 +103,11 @@ class TorchFace(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Raise UserError: only torch.amp.GradScaler reads this attribute."""
         raise UserError(TWO_SCALERS)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Raise UserError: only accelerate's `prepare` reads this attribute."""
+        raise UserError(_ACCELERATE)
 
     @property
     def state(self) -> Any:

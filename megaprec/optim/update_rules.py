@@ -10,15 +10,20 @@ A rule receives flat tensors of one dtype, FP32 or wider, and changes them in pl
 order of `names`, all zero before the first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from megaprec.kinds import is_number
+from megaprec.kinds import NamedArguments, is_number
+
+_RATE = "it is an argument of ParallelAMPOptimizer, and in its param_groups"
+_BY_TORCH = "use megaprec.TorchRule(torch.optim.{}, {{'{}': ...}})"
+_ONE_KERNEL = "the update has one form, so leave it out"
+_SHARED = {"lr": _RATE, "weight_decay": _RATE, "foreach": _ONE_KERNEL, "fused": _ONE_KERNEL}
 
 VECTOR = 64  # elements: a multiple of every vector and of every unrolled loop over vectors
 
@@ -29,6 +34,7 @@ class Step:
 
     divisor: float64 [], the divisor of the gradients: loss scale over clip factor. found: float32 [], 1 if nothing may
     change. steps: float32 [], the number of this step among the applied ones, from 1 on.
+    rule: the update rule with the group's options, where a scheduler has changed them; None: the optimizer's own.
     """
 
     lr: float
@@ -36,6 +42,7 @@ class Step:
     divisor: Tensor
     found: Tensor
     steps: Tensor
+    rule: "UpdateRule | None" = None
 
 
 class UpdateRule(Protocol):
@@ -68,8 +75,14 @@ class Stateless:
 
 
 @dataclass(frozen=True)
-class AdamW(Stateless):
+class AdamW(Stateless, NamedArguments):
     """Adam with decoupled weight decay: torch's fused kernel, which unscales and skips by itself."""
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        **_SHARED,
+        "amsgrad": _BY_TORCH.format("AdamW", "amsgrad"),
+        "maximize": _BY_TORCH.format("AdamW", "maximize"),
+    }
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -94,8 +107,14 @@ class AdamW(Stateless):
 
 
 @dataclass(frozen=True)
-class SGD(Stateless):
+class SGD(Stateless, NamedArguments):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient, as in torch."""
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        **_SHARED,
+        "dampening": _BY_TORCH.format("SGD", "dampening"),
+        "maximize": _BY_TORCH.format("SGD", "maximize"),
+    }
 
     momentum: float = 0.9
     nesterov: bool = False

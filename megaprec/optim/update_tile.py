@@ -109,8 +109,42 @@ class Tile:
         if self.nearest or steps is None:
             self.weights.copy_(wide)
         else:
-            drawn = stochastic(wide, self.draw.bits("weight", steps))
-            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # to nearest at the start
+            self.weights.copy_(self._rounded(wide, steps))
+
+    def take_up(self, is_written: bool, steps: Tensor) -> None:
+        """Take weights that are not their masters, rounded as in step number `steps`, as masters.
+
+        is_written: someone has written to weights. Otherwise weights that were rounded stochastically are not computed
+        again unless one of them is no neighbour of its master.
+        """
+        assert self.masters is not None
+        if not self.nearest and not is_written and _are_neighbours(self.weights, self.masters):
+            return
+        rounded = self._rounded(self.masters, steps)
+        if self.weights.device.type == "cpu" and _have_same_bits(rounded, self.weights):
+            return  # a GPU would have to wait for the answer
+        same = rounded == self.weights
+        self.masters.copy_(torch.where(same, self.masters, self.weights.to(self.masters.dtype)))
+
+    def _rounded(self, wide: Tensor, steps: Tensor | None) -> Tensor:
+        """Return masters, rounded to the layers' weights. Without `steps`, and at the start, to nearest."""
+        if self.nearest or steps is None:
+            return wide.to(self.weights.dtype)
+        drawn = stochastic(wide, self.draw.bits("weight", steps))
+        return torch.where(steps > 0, drawn, wide.bfloat16())
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return True if two flat 16-bit tensors have the same bits, which are compared 64 at a time where that can be."""
+    wide = torch.int16 if len(one) % 4 or other.storage_offset() % 4 else torch.int64
+    return torch.equal(one.view(wide), other.view(wide))
+
+
+def _are_neighbours(weights: Tensor, masters: Tensor) -> bool:
+    """Return True if each bf16 weight is one of the two values between which its FP32 master lies."""
+    towards_zero = (masters.view(torch.int32) >> 16).to(torch.int16)
+    steps = weights.view(torch.int16) - towards_zero
+    return bool(((steps == 0) | (steps == 1)).all())
 
 
 def _widened(values: Tensor) -> Tensor:

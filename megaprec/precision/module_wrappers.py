@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _NormBase
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
@@ -24,7 +25,7 @@ from megaprec.precision.marks import set_fp32_attr_to_module as set_fp32_attr_to
 from megaprec.precision.nested import mapped
 from megaprec.precision.parallel_modes import Group, ParallelMode, axes_of, known_group
 from megaprec.precision.patterns import matched, unmatched
-from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan
+from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan, dtype_name
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -99,7 +100,8 @@ class PlannedModel(nn.Module):
 
     A module stays in FP32 if a pattern of `plan.keep_fp32` matches the path of one of its parameters. Casts `model` in
     place. Raises UserError for a pattern that matches no parameter, for a plan whose parameters are wider than its
-    compute dtype (use torch.autocast for that), and for a plan with FP8 if no layer of `model` could compute in it.
+    compute dtype (use torch.autocast for that), for a plan with FP8 if no layer of `model` could compute in it, and for
+    a batch norm whose 16-bit weights torch does not compute beside statistics in FP32.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
@@ -119,6 +121,7 @@ class PlannedModel(nn.Module):
             raise UserError(*unused)
         self.model, self.plan = model, plan
         mark_fp32(model, plan.keep_fp32)
+        _keep_statistics(model, plan)
         _cast_tensors(model, plan.parameters, plan.buffers)
         _cast_borders(model, plan.compute)
         if plan.cast_inputs in ("inner", "all"):
@@ -168,6 +171,28 @@ def _use_dtype(dtype: object) -> torch.dtype:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     assert isinstance(known, torch.dtype)
     return known
+
+
+def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Mark norms that keep statistics and have no weights. Raise UserError for those whose weights are in 16 bits."""
+    if plan.parameters == plan.buffers:
+        return
+    within = {module for _, part in marked_parts(model) for module in part.modules()}
+    problems = []
+    for path, module in model.named_modules():
+        if not isinstance(module, _NormBase) or module in within or module.running_mean is None:
+            continue
+        if not module.affine:
+            set_fp32_attr_to_module(module)
+            continue
+        pattern = f"{path}.*" if path else "*"
+        problems.append(
+            f"{path or 'the model'} is a {type(module).__name__} with weights in {dtype_name(plan.parameters)} and "
+            f"statistics in {dtype_name(plan.buffers)}, which torch does not compute together: keep it in "
+            f'{dtype_name(plan.sensitive)}, plan(..., keep_fp32=("{pattern}",)), in the plan of the optimizer too'
+        )
+    if problems:
+        raise UserError(*problems)
 
 
 def _has_parallel_layers(model: nn.Module) -> bool:

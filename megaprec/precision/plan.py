@@ -10,24 +10,36 @@ optimizer use a wider dtype, and a few operators (norms, softmax, loss) never us
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from megaprec.errors import UserError, did_you_mean
-from megaprec.kinds import wrong_kinds
+from megaprec.kinds import NamedArguments, wrong_kinds
 from megaprec.precision.fp8_recipe import FP8Recipe
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
 @dataclass(frozen=True)
-class LossScaling:
+class LossScaling(NamedArguments):
     """Settings of the loss scale, which keeps small half-precision gradients from underflowing in the backward pass.
 
     kind: none | constant | dynamic. A constant scale has the value `initial`.
     The other fields are those of `megaprec.optim.scaler.DynamicGradScaler`, with Megatron's defaults.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        "init_scale": "it is initial=",
+        "initial_scale": "it is initial=",
+        "loss_scale": "it is initial=, with kind 'constant'",
+        "min_scale": "it is minimum=",
+        "max_scale": "it is maximum=",
+        "enabled": "LossScaling('none') scales nothing",
+        "scale_window": "it is growth_interval=",
+        "scale_factor": "it is growth_factor= and backoff_factor=",
+        "loss_scale_window": "it is growth_interval=",
+    }
 
     kind: Literal["none", "constant", "dynamic"] = "none"
     initial: float = 2.0**32
@@ -220,10 +232,12 @@ def plan(
     parameters = parameters or compute
     gradients, moments = (wide if name == "fp32" else name for name in (gradients, moments))
     held = {"none": parameters, "split": "fp32", "fp32": wide}
+    if compute not in DTYPES:
+        raise UserError(_unknown("compute", compute))
     named = {"compute": compute, "parameters": parameters, "gradients": gradients, "reduce": reduce or gradients}
     named |= {"moments": moments, "masters": held.get(masters, masters)}
-    if unknown := [f"precision.{key} = {name!r} is not known" for key, name in named.items() if name not in DTYPES]:
-        raise UserError(*(f"{problem}: use one of {', '.join(DTYPES)}" for problem in unknown))
+    if unknown := [_unknown(key, name) for key, name in named.items() if name not in DTYPES]:
+        raise UserError(*unknown)
     values: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
     values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
         ("residual", "pipeline", "attention"), DTYPES[compute]
@@ -231,3 +245,11 @@ def plan(
     values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
     values["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**values, origin=dict.fromkeys(values, "precision.compute"))
+
+
+def _unknown(key: str, name: object) -> str:
+    """Return a line for a dtype that has another name here, or none."""
+    text = str(name).removeprefix("torch.").lower()
+    dtype = TORCH_DTYPES.get(text, {"float64": torch.float64, "double": torch.float64}.get(text))
+    hint = f'its name here is "{dtype_name(dtype)}"' if dtype is not None else f"use one of {', '.join(DTYPES)}"
+    return f"precision.{key} = {name!r} is not known: {hint}"

@@ -17,7 +17,7 @@ from models.routing import Router, WithLoss
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests import oracle
-from tests.layouts import Run, train
+from tests.layouts import Run, batches, train, train_all
 from tests.models.test_parity import MODELS, differing, plain
 from tests.optim.test_mutations import Bug, parity
 
@@ -92,6 +92,18 @@ def test_the_size_of_a_micro_batch_changes_nothing(micro_batch: int) -> None:
     result = train(replace(MIXTRAL, micro_batch=micro_batch))
     for grads, record in zip(result.grads, plain("mixtral"), strict=True):
         assert not (wrong := differing(grads, record["grads"])), f"gradients differ, by these ratios: {wrong}"
+
+
+def test_a_run_in_fp64_computes_in_fp64_throughout() -> None:
+    """One third of a loss, or of a sample, is another number in FP32: every layout would share the error."""
+    runs = [Run(MODELS[name], samples=6, steps=1) for name in MODELS if "experts" in MODELS[name]]
+    assert any(run.config.router_z_loss for run in runs) and any(run.config.router_aux_loss for run in runs)
+    for run, result in zip(runs, train_all(runs), strict=True):
+        (record,) = oracle.train(run.config, result.before, batches(run), run.lr, run.clip)
+        assert result.reports[0].grad_norm == pytest.approx(record["norm"], rel=1e-13)
+        largest = max(float(grad.abs().max()) for grad in record["grads"].values())  # type: ignore[attr-defined]
+        for name, grad in record["grads"].items():  # type: ignore[attr-defined]
+            torch.testing.assert_close(result.grads[0][name], grad, rtol=1e-10, atol=1e-13 * largest)
 
 
 def test_losses_of_routers_are_scaled_like_any_other_on_every_stage() -> None:

@@ -22,7 +22,7 @@ from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.torch_face import FIXED
 from megaprec.optim.update_rules import SGD, AdamW
-from megaprec.precision.plan import plan
+from megaprec.precision.plan import LossScaling, plan
 from tests.project.test_readme import ROOT
 
 LR, STEPS = 0.25, 6
@@ -79,6 +79,107 @@ def test_torchs_schedulers_change_the_rate_that_is_really_used(name: str) -> Non
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
     assert len(rates) > 2, "the rate hardly moved"
     assert set(ours_moves.get_last_lr()) == set(theirs_moves.get_last_lr())
+
+
+def sequential(o: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], [2])
+
+
+def chained(o: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)])
+
+
+ALL_OF_TORCH: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "SequentialLR": sequential,
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "ChainedScheduler": chained,
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, STEPS, 2.0),
+    "LRScheduler": lambda o: HalvesEachStep(o),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.02, 3),
+}
+
+
+class HalvesEachStep(lr_scheduler.LRScheduler):
+    """A scheduler of a user's own."""
+
+    def get_lr(self) -> list[float]:
+        return [group["initial_lr"] * 0.5**self.last_epoch for group in self.optimizer.param_groups]
+
+
+def test_every_scheduler_of_torch_is_among_those_that_are_tried() -> None:
+    assert set(lr_scheduler.__all__) <= ALL_OF_TORCH.keys()
+
+
+@pytest.mark.parametrize("name", ALL_OF_TORCH)
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (AdamW(betas=(0.9, 0.999)), lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.999))),
+        (SGD(0.8), lambda groups: torch.optim.SGD(groups, momentum=0.8)),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_every_scheduler_of_torch_trains_as_with_torchs_own_optimizer(name: str, ours: Any, torchs: Any) -> None:
+    """Those that cycle momentum or the first beta too, beside the rate."""
+    model, optimizer = made(lr=LR, rule=ours)
+    theirs = make_model()
+    decays = [p for p in theirs.parameters() if p.dim() > 1]
+    others = [p for p in theirs.parameters() if p.dim() < 2]
+    expected = torchs([{"params": decays, "lr": LR, "weight_decay": 0.0}, {"params": others, "lr": LR}])
+    expected.param_groups[1]["weight_decay"] = 0.0
+    schedulers = ALL_OF_TORCH[name](optimizer), ALL_OF_TORCH[name](expected)
+    cycled = set()
+    for step in range(STEPS):
+        for one, now, scheduler in ((model, optimizer, schedulers[0]), (theirs, expected, schedulers[1])):
+            now.zero_grad()
+            loss_of(one, step).backward()
+            now.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        keys = ("lr", "betas", "momentum")
+        state = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+        assert state == [{key: group[key] for key in keys if key in group} for group in expected.param_groups]
+        cycled.add(str(state[0].get("betas", state[0].get("momentum"))))
+        for mine, their in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-6)
+    assert (len(cycled) > 2) == (name in ("CyclicLR", "OneCycleLR"))
+
+
+def test_a_cycled_momentum_goes_on_where_a_state_was_saved_and_one_that_is_not_cycled_is_the_rules() -> None:
+    model, optimizer = made(lr=LR, rule=AdamW())
+    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.95)
+    loss_of(model).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    _, resumed = made(lr=LR, rule=AdamW())
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["betas"] == (0.95, 0.95)
+    _, plain = made(lr=LR, rule=AdamW(betas=(0.5, 0.6)))
+    _, other = made(lr=LR, rule=AdamW())
+    other.load_state_dict(plain.state_dict())
+    assert other.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("betas", [(1.5, 0.9), (0.9,), "0.9", None])
+def test_betas_in_a_group_that_no_rule_can_have_are_refused_before_anything_changes(betas: Any) -> None:
+    model, optimizer = made(lr=LR, rule=AdamW())
+    loss_of(model).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises(UserError, match=r"^betas = .* must be two numbers"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_param_groups_hold_every_parameter_once_and_the_numbers_really_used() -> None:
@@ -194,8 +295,16 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
         PostValidationOptimizer([model], plan("fp32"), lr=LR)
 
 
-@pytest.mark.parametrize(("key", "value"), [("betas", (0.5, 0.9)), ("eps", 1e-3), ("momentum", 0.5), ("foreach", True)])
-@pytest.mark.parametrize("lr", [LR, None])
+@pytest.mark.parametrize(
+    ("key", "value", "lr"),
+    [
+        ("betas", (0.5, 0.9), None),  # beside an lr a step reads them
+        ("eps", 1e-3, LR),
+        ("eps", 1e-3, None),
+        ("momentum", 0.5, LR),
+        ("foreach", True, LR),
+    ],
+)
 def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without_it(
     key: str, value: Any, lr: float | None
 ) -> None:
@@ -209,6 +318,74 @@ def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without
     del optimizer.param_groups[0][key]
     optimizer.param_groups[0]["name"] = "all of them"  # the caller's own
     assert optimizer.step(None if lr else LR).outcome == "applied"
+
+
+ARGUMENTS_OF_TORCH = {
+    name
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)
+    for name in inspect.signature(kind).parameters
+}
+ARGUMENTS_OF_OTHERS = {"max_grad_norm", "clip_grad", "gradient_clip_val", "learning_rate", "scaler", "process_group"}
+
+
+@pytest.mark.parametrize("name", sorted((ARGUMENTS_OF_TORCH | ARGUMENTS_OF_OTHERS) - {"lr", "weight_decay"}))
+def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_place(name: str) -> None:
+    model = make_model()
+    attach_whole(model)
+    with pytest.raises(UserError, match=f"^ParallelAMPOptimizer has no argument {name}: "):
+        ParallelAMPOptimizer([model], plan("fp32"), **{name: 1})
+
+
+def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
+    with pytest.raises(UserError, match=r"no argument weigth_decay; did you mean weight_decay\?$"):
+        ParallelAMPOptimizer([], plan("fp32"), weigth_decay=0.1)
+    with pytest.raises(UserError, match=r"^parts = a generator: must be a list of torch modules") as raised:
+        ParallelAMPOptimizer(make_model().parameters(), lr=LR)  # type: ignore[arg-type]
+    assert raised.value.problems[1] == "plan = None: must be a PrecisionPlan, like megaprec.plan('bf16')"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: AdamW(lr=LR), "AdamW has no argument 'lr': it is an argument of ParallelAMPOptimizer"),
+        (lambda: AdamW(amsgrad=True), r"AdamW has no argument 'amsgrad': use megaprec\.TorchRule\(torch\.optim\.AdamW"),
+        (lambda: SGD(dampening=0.1), r"SGD has no argument 'dampening': use megaprec\.TorchRule\(torch\.optim\.SGD"),
+        (lambda: SGD(momentun=0.1), r"SGD has no argument 'momentun'; did you mean momentum\?"),
+        (lambda: LossScaling(init_scale=2.0), r"LossScaling has no argument 'init_scale': it is initial="),
+    ],
+)
+def test_an_argument_of_a_rule_or_a_loss_scale_that_is_called_otherwise_is_named(
+    make: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{words}"):
+        make()
+
+
+def test_accelerate_is_refused_where_it_would_wrap_the_optimizer() -> None:
+    """Its own code: the wrapper says of each step that it was not skipped, and its scheduler moves on."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, optimizer = made(lr=LR)
+    for prepare in (accelerator.prepare, accelerator.prepare_optimizer):
+        with pytest.raises(UserError, match=r"^accelerate's prepare around .*scheduler\.step\(\) if report\.changed$"):
+            prepare(optimizer)
+    with pytest.raises(UserError, match="^accelerate's prepare around "):
+        accelerator.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1))
+
+
+def test_the_page_states_the_defaults() -> None:
+    page = (ROOT / "docs" / "optimizer.md").read_text()
+    defaults = {name: one.default for name, one in inspect.signature(ParallelAMPOptimizer).parameters.items()}
+    assert f"`clip={defaults['clip']}`" in page
+    assert f"`weight_decay={defaults['weight_decay']}`" in page
+    assert f"`rule=AdamW(betas={AdamW().betas})`" in page
+    assert f"`rule=AdamW(eps={AdamW().eps})`".replace("e-08", "e-8") in page
+    torchs = inspect.signature(torch.optim.AdamW).parameters
+    assert f"| {torchs['weight_decay'].default}, of all |" in page
+    assert f"| {torchs['betas'].default} |" in page
+    model, optimizer = made(lr=LR, rule=AdamW())
+    loss_of(model).backward()
+    optimizer.step()
+    assert {"weight/0.weight", "exp_avg/0.weight"} <= optimizer.state_dict()["tensors"].keys()
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -291,6 +468,8 @@ def test_every_buffer_says_which_parameters_have_left_it() -> None:
     assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()]
     weight = model.get_parameter("2.weight")
     weight.data = weight.data.clone()
+    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()], "it was not moved home"
+    weight.data = weight.data.half()
     assert [name for buffer in optimizer.all_buffers() for name in buffer.strayed()] == ["2.weight"]
 
 

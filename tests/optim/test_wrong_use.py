@@ -1,7 +1,7 @@
 """Loops that would train another model than they say: each is refused in one line, before anything has changed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,45 +114,120 @@ def initialise_data(model: nn.Module) -> None:
         p.data.fill_(0.5)
 
 
-@pytest.mark.parametrize("write", [load_others, initialise, initialise_data])
-@pytest.mark.parametrize("mode", ["fp32", "split", "bf16", "stochastic"])
-def test_weights_that_were_written_to_are_trained_on_or_named_but_never_put_back_in_silence(
-    mode: str, write: Callable[[nn.Module], None]
+def point_elsewhere(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = torch.full_like(p.data, 0.5)
+
+
+def fill_a_row(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data[0].fill_(0.5)
+
+
+def scale_down(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.99)
+
+
+WRITES = [load_others, initialise, initialise_data, point_elsewhere, fill_a_row, scale_down]
+PLANS_OF_WRITES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {},
+    "bf16": {},
+    "split": {"masters": "split"},
+    "stochastic": {"rounding": "stochastic"},
+    "no masters": {"masters": "none"},
+}
+
+
+def plan_of(mode: str) -> PrecisionPlan:
+    compute = mode if mode in ("fp32", "fp16") else "bf16"
+    scaling = LossScaling("constant", initial=1.0) if mode == "fp16" else None
+    return plan(compute, scaling, **PLANS_OF_WRITES[mode])
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", PLANS_OF_WRITES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_step_goes_on_from_weights_that_were_written_to(
+    mode: str, write: Callable[[nn.Module], None], steps: int
 ) -> None:
-    """FP32 masters of 16-bit weights know nothing of it, and the next step would round them over what was written."""
-    options: dict[str, Any] = {"split": {"masters": "split"}, "stochastic": {"rounding": "stochastic"}}.get(mode, {})
-    model, optimizer = made(plan("fp32" if mode == "fp32" else "bf16", **options), rule=SGD(0.0), clip=0.0)
+    """As torch's optimizers do, whatever leaves a version and what does not, and in every step alike."""
+    model, optimizer = made(plan_of(mode), rule=SGD(0.0), clip=0.0)
+    for _ in range(steps):
+        backward(model)
+        optimizer.step()
+    before = held(model)
     write(model)
     written = held(model)
     backward(model)
-    if mode in ("fp32", "split"):
-        grads = [p.main_grad.float().clone() for p in model.parameters()]
-        optimizer.step()
-        for p, was, grad in zip(model.parameters(), written, grads, strict=True):
-            decay = 1 - 0.1 * 0.1 * (p.dim() > 1)
-            torch.testing.assert_close(p.float(), was.float() * decay - 0.1 * grad, rtol=2e-2, atol=2e-3)
-        return
-    with pytest.raises(UserError, match=r"^0\.weight \(and 3 others\) was written to after .*load_state_dict"):
-        optimizer.step()
-    assert all(map(torch.equal, held(model), written))
+    grads = [p.main_grad.float().clone() for p in model.parameters()]
+    optimizer.step()
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if mode == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
+    for p, old, was, grad in zip(model.parameters(), before, written, grads, strict=True):
+        decay = 1 - 0.1 * 0.1 * (p.dim() > 1)
+        expected = was.float() * decay - 0.1 * grad
+        torch.testing.assert_close(p.float(), expected, **tolerance)
+        assert not torch.equal(old, was), "nothing was written"
 
 
-def test_weights_may_be_written_to_later_only_if_they_are_the_masters() -> None:
-    for mode in ("fp32", "bf16"):
-        model, optimizer = made(mode)
-        backward(model)
-        optimizer.step()
-        state = optimizer.state_dict()
+def swap(model: nn.Module, others: Sequence[Tensor]) -> None:
+    for p, other in zip(model.parameters(), others, strict=True):
+        kept = p.detach().clone()
         with torch.no_grad():
-            model[2].bias.mul_(2.0)
-        backward(model)
-        if mode == "fp32":
-            assert optimizer.step().outcome == "applied"
-            continue
-        with pytest.raises(UserError, match=r"^2\.bias was written to"):
+            p.copy_(other)
+        other.copy_(kept)
+
+
+def point(model: nn.Module, others: list[Tensor]) -> None:
+    for n, p in enumerate(model.parameters()):
+        kept = p.data
+        p.data = others[n]
+        others[n] = kept
+
+
+def load_back(model: nn.Module, others: list[Tensor]) -> None:
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(dict(zip(kept, others, strict=True)))
+    others[:] = kept.values()
+
+
+@pytest.mark.parametrize("exchange", [swap, point, load_back])
+@pytest.mark.parametrize("mode", PLANS_OF_WRITES)
+def test_weights_that_are_exchanged_for_an_average_and_put_back_lose_no_bit(
+    mode: str, exchange: Callable[[nn.Module, list[Tensor]], None]
+) -> None:
+    """The masters of 16-bit weights have more bits than what is put back."""
+    trained = []
+    for evaluates in (False, True):
+        model, optimizer = made(plan_of(mode))
+        averages = [torch.full_like(p, 0.25) for p in model.parameters()]
+        for _ in range(4):
+            torch.manual_seed(1)
+            backward(model)
             optimizer.step()
-        optimizer.load_state_dict(state)
-        assert optimizer.step().outcome == "applied", "a loaded state is where training goes on"
+            if evaluates:
+                exchange(model, averages)
+                exchange(model, averages)
+        trained.append(optimizer.state_dict()["tensors"])
+    assert trained[0].keys() == trained[1].keys()
+    assert all(torch.equal(values, trained[1][name]) for name, values in trained[0].items())
+
+
+def test_an_averaged_model_of_torch_follows_and_is_swapped_in() -> None:
+    model, optimizer = made("bf16")
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        backward(model)
+        assert optimizer.step().outcome == "applied"
+        average.update_parameters(model)
+    model.load_state_dict(average.module.state_dict())
+    averaged = [p.clone() for p in model.parameters()]
+    backward(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[1]["lr"] = 0.0
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), averaged))
 
 
 # A step of nothing.
@@ -576,16 +651,16 @@ def test_a_name_that_is_not_for_attach_whole_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_one_number_that_was_written_through_data_is_found_in_any_block(
+def test_one_number_that_was_written_through_data_counts_in_any_block(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaprec.optim.flat_buffer._COMPARED", 5)
-    model, optimizer = made(plan("bf16"), rule=SGD(0.0), clip=0.0)
+    model, optimizer = made(plan("bf16"), rule=SGD(0.0), clip=0.0, weight_decay=0.0)
     weight = next(model.parameters()).data.view(-1)
-    weight[place] += 1
+    weight[place] = 64.0
     backward(model)
-    with pytest.raises(UserError, match=r"^0\.weight was written to after"):
-        optimizer.step()
+    optimizer.step()
+    assert weight[place] > 60
 
 
 @pytest.mark.parametrize(("layers", "optimizer"), [("fp32", "bf16"), ("bf16", "fp32")])
@@ -596,22 +671,18 @@ def test_layers_and_optimizer_of_different_plans_are_refused(layers: str, optimi
 
 
 @pytest.mark.parametrize("options", [{}, {"rounding": "stochastic"}, {"masters": "split"}], ids=str)
-def test_weights_that_a_loop_clamps_after_each_step_are_clamped_or_named(options: dict[str, Any]) -> None:
-    """As WGAN's loop does through `data`, which leaves no trace: the next step would round the masters over it."""
-    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), clip=0.0)
-    for _ in range(3):
+def test_weights_that_a_loop_clamps_after_each_step_are_clamped(options: dict[str, Any]) -> None:
+    """As WGAN's loop does through `data`, which leaves no trace."""
+    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), lr=0.0)
+    for _ in range(5):
         backward(model)
-        optimizer.step()  # what is not written to is never accused
-    if "masters" in options:
-        return
-    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), clip=0.0)
+        optimizer.step()
+        for p in model.parameters():
+            p.data.clamp_(-0.01, 0.01)
     backward(model)
     optimizer.step()
-    for p in model.parameters():
-        p.data.clamp_(-0.01, 0.01)
-    backward(model)
-    with pytest.raises(UserError, match=r"^0\.weight .*was written to after"):
-        optimizer.step()
+    largest = 0.01 * (1 + 2**-7)  # stochastic rounding may draw the neighbour
+    assert all(p.abs().amax() <= largest for p in held(model))
 
 
 def test_a_step_within_autocast_is_the_step_without() -> None:

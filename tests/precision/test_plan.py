@@ -55,3 +55,22 @@ def test_an_optimizer_with_impossible_options_is_refused(options: dict[str, Any]
     attach_whole(model)
     with pytest.raises(UserError, match=message):
         ParallelAMPOptimizer([model], plan("fp32"), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        (torch.float16, "fp16"),
+        ("torch.float16", "fp16"),
+        ("bfloat16", "bf16"),
+        (torch.bfloat16, "bf16"),
+        ("float32", "fp32"),
+        ("float64", "fp64"),
+    ],
+)
+def test_torchs_name_of_a_dtype_is_refused_once_with_ours(name: Any, ours: str) -> None:
+    with pytest.raises(UserError) as raised:
+        plan(name)
+    assert raised.value.problems == (f'precision.compute = {name!r} is not known: its name here is "{ours}"',)

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, mark_fp32, set_fp32_attr_to_module
 from megaprec.precision.parallel_modes import ParallelMode
-from megaprec.precision.plan import plan
+from megaprec.precision.plan import LossScaling, plan
 from megaprec.precision.tf32 import tf32
 from tests.ranks import run_ranks
 
@@ -390,3 +391,31 @@ def test_a_mark_that_comes_too_late_is_refused(wrap: Callable[[nn.Module], nn.Mo
         set_fp32_attr_to_module(model.second)
     with pytest.raises(UserError, match="is part of a model that is already wrapped"):
         set_fp32_attr_to_module(wrap(Seen()))
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16"])
+def test_a_batch_norm_trains_in_fp32_within_a_model_in_16_bits_or_is_refused_with_the_pattern(compute: str) -> None:
+    def steps_of(**options: Any) -> tuple[nn.Module, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+        attach_whole(model)
+        made = plan(compute, LossScaling("constant", initial=1.0), **options)
+        optimizer = ParallelAMPOptimizer([model], made, lr=0.01)
+        wrapped = PlannedModel(model, made)
+        x = torch.randn(8, 4)
+        losses = []
+        for _ in range(3):
+            loss = (wrapped(x) - x).square().mean()
+            loss.backward()
+            losses.append(optimizer.step(loss=loss.detach()).loss)
+        return model, losses
+
+    with pytest.raises(
+        UserError, match=r'^1 is a BatchNorm1d with .* keep_fp32=\("1\.\*",\)\), in the plan of the opt'
+    ):
+        steps_of()
+    model, losses = steps_of(keep_fp32=("1.*",))
+    assert losses[-1] < losses[0]
+    kept = {name: value.dtype for name, value in model.state_dict().items() if "running" in name or name[0] == "1"}
+    kept.pop("1.num_batches_tracked")
+    assert set(kept.values()) == {torch.float32}

@@ -205,9 +205,7 @@ def _add_precision(config: Config, draft: Draft) -> None:
         elif half != "fp32":
             _put(draft, key, DTYPES[said], config.origin(name))
     checks = config.get("bf16.check_grad_overflow", True) if half == "bf16" else True
-    _put(
-        draft, "precision.on_nonfinite", "skip" if checks else "ignore", config.origin("bf16.check_grad_overflow")
-    )
+    _put(draft, "precision.on_nonfinite", "skip" if checks else "ignore", config.origin("bf16.check_grad_overflow"))
     if half == "bf16":
         _add_narrow_state(config, draft, sharded)
     if half == "fp16":

@@ -18,7 +18,6 @@ from tools.importing.megatron_training import add_length, add_optimizer, add_pre
 from tools.importing.page import run_text
 from tools.importing.sources import Sources, read_sources
 
-
 WITHOUT_NUMBERS = ("parallel.", "log.", "checkpoint.", "train.eval_")  # keys that change no number of the training
 
 

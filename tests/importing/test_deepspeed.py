@@ -116,7 +116,7 @@ def test_the_batch_is_that_of_deepspeeds_rule(
         ({"optimizer": "Adam"}, "optimizer = 'Adam' (ds.json): must be a table of keys in braces"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type = 'Muon' (ds.json): the update rules here"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "DeepSpeed's are log and linear"),
-        ({"torch_autocast": {"enabled": True}}, "precision.compute is the dtype of products"),
+        ({"torch_autocast": {"enabled": True}}, "remove it, and give precision.compute=bf16 beside the file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_by_its_name(change: dict[str, Any], line: str, tmp_path: Path) -> None:
@@ -164,3 +164,69 @@ def test_random_configurations_end_with_a_run_or_with_lines(tmp_path: Path) -> N
             made(tmp_path, config, ranks=rng.choice([None, 8]))
         except UserError as error:
             assert all(line.isprintable() for line in error.problems)  # noqa: PT017
+
+
+def notes_of(tmp_path: Path, config: object, *keys: str) -> tuple[str, ...]:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    given, _ = given_in(None, [*KEYS, "data.source=tokens/mine", *keys])
+    return import_run([str(path)], given, {}, None).notes
+
+
+def test_a_default_that_stands_in_for_what_a_file_leaves_open_is_a_note(tmp_path: Path) -> None:
+    bare = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0}
+    (ours,) = [note for note in notes_of(tmp_path, bare) if "megaprec's default" in note]
+    for key, value in {"lr.peak": "0.0003", "optimizer.weight_decay": "0.1", "lr.schedule": '"cosine"'}.items():
+        assert f"{key} = {value}" in ours
+    assert "optimizer.betas = [0.9, 0.95]" in ours and "optimizer.eps" in ours
+    named = bare | {"optimizer": {"type": "AdamW"}}
+    (theirs,) = [note for note in notes_of(tmp_path, named) if "DeepSpeed's default" in note]
+    assert "lr.peak = 0.001" in theirs and "optimizer.betas = [0.9, 0.999]" in theirs
+    assert not [note for note in notes_of(tmp_path, named) if "megaprec's default" in note]
+    clip = {name: value for name, value in bare.items() if name != "gradient_clipping"}
+    assert any("gradient_clipping (ds.json) is left open: 1.0" in note for note in notes_of(tmp_path, clip))
+
+
+def test_what_is_given_beside_a_file_needs_no_note(tmp_path: Path) -> None:
+    bare = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0}
+    keys = ["optimizer.name=adamw", "optimizer.betas=[0.9, 0.95]", "optimizer.eps=1e-8", "lr.peak=3e-4"]
+    keys += ["optimizer.weight_decay=0.1", "lr.schedule=cosine", "precision.on_nonfinite=skip"]
+    assert not notes_of(tmp_path, bare, *keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ("fp32", "fp32", "skip")),
+        ({"check_grad_overflow": False}, ("fp32", "fp32", "ignore")),
+        ({"bf16_master_weights_and_grads": True}, ("none", "fp32", "skip")),
+        ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, ("none", "bf16", "skip")),
+    ],
+)
+def test_newer_keys_of_bf16_are_read(change: dict[str, bool], expected: tuple[str, ...], tmp_path: Path) -> None:
+    config = {key: value for key, value in FULL.items() if key != "fp16"} | {"bf16": {"enabled": True, **change}}
+    config["data_types"] = {"param_dtype": "bf16"}
+    precision = made(tmp_path, config).precision
+    assert (precision.masters, precision.moments, precision.on_nonfinite) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "needs bf16.bf16_master_weights_and_grads = true"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 0}},
+            "needs zero_optimization.stage 1 or higher",
+        ),
+        ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype = 'fp32' (ds.json): the weights are bf16"),
+        ({"data_types": {"buffer_dtype": "bf16"}}, "precision.buffers"),
+        ({"gradient_allreduce_op": "sum"}, "gradients are averaged over replicas"),
+        ({"managed_gradient_accumulation": False}, "an update follows all micro-batches"),
+        ({"expert_parallel": {"enabled": True}}, "parallel.expert"),
+        ({"weight_quantization": {"enabled": True}}, "there is no such quantization"),
+    ],
+)
+def test_newer_keys_that_change_numbers_are_refused(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in FULL.items() if key != "fp16"} | {"bf16": {"enabled": True}} | change
+    said = refused(tmp_path, config)
+    assert any(line in problem for problem in said), said

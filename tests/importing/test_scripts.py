@@ -117,7 +117,7 @@ def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(
     script = f"{line}\nTP=${{TP:-2}}\n{RUN} --a $TP ${{ARGS[@]}}"
     found = read_script(script, tmp_path / "train.sh", {})
     assert [word.text for word in found.words] == ["--a", "4", "--b", "8"]
-    assert any(note.endswith("env.sh is read") for note in found.notes)
+    assert len(found.taken_in) == 1 and found.taken_in[0].endswith("env.sh") and not found.notes
 
 
 @pytest.mark.parametrize(

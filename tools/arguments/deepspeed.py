@@ -1,7 +1,8 @@
 """Keys of DeepSpeed's JSON: those that are read, those that are refused, and those without a meaning here.
 
-The names and defaults are those of deepspeed/runtime/config.py, constants.py and zero/config.py, of February 2025. A
-key of a table within a table is written with dots; the name of a table stands for all its keys.
+The names and defaults are those of deepspeed/runtime/config.py, precision_config.py, constants.py and zero/config.py,
+of version 0.19.6 (August 2026). A key of a table within a table is written with dots; the name of a table stands for
+all its keys.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,11 @@ READ: Mapping[str, tuple[str, ...]] = {
     "fp16.consecutive_hysteresis": ("precision.hysteresis_refill",),
     "fp16.min_loss_scale": ("precision.min_scale",),
     "bf16.enabled": ("precision.compute",),
+    "bf16.check_grad_overflow": ("precision.on_nonfinite",),
+    "bf16.bf16_master_weights_and_grads": ("precision.masters",),
+    "bf16.bf16_optimizer_states": ("precision.moments",),
     "bfloat16.enabled": ("precision.compute",),
+    "data_types.param_dtype": ("precision.compute",),
     "zero_optimization.stage": ("parallel.zero",),
     "zero_optimization.overlap_comm": ("parallel.overlap",),
     "zero_optimization.reduce_bucket_size": ("parallel.bucket",),
@@ -58,17 +63,20 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.mics_shard_size": ((-1,), "parallel.zero_size shards the optimizer's state over some replicas"),
     "zero_optimization.zero_hpz_partition_size": ((1,), "weights are not sharded over replicas here"),
     "fp16.auto_cast": ((False,), "the inputs of a model are token ids, which are not cast"),
-    "fp16.fp16_master_weights_and_grads": ((False,), "master weights are FP32 here: precision.masters"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "master weights are FP32 here: remove it"),
+    "data_types.buffer_dtype": ((None,), "remove it, and give precision.buffers beside the file"),
     "bf16.immediate_grad_update": ((False,), "gradients are accumulated after each micro-batch in any case"),
-    "amp.enabled": ((False,), "precision.compute is the dtype of products: use fp16 or bf16"),
+    "amp.enabled": ((False,), "remove it, and give precision.compute=fp16 beside the file"),
     "optimizer.params.bias_correction": ((True,), "adamw always corrects its bias"),
     "optimizer.params.amsgrad": ((False,), "there is no amsgrad here"),
     "optimizer.params.nesterov": ((False,), "give optimizer.options = {momentum = ..., nesterov = true}"),
     "optimizer.params.dampening": ((0,), "there is no dampening here"),
     "optimizer.params.max_grad_norm": ((0, 0.0), "gradient_clipping is the key for it"),
     "scheduler.params.last_batch_iteration": ((-1,), "a schedule begins with the run, or goes on from a checkpoint"),
-    "torch_autocast.enabled": ((False,), "precision.compute is the dtype of products: use fp16 or bf16"),
+    "torch_autocast.enabled": ((False,), "remove it, and give precision.compute=bf16 beside the file"),
     "fp32_allreduce": ((False,), "communication_data_type is the key for it"),
+    "gradient_allreduce_op": (("mean",), "gradients are averaged over replicas here: remove it"),
+    "managed_gradient_accumulation": ((True,), "an update follows all micro-batches of a step: remove it"),
     "gradient_predivide_factor": ((1.0, 1), "gradients are divided once: remove it"),
     "prescale_gradients": ((False,), "gradients are divided once: remove it"),
     "sparse_gradients": ((False,), "the embedding's gradient is dense here"),
@@ -84,6 +92,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hybrid_engine.enabled": ((False,), "there is no engine for reinforcement learning here"),
     "pipeline": ((), "parallel.pipeline and parallel.cuts say how layers become stages"),
     "sequence_parallel_size": ((1,), "there is no sequence parallelism over replicas here: parallel.sequence"),
+    "expert_parallel.enabled": ((False,), "parallel.expert is the number of expert-parallel ranks"),
+    "weight_quantization": ((), "there is no such quantization here: [fp8]"),
     "tensor_parallel": ((), "parallel.tensor is the number of tensor-parallel ranks"),
     "vocabulary_size": ((), "model.vocab is the key for it"),
 }
@@ -100,6 +110,7 @@ _ZERO = (
     "use_all_reduce_for_fetch_params", "stage3_module_granularity_threshold", "module_granularity_threshold",
     "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients", "zero_quantized_nontrainable_weights",
     "mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint",
+    "allgather_sequential", "stage3_allgather_sequential", "save_muon_momentum_buffer_in_memory",
     "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
 )  # fmt: skip
 TABLES = frozenset(key[:end] for key in (*READ, *REFUSED) for end, letter in enumerate(key) if letter == ".")
@@ -113,8 +124,9 @@ IDLE: Mapping[str, str] = {
         (
             *(f"zero_optimization.{key}" for key in _ZERO),
             "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather",
-            "seq_parallel_comm_data_type", "graph_harvesting", "aio", "nebula", "compile", "timers", "comms_config",
-            "communication_data_size", "use_data_before_expert_parallelism", "dataloader_drop_last", "data_types",
+            "seq_parallel_comm_data_type", "seq_parallel_communication_data_type",
+            "graph_harvesting", "aio", "nebula", "compile", "timers", "comms_config",
+            "communication_data_size", "use_data_before_expert_parallelism", "dataloader_drop_last", "datastates_ckpt",
             "activation_checkpointing", "optimizer.legacy_fusion", "use_node_local_storage", "fp16.enable_overflow",
             "optimizer.params.fused", "optimizer.params.foreach",
         ),
@@ -122,6 +134,7 @@ IDLE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "log_level",
             "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "wandb", "csv_monitor", "comet",
             "comms_logger", "flops_profiler", "monitor_config", "autotuning",
         ),
@@ -131,7 +144,7 @@ IDLE: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "amp", "progressive_layer_drop", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity",
-            "hybrid_engine", "torch_autocast",
+            "hybrid_engine", "torch_autocast", "expert_parallel",
         ),
         _OFF,
     ),

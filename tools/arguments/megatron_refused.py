@@ -37,7 +37,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "the batch of a run is constant: give --global-batch-size alone, or run in parts that resume with "
-        "another train.global_batch",
+        "another train.global_batch and train.steps, all with lr.unit=samples and lr.length=N, the samples of the "
+        "whole run",
         "decrease_batch_size_if_needed phase_transition_iterations= rampup_batch_size* step_batch_size_schedule=",
     ),
     (

@@ -19,6 +19,7 @@ from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from tools.config.run_file import given_in
 from tools.importing.run import import_run
+from tools.training.notes import add_strict, tell_notes
 
 OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
 NAME = re.compile(r"\w+|[@*]")
@@ -58,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         help="argument of Megatron-LM to leave out, such as mock-data; may be given several times",
     )
+    add_strict(parser)
     parser.set_defaults(run=main)
 
 
@@ -78,8 +80,7 @@ def main(args: argparse.Namespace) -> int:
     except UserError as error:
         typed = any(problem.startswith("--") for problem in error.problems)
         raise UserError(*error.problems, *[DROP] * typed) from None
-    for note in made.notes:
-        print(f"note: {note}", file=sys.stderr)
+    tell_notes(made.notes, args.strict)
     counts = f"{made.read} arguments read, {made.unused} not needed here"
     if args.output is None:
         print(made.text, end="")

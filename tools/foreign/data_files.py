@@ -1,13 +1,14 @@
 """JSON, TOML and YAML as tables of values, with the line of each key if the format provides it."""
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from megaprec.parsing import parse_json, parse_toml
+from megaprec.parsing import MOST_BITS, parse_json, parse_toml
 from tools.foreign.mentions import Mention, bears_on_precision
 from tools.foreign.values import Entry, External, Row, Table, Thing
 
@@ -139,18 +140,34 @@ class _YamlTables(_Tables):
             return Row({"items": tuple(self.of(item) for item in value.value)})
         if value.tag.startswith("tag:yaml.org,2002:python") or value.tag.startswith("!"):
             return Thing(value.tag, line, "is a tag of YAML, which is not followed")
-        return _plain_scalar(self.constructor.construct_object(value), line)
+        return _plain_scalar(self._scalar(value), line)
+
+    def _scalar(self, node: Any) -> Any:
+        """Return the value of a scalar. Raises UserError for one that is none of its kind, or a number without end."""
+        line = node.start_mark.line + 1
+        try:
+            value = self.constructor.construct_object(node)
+        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            shown = textwrap.shorten(str(node.value), 40, placeholder=" ...")
+            raise UserError(f"{self.path}, line {line}: {shown} is no {kind} of YAML") from error
+        if isinstance(value, int) and abs(value) >> MOST_BITS:
+            raise UserError(f"{self.path}, line {line}: an integer of more than {MOST_BITS} bits")
+        return value
 
     def _require_once(self, keys: Sequence[Any]) -> None:
         """Raise UserError if a table has a key twice: programs differ in which of the two they take."""
         lines: dict[str, int] = {}
         for key in keys:
-            first = lines.setdefault(str(key.value), key.start_mark.line + 1)
-            if first != key.start_mark.line + 1:
+            line = key.start_mark.line + 1
+            if not isinstance(key.value, str):
+                raise UserError(f"{self.path}, line {line}: a key that is a list or a table")
+            if key.value in lines:
                 raise UserError(
-                    f"{self.path}, line {key.start_mark.line + 1}: {key.value} is given twice, first in line {first}; "
+                    f"{self.path}, line {line}: {key.value} is given twice, first in line {lines[key.value]}; "
                     "keep one of them"
                 )
+            lines[key.value] = line
 
     def _merged(self, value: Any) -> Mapping[Any, Entry]:
         """Return the entries of a table, or of several, of which the first wins."""
@@ -160,7 +177,7 @@ class _YamlTables(_Tables):
     def _entries(self, key: Any, inner: Any) -> Mapping[Any, Entry]:
         if key.tag == "tag:yaml.org,2002:merge":
             return self._merged(self.of(inner))
-        name = self.constructor.construct_object(key) if isinstance(key.value, str) else str(key.value)
+        name = self._scalar(key)
         return {str(name): Entry(self.of(inner), key.start_mark.line + 1, self.number())}
 
 

@@ -141,6 +141,16 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
+        "Hugging Face's configuration of a model",
+        (
+            "model_type",
+            "architectures",
+            "num_hidden_layers",
+            "transformers_version",
+        ),
+        HF_FOLDER,
+    ),
+    Kind(
         "a configuration of nanoGPT",
         ("block_size batch_size", "block_size n_layer", "n_embd n_head", "block_size learning_rate"),
         _keys(
@@ -153,7 +163,7 @@ KINDS: tuple[Kind, ...] = (
             "max_iters=train.steps",
         ),
     ),
-    Kind("a configuration of veRL", ("actor_rollout_ref",), "it trains by reinforcement, which is not done here"),
+    Kind("a configuration of veRL", ("actor_rollout_ref",), "reinforcement learning has no trainer here"),
     Kind(
         "a configuration of Megatron-Bridge",
         ("_target_ megatron.bridge",),
@@ -201,17 +211,6 @@ KINDS: tuple[Kind, ...] = (
         "a tokenizer",
         ("added_tokens model", "tokenizer_class", "added_tokens_decoder"),
         "data.tokenizer=FILE takes a tokenizer.json",
-    ),
-    Kind(
-        "Hugging Face's configuration of a model",
-        (
-            "model_type",
-            "architectures",
-            "num_hidden_layers",
-            "n_embd n_layer",
-            "transformers_version",
-        ),
-        HF_FOLDER,
     ),
 )
 """Kinds of other systems, the most particular first: the first one that fits counts."""

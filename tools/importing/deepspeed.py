@@ -16,13 +16,20 @@ from tools.importing.draft import ASSUMED, DEEPSPEED, Draft
 
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FUSED_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-ADAMS, SCHEDULES = ("adam", "adamw"), ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+CLIP = 1.0  # the default of gradient_clipping
+ADAMS = ("adam", "adamw")
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 KINDS: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,), "whole number": (int,), "number": (int, float), "text": (str,), "list": (list,),
 }  # fmt: skip
 TYPES: Mapping[str, str] = {
     **dict.fromkeys(
-        (key for key in READ if key.endswith(("enabled", "_comm", "_adam", "_mode", "_hysteresis"))), "bool"
+        (
+            key
+            for key in READ
+            if key.endswith(("enabled", "_comm", "_adam", "_mode", "_hysteresis", "_overflow", "_grads", "_states"))
+        ),
+        "bool",
     ),
     **dict.fromkeys((key for key in READ if key.endswith(("type", "_dtype"))), "text"),
     **dict.fromkeys(
@@ -183,6 +190,9 @@ def _add_precision(config: Config, draft: Draft) -> None:
     if "auto" in (bf16, fp16) or (origin == DEEPSPEED and "precision.compute" in draft.keys):
         return
     _put(draft, "precision.compute", half, origin)
+    if DTYPES.get(config.get("data_types.param_dtype", half), "") != half:
+        shown = config.shown("data_types.param_dtype")
+        draft.problems.append(f"{shown}: the weights are {half} by {origin}: remove it")
     sharded = bool(config.get("zero_optimization.stage", 0))
     usual = "fp32" if half == "fp32" or (half == "bf16" and not sharded) else half
     for key, name, default in (
@@ -194,9 +204,26 @@ def _add_precision(config: Config, draft: Draft) -> None:
             draft.problems.append(f"{config.shown(name)}: the dtypes are fp32, fp16 and bf16")
         elif half != "fp32":
             _put(draft, key, DTYPES[said], config.origin(name))
-    _put(draft, "precision.on_nonfinite", "skip", DEEPSPEED)
+    checks = config.get("bf16.check_grad_overflow", True) if half == "bf16" else True
+    _put(draft, "precision.on_nonfinite", "skip" if checks else "ignore", config.origin("bf16.check_grad_overflow"))
+    if half == "bf16":
+        _add_narrow_state(config, draft, sharded)
     if half == "fp16":
         _add_scaling(config, draft)
+
+
+def _add_narrow_state(config: Config, draft: Draft, sharded: bool) -> None:
+    """Add master weights and moments in BF16, by the rules of DeepSpeed."""
+    masters = "bf16.bf16_master_weights_and_grads"
+    moments = "bf16.bf16_optimizer_states"
+    if config.get(masters) and not sharded:
+        draft.problems.append(f"{config.shown(masters)}: DeepSpeed needs zero_optimization.stage 1 or higher with it")
+    if config.get(moments) and not config.get(masters):
+        draft.problems.append(f"{config.shown(moments)}: DeepSpeed needs {masters} = true with it")
+    if config.get(masters):
+        _put(draft, "precision.masters", "none", config.origin(masters))
+    if config.get(moments):
+        _put(draft, "precision.moments", "bf16", config.origin(moments))
 
 
 def _add_scaling(config: Config, draft: Draft) -> None:
@@ -246,7 +273,13 @@ def _add_zero(config: Config, draft: Draft) -> None:
 
 
 def _add_optimizer(config: Config, draft: Draft) -> None:
-    clip = config.get("gradient_clipping", 0.0)
+    clip = config.get("gradient_clipping", CLIP)
+    left_open = "gradient_clipping" not in config.leaves and "optimizer.clip" not in draft.keys
+    if left_open and draft.needs("optimizer.clip"):
+        draft.notes.append(
+            f"gradient_clipping ({config.place}) is left open: {CLIP}, as DeepSpeed does since June 2026; before, it "
+            "did not clip (optimizer.clip=0)"
+        )
     if "gradient_clipping" in config.leaves or "optimizer.clip" not in draft.keys:
         _put(draft, "optimizer.clip", clip if clip == "auto" else float(clip), config.origin("gradient_clipping"))
     kind = config.get("optimizer.type")

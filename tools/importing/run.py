@@ -2,21 +2,23 @@
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.errors import UserError
-from tools.config.run_file import load_run
-from tools.console.toml import Given
+from tools.config.run_file import load_run, tables_of_a_run
+from tools.console.toml import Given, toml
 from tools.importing.deepspeed import add_deepspeed
-from tools.importing.draft import Draft
+from tools.importing.draft import DEEPSPEED, MEGATRON, Draft
 from tools.importing.megatron_data import add_data, add_run
 from tools.importing.megatron_layout import add_layout
 from tools.importing.megatron_model import add_model
 from tools.importing.megatron_training import add_length, add_optimizer, add_precision, add_rate
 from tools.importing.page import run_text
 from tools.importing.sources import Sources, read_sources
+
+WITHOUT_NUMBERS = ("parallel.", "log.", "checkpoint.", "train.eval_")  # keys that change no number of the training
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ def import_run(
         draft.put(key, entry.value, "given beside the arguments")
     draft.problems += [f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried]
     draft.notes += [f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()]
+    draft.notes += _defaults_of_others(draft)
+    if not sources.megatron:
+        draft.notes += _defaults_of_ours(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
     if problems := [*sources.arguments.problems, *draft.problems]:
         raise UserError(*dict.fromkeys(problems))
@@ -74,6 +79,39 @@ def _add_megatron(sources: Sources, draft: Draft, ranks: int | None) -> None:
     add_precision(arguments, draft)
     add_data(arguments, draft)
     add_run(arguments, draft)
+
+
+def _defaults_of_others(draft: Draft) -> Iterator[str]:
+    """Yield a note of the other system's defaults that differ from ours and stand in for what its files leave open."""
+    tables = tables_of_a_run()
+    for source in (MEGATRON, DEEPSPEED):
+        standing_in = list[str]()
+        for key, entry in draft.keys.items():
+            table, _, name = key.partition(".")
+            field = tables[table].model_fields.get(name)
+            value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+            differs = field is None or field.default != value
+            if entry.origin == source and differs and not key.startswith(WITHOUT_NUMBERS):
+                standing_in.append(f"{key} = {toml(entry.value)}")
+        if standing_in:
+            yield f"left open, so {source} counts: {', '.join(standing_in)}"
+
+
+def _defaults_of_ours(draft: Draft) -> Iterator[str]:
+    """Yield a note of our defaults that stand in for an optimizer, a schedule and data that no file names."""
+    names = ["data.source", "lr.peak", "optimizer.name", "optimizer.weight_decay"]
+    if draft.value("optimizer.name", "adamw") == "adamw":
+        names += ["optimizer.betas", "optimizer.eps"]
+    if draft.value("lr.schedule") is None:
+        names += ["lr.schedule", "lr.warmup", "lr.final"]
+    tables = tables_of_a_run()
+    standing_in = list[str]()
+    for key in names:
+        table, _, name = key.partition(".")
+        if key not in draft.keys:
+            standing_in.append(f"{key} = {toml(tables[table].model_fields[name].default)}")
+    if standing_in:
+        yield f"left open, so megaprec's default counts: {', '.join(standing_in)}"
 
 
 def _leaves(content: object) -> int:

@@ -73,11 +73,16 @@ class Word:
 
 @dataclass
 class CommandLine:
-    """A program's arguments. ranks: what the launcher before it starts; None if that is not said."""
+    """A program's arguments.
+
+    ranks: what the launcher before it starts; None if that is not said. taken_in: the files that the script reads with
+    `source`, and that were read.
+    """
 
     words: list[Word]
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
+    taken_in: list[str] = field(default_factory=list)
 
 
 def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
@@ -114,6 +119,7 @@ class _Script:
         self.unknown = Unknown()
         self.condition = ""
         self.sourced: list[str] = []
+        self.taken_in: list[str] = []
         self.unread = ""  # the last file that the script takes in and that is not read, with its line and why
         self.left_to_source = MOST_SOURCED
         self.flow = Flow(self._shown())
@@ -145,7 +151,8 @@ class _Script:
             for name, value in sorted(self.defaults.items())
             if name in read
         ]
-        return CommandLine(arguments, None if at is None else ranks([word.text for word in words[:at]]), notes)
+        started = None if at is None else ranks([word.text for word in words[:at]])
+        return CommandLine(arguments, started, notes, self.taken_in)
 
     def _all_read(self, words: Sequence[Word]) -> set[str]:
         """Return the variables that words are made of, and those that these are made of."""
@@ -239,7 +246,7 @@ class _Script:
             for name in list(self.values):
                 self._leave_open(name, self.unread)
             return
-        self.sourced.append(f"{where}: {said} is read")
+        self.taken_in.append(said)
         self.flow.keyword("{")
         self._follow(Lexer(text, said).commands(), depth + 1)
         self.flow.keyword("}")

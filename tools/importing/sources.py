@@ -86,6 +86,7 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
         command.words = []
     sources.ranks = command.ranks or sources.ranks
     sources.notes += command.notes
+    sources.names += command.taken_in
     read_words(command.words, sources.arguments)
 
 

@@ -53,8 +53,11 @@ def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of the gradient."""
-    if isinstance(x, CutTensor) and x.cut.dim != dim % x.dim():
-        raise UserError(f"join along dimension {dim}, but it is dimension {x.cut.dim} of {list(x.shape)} that is cut")
+    if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
+        raise UserError(
+            f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension {x.cut.dim} is {x.cut.outer} "
+            "slices of features: join it along that dimension, before it is merged with others"
+        )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 
 

@@ -20,6 +20,10 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.precision.nested import mapped, tensors
 
+JOIN_AND_SPLIT = (
+    "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by parallel.split, or give "
+    'the layer before it the style "whole"'
+)
 MOVED_STRIDE = 1 << 40
 """The stride of the cut dimension of a tensor that is used to see where an operation puts that dimension."""
 
@@ -124,20 +128,11 @@ class Call:
         """Return the error that says why the function does not keep the cut, and what to do."""
         x = self.first_cut()
         cut = x.cut
-        module = f" in {where}" if (where := getattr(x, "given_to", "")) else ""
+        where = getattr(x, "given_to", "")
+        function = f"{self.name} in {where}" if where else self.name
         size = x.shape[cut.dim] // cut.outer
-        way_out = (
-            cut.remedy
-            or remedy
-            or (
-                "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by parallel.split, or "
-                'give the layer before it the style "whole"'
-            )
-        )
-        return UserError(
-            f"{self.name}{module} {why}: tensor-parallel ranks have {size} each of the {size * cut.ranks} {cut.source}; "
-            f"{way_out}"
-        )
+        slices = f"tensor-parallel ranks have {size} each of the {size * cut.ranks} {cut.source}"
+        return UserError(f"{function} {why}: {slices}; {cut.remedy or remedy or JOIN_AND_SPLIT}")
 
 
 def _followed(call: Call) -> Any:
@@ -533,7 +528,8 @@ def _repeated(call: Call) -> Placed:
 
 def _padded(call: Call) -> Placed:
     x = call.first_cut()
-    if len(call.argument(1, "pad")) // 2 >= x.dim() - x.cut.dim:
+    before = 2 * (x.dim() - 1 - x.cut.dim)
+    if any(call.argument(1, "pad")[before : before + 2]):
         raise call.refuse("pads the features of each slice")
     return lambda _: x.cut
 

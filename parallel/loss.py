@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
-from parallel.cut_features import unchecked
+from parallel.cut_features import CutTensor, unchecked
 from parallel.layers import ColumnParallelLinear
 from parallel.leaves import PLAIN, Leaves
 
@@ -45,6 +45,11 @@ def cross_entropy(
         has kept them for one, its backward pass raises RuntimeError.
     leaves: the form in which the passes over the logits are computed.
     """
+    if isinstance(logits, CutTensor) and (logits.cut.dim != logits.dim() - 1 or logits.cut.outer != 1):
+        raise UserError(
+            f"logits {list(logits.shape)}: it is dimension {logits.cut.dim} of which each rank has a slice, but the "
+            "vocabulary must be the last one"
+        )
     return CrossEntropy.apply(unchecked(logits), targets, vocabulary, tp, sensitive, consume, leaves)
 
 

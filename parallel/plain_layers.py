@@ -226,7 +226,7 @@ class _Norm(Watched):
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
         sequence = isinstance(x, CutTensor) and self.watch.sequence and x.cut.dim == 0
         heads = isinstance(x, CutTensor) and not sequence
-        if heads and not self.of_heads:
+        if isinstance(x, CutTensor) and heads and not self.of_heads:
             raise UserError(
                 f"{self.path} is given heads that tensor-parallel ranks share, of the {x.cut.source}, and each rank "
                 'would compute its gradient from its own heads: give it the style "heads", which sums them'
@@ -326,8 +326,8 @@ def _require_sequence(x: CutTensor, path: str, watch: Watch) -> None:
 
 def _cut_elsewhere(x: CutTensor, path: str) -> UserError:
     return UserError(
-        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the {x.cut.source}, not its "
-        "features: make it whole by parallel.join(x, tp, dim), or bring the heads into the features first"
+        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the {x.cut.source}, not "
+        "its features: make it whole by parallel.join(x, tp, dim), or bring the heads into the features first"
     )
 
 

@@ -93,7 +93,7 @@ def halves(x: Tensor) -> Tensor:
 ELEMENTWISE: dict[str, Callable[[int], nn.Module]] = {
     "gelu": lambda n: nn.GELU(),
     "relu": lambda n: nn.ReLU(),
-    "relu in place": lambda n: nn.ReLU(inplace=True),
+    "relu in place": lambda n: nn.Sequential(Computed(lambda x: x * 1), nn.ReLU(inplace=True)),
     "silu": lambda n: nn.SiLU(),
     "tanh": lambda n: nn.Tanh(),
     "leaky": lambda n: nn.LeakyReLU(),
@@ -115,7 +115,7 @@ ELEMENTWISE: dict[str, Callable[[int], nn.Module]] = {
 }
 MIXING: dict[str, Callable[[int], nn.Module]] = {
     "dropout": lambda n: nn.Dropout(0.25),
-    "dropout in place": lambda n: nn.Dropout(0.25, inplace=True),
+    "dropout in place": lambda n: nn.Sequential(Computed(lambda x: x * 1), nn.Dropout(0.25, inplace=True)),
     "functional dropout": lambda n: FunctionalDropout(),
     "alpha dropout": lambda n: nn.AlphaDropout(0.25),
     "layer norm": lambda n: nn.LayerNorm(n),
@@ -339,7 +339,7 @@ class Model(nn.Module):
             self.place = nn.Embedding(LENGTH, HIDDEN)
             draw.styles["place"] = draw.drawn.choice(["vocab", "whole"])
         if self.positions == "parameter":
-            self.place = nn.Parameter(torch.randn(LENGTH, 1, HIDDEN))
+            self.offset = nn.Parameter(torch.randn(LENGTH, 1, HIDDEN))
         self.first = draw.drawn.choice([nn.Identity, lambda: nn.Dropout(0.25), FunctionalDropout])()
         self.blocks = nn.ModuleList(block_of(draw, f"blocks.{n}") for n in range(draw.drawn.randint(1, 2)))
         norms = [lambda: nn.LayerNorm(HIDDEN), lambda: nn.RMSNorm(HIDDEN, eps=1e-5), nn.Identity]
@@ -362,7 +362,7 @@ class Model(nn.Module):
         if self.positions == "table":
             x = x + self.place(torch.arange(len(ids)))[:, None]
         if self.positions == "parameter":
-            x = x + self.place
+            x = x + self.offset
         x = self.first(x)
         for norm, block in zip(self.norms, self.blocks, strict=True):
             y = self.after(block(norm(x)))

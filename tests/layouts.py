@@ -110,12 +110,14 @@ class Recording(ParallelAMPOptimizer):
         self.seen = gradients.seen
         self.plant, self.count = plant, 0
 
-    def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | float | None = None
+    ) -> StepReport:
         if self.plant is not None and self.plant[:2] == (self.world.rank, self.count):
             counted = [values for values in self._counted if len(values)]
             counted[self.count % len(counted)][-1] = self.plant[2]
         self.count += 1
-        return super().step(lr, loss)
+        return super().step(lr, loss, counted_tokens)
 
 
 def fragments(buffers: Sequence[Buffer], values: Callable[[Buffer], Tensor]) -> list[Fragment]:

@@ -46,7 +46,7 @@ def ids() -> tuple[Tensor, Tensor]:
 def engine_of(mesh: DeviceMesh | None, config: ModelConfig, dp: int, pp: int, **more: Any) -> Engine:
     scaled = plan("fp32", scaling=LossScaling("dynamic", initial=2.0**8, growth_interval=3))
     microbatches = SAMPLES // dp // 2
-    kind = {"micro_batch": 2, "seq_length": LENGTH, "seed": 5} | more
+    kind: dict[str, Any] = {"micro_batch": 2, "seq_length": LENGTH, "seed": 5} | more
     return Engine(config, scaled, mesh, schedule("1f1b", pp, microbatches), **kind)
 
 

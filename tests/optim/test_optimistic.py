@@ -49,13 +49,13 @@ class Before(ParallelAMPOptimizer):
         super().__init__(*args, **options)
         self.planted, self.count = planted, 0
 
-    def _own_numbers(self, loss: Tensor | None) -> Tensor:
+    def _own_numbers(self, loss: Tensor | None, counted_tokens: Tensor | float | None = None) -> Tensor:
         rank, value = self.planted.get(self.count, (0, 0.0))
         if value and rank % self.world.size == self.world.rank:
             filled = [values for values in self._counted if len(values)]
             filled[self.count % len(filled)][-1] = value * self.scale
         self.count += 1
-        return super()._own_numbers(loss)
+        return super()._own_numbers(loss, counted_tokens)
 
 
 class After(Before, PostValidationOptimizer):
@@ -65,9 +65,9 @@ class After(Before, PostValidationOptimizer):
         super().__init__(*args, **options)
         self.always, self.stood = always, []
 
-    def take(self, lr: float, loss: Tensor | None = None) -> StepReport | None:
+    def take(self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | None = None) -> StepReport | None:
         self._guesses |= self.always
-        return super().take(lr, loss)
+        return super().take(lr, loss, counted_tokens)
 
     def settle(self) -> Settled | None:
         settled = super().settle()
@@ -315,8 +315,8 @@ class Patient(PostValidationOptimizer):
 
     folder: Path
 
-    def _own_numbers(self, loss: Tensor | None) -> Tensor:
-        numbers = super()._own_numbers(loss)
+    def _own_numbers(self, loss: Tensor | None, counted_tokens: Tensor | float | None = None) -> Tensor:
+        numbers = super()._own_numbers(loss, counted_tokens)
         begun = self.folder / str(int(self.steps) + 1)
         deadline = time.monotonic() + 300
         while self.pp.rank == self.pp.size - 1 and int(self.steps) < STEPS - 1 and not begun.exists():

@@ -368,8 +368,10 @@ def _two_sources(given: Mapping[str, Given]) -> Iterator[str]:
     """Yield a problem if the command line names training data that data.blend of the file would overrule."""
     source = given.get("data.source")
     blend = given.get("data.blend")
-    if source is None or blend is None or source.origin != "command line" or source.value != "python":
+    if source is None or source.origin != "command line" or source.value != "python":
         return  # the checks between tables refuse every other source beside a blend
+    if blend is None or blend.origin == "command line":
+        return  # who writes both means the blend
     if blend.value:
         yield (
             f'data.source = "python" (command line) and data.blend ({blend.origin}) both name the training data: give '

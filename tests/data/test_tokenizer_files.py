@@ -245,7 +245,7 @@ def test_a_piece_that_settings_give_another_name_is_noted_if_no_text_can_hold_it
         return
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     note, of_losses = tokenizer.notes
-    assert of_losses.endswith("it changes or leaves out the sign U+2581")
+    assert "does not give texts back as they were" in of_losses and of_losses.endswith("the sign U+2581")
     assert tokenizer.eos == 300 and "tokenizer_config.json: '<|im_end|>' is token 300, which is " in note
 
 

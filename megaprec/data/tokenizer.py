@@ -219,6 +219,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inside = next((file for name in NAMES if (file := path / name).is_file()), None)
         give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
         raise UserError(f"{path}{what}; give {give}")
+    content = b""
     try:
         content = read_regular(path)
         require_tried(path, content)

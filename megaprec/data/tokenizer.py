@@ -181,12 +181,23 @@ class HuggingFaceTokenizer:
 
 def _losses(tokenizer: Tokenizer) -> list[str]:
     """Return a note if texts do not come back from their tokens as they were."""
-    if not _comes_back(tokenizer, PLAIN):
-        return [f"{tokenizer.path} does not give texts back as they were, not even {PLAIN!r}"]
     lost = [what for what, text in LOST.items() if not _comes_back(tokenizer, text)]
-    if not lost:
+    if not _comes_back(tokenizer, PLAIN):
+        what = f", not even {PLAIN!r}"
+    elif lost:
+        what = f": it changes or leaves out {', '.join(lost)}"
+    else:
         return []
-    return [f"{tokenizer.path} does not give texts back as they were: it changes or leaves out {', '.join(lost)}"]
+    left_out = "; it leaves out of texts what it has no token for" if _leaves_out(tokenizer) else ""
+    return [f"{tokenizer.path} does not give texts back as they were{what}{left_out}"]
+
+
+def _leaves_out(tokenizer: Tokenizer) -> bool:
+    """Return True if a character that no token is for is left out, as by a tokenizer without an unknown token."""
+    try:
+        return not tokenizer.encode(RARE)
+    except UserError:
+        return False
 
 
 def _comes_back(tokenizer: Tokenizer, text: str) -> bool:
@@ -208,6 +219,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inside = next((file for name in NAMES if (file := path / name).is_file()), None)
         give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
         raise UserError(f"{path}{what}; give {give}")
+    content = b""
     try:
         content = read_regular(path)
         require_tried(path, content)

@@ -2,8 +2,8 @@
 
     python -P tokenizer_trial.py PATH
 
-The libraries of tokenizers are made for files of one's own: odd ones make them panic, abort the process, or take
-gigabytes and minutes. This process ends with 0 if the file does none of that; a file that a library refuses with an
+The libraries of tokenizers trust their files: odd ones make them panic, abort the process, or take gigabytes and
+minutes. This process ends with 0 if the file does none of that; a file that a library refuses with an
 error is as harmless as one that it reads. It ends with PANIC for a panic, and otherwise by the signal of a limit.
 
 This module imports no other module of the project, so that it starts fast.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megaprec.data import training as module
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
-from megaprec.data.training import train_sentencepiece
+from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2581\x10_. \n"))
@@ -166,3 +166,25 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.model: no such file"):
         load_tokenizer(tmp_path / "nothing.model")
+
+
+LOSSY: dict[str, tuple[dict[str, object], str]] = {
+    "lower case": ({"type": "Lowercase"}, "capital letters"),
+    "NFKC": ({"type": "NFKC"}, "combining characters, characters that have a plainer form"),
+    "accents": ({"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}, "accents"),
+    "BERT": ({"type": "BertNormalizer", "clean_text": True, "lowercase": False}, "control characters"),
+    "spaces": ({"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}, "spaces that follow each other"),
+    "ends": ({"type": "Strip", "strip_left": True, "strip_right": True}, "spaces at the beginning, spaces at the end"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSY)
+def test_what_a_tokenizer_loses_is_said_where_it_is_loaded(case: str, tmp_path: Path) -> None:
+    path = train_hugging_face(library(20_000), tmp_path / "tokenizer.json", 270)
+    assert load_tokenizer(path).notes == ()
+    normalizer, what = LOSSY[case]
+    defaults = {"handle_chinese_chars": False, "strip_accents": False} if case == "BERT" else {}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer | defaults}))
+    (note,) = load_tokenizer(path).notes
+    assert note.startswith(f"{path} does not give texts back as they were: it changes or leaves out ")
+    assert what in note

@@ -244,7 +244,8 @@ def test_a_piece_that_settings_give_another_name_is_noted_if_no_text_can_hold_it
             load_tokenizer(tmp_path / "tokenizer.model")
         return
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
-    (note,) = tokenizer.notes
+    note, of_losses = tokenizer.notes
+    assert "does not give texts back as they were" in of_losses and of_losses.endswith("the sign U+2581")
     assert tokenizer.eos == 300 and "tokenizer_config.json: '<|im_end|>' is token 300, which is " in note
 
 

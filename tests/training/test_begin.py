@@ -63,7 +63,7 @@ def evaluated(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> di
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.cases(2, sample=3)
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("name", ["gemma3", *(name for name in FAMILIES if name != "gemma3")])
 def test_a_family_has_one_begin_token_and_one_loss_from_folder_to_run_to_export_and_back(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -105,6 +105,7 @@ def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(t
     assert len(read) > 100
 
 
+@pytest.mark.slow
 def test_weights_with_a_begin_token_are_not_trained_without_it_in_silence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_weights_with_a_begin_token_are_not_trained_without_it_in_silence(
     assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == EOS, "as trained here"
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_the_begin_token_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"))
     assert main(["train", str(file), "--no-verify"]) == 0
@@ -147,6 +149,7 @@ def test_a_run_whose_documents_do_not_end_is_evaluated_without_a_token_that_it_n
         assert evaluated(place, tmp_path / "texts.jsonl", capsys)["begin_token"] is None
 
 
+@pytest.mark.slow
 def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
     assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == BOS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "told"), [("300", "ids are below 300"), ("-1", "data.begin = -1"), ("x", "none")])
 def test_a_begin_that_is_no_token_is_refused(
     value: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

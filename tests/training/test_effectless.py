@@ -98,7 +98,7 @@ model: output_bias mlp_bias tied experts dropout attention_dropout embedding_sca
 model: mtp_layers factory
 model: latent swiglu_alpha swiglu_limit norm_unit_offset rotary_fraction window_rope_base window_layers expert_bias
 model: router_bias dense_layers dense_ffn shared_experts shared_gate
-data: source blend tokenizer held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss
+data: source blend tokenizer begin held_out shuffle reset_attention_mask reset_position_ids eod_mask_loss
 data: text_field vocab_size max_chars validation lm_eval lm_eval_folder lm_eval_limit
 data: workers cache
 parallel: tensor pipeline data context schedule_file cuts bucket

@@ -32,7 +32,7 @@ from tools.convert.native import native_model, special_ids
 
 @dataclass(frozen=True)
 class Initial:
-    """What the folder of train.init_from says besides weights. origin: the file that says it.
+    """A model of train.init_from, without its weights. origin: the file that says it.
 
     tokenizer: its file, None if there is none. begin: id of the token before documents in the training of the weights,
     None if the folder names none.

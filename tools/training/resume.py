@@ -193,8 +193,10 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     for dataset in corpus.datasets:
         built_with = beside(dataset.prefix, ".model")
         record = read_record(dataset.prefix)
-        known = record is not None and built_with.is_file()
-        if known and record["tokenizer_sha256"] == file_digest(built_with) and not same_tokens(built_with, tokenizer):
+        if record is None or not built_with.is_file():
+            continue
+        is_its_own = record.get("tokenizer_sha256") == file_digest(built_with)
+        if is_its_own and not same_tokens(built_with, tokenizer):
             yield (
                 f"data.tokenizer: {tokenizer} is not the tokenizer of {dataset.prefix}, {built_with}, so equal ids "
                 f"mean other tokens: build the data set again with --tokenizer {tokenizer}, {accept}"

@@ -1,5 +1,6 @@
 """Against the real transformers: its folders in, ours out, the same logits, the same training, the same token ids."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def run(*arguments: object) -> None:
 def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of random weights that is lively enough for every tensor to matter, saved by transformers."""
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(**{**CONFIGS[kind], **changes})
+    config = transformers.AutoConfig.for_model(**deepcopy({**CONFIGS[kind], **changes}))  # which it changes inside
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=dtype
     )

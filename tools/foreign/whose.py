@@ -1,4 +1,4 @@
-"""Whose file it is: the system that a configuration or a launch script belongs to, by the names in it.
+"""The system that a configuration or a launch script belongs to, by the names in it: whose file it is.
 
 A door that takes another system's file asks here first, so that its refusal names that system and what to do instead.
 """

@@ -97,9 +97,8 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
 def _require_readable(path: Path, text: str) -> None:
     """Raise UserError for a file of settings of another system, by its name, and for any TOML or Python."""
     kind = whose_file(path, text)
-    if kind is not None and kind is not DEEPSPEED:
-        raise UserError(kind.of(path))
-    if kind is DEEPSPEED and path.suffix.lower() not in JSON:
+    read_here = kind is DEEPSPEED and path.suffix.lower() in JSON
+    if kind is not None and not read_here:
         raise UserError(kind.of(path))
     if path.suffix.lower() in OTHERS:
         raise UserError(
@@ -123,7 +122,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
     if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
         raise UserError(
             f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as {', '.join(strange[:3])}: "
-            "it is of another program, whose settings are not read: write a run file (megaprec init begins one)"
+            "it is of another program, whose settings are not read: write a run file (megaprec init FOLDER begins one)"
         )
 
 

@@ -54,7 +54,7 @@ def require_arguments(
     if optimizer.canonical:
         raise UserError(
             "canonical = True: a Pipeline takes an optimizer without canonical sums; train by megaprec train "
-            "(train.canonical), or call backward and end_microbatch in a loop of your own"
+            "(train.numerics=canonical), or call backward and end_microbatch in a loop of your own"
         )
 
 

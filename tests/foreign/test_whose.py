@@ -137,3 +137,16 @@ def test_arguments_of_megatron_as_json_are_read_as_those_of_yaml(tmp_path: Path)
         texts.append(import_run([str(tmp_path / name)], {}, {}, 1).text)
     lines = [text.replace(".json", ".yaml") for text in texts]
     assert "layers = 2" in texts[0] and lines[0] == lines[1]
+
+
+def test_a_variable_in_a_yaml_file_is_given_by_assume_as_its_line_says(tmp_path: Path) -> None:
+    content = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "lr": 1e-3}
+    content |= {"max_position_embeddings": 32, "micro_batch_size": 1, "train_iters": 10, "vocab_size": 512}
+    content |= {"data_path": "${DATA}/mine"}
+    path = tmp_path / "args.yaml"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        import_run([str(path)], {}, {}, 1)
+    (line,) = caught.value.problems
+    assert "data_path" in line and line.endswith("--assume DATA=VALUE gives it")
+    assert 'source = "tokens/mine"' in import_run([str(path)], {}, {"DATA": "tokens"}, 1).text

@@ -480,3 +480,22 @@ def test_a_tokenizer_that_is_not_read_for_a_given_vocabulary_is_named() -> None:
     given, _ = given_in(None, ["model.vocab=500"])
     notes = import_run([line], given, {}, None).notes
     assert [note for note in notes if note.startswith("--tokenizer-model mine.model: not read")]
+
+
+LINE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64 "
+    "--micro-batch-size 4 --global-batch-size 64 --lr 3e-4 --train-iters 100 --data-path tokens/mine "
+    "--vocab-size 500 --save runs/mine"
+)
+
+
+@pytest.mark.cases(4, sample=12)
+@pytest.mark.parametrize("name", sorted(megatron_refused.SHAPES))
+def test_an_argument_that_is_refused_is_left_out_as_the_last_line_says(name: str) -> None:
+    values = {"flag": "", "value": " 77", "values": " 77 78"}[megatron_refused.SHAPES[name].form]
+    line = f"{LINE} {option(name)}{values}"
+    with pytest.raises(UserError) as caught:
+        import_run([line], {}, {}, 1)
+    assert any(option(name) in problem for problem in caught.value.problems)
+    imported = import_run([line], {}, {}, 1, frozenset({name}))
+    assert any(note.startswith(f"left out, as --drop says: {option(name)}") for note in imported.notes)

@@ -126,7 +126,7 @@ def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(
         ("source env.sh", "No such file or directory"),
         ("source ../env.sh", "only files in the folder of the script are"),
         ("source /somewhere/env.sh", "only files in the folder of the script are"),
-        (". $SOME/env.sh", "only files in the folder of the script are"),
+        (". $SOME/env.sh", "its name is not known"),
         ("source latin.sh", "not UTF-8 text"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Whose file it is: the system that a configuration or a launch script belongs to, by the names in it.
+"""The system that a configuration or a launch script belongs to, by the names in it: whose file it is.
 
 A door that takes another system's file asks here first, so that its refusal names that system and what to do instead.
 """
@@ -14,7 +14,7 @@ from tools.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
 from tools.foreign.values import Table, Thing
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
-KEYS = "its keys are not read: write a run file (megaprec init begins one)"
+KEYS = "its keys are not read: write a run file (megaprec init FOLDER begins one for a folder of text)"
 HF_FOLDER = "train.init_from=FOLDER begins with the weights of its folder, from which [model] follows"
 SHOWN = "megaprec precision show FILE reads its precision"
 TARGET = re.compile(r"['\"]?_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)")

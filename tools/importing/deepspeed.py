@@ -148,6 +148,7 @@ def _add_batch(config: Config, draft: Draft, ranks: int | None) -> None:
     whole, micro, steps = _completed(whole, micro, steps, data or 1)
     if data and whole != micro * steps * data:
         rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"
+        rule += "; --ranks gives another number of them" if ranks else ""
         draft.problems.append(f"{origin} ({config.place}): {rule}")
         return
     _put(draft, "train.global_batch", whole, origin)

@@ -257,7 +257,9 @@ class _Script:
             raise UserError("a command line has no folder")
         inside = OWN_FOLDER.sub(f"{self.folder}/", said)
         path = self.folder / inside
-        if inside.startswith("$") or path.resolve().parent != self.folder.resolve():
+        if inside.startswith("$"):
+            raise UserError("its name is not known")
+        if path.resolve().parent != self.folder.resolve():
             raise UserError("only files in the folder of the script are")
         if self.left_to_source == 0:
             raise UserError(f"{MOST_SOURCED} files are the most")

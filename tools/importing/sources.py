@@ -1,5 +1,6 @@
 """The sources of `megaprec import-args`: a command line, a script, YAML or DeepSpeed's JSON, each read as text."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ YAML = (".yaml", ".yml")
 JSON = (".json",)
 OTHERS = (".toml", ".py")  # files of settings that are recognised, and read by other commands
 LISTED = "MODEL_ARGS"  # the table of arguments in the YAML of Megatron-LM's functional tests
+VARIABLE = re.compile(r"\$\{(\w+)\}")
 FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
 
 
@@ -70,6 +72,8 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
             return
         sources.megatron = True
         if suffix in YAML:
+            for name, value in assumed.items():
+                text = text.replace(f"${{{name}}}", value)
             data = _yaml(path, text)
             _read_data(path, data, sources)
             return
@@ -93,9 +97,8 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
 def _require_readable(path: Path, text: str) -> None:
     """Raise UserError for a file of settings of another system, by its name, and for any TOML or Python."""
     kind = whose_file(path, text)
-    if kind is not None and kind is not DEEPSPEED:
-        raise UserError(kind.of(path))
-    if kind is DEEPSPEED and path.suffix.lower() not in JSON:
+    read_here = kind is DEEPSPEED and path.suffix.lower() in JSON
+    if kind is not None and not read_here:
         raise UserError(kind.of(path))
     if path.suffix.lower() in OTHERS:
         raise UserError(
@@ -119,7 +122,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
     if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
         raise UserError(
             f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as {', '.join(strange[:3])}: "
-            "it is of another program, whose settings are not read: write a run file (megaprec init begins one)"
+            "it is of another program, whose settings are not read: write a run file (megaprec init FOLDER begins one)"
         )
 
 
@@ -207,7 +210,10 @@ def _flat(table: Table, arguments: Arguments, place: str) -> dict[str, Any]:
             try:
                 inner = {ALIASES.get(str(key), str(key)): plain(entry.value)}
             except Unreadable as why:
-                arguments.problems.append(f"{key} ({place}, line {entry.line}): {why}")
+                names = VARIABLE.findall(str(why))
+                way = f": --assume {names[0]}=VALUE gives it" if names else ""
+                arguments.problems.append(f"{key} ({place}, line {entry.line}): {why}{way}")
+                arguments.tried.add(str(key).removeprefix("--").replace("-", "_"))
                 continue
         for name, value in inner.items():
             if name in found and found[name] != value:

@@ -63,11 +63,11 @@ def require_account() -> None:
     try:
         known = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
-        raise UserError(f'log.to = "wandb": {error}') from error
+        raise UserError(f'log.to = ["wandb"]: {error}') from error
     if not known:
         raise UserError(
-            'log.to = "wandb": no account is known here: run `wandb login`, or set WANDB_MODE=offline and send the run '
-            "later with `wandb sync`"
+            'log.to = ["wandb"]: no account is known here: run `wandb login`, or set WANDB_MODE=offline and send the '
+            "run later with `wandb sync`"
         )
 
 

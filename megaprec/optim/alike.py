@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import everyones_texts
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
@@ -37,7 +38,7 @@ def require_alike(
         texts = everyones_texts(json.dumps(own).encode(), ranks.world, ranks.device)
         raise UserError(*_differences([json.loads(text) for text in texts]))
     _require_apart(parts, ranks)
-    require_same_weights(parts, ranks, "begin with")
+    require_same_weights(parts, ranks, (ranks.dp, ranks.tp), "begin with")
 
 
 def _require_apart(parts: Sequence[nn.Module], ranks: Ranks) -> None:
@@ -124,18 +125,18 @@ def _differences(said: Sequence[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def require_same_weights(stages: Sequence[nn.Module], ranks: Ranks, verb: str) -> None:
+def require_same_weights(stages: Sequence[nn.Module], ranks: Ranks, axes: Sequence[Axis], verb: str) -> None:
     """Raise UserError, on every rank, if the replicas of a model have different weights.
 
-    verb: what the line says of ranks and weights. Every parameter, trained or frozen, is compared over dp; replicated
-    ones also over tp. Experts on ranks of their own are not compared. Collective over the world.
+    axes: dp, over which every parameter, trained or frozen, is compared; tp, over which replicated ones are. Experts on
+    ranks of their own are not compared. verb: what the line says of ranks and weights. Collective over the world.
     """
     if ranks.world.size == 1:
         return
     every = dict.fromkeys(p for stage in stages for p in stage.parameters() if has_layout(p) and not is_dtensor(p))
     whole = [p for p in every if not layout_of(p).expert]
     wrong: list[str] = []
-    for axis in (ranks.dp, ranks.tp):
+    for axis in axes:
         mine = [p for p in whole if axis is ranks.dp or all(part.dim is None for part in layout_of(p).parts)]
         if axis.size == 1 or not mine:
             continue

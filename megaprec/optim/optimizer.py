@@ -312,7 +312,8 @@ class ParallelAMPOptimizer(TorchFace):
             require_same_loss(loss, self.tp, self.world, self.device)
             require_loss_of_one_stage(loss, self.pp, self.world, self.device)
             require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
-            require_same_weights(self._parts, self._ranks, "have")
+            # Not over tp: on a GPU the gradients of copies may differ in their last bits.
+            require_same_weights(self._parts, self._ranks, (self.dp,), "have")
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 

@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "dampening": _BY_TORCH,
     "amsgrad": _BY_TORCH,
     "maximize": _BY_TORCH,
+    "decoupled_weight_decay": "AdamW's decay is decoupled, SGD's is part of the gradient, so leave it out",
     "foreach": _ONE_KERNEL,
     "fused": _ONE_KERNEL,
     "capturable": _ONE_KERNEL,

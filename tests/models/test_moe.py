@@ -96,7 +96,7 @@ def test_the_size_of_a_micro_batch_changes_nothing(micro_batch: int) -> None:
 
 def test_a_run_in_fp64_computes_in_fp64_throughout() -> None:
     """One third of a loss, or of a sample, is another number in FP32: every layout would share the error."""
-    runs = [Run(MODELS[name], samples=6, steps=1) for name in MODELS if "experts" in MODELS[name]]
+    runs = [Run(MODELS[name], samples=6, steps=1) for name in ("mixtral", "glm4_moe")]
     assert any(run.config.router_z_loss for run in runs) and any(run.config.router_aux_loss for run in runs)
     for run, result in zip(runs, train_all(runs), strict=True):
         (record,) = oracle.train(run.config, result.before, batches(run), run.lr, run.clip)

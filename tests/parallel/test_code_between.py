@@ -53,6 +53,14 @@ class MadeWhole(nn.Module):
         return split(join(x, tp, -1).softmax(-1), tp, -1)
 
 
+class SplitNumbers(nn.Module):
+    """Numbers of all features, of which each rank takes its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tp = TP.get("tp", Axis("tp"))
+        return unchecked(x) * split(torch.arange(1.0, WIDE + 1, dtype=x.dtype), tp, -1)
+
+
 class Unchecked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return unchecked(x).tanh()
@@ -92,6 +100,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         lambda: nn.Sequential(nn.Dropout(0.5), MLP(nn.ReLU())),
         {"*up": "column", "*down": "row"},
     ),
+    "relu in place": (lambda: MLP(nn.ReLU(inplace=True)), MLP_STYLES),
     "layer norm": (lambda: MLP(nn.LayerNorm(WIDE)), MLP_STYLES),
     "rms norm": (lambda: MLP(nn.RMSNorm(WIDE, eps=1e-5)), MLP_STYLES),
     "column after column": (lambda: MLP(nn.Linear(WIDE, WIDE)), {"up": "column", "between": "column", "down": "row"}),
@@ -100,6 +109,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "whole": (lambda: MLP(nn.LayerNorm(WIDE)), {"up": "whole", "down": "row"}),
     "parallel.copy": (lambda: MLP(Summed()), MLP_STYLES),
     "join and split": (lambda: MLP(MadeWhole()), MLP_STYLES),
+    "numbers of features": (lambda: MLP(SplitNumbers()), MLP_STYLES),
     "unchecked": (lambda: MLP(Unchecked()), MLP_STYLES),
     "encoder": (Encoder, {"*linear1": "column", "*linear2": "row"}),
     "called twice and tied": (Twice, {"up": "column", "other": "column", "down": "row"}),

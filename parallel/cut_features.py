@@ -245,7 +245,7 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
     if length == size and size > 1:
         if torch.is_grad_enabled() and not x.requires_grad:
             raise call.refuse(
-                f"takes numbers {list(x.shape)} of the size of a slice, which are not known to be those of its features",
+                f"takes numbers {list(x.shape)} of the size of a slice, not known to be those of its features",
                 "make them for all features and cut them by parallel.split, and compute with parallel.unchecked(y)",
             )
         return

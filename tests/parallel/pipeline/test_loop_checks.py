@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, attach_whole, plan
-from parallel import Context, Pipeline, join, parallelize, vocab_parallel_loss, unchecked
+from parallel import Context, Pipeline, join, parallelize, unchecked, vocab_parallel_loss
 from tests.ranks import run_ranks
 from tests.refusals import said_of
 

@@ -238,10 +238,16 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
     """Raise UserError unless `x`, of which nothing is known, may be combined with a slice.
 
     It is the same for all features, or a slice itself. What is the same for all has a gradient that each rank would
-    compute from its own features only.
+    compute from its own features only. A slice was computed from weights and has a gradient; numbers that code has made
+    for the size of the slice, such as random ones, would be the same for different features.
     """
     length = x.shape[-from_last] if x.dim() >= from_last else 1
     if length == size and size > 1:
+        if torch.is_grad_enabled() and not x.requires_grad:
+            raise call.refuse(
+                f"takes numbers {list(x.shape)} of the size of a slice, not known to be those of its features",
+                "make them for all features and cut them by parallel.split, and compute with parallel.unchecked(y)",
+            )
         return
     if length != 1:
         raise call.refuse(

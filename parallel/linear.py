@@ -70,7 +70,8 @@ class Linear(torch.autograd.Function):
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
         y, kept = ctx.products.forward(_rows(whole), weight)
         ctx.save_for_backward(*((x,) if lies is Input.SEQUENCE else kept))
-        y = y.view(*whole.shape[:-1], weight.shape[0])
+        # A view that is made here could not be modified in place by code after the layer, as by nn.ReLU(inplace=True).
+        y = torch.ops.aten._unsafe_view(y, [*whole.shape[:-1], weight.shape[0]])
         return y if bias is None else y.add_(bias)
 
     @staticmethod

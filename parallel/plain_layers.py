@@ -129,6 +129,9 @@ class Watched(nn.Module):
         return marked(value, Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy))
 
 
+# What is marked is a copy: the output of an autograd function of ours could not be modified in place as one of torch's.
+
+
 class Column(Watched, ColumnParallelLinear):
     """`ColumnParallelLinear` in the place of a plain layer."""
 
@@ -138,7 +141,7 @@ class Column(Watched, ColumnParallelLinear):
         """x: as `ColumnParallelLinear`, or a slice of the features, which is gathered."""
         with self.computing() as checks:
             y = super().forward(self._whole(x, checks))
-        return marked(y, Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)) if checks else y
+        return marked(y.clone(), Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)) if checks else y
 
     def _whole(self, x: Tensor, checks: bool) -> Tensor:
         tp = self.watch.tp
@@ -175,7 +178,9 @@ class Row(Watched, RowParallelLinear):
                 x = collectives.split(x, tp, x.dim() - 1)
             _require_last(x, self.path)
             y = super().forward(unchecked(x))
-        return marked(y, Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
+        return (
+            marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
+        )
 
 
 class Vocab(Watched, VocabParallelEmbedding):
@@ -192,7 +197,9 @@ class Vocab(Watched, VocabParallelEmbedding):
             if checks:
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
-        return marked(y, Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
+        return (
+            marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
+        )
 
 
 class _Norm(Watched):

@@ -173,7 +173,8 @@ def _watch(module: nn.Module, watch: Watch) -> None:
         if isinstance(other, nn.TransformerEncoder):
             other.use_nested_tensor = False
         container = isinstance(other, CONTAINERS)
-        if path and type(other).__module__.startswith("torch.nn.modules") and not container:
+        passes = container or isinstance(other, nn.Identity)
+        if path and type(other).__module__.startswith("torch.nn.modules") and not passes:
             other.register_forward_pre_hook(partial(_note_slices, path), with_kwargs=True)
 
 

@@ -144,6 +144,8 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
     "einsum": lambda x: torch.einsum("sbf,sbf->sb", x, x),
     "attention over features": lambda x: F.scaled_dot_product_attention(x, x, x),
     "whole": lambda x: x + features(),
+    "numbers of the slice": lambda x: x + torch.arange(x.shape[-1]),
+    "noise of the slice": lambda x: x + torch.rand(x.shape),
     "numbers of features": lambda x: x + torch.arange(HEADS * SIZE),
     "layer norm": lambda x: F.layer_norm(x, (HEADS * SIZE,)),
     "group norm": lambda x: F.group_norm(x.flatten(0, 1), 2),

@@ -221,12 +221,20 @@ def test_what_a_parallel_layer_would_lose_is_refused_by_path(
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["one module twice", "one weight in two modules"])
-def test_tied_parameters_are_refused_by_both_paths(whole: bool) -> None:
+def test_parameters_that_are_cut_alike_stay_tied(whole: bool) -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     model = nn.Sequential(first, first if whole else second)
-    with pytest.raises(UserError, match=r"0\.weight and 1\.weight are one parameter"):
-        parallelize(model, Context(plan("fp32")), {"*": "column"})
+    parallelize(model, Context(plan("fp32")), {"*": "column"})
+    assert model[0].weight is model[1].weight
+    assert (model[0] is model[1]) == whole
+
+
+def test_tied_parameters_that_would_be_cut_in_different_ways_are_refused_by_both_paths() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    with pytest.raises(UserError, match=r"0\.weight and 1\.weight are one parameter.*whole"):
+        parallelize(nn.Sequential(first, second), Context(plan("fp32")), {"0": "column", "1": "row"})
 
 
 def test_a_frozen_parameter_stays_frozen() -> None:

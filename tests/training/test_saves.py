@@ -339,7 +339,7 @@ def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpo
 
     monkeypatch.setattr(os, "write", no_room)
     monkeypatch.setattr(os, "fsync", no_flush)
-    keys = ["checkpoint.every=2", f"train.folder={tmp_path}"]
+    keys = ["checkpoint.every=2", "checkpoint.background=false", f"train.folder={tmp_path}"]
     if what == "digests.jsonl":
         keys.append("log.digests=4")
     assert train(run_file, *keys) == 2

@@ -59,6 +59,7 @@ def act_once(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     monkeypatch.setattr(integrity, "file_digest", digest)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("act", [goes_on, saves_again])
 @pytest.mark.parametrize(
     "words", [("inspect", "RUN"), ("diff", "RUN", "OTHER"), ("generate", "RUN", "--prompt", "the")]

@@ -41,6 +41,7 @@ def test_a_run_says_at_its_start_what_its_saves_will_delete_and_nothing_else_goe
     assert steps_in(run / "checkpoints") == [1, 4, 6]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

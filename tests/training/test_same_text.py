@@ -49,6 +49,7 @@ def touch_and_know_no_digest(text: Path, run: Path) -> list[str]:
     return touch(text, run)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", [touch, move, touch_and_lose_the_tokens, touch_and_know_no_digest])
 def test_the_same_text_with_another_time_or_name_resumes_bit_for_bit(
     change: Callable[[Path, Path], list[str]], file: Path, run: Path, tmp_path: Path
@@ -74,6 +75,7 @@ def test_a_text_that_was_found_to_be_the_same_is_read_once(
     assert (run / "data" / "text.bin").read_bytes() == before
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("digest", [True, False], ids=["compared", "of an earlier version"])
 @pytest.mark.parametrize("lost", [True, False], ids=["tokens lost", "tokens there"])
 def test_a_text_of_the_same_name_and_size_with_another_content_is_refused(

@@ -312,6 +312,7 @@ def test_records_that_are_lost_in_the_end_are_an_error(tmp_path: Path, monkeypat
         lines.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["all files", "metrics.jsonl", "digests.jsonl"])
 def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpoint_and_what_is_taken_again(
     what: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -339,7 +340,7 @@ def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpo
 
     monkeypatch.setattr(os, "write", no_room)
     monkeypatch.setattr(os, "fsync", no_flush)
-    keys = ["checkpoint.every=2", f"train.folder={tmp_path}"]
+    keys = ["checkpoint.every=2", "checkpoint.background=false", f"train.folder={tmp_path}"]
     if what == "digests.jsonl":
         keys.append("log.digests=4")
     assert train(run_file, *keys) == 2

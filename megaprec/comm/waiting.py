@@ -2,8 +2,7 @@
 
 Whoever watches a rank must know whether it computes or waits for others. It must not look at the call stack of a thread
 that runs, for Python frees and reuses the frames of that stack meanwhile. So the thread itself notes when a wait begins
-and ends, which takes less than a microsecond; others read it. A thread whose waits nobody asked for (`noted`) notes
-nothing.
+and ends, which takes less than a microsecond; others read it. Outside of `noted` a thread notes nothing.
 """
 
 import time

@@ -77,8 +77,8 @@ def test_no_watcher_walks_the_frames_of_a_running_thread() -> None:
 
 
 # Deep and short calls of Python from torch's C++, of which the stack is written as often as can be. Garbage whose
-# finalizers release the interpreter's lock is collected all the time: whoever walks `f_back` here, 4,000 times a second,
-# dies of SIGSEGV within 20 seconds on Python 3.11.
+# finalizers release the interpreter's lock is collected all the time: whoever walks `f_back` here, 4,000 times a
+# second, dies of SIGSEGV within 20 seconds on Python 3.11.
 WATCHED = """
 import gc, sys, threading, time
 import torch

@@ -90,7 +90,10 @@ def _connected(rank: int, size: int, address: str, port: int, hosts: bool, secon
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs. network: identifies machine and network namespace. address: at which gloo would be reached."""
+    """The place where a rank runs. network: identifies machine and network namespace.
+
+    address: at which gloo would be reached; "" if an interface is named.
+    """
 
     host: str
     network: str

@@ -1,9 +1,8 @@
 """Waits for other ranks, noted by the thread that waits.
 
 Whoever watches a rank must know whether it computes or waits for others. It must not look at the call stack of a thread
-that runs, for Python frees and reuses the frames of that stack meanwhile. So the thread itself notes when a wait begins
-and ends, which takes less than a microsecond; others read it. A thread whose waits nobody asked for (`noted`) notes
-nothing.
+that runs (`megaprec/diagnose/call_stack.py` has the reason). So the thread itself notes when a wait begins and ends,
+which takes a microsecond; others read it. Outside of `noted` a thread notes nothing.
 """
 
 import time
@@ -48,7 +47,7 @@ class Waits:
 
 
 class Work(Protocol):
-    """What torch.distributed returns for a transfer that it has started."""
+    """A transfer that torch.distributed has started."""
 
     def wait(self) -> object:
         """Wait until the transfer is done."""

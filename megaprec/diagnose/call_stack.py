@@ -1,7 +1,10 @@
 """The call stack of a rank's main thread, for a thread that watches it: where it is, and if it waits for other ranks.
 
-Python's `faulthandler` writes the stack down: C code that makes no object of a frame and holds none. Frame objects of a
-thread that runs are not safe to walk: what they lead to is freed and used again meanwhile, which ends the process.
+Python's `faulthandler` writes the stack down: C code that makes no object, holds none, and keeps the interpreter's
+lock. To walk the frames of another thread is not safe. In Python 3.11 `frame.f_back` makes a frame object, which may
+start the collector of garbage. A finalizer that it runs may release the lock, as those of tensors do; the other thread
+goes on and leaves the frame that is being made an object of. The process then dies of SIGSEGV, or reads what is there
+instead.
 """
 
 import faulthandler

@@ -6,7 +6,7 @@ a run without a hang costs one small message a beat. Clocks of different machine
 since this rank's clock last saw its beat change.
 
 A rank looks at the call stack of its main thread only if its position is still that of the last beat: while it goes on
-from one instruction to the next, nobody looks.
+from one instruction to the next, its stack is left alone.
 
 Rank 0 also reads, every `WINDOW` seconds, how much work each rank has done, to find stragglers (`pace.py`).
 

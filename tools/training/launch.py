@@ -215,8 +215,8 @@ class _Ranks:
 def share_of_cores(ranks: int) -> int:
     """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of the outermost level
-    if asked:
-        return int(asked)  # `require_threads` has checked it
+    if asked.isdecimal() and int(asked):  # commands refuse others (`require_threads`)
+        return int(asked)
     return max(1, cores() // ranks)
 
 

@@ -48,15 +48,32 @@ class Cut:
 
 
 class CutSize(int):
-    """The size of a cut dimension, and what is computed from it: another number on one process."""
+    """The size of a cut dimension, and what is computed from it: another number on one process.
+
+    It may be a size again, as of heads. A number that is computed with, as the root that divides scores, may not be it.
+    """
+
+    refusal: UserError
 
     def __floordiv__(self, other: int) -> "CutSize":
-        return CutSize(int(self) // other)
+        return cut_size(int(self) // other, self.refusal)
 
     def __mul__(self, other: int) -> "CutSize":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return CutSize(int(self) * other)
+        return cut_size(int(self) * other, self.refusal)
 
     __rmul__ = __mul__
+
+    def refuse(self, *_: object) -> Any:
+        raise self.refusal
+
+    __float__ = __pow__ = __rpow__ = __rtruediv__ = refuse
+
+
+def cut_size(size: int, refusal: UserError) -> CutSize:
+    """Return the size of a cut dimension; `refusal` is raised where it is computed with."""
+    result = CutSize(size)
+    result.refusal = refusal
+    return result
 
 
 class CutTensor(Tensor):
@@ -174,10 +191,14 @@ def _with_cut_size(call: Call) -> Any:
     """Return sizes in which that of the cut dimension is a CutSize."""
     x = call.first_cut()
     result = _result(call)
+    refusal = call.refuse(
+        "is a number to compute with, which is another one on one process",
+        "write the number of all features, as the model's configuration has it",
+    )
     if isinstance(result, int):
-        return CutSize(result) if call.argument(1, "dim") % x.dim() == x.cut.dim else result
+        return cut_size(result, refusal) if call.argument(1, "dim") % x.dim() == x.cut.dim else result
     sizes = list(result)
-    sizes[x.cut.dim] = CutSize(sizes[x.cut.dim])
+    sizes[x.cut.dim] = cut_size(sizes[x.cut.dim], refusal)
     return torch.Size(sizes)
 
 
@@ -215,6 +236,9 @@ def _is_elementwise(name: str) -> bool:
 
 def _elementwise(call: Call) -> Placed:
     """Operands are aligned from the last dimension: all are cut along one of them, or have no size there."""
+    for number in (*call.args, *call.kwargs.values()):
+        if isinstance(number, CutSize):
+            number.refuse()
     operands = call.operands()
     cuts = [x for x in operands if isinstance(x, CutTensor)]
     first = cuts[0]

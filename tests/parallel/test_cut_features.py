@@ -1,5 +1,6 @@
 """What is computed from a slice of the features is that slice of what one process computes, or is refused by name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,12 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
     "linear": lambda x: F.linear(x, torch.ones(2, HEADS * SIZE // RANKS, dtype=x.dtype)),
     "einsum": lambda x: torch.einsum("sbf,sbf->sb", x, x),
     "attention over features": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "root of the size": lambda x: x * x.shape[-1] ** -0.5,
+    "math's root of the size": lambda x: x / math.sqrt(x.size(-1)),
+    "inverse of the size": lambda x: x * (1 / x.shape[-1]),
+    "divided by the size": lambda x: x / x.shape[-1],
+    "divided by the heads": lambda x: x.div(x.shape[-1] // SIZE),
+    "filled with the size": lambda x: torch.full_like(x, fill_value=x.shape[-1]),
     "whole": lambda x: x + features(),
     "numbers of the slice": lambda x: x + torch.arange(x.shape[-1]),
     "noise of the slice": lambda x: x + torch.rand(x.shape),

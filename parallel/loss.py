@@ -54,7 +54,11 @@ def cross_entropy(
 
 
 def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss function of a head whose outputs are logits: (its output, targets) -> the loss of each target."""
+    """Return the loss function of a head whose outputs are logits: (its output, targets) -> the loss of each target.
+
+    A target outside the vocabulary, such as the -100 that nn.functional.cross_entropy leaves out, has the loss NaN:
+    take the mean of the others, `losses[targets != -100].mean()`.
+    """
     if not isinstance(head, ColumnParallelLinear):
         raise UserError(
             f"head: must be a ColumnParallelLinear, as parallelize makes it of a layer of style 'column', not a "

@@ -55,6 +55,20 @@ def test_blocks_of_tokens_have_the_bits_of_all_tokens_at_once(tp: int) -> None:
     run_ranks(in_blocks, {"tp": tp})
 
 
+def test_targets_that_torch_leaves_out_have_no_number_and_the_mean_of_the_others_is_torchs() -> None:
+    logits = torch.randn(7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    plain = logits.detach().clone().requires_grad_()
+    targets = torch.tensor([0, -100, 5, 6, -100, 8, 2])
+    losses = cross_entropy(logits, targets, Part.cut("head.weight", (12, 4), 0, Axis("tp")), Axis("tp"), torch.float64)
+    assert losses.isnan().tolist() == (targets == -100).tolist()
+    mean = losses[targets != -100].mean()
+    wanted = torch.nn.functional.cross_entropy(plain, targets)
+    torch.testing.assert_close(mean, wanted)
+    mean.backward()
+    wanted.backward()
+    torch.testing.assert_close(logits.grad, plain.grad)
+
+
 class Head(torch.autograd.Function):
     """Logits in memory of their own, whose gradient is not used."""
 

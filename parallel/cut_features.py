@@ -259,7 +259,7 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
 
 
 def require_shared_gradient(call: Call, x: Tensor) -> None:
-    """Raise UserError if `x`, which each rank uses for its own features, has a gradient that nobody sums."""
+    """Raise UserError if `x`, which all features share, has a gradient that is not summed over ranks."""
     if not (x.requires_grad and torch.is_grad_enabled()) or _is_copied(x):
         return
     raise call.refuse(

@@ -143,6 +143,8 @@ def _followed(call: Call) -> Any:
         rule = _elementwise
     if name in ("shape", "size"):
         return _with_cut_size(call)
+    if name in COMPARISONS:
+        return _result(call)
     place = rule(call) if rule is not None else None
     result = _result(call)
     if not any(True for _ in tensors(result)):
@@ -635,5 +637,7 @@ RULES: dict[str, Callable[[Call], Placed]] = dict(
         *_named("__setitem__", _set),
     ]
 )
+COMPARISONS = {"equal", "allclose"}
+"""Functions that compare slices and return a bool, which nothing is computed from."""
 UNTOUCHED = {"grad", "_grad", "grad_fn", "backward", "register_hook", "retain_grad", "_backward_hooks", "__deepcopy__"}
 """What returns tensors that are not computed from the slice, or nothing."""

@@ -160,6 +160,8 @@ def _followed(call: Call) -> Any:
         rule = _elementwise
     if name in ("shape", "size"):
         return _with_cut_size(call)
+    if name in COMPARISONS:
+        return _result(call)
     place = rule(call) if rule is not None else None
     result = _result(call)
     if not any(True for _ in tensors(result)):
@@ -283,7 +285,7 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
 
 
 def require_shared_gradient(call: Call, x: Tensor) -> None:
-    """Raise UserError if `x`, which each rank uses for its own features, has a gradient that nobody sums."""
+    """Raise UserError if `x`, which all features share, has a gradient that is not summed over ranks."""
     if not (x.requires_grad and torch.is_grad_enabled()) or _is_copied(x):
         return
     raise call.refuse(
@@ -659,5 +661,7 @@ RULES: dict[str, Callable[[Call], Placed]] = dict(
         *_named("__setitem__", _set),
     ]
 )
+COMPARISONS = {"equal", "allclose"}
+"""Functions that compare slices and return a bool, which nothing is computed from."""
 UNTOUCHED = {"grad", "_grad", "grad_fn", "backward", "register_hook", "retain_grad", "_backward_hooks", "__deepcopy__"}
 """What returns tensors that are not computed from the slice, or nothing."""

@@ -95,7 +95,7 @@ class Watch:
 
 
 class Watched(nn.Module):
-    """What the layers below have in common. `watch` and `path` are set by `parallelize`."""
+    """The common part of layers that replace those of a plain module. `watch` and `path` are set by `parallelize`."""
 
     watch: Watch
     path: str

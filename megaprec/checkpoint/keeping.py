@@ -17,7 +17,7 @@ from pathlib import Path
 from megaprec.checkpoint.atomic import checkpoint_path, free_path, hide, remove_leftovers, step_of, whole_checkpoints
 from megaprec.checkpoint.digests import OWN
 from megaprec.checkpoint.reader import INDEX
-from megaprec.durable import append_line, file_error
+from megaprec.durable import append_line, file_error, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
@@ -130,7 +130,7 @@ def _recorded(folder: Path) -> list[tuple[int, str]]:
 def _seal(index: Path) -> str:
     """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an earlier version."""
     try:
-        with index.open("rb") as file:
+        with reading(index) as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL))
             end = file.read().decode(errors="replace")

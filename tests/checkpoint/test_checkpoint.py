@@ -102,6 +102,8 @@ def require_no_pickle(folder: Path) -> None:
     for file in files:
         if file.suffix == ".json":
             json.loads(file.read_text())
+        elif file.suffix == ".jsonl":
+            assert all(json.loads(line) for line in file.read_text().splitlines())
         else:
             assert file.suffix == ".safetensors"
             with file.open("rb") as opened:

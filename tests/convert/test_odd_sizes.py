@@ -20,7 +20,7 @@ transformers: Any = pytest.importorskip(
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 HELD = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "gpt_neox")
-ODD = {"hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+ODD: dict[str, Any] = {"hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
 FULL = {"layer_types": ["full_attention"] * 4}
 GROUPS = {"n_group": 4, "topk_group": 4, "n_routed_experts": 8}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24, "truncate": False}

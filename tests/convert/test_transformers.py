@@ -187,6 +187,7 @@ def write_job(folder: Path, ids: Tensor) -> Path:
 source = "{folder}/ids"
 shuffle = false
 vocab_size = 131
+begin = "none"
 held_out = 0
 [precision]
 compute = "fp64"

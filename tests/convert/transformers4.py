@@ -5,6 +5,7 @@ Each folder has ids.pt, and gets logits.pt, or refusal.txt if its model is not l
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -16,9 +17,10 @@ def main(folders: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     for folder in map(Path, folders):
         try:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, attn_implementation="eager", torch_dtype=torch.float32, output_loading_info=True
             )
+            model, info = loaded
             lacking = [name for what in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[what]]
             assert not lacking, lacking
             with torch.no_grad():

@@ -252,7 +252,7 @@ def load_cut(mesh: DeviceMesh, path: Path) -> list[Tensor]:
 def test_a_checkpoint_of_a_model_that_torch_has_cut_is_one_of_the_whole_model(tmp_path: Path) -> None:
     saved, same = run_ranks(save_cut, {"dp": RANKS}, folder=tmp_path)
     assert all(map(torch.equal, saved, same))
-    (path,) = tmp_path.iterdir()
+    [path] = [item for item in tmp_path.iterdir() if item.is_dir()]
     for again in run_ranks(load_cut, {"dp": RANKS}, path=path):
         assert all(map(torch.equal, again, saved))
     model = make_model()

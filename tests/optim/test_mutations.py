@@ -207,9 +207,14 @@ def copies_of_key_and_value_are_not_summed() -> None:
 def tied_gradients_are_not_summed() -> None:
     inner = ParallelAMPOptimizer.step
 
-    def step(self: ParallelAMPOptimizer, lr: float | None = None, loss: Tensor | None = None) -> StepReport:
+    def step(
+        self: ParallelAMPOptimizer,
+        lr: float | None = None,
+        loss: Tensor | None = None,
+        counted_tokens: Tensor | float | None = None,
+    ) -> StepReport:
         self._memory.tied = []
-        return inner(self, lr, loss)
+        return inner(self, lr, loss, counted_tokens)
 
     ParallelAMPOptimizer.step = step
 

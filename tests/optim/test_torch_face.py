@@ -333,7 +333,7 @@ def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_plac
     model = make_model()
     attach_whole(model)
     with pytest.raises(UserError, match=f"^ParallelAMPOptimizer has no argument {name}: "):
-        ParallelAMPOptimizer([model], plan("fp32"), **{name: 1})
+        ParallelAMPOptimizer([model], plan("fp32"), **dict[str, Any]({name: 1}))
 
 
 def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
@@ -347,11 +347,23 @@ def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: AdamW(lr=LR), "AdamW has no argument 'lr': it is an argument of ParallelAMPOptimizer"),
-        (lambda: AdamW(amsgrad=True), r"AdamW has no argument 'amsgrad': use megaprec\.TorchRule\(torch\.optim\.AdamW"),
-        (lambda: SGD(dampening=0.1), r"SGD has no argument 'dampening': use megaprec\.TorchRule\(torch\.optim\.SGD"),
-        (lambda: SGD(momentun=0.1), r"SGD has no argument 'momentun'; did you mean momentum\?"),
-        (lambda: LossScaling(init_scale=2.0), r"LossScaling has no argument 'init_scale': it is initial="),
+        (
+            lambda: AdamW(**dict[str, Any](lr=LR)),
+            "AdamW has no argument 'lr': it is an argument of ParallelAMPOptimizer",
+        ),
+        (
+            lambda: AdamW(**dict[str, Any](amsgrad=True)),
+            r"AdamW has no argument 'amsgrad': use megaprec\.TorchRule\(torch\.optim\.AdamW",
+        ),
+        (
+            lambda: SGD(**dict[str, Any](dampening=0.1)),
+            r"SGD has no argument 'dampening': use megaprec\.TorchRule\(torch\.optim\.SGD",
+        ),
+        (lambda: SGD(**dict[str, Any](momentun=0.1)), r"SGD has no argument 'momentun'; did you mean momentum\?"),
+        (
+            lambda: LossScaling(**dict[str, Any](init_scale=2.0)),
+            r"LossScaling has no argument 'init_scale': it is initial=",
+        ),
     ],
 )
 def test_an_argument_of_a_rule_or_a_loss_scale_that_is_called_otherwise_is_named(

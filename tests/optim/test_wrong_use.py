@@ -22,6 +22,7 @@ from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
+from parallel.plain_layers import Watch
 from parallel.plain_modules import parallelize
 from tests.ranks import run_ranks
 
@@ -163,11 +164,12 @@ def test_a_step_goes_on_from_weights_that_were_written_to(
     backward(model)
     grads = [p.main_grad.float().clone() for p in model.parameters()]
     optimizer.step()
-    tolerance = {"rtol": 1e-6, "atol": 1e-6} if mode == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
+    rtol = 1e-6 if mode == "fp32" else 2e-2
+    atol = 1e-6 if mode == "fp32" else 2e-3
     for p, old, was, grad in zip(model.parameters(), before, written, grads, strict=True):
         decay = 1 - 0.1 * 0.1 * (p.dim() > 1)
         expected = was.float() * decay - 0.1 * grad
-        torch.testing.assert_close(p.float(), expected, **tolerance)
+        torch.testing.assert_close(p.float(), expected, rtol=rtol, atol=atol)
         assert not torch.equal(old, was), "nothing was written"
 
 
@@ -715,7 +717,9 @@ class Block(nn.Module):
 
 def on_tensor_ranks(mesh: DeviceMesh, apart: int) -> list[str]:
     """What each of four steps says, from step `apart` on with samples of this rank's own."""
-    tp, said = Axis.of(mesh, "tp"), list[str]()
+    tp = Axis.of(mesh, "tp")
+    said: list[str] = []
+    Watch.require_same = lambda *_: None  # type: ignore[method-assign]  # it would refuse the input before the step does
     torch.manual_seed(0)
     model = parallelize(Block(), Context(plan("fp32"), tp), {"up": "column", "down": "row"})
     optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, lr=0.1, average=False)

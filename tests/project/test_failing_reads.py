@@ -19,6 +19,8 @@ OTHERWISE = {
     "megaprec/optim/native.py": "its own source",
     "megaprec/data/files.py": "a file that is written",
     "megaprec/data/encoding.py": "a worker without the package; the process that started it names the file",
+    "megaprec/data/tokenizer_trial.py": "a process of its own; the process that started it names the file",
+    "parallel/joining.py": "files of the kernel, which may be missing",
     "megaprec/data/readers.py": "its errors have the file, and the line too",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
+from megaprec.data.samples import Samples
 from megaprec.data.tokenizer import load_tokenizer
 from tests.families import CASES, THEIRS
 from tests.runs import RUN, WORDS, train
@@ -162,6 +163,7 @@ def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
     assert main(["train", str(file), f"data.source={tmp_path}/tokens", "--no-verify"]) == 0
     assert f"documents of {tmp_path}/tokens begin after this token already; none is added" in capsys.readouterr().out
     corpus = open_corpus(load_run(file, [f"data.source={tmp_path}/tokens"]))
+    assert isinstance(corpus.train, Samples)
     assert corpus.train.dataset.num_tokens == IndexedDataset(tmp_path / "tokens").num_tokens
     assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == BOS
 

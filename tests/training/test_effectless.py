@@ -78,7 +78,10 @@ CASES = [
     ("lr.decay", "2", "", "lr.schedule=wsd"),
     ("train.canonical_shards", "4", "", CANONICAL),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
-    *((f"{key}", "10", "", "train.steps=10") for key in ("train.eval_every", "train.sentinel", "log.timeline")),
+    *(
+        (f"{key}", "10", "", "train.steps=10")
+        for key in ("train.eval_every", "train.sentinel", "log.timeline", "log.digests")
+    ),
     ("fp8.shadow_every", "10", FP8, f"{FP8} train.steps=10"),
     ("checkpoint.keep_every", "2", "checkpoint.keep=all", ""),
 ]
@@ -111,7 +114,7 @@ optimizer: name options groups clip norm native validation
 lr: peak schedule warmup unit
 train: steps global_batch micro_batch seq_length init_from seed numerics compile folder device threads restarts
 checkpoint: every keep background resume
-log: every to plot plot_over digests progress peak_tflops sample
+log: every to plot plot_over progress peak_tflops sample
 """
 
 

@@ -235,7 +235,7 @@ def test_a_resumed_run_may_have_another_batch_without_a_jump_of_tokens_or_learni
     run = ["lr.unit=samples", "lr.schedule=linear", f"train.folder={tmp_path}", "model.max_positions=16"]
     smaller = ["train.global_batch=4", "train.seq_length=8", "train.steps=4"]
     assert train(run_file, *run, "train.steps=2") == 0
-    assert train(run_file, *run, *smaller) == 0
+    assert train(run_file, *run, *smaller, "--allow", "seq_length") == 0
     schedule = load_run(run_file, [*run, *smaller]).lr_schedule
     assert [(record["tokens"], record["lr"]) for record in steps(tmp_path)[2:]] == [
         (2 * 8 * 16 + 4 * 8, schedule.at(2 * 8)),

@@ -11,7 +11,6 @@ executed. A value that the file leaves open is set by `--assume args.bf16=True`;
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from tools.config.precision_advice import Scene, advice
 from tools.config.precision_modules import ROLES, Row, rows
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
 from tools.config.run_file import given_in, known_keys, load_precision, load_run
-from tools.console.tables import print_table
+from tools.console.tables import print_table, table_console
 from tools.console.toml import Given, toml
 from tools.console.wrapped import say
 from tools.foreign.read import read_foreign
@@ -91,7 +90,7 @@ def main_show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(found, warnings), indent=2, ensure_ascii=False))
         return 0
-    print_table(plan_table(found, short=sys.stdout.isatty()))
+    print_table(plan_table(found, short=table_console().is_terminal))
     if found.model is not None:
         print_table(module_table(rows(found.plan, found.model)))
     for note in found.notes:

@@ -35,6 +35,7 @@ from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig
 from tools.console.progress_bar import building
 from tools.console.toml import toml
+from tools.convert.initial import initial_model
 from tools.convert.train_state import newest, read_tokenizer
 from tools.training.begin_notes import begin_notes
 from tools.training.data_identity import DataSet, Identity, read_identity
@@ -190,14 +191,22 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
 def begin_asked_for(config: RunConfig) -> int | None:
     """Return the id of the token before each document that data.begin asks for, None if it asks for none.
 
-    "auto" on a resume is what the checkpoint was trained with; otherwise the run file has the id of train.init_from.
+    Where the user leaves it open, a resume takes what the checkpoint was trained with: it does not use the weights of
+    train.init_from. Otherwise the run file has the id of these weights.
     """
     asked = config.data.begin
-    if isinstance(asked, int):
-        return asked
-    store = newest(config.checkpoint_folder) if asked == "auto" else None
+    left_open = asked == "auto" or _is_of_first_weights(config)
+    store = newest(config.checkpoint_folder) if left_open else None
     identity = read_identity(store) if store else None
-    return identity.begin if identity else None
+    if identity:
+        return identity.begin
+    return asked if isinstance(asked, int) else None
+
+
+def _is_of_first_weights(config: RunConfig) -> bool:
+    """Return True if the value of data.begin comes from train.init_from."""
+    first_weights = config.train.init_from
+    return bool(first_weights) and config.origin("data.begin") == initial_model(Path(first_weights)).origin
 
 
 def _require_token(config: RunConfig, begin: int | None, ids: int) -> None:

@@ -65,7 +65,7 @@ class Flow:
         return kept
 
     def leave(self, kept: tuple[int, int, int]) -> None:
-        """End the commands of a function or file, also amid a branch or loop of it."""
+        """End the commands of a function or file, also within a branch or loop of it."""
         branches, loops, shells = kept
         del self._branches[branches:]
         del self._taken[branches:]

@@ -63,7 +63,7 @@ def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -
         (f"for i in 1 2; do A=$i; done\n{RUN} --a $A", "$A depends on a loop or case"),
         (f"D=$(dirname $(realpath $0))\n{RUN} --a $D/data", "$(dirname $(realpath $0)) would have to be run"),
         (f'D="$(cd "$(dirname "$0")" && echo ")")"\n{RUN} --a $D', '$(cd "$(dirname "$0")" && echo ")") would have'),
-        (f"{RUN} --a ${{X:?must be set}}", "${X:?must be set} would have to be run"),
+        (f"{RUN} --a ${{X:?must be set}}", "$X has no value in the script: --assume X=VALUE gives it"),
         (f"{RUN} $ARGS", "$ARGS has no value in the script"),
         (f"A=1\n[ -d foo ] && A=2\n{RUN} --a $A", "$A depends on the condition in line 2"),
         (f"A=4\n((A=A*2))\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
@@ -78,6 +78,84 @@ def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -
 def test_what_a_script_leaves_open_is_named_with_the_way_to_give_it(text: str, line: str) -> None:
     unknown = [word.unknown for word in read(text).words if word.unknown]
     assert len(unknown) == 1 and line in unknown[0]
+
+
+@pytest.mark.parametrize(
+    ("begin", "value"),
+    [
+        ("A=2\nbig() { A=8; }", "2"),
+        ("A=2\nfunction big { A=8; }", "2"),
+        ("A=2\nbig()\n{\n  A=8\n}", "2"),
+        ("s() { A=2; }\nb() { A=8; }\ns", "2"),
+        ("s() { A=$1; }\ns 4 5", "4"),
+        ("s() { A=${3:-6}; }\ns 4 5", "6"),
+        ("s() { shift; A=$#$1; }\ns 4 5", "15"),
+        ("A=2\ns() { local A=8; }\ns", "2"),
+        ("s() { if [ $1 = 1 ]; then A=2; return; fi; A=8; }\ns 1", "2"),
+        ("s() { t() { A=4; }; t; }\nA=2\ns", "4"),
+        ("A=2\ns() { A=8; }\ns | cat", "2"),
+        ("usage() { exit 1; }\n[ 1 = 2 ] && usage\nA=2", "2"),
+        ("A=2\ndeclare -x A=4", "4"),
+        ("A=2\nreadonly -a A=(4)", "4"),
+        ("A=2\nexport A=4 B", "4"),
+        ("A=2\nexport 'A=4'", "4"),
+        ('A=2\nN=A\ndeclare "$N=4"', "4"),
+        (": ${A:=4}", "4"),
+        (': "${A:=4}"; A=${A:-9}', "4"),
+        ("A=2\n! [ 1 = 2 ] && A=4", "4"),
+        ("A=2\n! [ 1 = 1 ] && A=4", "2"),
+        ("A=2\n[ 2 -eq 02 ] && A=4", "4"),
+        ("A=2\ncommand export A=4", "4"),
+        ("A=2\nA=4 &", "2"),
+        ('A=2\neval "$(conda shell.bash hook)"', "2"),
+    ],
+)
+def test_functions_and_declarations_leave_the_value_that_they_leave_in_a_shell(begin: str, value: str) -> None:
+    assert texts(f"{begin}\n{RUN} --a $A") == ["--a", value]
+
+
+def test_a_function_is_read_where_it_is_called() -> None:
+    assert texts(f"A=2\nrun() {{ {RUN} --a $A --b $1; }}\nA=4\nrun 7") == ["--a", "4", "--b", "7"]
+    assert texts(f"run_small() {{ {RUN} --a 1; }}\nrun_$SIZE") == ["--a", "1"]
+    main = f'main() {{ {RUN} --a $1; }}\nmain "$@" | tee log'
+    assert texts(main) == ["--a", "$1"]
+    assert [word.text for word in read(main, {"1": "3"}).words] == ["--a", "3"]
+
+
+def test_the_arguments_of_a_script_move_with_shift() -> None:
+    script = f"A=$1; shift\n{RUN} --a $A --b $1"
+    assert [word.text for word in read(script, {"1": "x", "2": "y"}).words] == ["--a", "x", "--b", "y"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [
+        ("for A in 4 8; do echo; done", "$A is set in line 2 by what is not followed"),
+        ("for ((A=4; A<8; A++)); do echo; done", "$A is set in line 2 by what is not followed"),
+        ("while IFS= read -r A; do echo; done < f", "$A is set in line 2 by what is not followed"),
+        ("IFS=, read -r A B < f", "$A is set in line 2 by what is not followed"),
+        ("if read A; then echo; fi", "$A is set in line 2 by what is not followed"),
+        ("declare -i A=4", "$A is set in line 2 by what is not followed"),
+        ("declare -n X=A\nX=4", "$A is set in line 2 by what is not followed"),
+        ('eval "$(python sizes.py)"', "$A may be set in line 2 by eval $(python sizes.py), which is not run"),
+        ("export $(cat .env)", "$A may be set in line 2 by $(cat .env), which is not run"),
+    ],
+)
+def test_what_may_set_a_variable_anew_leaves_it_open(begin: str, line: str) -> None:
+    (word,) = [word for word in read(f"A=2\n{begin}\n{RUN} --a $A").words if word.unknown]
+    assert line in word.unknown and "--assume A=VALUE gives it" in word.unknown
+
+
+def test_what_a_file_does_not_reach_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("A=4\nreturn\nA=8\n")
+    assert [w.text for w in read_script(f"source env.sh\n{RUN} --a $A", tmp_path / "train.sh", {}).words] == [
+        "--a",
+        "4",
+    ]
+    piped = read_script(f"A=2\nsource env.sh | cat\n{RUN} --a $A", tmp_path / "train.sh", {})
+    assert [word.text for word in piped.words] == ["--a", "2"]
+    moved = read_script(f"A=2\ncd other\nsource env.sh\n{RUN} --a $A", tmp_path / "train.sh", {})
+    assert "line 2 moves to another folder" in moved.words[1].unknown
 
 
 @pytest.mark.parametrize(
@@ -179,9 +257,11 @@ def test_nothing_of_a_script_is_run_and_every_word_has_its_line(tmp_path: Path) 
         "if [ 1 = 1 ]; then\n" * 3000 + f"{RUN} --a 1",
         f"{RUN} --a " + "$(" * 3000 + ")" * 3000,
         f"{RUN} --a " + "${A:-" * 3000 + "}" * 3000,
+        "f() { f; f; }\nf\n",
+        "f0() { :; }\n" + "".join(f"f{i + 1}() {{ f{i}; f{i}; f{i}; }}\n" for i in range(9)) + "f9",
         f"{RUN} --a $((" + "(" * 90 + "1" + ")" * 90 + "))",
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None:
     began = time.process_time()

@@ -1,8 +1,8 @@
 """The command line of a shell script, without running it.
 
-Variables that the script assigns are followed, arrays and `if` with plain comparisons too. What it would run, read from
-its environment or from its own arguments is not known: a word of the command line that needs it is refused by the
-name of the variable, and `--assume NAME=VALUE` gives it.
+Variables that the script assigns are followed, arrays, functions and `if` with plain comparisons too. What it would
+run, read from its environment or from its own arguments is not known: a word of the command line that needs it is
+refused by the name of the variable, and `--assume NAME=VALUE` gives it.
 """
 
 import ast
@@ -16,6 +16,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from tools.importing.launcher import program, ranks
 from tools.importing.shell_flow import LOOPS, MOST_DEPTH, Flow
+from tools.importing.shell_functions import definition
 from tools.importing.shell_unknown import CLOSE, MARK, OPEN, Unknown
 from tools.importing.shell_words import Command, Lexer, Part, Raw
 
@@ -23,6 +24,8 @@ ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 ELEMENT = re.compile(r"([A-Za-z_]\w*)\[[^\]]*\]\+?=")
 COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+DECLARE = ("export", "declare", "local", "readonly", "typeset")
+NOT_PLAIN = set("ilunAc")  # options of `declare` with which a value is not what is written
 SETTERS = ("read", "mapfile", "readarray", "getopts", "unset")
 SUCCEED = [
     "cd",
@@ -40,13 +43,15 @@ SUCCEED = [
     "true",
     ":",
 ]
-EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
+EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?])(.*))?", re.DOTALL)
 MOST_WORDS = 20_000
 MOST_SOURCED = 20
+MOST_CALLS = 1_000
 LARGEST_SOURCED = 256 * 1024  # bytes
 ENVIRONMENTS = re.compile(
     r"(^|/)(activate|\.?(bash)?(rc|_?profile)|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh)$|^/etc/|/init/|^activate "
 )  # files that set up programs, not a training
+ENVIRONMENT_COMMANDS = re.compile(r"conda|mamba|pyenv|virtualenv|direnv|ssh-agent|\bmodule|lmod|modulecmd|brew|nvm")
 OWN_FOLDER = re.compile(r"^\$\(.*dirname.*\)/")  # $(dirname "$0")/ and the like
 MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -122,11 +127,21 @@ class _Script:
         self.taken_in: list[str] = []
         self.unread = ""  # the last file that the script takes in and that is not read, with its line and why
         self.left_to_source = MOST_SOURCED
+        self.moved = ""  # the line from which on the script is in another folder
+        self.functions: dict[str, tuple[list[Command], bool]] = {}  # and whether it is certain that it is this one
+        self.called: set[str] = set()
+        self.left_to_call = MOST_CALLS
+        self.arguments: list[str] | None = None  # of the function that is followed; None: the script's own
+        self.shifted: int | None = 0  # how many of the script's arguments `shift` took off; None: not known
+        self.locals: list[dict[str, list[str] | None]] = []  # of each function, what it hides
+        self.stop = ""  # "return" or "exit", once it was met
+        self.may_have_left = False  # a `return` that may have ended these commands
         self.flow = Flow(self._shown())
         self.found: list[tuple[int, list[Word]]] = []
         if set(text) & {OPEN, CLOSE}:
             raise UserError(f"{self._shown()}: it has a character of Unicode's private use area (U+E000 or U+E001)")
         self._follow(Lexer(text, name or "the command line").commands(), 0)
+        self._follow_uncalled()
 
     def command_line(self, any_command: bool) -> CommandLine:
         """Return the one command that runs a program with arguments."""
@@ -173,9 +188,63 @@ class _Script:
         if depth > MOST_DEPTH:
             raise UserError(f"{self._shown()}: commands within commands, more than {MOST_DEPTH} deep")
         condition: list[Command] | None = None
-        for command in commands:
+        at = 0
+        while at < len(commands) and not self.stop:
+            defined = definition(commands, at) if condition is None else None
+            if defined:
+                name, body, at = defined
+                self._define(name, body)
+                continue
+            command = commands[at]
             condition = self._step(command, condition, depth)
             self.values = self.flow.end(command, self.values)
+            at += 1
+
+    def _define(self, name: str, body: list[Command]) -> None:
+        if self.flow.mode() is not False:
+            self.functions[name] = body, self.flow.mode() is True
+        self.flow.link = ""
+
+    def _call(self, name: str, arguments: list[str], depth: int) -> None:
+        """Follow the commands of a function."""
+        self.left_to_call -= 1
+        if self.left_to_call < 0:
+            raise UserError(f"{self._shown()}: more than {MOST_CALLS:,} calls of functions")
+        self.called.add(name)
+        body, certain = self.functions[name]
+        before = self.arguments
+        self.arguments = arguments
+        self.locals.append({})
+        self._inside(body, certain, depth)
+        self.arguments = before
+        for hidden, value in self.locals.pop().items():
+            if value is None:
+                self.values.pop(hidden, None)
+            else:
+                self.values[hidden] = value
+
+    def _inside(self, commands: Sequence[Command], certain: bool, depth: int) -> None:
+        """Follow the commands of a function or of a file that is taken in, which `return` ends."""
+        doubt = self.may_have_left
+        kept = self.flow.enter(certain)
+        self._follow(commands, depth + 1)
+        self.flow.leave(kept)
+        self.may_have_left = doubt
+        if self.stop == "return":
+            self.stop = ""
+
+    def _follow_uncalled(self) -> None:
+        """Follow functions that nothing calls by name, if no other command runs a program."""
+        if any(program(_as_options(words)) is not None for _, words in self.found):
+            return
+        for name in [name for name in self.functions if name not in self.called]:
+            self.stop = ""
+            self._call(name, [self.unknown.variable("@")], 0)
+
+    def _mode(self) -> bool | None:
+        """Return True where commands run, False where they do not, None where that is not known."""
+        mode = self.flow.mode()
+        return None if mode and self.may_have_left else mode
 
     def _step(self, command: Command, condition: list[Command] | None, depth: int) -> list[Command] | None:
         """Follow one command; returns the commands of a condition that is being read."""
@@ -184,31 +253,62 @@ class _Script:
         if condition is not None:
             if first != "then":
                 return [*condition, command]
+            if self.flow.asks():
+                self._leave_open_in(condition)
             self.flow.decide(self._holds(condition))
             words, first = words[1:], words[1].plain if len(words) > 1 else ""
+        negated = False
         while first in ("do", "else", "elif", "if", "fi", "done", "esac", "{", "}", "!", "time", "exec"):
             if first in ("if", "elif"):
                 self.flow.open(first)
                 return [Command(tuple(words[1:]), command.line, command.end)]
             self.flow.keyword(first)
+            negated ^= first == "!"
             words = words[1:]
             first = words[0].plain if words else ""
         if first in LOOPS:
+            self._leave_open_in([Command(tuple(words), command.line, command.end)])
             self.flow.loops.append(LOOPS[first])
         elif words:
             runs = self.flow.runs()
-            self.flow.note(runs, self._run(words, command, depth))
+            subshell = "|" in (self.flow.link, command.end) or command.end == "&"
+            before = dict(self.values)
+            succeeded = self._run(words, command, depth)
+            if subshell:
+                self.values = before
+            self.flow.note(runs, not succeeded if negated and succeeded is not None else succeeded)
         return None
+
+    def _leave_open_in(self, commands: Sequence[Command]) -> None:
+        """Leave open what the conditions of an `if` or loop set, and the variable of a loop."""
+        if self.flow.mode() is False:
+            return
+        for command in commands:
+            words = list(command.words)
+            while words and words[0].plain in ("!", "while", "until", "if"):
+                words = words[1:]
+            for name in self._set_by(words):
+                self._leave_open(name, f"is set in line {command.line} by what is not followed")
 
     def _run(self, words: list[Raw], command: Command, depth: int) -> bool | None:
         """Follow a command of at least one word. Returns True if it succeeds, None if that is not known."""
-        mode, line = self.flow.mode(), command.line
+        mode, line = self._mode(), command.line
         if mode is False:
             return None
-        if words[0].plain in ("export", "declare", "local", "readonly", "typeset"):
+        if words[0].plain in ("command", "builtin") and len(words) > 1 and words[1].start[:1] != "-":
             words = words[1:]
+        first = words[0].plain
+        if first in ("exit", "return"):
+            self._end(first, words[1].plain if len(words) > 1 else "", mode, depth)
+            return None
+        if first in DECLARE:
+            self._declare(first, words[1:], mode, line)
+            return True
+        if first == "shift":
+            self._shift(words[1].plain if len(words) > 1 else "1", mode)
+            return True
         if words and all(ASSIGN.match(word.start) for word in words):
-            for word in words if "|" not in (self.flow.link, command.end) else ():  # a pipe's commands are subshells
+            for word in words:
                 self._assign(word, mode)
             return True
         if names := self._set_by(words):
@@ -222,8 +322,15 @@ class _Script:
             raise UserError(f"{self._shown()}, line {line}: more words than a command line has")
         if not expanded:
             return True
+        if expanded[0].text in self.functions:
+            self._call(expanded[0].text, [text for raw in words[1:] for text in self._expanded(raw)], depth)
+            return None
+        if expanded[0].text in ("cd", "pushd", "popd"):
+            self._move([word.text for word in expanded], line)
         if expanded[0].text in ("source", ".") and len(expanded) > 1:
             self._source(expanded[1].text, line, depth)
+        elif expanded[0].text == "eval" and len(expanded) > 1 and MARK.match("".join(self._expanded(words[1])[:1])):
+            self._set_anything(f"eval {expanded[1].text}", line)
         elif expanded[0].text == "eval":
             self._again(" ".join(word.text for word in expanded[1:]), line, depth)
         elif inner := [word.text for word in expanded[1:] if " " in word.text and ".py " in word.text]:
@@ -231,6 +338,71 @@ class _Script:
         elif expanded[0].text not in ("echo", "cat", "printf"):
             self.found.append((line, expanded))
         return self._outcome(words, line)
+
+    def _end(self, first: str, code: str, mode: bool | None, depth: int) -> None:
+        """Take note of `exit` or `return`."""
+        if (first == "return" and depth == 0) or self.flow.shells():
+            return
+        if mode:
+            self.stop = first
+        elif first == "return" and code in ("", "0") and self.flow.link != "||":
+            self.may_have_left = True  # other ends are of a failure: what follows is of scripts that do not fail
+
+    def _declare(self, first: str, words: list[Raw], mode: bool | None, line: int) -> None:
+        """Follow `export`, `declare` and the like."""
+        options = ""
+        while words and words[0].start[:1] in ("-", "+"):
+            options += words[0].start
+            words = words[1:]
+        not_plain = first != "export" and bool(NOT_PLAIN & set(options))
+        for word in words:
+            match = ASSIGN.match(word.start)
+            name = match.group(1) if match else word.plain
+            if first not in ("export", "readonly") and "g" not in options and self.locals and name.isidentifier():
+                self.locals[-1].setdefault(name, self.values.pop(name, None))
+            if match and not_plain:
+                target = "".join(part.text for part in word.parts).partition("=")[2]
+                for one in [name, *([target] if target.isidentifier() else [])]:
+                    self._leave_open(one, f"is set in line {line} by what is not followed")
+            elif match:
+                self._assign(word, mode)
+            elif not name.isidentifier():
+                for text in self._expanded(word):
+                    self._declare_text(text, mode, line)
+
+    def _declare_text(self, text: str, mode: bool | None, line: int) -> None:
+        """Follow an assignment that is known once its word is expanded, as of `export "$NAME=1"`."""
+        match = ASSIGN.match(text)
+        if match:
+            rest = Part("text", text, False)
+            self._assign(Raw((rest,), line), mode)
+        elif MARK.match(text):
+            self._set_anything(self.unknown.shown(text), line)
+
+    def _shift(self, count: str, mode: bool | None) -> None:
+        known = int(count) if mode and count.isdecimal() and len(count) < 4 else None
+        if self.arguments is None:
+            self.shifted = None if None in (known, self.shifted) else (self.shifted or 0) + (known or 0)
+        elif known is None:
+            self.arguments = [self.unknown.command("$@")]
+        else:
+            self.arguments = self.arguments[known:]
+
+    def _move(self, words: list[str], line: int) -> None:
+        """Take note of another folder, in which files that are taken in by a relative path are other files."""
+        said = words[1] if len(words) > 1 else ""
+        if said not in (".", "./") and not OWN_FOLDER.match(f"{said}/"):
+            self.moved = f"line {line} moves to another folder"
+
+    def _set_anything(self, said: str, line: int) -> None:
+        """Leave open all variables, which a command that is not run may set."""
+        if ENVIRONMENT_COMMANDS.search(said):
+            where = f"{self._shown()}, line {line}"
+            self.sourced.append(f"{where}: {said} is taken for an environment of programs, and is not run")
+            return
+        self.unread = f"may be set in line {line} by {said}, which is not run"
+        for name in list(self.values):
+            self._leave_open(name, self.unread)
 
     def _source(self, said: str, line: int, depth: int) -> None:
         """Follow a file that the script takes in, or leave open what it may set."""
@@ -247,9 +419,7 @@ class _Script:
                 self._leave_open(name, self.unread)
             return
         self.taken_in.append(said)
-        self.flow.keyword("{")
-        self._follow(Lexer(text, said).commands(), depth + 1)
-        self.flow.keyword("}")
+        self._inside(Lexer(text, said).commands(), True, depth)
 
     def _sourced_text(self, said: str) -> str:
         """Return the text of a file that the script takes in. Raises UserError with the reason why it is not read."""
@@ -259,6 +429,8 @@ class _Script:
         path = self.folder / inside
         if inside.startswith("$"):
             raise UserError("its name is not known")
+        if self.moved and inside == said and not Path(said).is_absolute():
+            raise UserError(self.moved)
         if path.resolve().parent != self.folder.resolve():
             raise UserError("only files in the folder of the script are")
         if self.left_to_source == 0:
@@ -282,6 +454,13 @@ class _Script:
         """Return the variables that a command sets to what is not followed."""
         if not words:
             return []
+        while len(words) > 1 and ASSIGN.match(words[0].start):  # IFS= read -r LINE
+            words = words[1:]
+        if words[0].plain in ("for", "select"):
+            counter = words[1].plain if len(words) > 1 else ""
+            if counter != "((":
+                return [counter] if counter.isidentifier() else []
+            words = words[1:]
         first, texts = words[0].plain, ["".join(part.text for part in word.parts) for word in words[1:]]
         if first in ("((", "let"):
             return [one or other for one, other in COUNTED.findall(" ".join(texts))]
@@ -389,19 +568,47 @@ class _Script:
         if not match:
             return [self.unknown.command(f"${{{text}}}")]
         name, whole, sign, default = match.groups()
+        if (name.isdecimal() and name != "0") or name in "@*#":
+            if self.arguments is not None:
+                return self._argument(name, sign, default)
+            if self.shifted is None:
+                return [self.unknown.command(f"${name} after a shift")]
+            name = str(int(name) + self.shifted) if name.isdecimal() else name
         self.reading.add(name)
         if name in self.assumed:
-            return self.assumed[name].split() if whole or name in "@*" else [self.assumed[name]]
+            if name in "@*":
+                return self.assumed[name].split()[self.shifted :]
+            return self.assumed[name].split() if whole else [self.assumed[name]]
         value = self.values.get(name)
         if value is not None and (not sign or "".join(value) or sign[0] != ":"):
             return value if whole or len(value) < 2 else value[:1]
         if self.unread:
             return [self._open(name, self.unread)]
-        if sign:
+        if sign and sign[-1] != "?":
             chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip("\"'")
             self.defaults[name] = self.unknown.shown(chosen)
+            if sign[-1] == "=" and self._mode():
+                self.values[name] = [chosen]
+                self.uses[name] = {name}
             return [chosen]
         return [self.unknown.variable(name)]
+
+    def _argument(self, name: str, sign: str | None, default: str | None) -> list[str]:
+        """Return the words of `$1`, `$@` or `$#` within a function."""
+        arguments = self.arguments or []
+        own = [i for i, text in enumerate(arguments) if self.unknown.shown(text) in ("$@", "$*")]
+        if name.isdecimal() and own and int(name) > own[0]:  # of those that the script itself is given
+            name = str(int(name) - own[0])
+            self.reading.add(name)
+            return [self.assumed.get(name) or self.unknown.variable(name)]
+        if name == "#":
+            return [self.unknown.command("$#")] if any(map(MARK.search, arguments)) else [str(len(arguments))]
+        if name in "@*":
+            return arguments
+        value = arguments[int(name) - 1 : int(name)]
+        if sign and sign[-1] in "-=" and (not value or (sign[0] == ":" and not value[0])):
+            return [self._joined(Raw(tuple(Lexer(default or "", self._shown()).inside()), 0)).strip("\"'")]
+        return value
 
     def _arithmetic(self, text: str) -> str:
         known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self._variable(m.group(1))), text)
@@ -441,8 +648,12 @@ class _Script:
         inner = words[1:-1]
         if len(inner) == 2 and inner[0] in ("-n", "-z"):
             return bool(inner[1]) == (inner[0] == "-n")
-        if len(inner) == 3 and inner[1] in ("=", "==", "!=", "-eq", "-ne") and not set(inner[2]) & set("*?["):
-            return (inner[0] == inner[2]) == (inner[1] in ("=", "==", "-eq"))
+        if len(inner) == 3 and inner[1] in ("-eq", "-ne"):
+            if not (inner[0].isdecimal() and inner[2].isdecimal() and len(inner[0] + inner[2]) < 20):
+                return None
+            return (int(inner[0]) == int(inner[2])) == (inner[1] == "-eq")
+        if len(inner) == 3 and inner[1] in ("=", "==", "!=") and not set(inner[2]) & set("*?["):
+            return (inner[0] == inner[2]) == (inner[1] != "!=")
         return None
 
 

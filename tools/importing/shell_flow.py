@@ -56,6 +56,30 @@ class Flow:
         elif self.loops and word == self.loops[-1]:
             self.loops.pop()
 
+    def enter(self, certain: bool) -> tuple[int, int, int]:
+        """Begin the commands of a function or file that is taken in; returns what `leave` takes."""
+        kept = len(self._branches), len(self.loops), len(self._shells)
+        self._branches.append(self.runs() if certain else None)
+        self._taken.append(True)
+        self.link = ""
+        return kept
+
+    def leave(self, kept: tuple[int, int, int]) -> None:
+        """End the commands of a function or file, also within a branch or loop of it."""
+        branches, loops, shells = kept
+        del self._branches[branches:]
+        del self._taken[branches:]
+        del self.loops[loops:]
+        del self._shells[shells:]
+
+    def shells(self) -> int:
+        """Return how many subshells are open."""
+        return len(self._shells)
+
+    def asks(self) -> bool:
+        """Return False where the condition of an `if` is not asked, because of what is around it."""
+        return False not in self._branches[:-1]
+
     def runs(self) -> bool | None:
         """Return True if the next command runs after those before it in a list of && and ||, None if not known."""
         if self.link not in ("&&", "||"):

@@ -95,7 +95,7 @@ class Lexer:
             elif self.text.startswith(("<(", ">("), self.at):
                 opening, line = self.text[self.at : self.at + 2], self.line
                 words.append(Raw((Part("run", f"{opening}{self._nested(opening, ')')})", False),), line))
-            elif not words and "(" in ends and self.text.startswith("((", self.at):
+            elif "(" in ends and self.text.startswith("((", self.at) and _may_compute(words):
                 line = self.line
                 inside = Part("text", self._nested("((", "))"), True)
                 words += [Raw((Part("text", "((", False),), line), Raw((inside,), line)]
@@ -233,6 +233,11 @@ class Lexer:
     def _advance(self, count: int) -> None:
         self.line += self.text.count("\n", self.at, self.at + count)
         self.at += count
+
+
+def _may_compute(words: Sequence[Raw]) -> bool:
+    """Return True where `((` begins arithmetic: first in a command, and after `for`."""
+    return not words or (len(words) == 1 and words[0].plain == "for")
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:

@@ -32,7 +32,8 @@ class Watch:
     """The passes through the layers of one module, and if the present one is checked.
 
     A pass begins with a call of the module. If its layers are called without it, a pass begins with each call of the
-    layer that was called first. What a backward pass computes again is no pass: it is checked if the last pass was.
+    layer that was called first. What a backward pass computes again is no pass: it is checked if
+    the last pass was.
     """
 
     def __init__(self, context: Context) -> None:
@@ -300,7 +301,8 @@ class Dropout(nn.Dropout):
             ranges[dim] = range(tp.rank * size, (tp.rank + 1) * size)
         y = drop(unchecked(x), self.p, key(int(drawn), self.path), ranges)
         if self.inplace:
-            with torch._C.DisableTorchFunctionSubclass():  # y is of the slice; of a frozen layer it has no gradient
+            # After a frozen layer y has no gradient, and would be taken for numbers made elsewhere.
+            with torch._C.DisableTorchFunctionSubclass():
                 return x.copy_(y)
         return marked(y, x.cut) if isinstance(x, CutTensor) else y
 
@@ -324,7 +326,7 @@ class Dropout(nn.Dropout):
 
 
 def _in_backward() -> bool:
-    """Return True in a backward pass, which may compute activations again, as under torch.utils.checkpoint."""
+    """Return True in a backward pass, which torch.utils.checkpoint lets compute activations again."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -309,7 +309,11 @@ def checked_calls(mesh: DeviceMesh, reentrant: bool) -> list[list[bool]]:
     context = Context(PLAN, Axis.of(mesh, "tp"))
     model = parallelize(Recomputed(reentrant).double(), context, {"*up": "column", "*down": "row"})
     seen: list[list[bool]] = []
-    model.block.up.register_forward_hook(lambda layer, given, y: seen[-1].append(isinstance(y, CutTensor)))
+
+    def note(layer: nn.Module, given: object, y: Tensor) -> None:
+        seen[-1].append(isinstance(y, CutTensor))
+
+    model.block.up.register_forward_hook(note)
     for _ in range(8):
         seen.append([])
         model(X.clone().requires_grad_()).sum().backward()

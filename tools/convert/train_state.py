@@ -23,7 +23,8 @@ class TrainState:
     """The progress of a run. A skipped step consumes its samples, but does not advance the learning rate.
 
     Samples and tokens are counted, for a resumed run may have another batch size or sequence length. samples: the place
-    in the data, of which a run with another sequence length keeps the tokens. skipped_tokens: those of skipped steps.
+    in the data, of which a run with another sequence length keeps the tokens. skipped_tokens: those
+    of skipped steps.
     """
 
     step: int = 0

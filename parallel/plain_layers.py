@@ -32,7 +32,8 @@ class Watch:
     """The passes through the layers of one module, and if the present one is checked.
 
     A pass begins with a call of the module. If its layers are called without it, a pass begins with each call of the
-    layer that was called first.
+    layer that was called first. What a backward pass computes again is no pass: it is checked if
+    the last pass was.
     """
 
     def __init__(self, context: Context) -> None:
@@ -41,12 +42,16 @@ class Watch:
         self.checks = False
         self._depth = 0
         self._passes = {True: 0, False: 0}  # of training, and of evaluation
+        self._checked = {True: False, False: False}  # if the last of these passes was
         self._first: nn.Module | None = None
 
     def begin(self, module: nn.Module, *_: object) -> None:
         """Begin a call of the module: to be called before its forward."""
         if self._depth == 0:
-            self._count(module.training)
+            if _in_backward():
+                self.checks = self._checked[module.training]
+            else:
+                self._count(module.training)
         self._depth += 1
 
     def end(self, *_: object) -> None:
@@ -64,6 +69,8 @@ class Watch:
         """Note the call of a layer, and return True if it is part of a pass that is checked."""
         if torch.compiler.is_compiling():
             return False
+        if self._depth == 0 and _in_backward():
+            return self._checked[layer.training]
         if self._depth == 0:
             self._first = self._first or layer
             if layer is self._first:
@@ -74,6 +81,7 @@ class Watch:
         self._passes[training] += 1
         number = self._passes[training]
         self.checks = number & (number - 1) == 0
+        self._checked[training] = self.checks
 
     def require_same(self, x: Tensor, path: str) -> None:
         """Raise UserError on all ranks if `x` [...] differs between tensor-parallel ranks. Collective over tp."""
@@ -281,7 +289,7 @@ class Dropout(nn.Dropout):
         if not self.training or self.p == 0:
             return x
         tp = self.watch.tp
-        drawn = torch.randint(2**62, ())
+        drawn = torch.randint(2**62, (), device="cpu")
         if self.watch.checks:
             self.watch.require_same(drawn.to(x.device), self.path)
             if not isinstance(x, CutTensor):
@@ -293,7 +301,9 @@ class Dropout(nn.Dropout):
             ranges[dim] = range(tp.rank * size, (tp.rank + 1) * size)
         y = drop(unchecked(x), self.p, key(int(drawn), self.path), ranges)
         if self.inplace:
-            return x.copy_(y)
+            # After a frozen layer y has no gradient, and would be taken for numbers made elsewhere.
+            with torch._C.DisableTorchFunctionSubclass():
+                return x.copy_(y)
         return marked(y, x.cut) if isinstance(x, CutTensor) else y
 
     def _note(self, x: Tensor) -> None:
@@ -313,6 +323,11 @@ class Dropout(nn.Dropout):
                 "give each place an nn.Dropout of its own"
             )
         self._from_last = from_last
+
+
+def _in_backward() -> bool:
+    """Return True in a backward pass, which torch.utils.checkpoint lets compute activations again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_slice(x: Tensor, features: int, tp: Axis) -> bool:

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, plan
 from parallel import Context, copy, join, parallelize, split, unchecked
+from parallel.cut_features import Cut, CutTensor, marked
 from parallel.plain_layers import Dropout, Watch
 from tests.ranks import run_ranks
 
@@ -286,3 +288,55 @@ def test_ranks_drop_different_elements_of_different_features_and_layers_called_o
         assert not torch.equal(one, other)
     assert not torch.equal(first[0], first[1])
     assert "mean combines the features" in said  # in the fourth call of the first layer, which is checked
+
+
+class Recomputed(nn.Module):
+    """A block whose activations the backward pass computes again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = MLP(nn.GELU())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        assert isinstance(y, Tensor)
+        return y
+
+
+def checked_calls(mesh: DeviceMesh, reentrant: bool) -> list[list[bool]]:
+    """For each of eight steps, whether each call of the first layer was checked."""
+    context = Context(PLAN, Axis.of(mesh, "tp"))
+    model = parallelize(Recomputed(reentrant).double(), context, {"*up": "column", "*down": "row"})
+    seen: list[list[bool]] = []
+
+    def note(layer: nn.Module, given: object, y: Tensor) -> None:
+        seen[-1].append(isinstance(y, CutTensor))
+
+    model.block.up.register_forward_hook(note)
+    for _ in range(8):
+        seen.append([])
+        model(X.clone().requires_grad_()).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_backward_pass_computes_again_is_no_pass_of_its_own(reentrant: bool) -> None:
+    for seen in run_ranks(checked_calls, {"tp": 2}, reentrant=reentrant):
+        assert seen == [[number in (1, 2, 4, 8)] * 2 for number in range(1, 9)]
+
+
+def test_a_dropout_draws_its_number_on_the_cpu_whatever_torchs_default_device_is() -> None:
+    layer = Dropout(nn.Dropout(0.5), "drop", Watch(Context(PLAN)))
+    torch.manual_seed(0)
+    kept = layer(X)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        assert torch.equal(layer(X), kept)
+
+
+def test_what_a_frozen_layer_gives_can_be_dropped_in_place() -> None:
+    layer = Dropout(nn.Dropout(0.5, inplace=True), "drop", Watch(Context(PLAN)))
+    x = marked(torch.ones(2, WIDE), Cut(1, "outputs of a frozen layer", 2))
+    assert layer(x) is x
+    assert set(unchecked(x).unique().tolist()) == {0.0, 2.0}

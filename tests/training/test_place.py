@@ -60,6 +60,7 @@ def test_a_run_in_the_order_of_its_text_goes_on_where_it_was_with_samples_of_any
     progress = read_progress(Store(checkpoint(run, 3)))
     assert progress.samples == READ // length + 4
     assert progress.tokens == READ + 4 * length
+    assert progress.learned_tokens == progress.tokens, "no step was skipped"
 
 
 def test_a_later_epoch_is_gone_on_with_too(
@@ -94,3 +95,12 @@ def test_a_shuffled_run_is_refused_with_samples_of_another_length_unless_that_is
     assert train(file, *changed, "--allow", "seq_length") == 0
     assert "changed    train.seq_length: 16 -> 32: " in capsys.readouterr().out
     assert read_progress(Store(checkpoint(run, 3))).samples == READ // 32 + 4
+
+
+def test_tokens_that_were_learned_are_known_of_checkpoints_that_do_not_say_it(file: Path) -> None:
+    store = Store(checkpoint(file.parent / "ordered", 2))
+    del store.index["progress"]["skipped_tokens"]
+    assert read_progress(store).learned_tokens == READ
+    store.index["progress"]["applied"] = 1
+    store.index["progress"]["applied_samples"] = 4
+    assert read_progress(store).learned_tokens == READ // 2

@@ -3,7 +3,7 @@ tokenizer.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ class TrainState:
     """The progress of a run. A skipped step consumes its samples, but does not advance the learning rate.
 
     Samples and tokens are counted, for a resumed run may have another batch size or sequence length. samples: the place
-    in the data, of which a run with another sequence length keeps the tokens.
+    in the data, of which a run with another sequence length keeps the tokens. skipped_tokens: those
+    of skipped steps.
     """
 
     step: int = 0
@@ -31,6 +32,7 @@ class TrainState:
     samples: int = 0
     applied_samples: int = 0
     tokens: int = 0
+    skipped_tokens: int = 0
 
     @property
     def skipped(self) -> int:
@@ -38,10 +40,8 @@ class TrainState:
 
     @property
     def learned_tokens(self) -> int:
-        """Tokens of the applied steps; an estimate if train.seq_length has changed and steps were skipped."""
-        if self.applied_samples == self.samples:
-            return self.tokens
-        return self.tokens * self.applied_samples // self.samples
+        """Tokens of the applied steps."""
+        return self.tokens - self.skipped_tokens
 
 
 def newest(folder: Path) -> Store | None:
@@ -66,7 +66,13 @@ def kept(store: Store, key: str) -> Any:
 
 def read_progress(store: Store) -> TrainState:
     """Return the progress of the run. Raises UserError if it is missing or damaged."""
-    return TrainState(**_table(store, "progress", asdict(TrainState())))
+    saved = _table(store, "progress", asdict(TrainState()), {"skipped_tokens"})
+    progress = TrainState(**saved)
+    if "skipped_tokens" in saved or not progress.samples:
+        return progress
+    # Checkpoints of earlier versions do not have it: their samples are taken to be of one length.
+    skipped = max(0, progress.samples - progress.applied_samples)
+    return replace(progress, skipped_tokens=progress.tokens * skipped // progress.samples)
 
 
 def read_watch(store: Store) -> dict[str, Any]:

@@ -179,7 +179,9 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     in_samples = config.lr.unit == "samples"
     batch = config.train.global_batch if in_samples else 1
     applied = progress.applied_samples if in_samples else progress.applied
-    reached = progress.samples if in_samples else progress.step
+    reached = progress.step
+    if in_samples:  # not progress.samples, which is a place in the data
+        reached = applied + progress.skipped_tokens // config.train.seq_length
     ended = schedule.at(max(0, applied - batch))
     planned = schedule.at(reached - batch)
     if ended == planned:

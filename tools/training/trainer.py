@@ -357,13 +357,17 @@ class Trainer:
     def _advance(self, report: StepReport) -> None:
         """Add a step whose outcome is known to `progress`; note whether a rank was asked to stop."""
         self._stops |= report.stop
-        progress, batch, applied = self.progress, self.config.train.global_batch, int(report.changed)
+        before = self.progress
+        batch = self.config.train.global_batch
+        tokens = self.config.tokens_per_step
+        applied = int(report.changed)
         self.progress = TrainState(
-            progress.step + 1,
-            progress.applied + applied,
-            progress.samples + batch,
-            progress.applied_samples + applied * batch,
-            progress.tokens + self.config.tokens_per_step,
+            step=before.step + 1,
+            applied=before.applied + applied,
+            samples=before.samples + batch,
+            applied_samples=before.applied_samples + applied * batch,
+            tokens=before.tokens + tokens,
+            skipped_tokens=before.skipped_tokens + (1 - applied) * tokens,
         )
 
     def _write_timeline(self, recording: Recording) -> None:

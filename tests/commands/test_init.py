@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.data import training
+from megaprec.data.text import open_source
 from tools.cli import main
 from tools.commands import init
 from tools.config.run_file import load_run
@@ -94,11 +95,31 @@ def test_sizes_follow_from_all_files_of_a_long_text(
     (here / "text" / ("b.txt.gz" if packed else "b.txt")).write_bytes(gzip.compress(content) if packed else content)
     assert main(["init", "text"]) == 0
     told = capsys.readouterr().out.splitlines()[0]
-    amount = "more than 60,000 characters" if packed else r"about \d{3},\d{3} characters"
-    assert re.search(f"{amount}, .* tokens; the sizes follow from 60,000 of them, from all over the text", told), told
+    whole = sum(len(text) for _, text in open_source("text"))
+    assert re.search(
+        f"about {whole:,} characters, .* tokens; the sizes follow from 60,000 of them, from all over the text", told
+    ), told
     config = load_run("run.toml")
     assert config.data.vocab_size > 2600
     assert open_corpus(config).model.vocab == config.data.vocab_size
+
+
+@pytest.mark.parametrize("name", ["b.txt.gz", "b.jsonl"])
+def test_a_short_text_is_counted_whole_though_sizes_of_its_files_do_not_tell(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file has more than its share of what is looked at."""
+    monkeypatch.setattr(init, "LOOKED_AT", 20_000)
+    (here / "text").mkdir()
+    long = words(3_000)
+    (here / "text" / "a.txt").write_text(long)
+    short = "some words of their own"
+    content = json.dumps({"text": short}) if name.endswith("l") else short
+    written = gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+    (here / "text" / name).write_bytes(written)
+    assert 10_000 < len(long) < 19_000
+    assert main(["init", "text"]) == 0
+    assert f"text       text: {len(long) + len(short):,} characters, about" in capsys.readouterr().out
 
 
 def test_every_key_that_is_written_has_a_comment_and_every_line_is_short(here: Path) -> None:

@@ -45,8 +45,9 @@ HEADER = "# Written by megaprec init. Train with: megaprec train {file}\n# `mega
 class Found:
     """The sizes of a text. begins: the beginning of a line.
 
-    looked_at: characters that were read. chars: of the whole text, estimated if that is more; None if packed files or
-        files with fields, whose sizes do not tell, have more. tokens: of these, or of those that were read.
+    looked_at: characters whose tokens were counted. chars: of the whole text, estimated if it is too long to be read;
+        None if it is and has packed files or files with fields, whose sizes do not tell. tokens: of these, or of those
+        that were looked at.
     """
 
     looked_at: int
@@ -96,10 +97,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _look_at(source: Source) -> Found:
     """Return the sizes of a text. Raises UserError if it cannot be read, or is too short to train on."""
-    lines = _lines(source)  # of a text that can be read whole, its bad files and rows are told at once
-    pieces, whole = _spread(source)
+    lines, counted = _lines(source)  # of a text that can be read whole, its bad files and rows are told at once
+    pieces, whole = _spread(source, source.total_chars() if counted is None else counted)
     read = sum(map(len, pieces))
-    chars = read if whole else _estimated(source, pieces)
+    chars = counted or (read if whole else _estimated(source, pieces))
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
         size = next(size for least, size in VOCABULARIES if (chars or read) >= least)
         tokenizer = load_tokenizer(_learned(lines or pieces, size, Path(folder) / "tried"))
@@ -109,11 +110,14 @@ def _look_at(source: Source) -> Found:
     return Found(read, chars, tokenizer.vocab_size, round(tokens * (chars or read) / max(1, read)), " ".join(words[:3]))
 
 
-def _lines(source: Source) -> list[str]:
-    """Return the lines that `train` will learn a tokenizer from; none if the text is too long to be read here."""
+def _lines(source: Source) -> tuple[list[str], int | None]:
+    """Return the lines that `train` will learn a tokenizer from, and the characters of the whole text.
+
+    Of a text that is too long to be read here: no lines, and None.
+    """
     total = source.total_chars()
     if total is not None and total > LEARNED_FROM:
-        return []
+        return [], None
     read = 0
 
     def texts() -> Iterator[str]:
@@ -125,12 +129,15 @@ def _lines(source: Source) -> list[str]:
             yield text
 
     lines = sample_lines(texts())
-    return [] if read > LEARNED_FROM else lines
+    return ([], None) if read > LEARNED_FROM else (lines, read)
 
 
-def _spread(source: Source) -> tuple[list[str], bool]:
-    """Return pieces of a text, about `LOOKED_AT` characters from all over its files, and if they are all of it."""
-    total, files = source.total_chars(), source.files
+def _spread(source: Source, total: int | None) -> tuple[list[str], bool]:
+    """Return pieces of a text, about `LOOKED_AT` characters from all over its files, and if they are all of it.
+
+    total: the characters of the text, if they are known.
+    """
+    files = source.files
     if total is not None and total <= LOOKED_AT:
         return [text for _, text in source], True
     looked_at = [files[n * len(files) // FILES] for n in range(FILES)] if len(files) > FILES else files

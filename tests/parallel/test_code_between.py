@@ -313,7 +313,7 @@ def checked_calls(mesh: DeviceMesh, reentrant: bool) -> list[list[bool]]:
     def note(layer: nn.Module, given: object, y: Tensor) -> None:
         seen[-1].append(isinstance(y, CutTensor))
 
-    model.block.up.register_forward_hook(note)
+    model.get_submodule("block.up").register_forward_hook(note)
     for _ in range(8):
         seen.append([])
         model(X.clone().requires_grad_()).sum().backward()

@@ -9,16 +9,20 @@ BEFORE_A_COMMAND = ("do", "else", "elif", "if", "then", "!", "time", "while", "u
 
 def definition(commands: Sequence[Command], at: int) -> tuple[str, list[Command], int] | None:
     """Return the function whose definition begins at a command: its name, its body, and what follows at; or None."""
-    words = commands[at].words
+    words = list(commands[at].words)
     named_by_word = len(words) > 1 and words[0].plain == "function"
-    name = words[1].plain if named_by_word else words[0].plain if len(words) == 1 else ""
+    name = ""
+    if named_by_word:
+        name = words[1].plain
+    elif len(words) == 1:
+        name = words[0].plain
     parentheses = commands[at].end == "(" and at + 1 < len(commands) and not commands[at + 1].words
     if not name or not (named_by_word or parentheses):
         return None
     begin = at + 2 if parentheses else at + 1
     body = list[Command]()
     if len(words) > 2:
-        body.append(Command(words[2:], commands[at].line, commands[at].end))
+        body.append(Command(tuple(words[2:]), commands[at].line, commands[at].end))
     elif begin < len(commands):
         body.append(commands[begin])
         begin += 1

@@ -23,7 +23,7 @@ MOST_BITS = 128  # of an integer, which every float64 then can hold; states of r
 MOST_BYTES = 1 << 30  # of a file that is read whole
 MOST_SETTINGS = 1 << 20  # bytes of a file that people write settings into
 _NAME = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-_DEEP_KEY = re.compile(rf"{_NAME}(?:[ \t]*\.[ \t]*{_NAME}){{{NESTING},}}")
+_DEEP_KEY = re.compile(rf"(?<![\w-]){_NAME}(?:[ \t]*\.[ \t]*{_NAME}){{{NESTING},}}")
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 
 

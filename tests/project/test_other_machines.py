@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,16 @@ def test_a_key_of_very_many_parts_is_refused_at_once(text: str) -> None:
     with pytest.raises(ValueError, match="a key of more than 100 parts"):
         parse_toml(text)
     assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + "x" * 500_000 + "]", "a" + " " * 500_000 + "= 1", '"' * 500_000, "a.b " * 100_000]
+)
+def test_a_long_line_is_read_in_time_that_grows_with_its_length(text: str) -> None:
+    begin = time.process_time()
+    with suppress(ValueError):
+        parse_toml(text)
+    assert time.process_time() - begin < 5, "a search begins at each character again"
 
 
 def test_keys_and_texts_of_usual_length_are_read() -> None:

@@ -14,7 +14,12 @@ HF = ["tokenizers>=0.23.1,<0.24", "transformers>=5.20,<6"]
 PLOTS = ["matplotlib>=3.10.8,<4"]
 # Other people's code that slow tests compare with.
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]
-ORACLES = ["megatron-core>=0.16,<0.17", "einops>=0.8,<0.9", "psutil>=6,<8", "lm-eval[hf]>=0.4.13,<0.5"]
+ORACLES = [
+    "megatron-core>=0.16,<0.17",
+    "einops>=0.8,<0.9",
+    "psutil>=6,<8",
+    "lm-eval[hf]>=0.4.13,<0.5",
+]
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
 YAML = ["pyyaml>=6.0.1,<7"]
@@ -28,8 +33,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
-    packages=find_packages(include=[name for package in PACKAGES for name in (package, f"{package}.*")]),
-    package_dir={"": "."},  # makes an editable install a plain path file, which type checkers follow
+    packages=find_packages(
+        include=[name for package in PACKAGES for name in (package, f"{package}.*")]
+    ),
+    package_dir={
+        "": "."
+    },  # makes an editable install a plain path file, which type checkers follow
     package_data={"": ["py.typed", "*.c"]},
     install_requires=[
         "torch>=2.11,<2.14",

@@ -2,9 +2,10 @@
 
 megaprec parity examples/own_model.toml
 
-`build` makes one pipeline stage. Every parameter carries a Layout, which says who holds which part of it; the layers of
-`parallel` give it to theirs, `parallel.layers.parameter` to your own. This one has no attention: in each layer a token
-is normalised, scaled by a learned vector and sent through a feed-forward with a squared ReLU.
+`build` makes one pipeline stage. Every parameter carries a Layout, which says who holds which part
+of it; the layers of `parallel` give it to theirs, `parallel.layers.parameter` to your own. This one
+has no attention: in each layer a token is normalised, scaled by a learned vector and sent through a
+feed-forward with a squared ReLU.
 """
 
 import torch
@@ -16,7 +17,12 @@ from models.packing import WHOLE, Packing
 from models.stages import Cut
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
-from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parameter
+from parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    parameter,
+)
 from parallel.linear import Input, Linear
 from parallel.loss import cross_entropy
 from parallel.norms import RMSNorm
@@ -27,10 +33,12 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
-        self.name, self.context, self.probability = name, context, config.dropout
+        self.name = name
+        self.context = context
+        self.probability = config.dropout
         self.norm = RMSNorm(context, config.hidden, name=f"{name}.norm")
-        # Every tp rank holds all of it. Where the sequence is cut, each sees only its own tokens: then the gradient is
-        # a share, to be summed over tp, and `partial` says so.
+        # Every tp rank holds all of it. Where the sequence is cut, each sees only its own tokens:
+        # then the gradient is a share, to be summed over tp, and `partial` says so.
         whole = Part.cut(f"{name}.scale", (config.hidden,), None, context.tp)
         self.scale = parameter(context, [whole], 0.0, partial=context.cut_sequence, mean=1.0)
         self.up = ColumnParallelLinear(context, config.hidden, config.ffn, name=f"{name}.up")
@@ -44,28 +52,36 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """Some layers; the first stage also embeds, the last also has the head and the loss."""
 
-    def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        self.context, self.cut = context, cut
+        self.context = context
+        self.cut = cut
         if cut.first:
-            self.embedding = VocabParallelEmbedding(context, config.vocab, config.hidden, name="embedding")
+            self.embedding = VocabParallelEmbedding(
+                context, config.vocab, config.hidden, name="embedding"
+            )
         self.layers = nn.ModuleList(Layer(config, context, f"layers.{n}") for n in cut.layers)
         if cut.last:
             self.final_norm = RMSNorm(context, config.hidden, name="final_norm")
             rows = Part.cut("head.weight", (config.vocab, config.hidden), 0, context.tp)
             self.head = parameter(context, [rows], config.init_std)
 
-    def forward(self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE) -> Tensor:
-        """int64 ids [s, b], or activations [s, b, hidden] ([s / tp, ...] where the sequence is cut) of the stage
-        before -> activations, or logits [s, b, own rows of the vocabulary]. place: None in evaluation. packing: where
-        documents end, for models whose tokens see each other."""
+    def forward(
+        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
+    ) -> Tensor:
+        """int64 ids [s, b], or activations [s, b, hidden] ([s / tp, ...] where the sequence is cut)
+        of the stage before -> activations, or logits [s, b, own rows of the vocabulary]. place:
+        None in evaluation. packing: where documents end, for models whose tokens see each other."""
         if self.cut.first:
             x = self.embedding(x)
         for layer in self.layers:
             x = layer(x, place)
         if not self.cut.last:
             return x
-        c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        c = self.context
+        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         products = c.products_of_head("head.weight")
         return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, products)
 
@@ -76,5 +92,6 @@ class Stage(nn.Module):
 
 
 def build(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Stage:
-    """One stage. `tied` is for models whose head is their embedding (model.tied = true); this one's is not."""
+    """One stage. `tied` is for models whose head is their embedding (model.tied = true); this one's
+    is not."""
     return Stage(config, context, cut, tied)

@@ -1,4 +1,5 @@
-"""Mixed-precision training that can be trusted: the step really happened, or you are told which parameter broke it.
+"""Mixed-precision training that can be trusted: the step really happened, or you are told which
+parameter broke it.
 
 The smallest whole use, on one process; the same loop runs on many with a mesh:
 
@@ -13,8 +14,8 @@ The smallest whole use, on one process; the same loop runs on many with a mesh:
         (loss * optimizer.scale).backward()
         report = optimizer.step(loss=loss)                    # what happened: report.outcome, .grad_norm, .offenders
 
-`parallel` has tensor-parallel layers and pipelines, `models` whole transformers. This package knows neither: it takes a
-torch DeviceMesh and parameters that carry layouts.
+`parallel` has tensor-parallel layers and pipelines, `models` whole transformers. This package knows
+neither: it takes a torch DeviceMesh and parameters that carry layouts.
 """
 
 from megaprec import command_path

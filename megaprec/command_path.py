@@ -1,8 +1,8 @@
 """The folders in which the command looks for modules: never first the one where it is started.
 
-`python -m megaprec` puts the working directory before everything that is installed, and so does an empty part of
-PYTHONPATH. A torch.py or a folder tools there would be taken for another one's. This module is imported before any
-other, so it uses only what Python has loaded when it starts.
+`python -m megaprec` puts the working directory before everything that is installed, and so does an
+empty part of PYTHONPATH. A torch.py or a folder tools there would be taken for another one's. This
+module is imported before any other, so it uses only what Python has loaded when it starts.
 """
 
 import os
@@ -12,7 +12,8 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def is_command() -> bool:
-    """Return True while Python starts `python -m megaprec` or the script megaprec, False for other programs."""
+    """Return True while Python starts `python -m megaprec` or the script megaprec, False for other
+    programs."""
     if sys.argv[:1] != ["-m"]:
         return os.path.basename(sys.argv[0] if sys.argv else "") == "megaprec"
     words = getattr(sys, "orig_argv", [])
@@ -20,9 +21,11 @@ def is_command() -> bool:
 
 
 def leave_out_working_folder() -> None:
-    """Put megaprec's own folder first. The working directory is left out; if PYTHONPATH names it, it comes last.
+    """Put megaprec's own folder first. The working directory is left out; if PYTHONPATH names it,
+    it comes last.
 
-    Ends the process with exit code 2 if the working directory is gone, where libraries fail in ways of their own.
+    Ends the process with exit code 2 if the working directory is gone, where libraries fail in ways
+    of their own.
     """
     try:
         os.getcwd()
@@ -31,9 +34,16 @@ def leave_out_working_folder() -> None:
         sys.exit(2)
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     here = os.path.realpath(".")
-    last = [here] if here in map(os.path.realpath, given) and not sys.flags.ignore_environment else []
+    if here in map(os.path.realpath, given) and not sys.flags.ignore_environment:
+        last = [here]
+    else:
+        last = []
     sys.path[:] = [
         HOME,
-        *(entry for entry in sys.path if os.path.realpath(entry or ".") not in (os.path.realpath(HOME), here)),
+        *(
+            entry
+            for entry in sys.path
+            if os.path.realpath(entry or ".") not in (os.path.realpath(HOME), here)
+        ),
         *last,
     ]

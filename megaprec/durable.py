@@ -1,10 +1,10 @@
 """Files and folders that outlast a power cut, and errors of the filesystem that name their file.
 
-A file is on the disk after fsync, but its name is only there after fsync of its folder. So whoever creates a folder, or
-renames a file, flushes the folder above it as well.
+A file is on the disk after fsync, but its name is only there after fsync of its folder. So whoever
+creates a folder, or renames a file, flushes the folder above it as well.
 
-The system does not say which file a failed write or fsync belongs to; `named` adds it, so that every error of the
-filesystem can be told in one line.
+The system does not say which file a failed write or fsync belongs to; `named` adds it, so that
+every error of the filesystem can be told in one line.
 """
 
 import errno
@@ -31,9 +31,13 @@ REMEDIES = {
 
 
 def file_error(error: OSError) -> str:
-    """Return one line about an error of the filesystem: the file, the system's reason, and what to do."""
+    """Return one line about an error of the filesystem: the file, the system's reason, and what to
+    do."""
     name = errno.errorcode.get(error.errno or 0, "no number")
-    what = " and ".join(os.fsdecode(path) for path in (error.filename, error.filename2) if path) or "a file"
+    what = (
+        " and ".join(os.fsdecode(path) for path in (error.filename, error.filename2) if path)
+        or "a file"
+    )
     remedy = REMEDIES.get(error.errno or 0, "look at that place")
     return f"{what}: {error.strerror or error} ({name}): {remedy}"
 
@@ -50,7 +54,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the middle of it."""
+    """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the
+    middle of it."""
     with named(path):
         return path.read_bytes()
 
@@ -63,7 +68,8 @@ def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader
 
 
 def sync(path: Path) -> None:
-    """Wait until the file, or the list of files of the folder, is on the disk. Raises OSError with the path."""
+    """Wait until the file, or the list of files of the folder, is on the disk. Raises OSError with
+    the path."""
     with named(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -73,7 +79,8 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder and those above it, as far as they are missing, and flush each new name to the disk."""
+    """Create the folder and those above it, as far as they are missing, and flush each new name to
+    the disk."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -82,18 +89,21 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk; its name may not be. Raises OSError with the path."""
+    """Write a file and wait until it is on the disk; its name may not be. Raises OSError with the
+    path."""
     with named(path), path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(content))
         os.fsync(file.fileno())
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a regular file, which is made if it is missing, and wait until it is on the disk.
+    """Append a line to a regular file, which is made if it is missing, and wait until it is on the
+    disk.
 
     A line that an earlier attempt left unfinished is ended first. Raises OSError with the path.
     """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
+    # a pipe would block
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
         with named(path):
@@ -111,6 +121,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def write_all(descriptor: int, content: memoryview) -> None:
-    """Write all bytes: the system may take only some of them at a time, as before a disk is full."""
+    """Write all bytes: the system may take only some of them at a time, as before a disk is
+    full."""
     while content:
         content = content[os.write(descriptor, content) :]

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 LONGEST_LINE = 2000  # characters
 LONGEST_WORD = 200  # characters of a word for which a similar one is looked for
-LEAST_LIKENESS = 0.75  # of a word that is suggested: twice the letters in common, as a share of the letters of both
+# of a word that is suggested: twice the letters in common, as a share of the letters of both
+LEAST_LIKENESS = 0.75
 SHORT_WORD = 4  # letters; one slip changes much of it
 LEAST_OF_SHORT = 0.6
 
@@ -13,9 +14,10 @@ LEAST_OF_SHORT = 0.6
 class UserError(ValueError):
     """Bad input, described in lines that the user can act on.
 
-    Each problem is one line that names the value, the reason why it is refused and a value that would work. All
-    problems found are raised together; the command prints them without a traceback and exits with code 2.
-    Line ends and other signs that do not print are escaped, and the middle of a very long line is left out.
+    Each problem is one line that names the value, the reason why it is refused and a value that
+    would work. All problems found are raised together; the command prints them without a traceback
+    and exits with code 2. Line ends and other signs that do not print are escaped, and the middle
+    of a very long line is left out.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -26,15 +28,17 @@ class UserError(ValueError):
 def _one_line(problem: str) -> str:
     """Return a problem as one line of a bounded length that any terminal prints."""
     if not problem.isprintable():
-        problem = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem)
+        problem = "".join(
+            c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem
+        )
     if len(problem) > LONGEST_LINE:
         problem = f"{problem[: LONGEST_LINE - 400]} ... {problem[-390:]}"
     return problem
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word that is most like an unknown one; "" if none is like it. Leading dashes are no part of a
-    word.
+    """Return the known word that is most like an unknown one; "" if none is like it. Leading dashes
+    are no part of a word.
     """
     if len(word) > LONGEST_WORD:
         return ""
@@ -46,6 +50,7 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
-    """Return a hint to append to a message: the `known` word closest to the unknown `word`; empty if none is close."""
+    """Return a hint to append to a message: the `known` word closest to the unknown `word`; empty
+    if none is close."""
     close = closest(word, known)
     return f"; did you mean {form.format(close)}?" if close else ""

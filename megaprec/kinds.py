@@ -1,6 +1,8 @@
-"""Values of the kinds that the annotations of a frozen value name: no text "false" for False, no text for a dtype.
+"""Values of the kinds that the annotations of a frozen value name: no text "false" for False, no
+text for a dtype.
 
-Python does not look at annotations, so that a text would count as true, and a mistyped word as the other choice.
+Python does not look at annotations, so that a text would count as true, and a mistyped word as the
+other choice.
 """
 
 import math
@@ -18,7 +20,8 @@ NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def wrong_kinds(value: Any) -> list[str]:
-    """Return a line for each field of a dataclass whose value is not of the annotated kind: name, value, kind.
+    """Return a line for each field of a dataclass whose value is not of the annotated kind: name,
+    value, kind.
 
     Floats must be finite. Whole numbers are floats too; True and False are no numbers.
     """
@@ -36,7 +39,8 @@ class UnknownArgument(UserError, TypeError):
 
 
 class NamedArguments:
-    """A base of dataclasses: an argument that such a class has not is refused in a line that names it.
+    """A base of dataclasses: an argument that such a class has not is refused in a line that names
+    it.
 
     ELSEWHERE: what to do in place of an argument that other systems' classes have, by its name.
     """
@@ -59,7 +63,8 @@ class NamedArguments:
 
 
 def is_number(value: object, whole: bool = False) -> bool:
-    """Return True for a finite float or an int that is one, never for True and False. whole: an int alone will do."""
+    """Return True for a finite float or an int that is one, never for True and False. whole: an int
+    alone will do."""
     kinds = int if whole else (int, float)
     try:
         return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
@@ -68,9 +73,14 @@ def is_number(value: object, whole: bool = False) -> bool:
 
 
 def quoted(value: object) -> str:
-    """Return an argument as an error line quotes it: a plain value as it is written, anything else by its kind."""
+    """Return an argument as an error line quotes it: a plain value as it is written, anything else
+    by its kind."""
     plain = value is None or isinstance(value, str | int | float | list | tuple | dict)
-    return f"{value!r:.60}" if plain else f"a {type(value).__name__}" if not isinstance(value, type) else value.__name__
+    if plain:
+        return f"{value!r:.60}"
+    if not isinstance(value, type):
+        return f"a {type(value).__name__}"
+    return value.__name__
 
 
 @cache
@@ -87,7 +97,9 @@ def _is_of(value: object, hint: Any) -> bool:
     if origin in (int, float):
         return is_number(value, whole=origin is int)
     if origin is tuple:
-        return isinstance(value, tuple | list) and all(_is_of(one, get_args(hint)[0]) for one in value)
+        return isinstance(value, tuple | list) and all(
+            _is_of(one, get_args(hint)[0]) for one in value
+        )
     return value in NUMBERS if origin is torch.dtype else isinstance(value, origin)
 
 
@@ -99,7 +111,13 @@ def _described(hint: Any) -> str:
         return ", ".join(map(repr, get_args(hint)))
     if origin is tuple:
         return f"a tuple or a list, each element {_described(get_args(hint)[0])}"
-    words = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", NoneType: "None"}
+    words = {
+        bool: "True or False",
+        int: "a whole number",
+        float: "a finite number",
+        str: "text",
+        NoneType: "None",
+    }
     words |= {torch.dtype: f"one of {', '.join(map(str, NUMBERS))}", Mapping: "a mapping"}
     words[Callable] = "a function"  # type: ignore[index]
     return words.get(origin) or f"a {origin.__name__}"

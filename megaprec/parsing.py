@@ -1,8 +1,9 @@
 """JSON and TOML from outside, and the files and paths that hold them.
 
-Both formats may nest without end, have integers of any length and, in JSON, text that is no Unicode. Python's parsers
-answer with a RecursionError, or with values on which later code fails. Here all of it is a ValueError with one line. A
-file is read only if it is a regular one of bounded size: a pipe or a device may never end.
+Both formats may nest without end, have integers of any length and, in JSON, text that is no
+Unicode. Python's parsers answer with a RecursionError, or with values on which later code fails.
+Here all of it is a ValueError with one line. A file is read only if it is a regular one of bounded
+size: a pipe or a device may never end.
 """
 
 import errno
@@ -19,20 +20,23 @@ from megaprec.durable import named
 from megaprec.errors import UserError
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
-MOST_BITS = 128  # of an integer, which every float64 then can hold; states of random number generators have 128
+# of an integer, which every float64 then can hold; states of random number generators have 128
+MOST_BITS = 128
 MOST_BYTES = 1 << 30  # of a file that is read whole
 MOST_SETTINGS = 1 << 20  # bytes of a file that people write settings into
 _NAME = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 _DEEP_KEY = re.compile(rf"(?<![\w-]){_NAME}(?:[ \t]*\.[ \t]*{_NAME}){{{NESTING},}}")
-LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
+# bytes, on Linux
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 
 
 def parse_json(text: str | bytes, read_again: bool = False) -> Any:
     """Return the value of a JSON text.
 
-    read_again: another reader, which is strict on values, reads the text too, so that only keys are looked at, in a
-    third of the time. Raises ValueError if it is not JSON, nested too deeply or no Unicode, or has a key twice:
-    programs differ in which of the two they take.
+    read_again: another reader, which is strict on values, reads the text too, so that only keys are
+    looked at, in a third of the time. Raises ValueError if it is not JSON, nested too deeply or no
+    Unicode, or has a key twice: programs differ in which of the two they take.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -47,13 +51,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        raise ValueError(
+            f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice"
+        )
     return made
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table of a TOML text. Raises ValueError if it is not TOML, or nested too deeply."""
-    if _DEEP_KEY.search(text):  # Python's parser takes memory with the square of a dotted key's length
+    """Return the table of a TOML text. Raises ValueError if it is not TOML, or nested too
+    deeply."""
+    if _DEEP_KEY.search(
+        text
+    ):  # Python's parser takes memory with the square of a dotted key's length
         raise ValueError(f"it has a key of more than {NESTING} parts")
     try:
         table = tomllib.loads(text)
@@ -64,7 +73,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raise ValueError for nesting beyond NESTING levels, huge integers, and text with half of a surrogate pair."""
+    """Raise ValueError for nesting beyond NESTING levels, huge integers, and text with half of a
+    surrogate pair."""
     level = [value]
     for _ in range(NESTING):
         texts = [one for one in level if isinstance(one, str)]
@@ -73,14 +83,19 @@ def _check(value: Any) -> None:
             raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
         if any(abs(one) >> MOST_BITS for one in level if isinstance(one, int)):
             raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
-        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inside = [
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
         if not (level := [one for values in inside for one in values]):
             return
     raise ValueError(f"nested more than {NESTING} levels deep")
 
 
 def is_unicode(text: str) -> bool:
-    """Return True if `text` can be written as UTF-8: arguments that are not UTF-8 and halves of surrogates cannot."""
+    """Return True if `text` can be written as UTF-8: arguments that are not UTF-8 and halves of
+    surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -89,8 +104,10 @@ def is_unicode(text: str) -> bool:
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes. Raises OSError, with `path` as its filename."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    """Return the bytes of a regular file of at most `most` bytes. Raises OSError, with `path` as
+    its filename."""
+    # a pipe without a writer would block
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         state = os.fstat(descriptor)
         mode = state.st_mode
@@ -109,12 +126,16 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """Return the text of a regular UTF-8 file of at most `most` bytes. Raises OSError or UnicodeDecodeError."""
-    return io.TextIOWrapper(io.BytesIO(read_regular(path, most)), encoding="utf-8").read()  # any line end is \n
+    """Return the text of a regular UTF-8 file of at most `most` bytes. Raises OSError or
+    UnicodeDecodeError."""
+    return io.TextIOWrapper(
+        io.BytesIO(read_regular(path, most)), encoding="utf-8"
+    ).read()  # any line end is \n
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UserError if the file is missing or holds something else."""
+    """Return the JSON object in a file. Raises UserError if the file is missing or holds something
+    else."""
     try:
         content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
@@ -128,21 +149,29 @@ def path_problem(path: str) -> str:
     """Return the reason why no file can have this path; empty if one can."""
     if "\0" in path or not is_unicode(path):
         return "a path of UTF-8 text without NUL is needed"
-    if any(len(name.encode()) > LONGEST_NAME for name in path.split("/")) or len(path.encode()) > LONGEST_PATH:
+    if (
+        any(len(name.encode()) > LONGEST_NAME for name in path.split("/"))
+        or len(path.encode()) > LONGEST_PATH
+    ):
         return f"a name has {LONGEST_NAME} bytes at most, and a path {LONGEST_PATH}"
     return ""
 
 
 def home_problem(path: str) -> str:
-    """Return the reason why a leading ~ or ~USER stands for no home folder; empty if it does, or there is none."""
+    """Return the reason why a leading ~ or ~USER stands for no home folder; empty if it does, or
+    there is none."""
     if not path.startswith("~") or os.path.expanduser(path) != path:
         return ""
     home = path.partition("/")[0]
-    return f"no home folder is known for {home}; write the whole path, or ./{home} if that is a file or folder here"
+    return (
+        f"no home folder is known for {home}; write the whole path, or ./{home} if that is a file "
+        "or folder here"
+    )
 
 
 def home_expanded(path: str) -> str:
-    """Return the path with the home folder in place of a leading ~ or ~USER. Raises UserError if none is known."""
+    """Return the path with the home folder in place of a leading ~ or ~USER. Raises UserError if
+    none is known."""
     if problem := home_problem(path):
         raise UserError(f"{path}: {problem}")
     return os.path.expanduser(path)

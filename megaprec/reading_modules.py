@@ -1,6 +1,7 @@
 """The command while its modules are read: see tools/start.py, which ends what begins here.
 
-A command imports this module before torch. Other programs never do: they keep their garbage collector and their Ctrl-C.
+A command imports this module before torch. Other programs never do: they keep their garbage
+collector and their Ctrl-C.
 """
 
 import gc

@@ -1,8 +1,9 @@
 """Installed packages, and a Python, of other versions than those that megaprec is tested with.
 
-pip keeps the bounds of setup.py beside an installed megaprec, and looks at them only while it installs. Other versions
-are there afterwards if a package was changed later, or in an image that brings its own torch (`pip install --no-deps`).
-They may work, but what they decide, such as last bits or what another library computes, has not been tried.
+pip keeps the bounds of setup.py beside an installed megaprec, and looks at them only while it
+installs. Other versions are there afterwards if a package was changed later, or in an image that
+brings its own torch (`pip install --no-deps`). They may work, but what they decide, such as last
+bits or what another library computes, has not been tried.
 """
 
 import platform
@@ -18,17 +19,21 @@ EXTRAS = ("", "data", "hf", "lm-eval", "plots", "tensorboard", "wandb", "yaml") 
 
 
 def untested(*names: str) -> Iterator[str]:
-    """Yield, of each package that users need or may have, its version and the tested ones if it is not of these.
+    """Yield, of each package that users need or may have, its version and the tested ones if it is
+    not of these.
 
-    names: of some packages; of all, and of Python, if there are none. A checkout that is not installed knows no
-    versions of packages.
+    names: of some packages; of all, and of Python, if there are none. A checkout that is not
+    installed knows no versions of packages.
     """
     if not names and not _allows(PYTHONS, running := platform.python_version()):
         yield f"python {running} is not of the versions that megaprec is tested with: {PYTHONS}"
     for rule in _rules():
         installed = _version(rule.name) if not names or rule.name in names else ""
         if installed and not _allows(rule.specifier, installed):
-            yield f"{rule.name} {installed} is not of the versions that megaprec is tested with: {rule.specifier}"
+            yield (
+                f"{rule.name} {installed} is not of the versions that megaprec is tested with: "
+                f"{rule.specifier}"
+            )
 
 
 def _rules() -> Iterator[Requirement]:
@@ -36,7 +41,11 @@ def _rules() -> Iterator[Requirement]:
         rules = [Requirement(line) for line in requires("megaprec") or ()]
     except PackageNotFoundError:
         return
-    yield from (one for one in rules if not one.marker or any(one.marker.evaluate({"extra": e}) for e in EXTRAS))
+    yield from (
+        one
+        for one in rules
+        if not one.marker or any(one.marker.evaluate({"extra": e}) for e in EXTRAS)
+    )
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Functions of the user's own code that a run file names: `"my_model.py:build"` or `"my_package.module:build"`."""
+"""Functions of the user's own code that a run file names: `"my_model.py:build"` or
+`"my_package.module:build"`."""
 
 import importlib
 import importlib.util
@@ -10,16 +11,26 @@ from typing import Any
 
 from megaprec.errors import UserError
 
-OURS = ("megaprec", "models", "parallel", "tools")  # packages that come before folders of the user's of the same name
+# packages that come before folders of the user's of the same name
+OURS = (
+    "megaprec",
+    "models",
+    "parallel",
+    "tools",
+)
 
 
 def find_function(key: str, named: str) -> Any:
-    """Return the function that the value `named` of `key` names. Runs the module. Raises UserError if there is none."""
+    """Return the function that the value `named` of `key` names. Runs the module. Raises UserError
+    if there is none."""
     where, colon, name = named.rpartition(":")
     if not colon or not name:
         raise UserError(f'{key} = "{named}": give "file.py:function" or "package.module:function"')
     try:
-        module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        if where.endswith(".py"):
+            module = _from_file(Path(where))
+        else:
+            module = importlib.import_module(where)
     except Exception as error:
         hint = _taken_name(where, name) if isinstance(error, ModuleNotFoundError) else ""
         raise UserError(
@@ -32,12 +43,15 @@ def find_function(key: str, named: str) -> Any:
 
 
 def _taken_name(module: str, function: str) -> str:
-    """Return a hint to append to a message if the module's package has the name of one of megaprec's own."""
+    """Return a hint to append to a message if the module's package has the name of one of
+    megaprec's own."""
     package = module.partition(".")[0]
     if module.endswith(".py") or package not in OURS:
         return ""
     file = f"{module.replace('.', '/')}.py:{function}"
-    return f'; megaprec has a package "{package}" itself, which hides yours: give the file, "{file}"'
+    return (
+        f'; megaprec has a package "{package}" itself, which hides yours: give the file, "{file}"'
+    )
 
 
 @cache

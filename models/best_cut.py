@@ -1,7 +1,7 @@
 """The number of layers of each stage that gives the busiest rank the least work.
 
-The cost of a layer are the FLOPs of both of its passes, per token; what only the first or the last stage does is an
-extra cost of that stage.
+The cost of a layer are the FLOPs of both of its passes, per token; what only the first or the last
+stage does is an extra cost of that stage.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ def layer_costs(config: ModelConfig, seq_length: int, recompute: Recompute) -> l
 
 
 def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
-    """Return the FLOPs of both passes of the modules of multi-token prediction, with their heads, per token.
+    """Return the FLOPs of both passes of the modules of multi-token prediction, with their heads,
+    per token.
 
     Their layers are recomputed as a whole if all layers are.
     """
@@ -28,24 +29,30 @@ def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> 
 
 
 def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
-    """Return the FLOPs of both passes of a layer, per token: three times the forward pass, plus the recomputation.
+    """Return the FLOPs of both passes of a layer, per token: three times the forward pass, plus the
+    recomputation.
 
-    If a fraction of a stage's layers is recomputed, each layer bears this fraction. A fixed number of recomputed layers
-    is the same in every stage, so it does not affect the cut and is left out.
+    If a fraction of a stage's layers is recomputed, each layer bears this fraction. A fixed number
+    of recomputed layers is the same in every stage, so it does not affect the cut and is left out.
     """
     share = 0.0 if recompute.layers else recompute.fraction
     attention = config.attention_again_flops(seq_length) if "attention" in recompute.modules else 0
     return 3 * config.layer_flops(seq_length) + share * config.again_flops(seq_length) + attention
 
 
-def best_cut(costs: Sequence[float], rank_of_stage: Sequence[int], first: float = 0, last: float = 0) -> list[int]:
-    """Return the number of layers of each stage, at least one, that gives the busiest rank the least work.
+def best_cut(
+    costs: Sequence[float], rank_of_stage: Sequence[int], first: float = 0, last: float = 0
+) -> list[int]:
+    """Return the number of layers of each stage, at least one, that gives the busiest rank the
+    least work.
 
-    costs: of each layer. first, last: extra costs of the first and the last stage. If layers cost differently and a
-    rank has several stages, it is the busiest stage that gets the least work. Among equals, early stages get more
+    costs: of each layer. first, last: extra costs of the first and the last stage. If layers cost
+    differently and a rank has several stages, it is the busiest stage that gets the least work.
+    Among equals, early stages get more
     layers: they run first and wait longest.
     """
-    layers, stages = len(costs), len(rank_of_stage)
+    layers = len(costs)
+    stages = len(rank_of_stage)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
     if len(set(costs)) > 1:
@@ -53,16 +60,24 @@ def best_cut(costs: Sequence[float], rank_of_stage: Sequence[int], first: float 
     return _even_cut(layers, costs[0], rank_of_stage, first, last)
 
 
-def _even_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: float, last: float) -> list[int]:
-    """Cut layers of equal costs: each further layer goes to the least busy rank, and there to its smallest stage.
+def _even_cut(
+    layers: int, cost: float, rank_of_stage: Sequence[int], first: float, last: float
+) -> list[int]:
+    """Cut layers of equal costs: each further layer goes to the least busy rank, and there to its
+    smallest stage.
 
-    No other assignment makes the busiest rank less busy, because one more layer costs every rank the same.
+    No other assignment makes the busiest rank less busy, because one more layer costs every rank
+    the same.
     """
     stages = len(rank_of_stage)
-    counts, busy = [1] * stages, [cost] * stages
+    counts = [1] * stages
+    busy = [cost] * stages
     busy[0] += first
     busy[-1] += last
-    of_rank = {rank: sum(b for b, r in zip(busy, rank_of_stage, strict=True) if r == rank) for rank in rank_of_stage}
+    of_rank = {
+        rank: sum(b for b, r in zip(busy, rank_of_stage, strict=True) if r == rank)
+        for rank in rank_of_stage
+    }
     for _ in range(layers - stages):
         stage = min(range(stages), key=lambda s: (of_rank[rank_of_stage[s]], busy[s]))
         counts[stage] += 1
@@ -72,8 +87,10 @@ def _even_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: flo
 
 
 def _uneven_cut(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
-    """Cut layers of different costs by bisection: find the least work of a stage with which all layers have a place."""
-    low, high = 0.0, sum(costs) + first + last
+    """Cut layers of different costs by bisection: find the least work of a stage with which all
+    layers have a place."""
+    low = 0.0
+    high = sum(costs) + first + last
     while low < (middle := (low + high) / 2) < high:
         if _filled(costs, stages, first, last, middle):
             high = middle
@@ -82,11 +99,16 @@ def _uneven_cut(costs: Sequence[float], stages: int, first: float, last: float) 
     return _filled(costs, stages, first, last, high)
 
 
-def _filled(costs: Sequence[float], stages: int, first: float, last: float, most: float) -> list[int]:
-    """Return the layers of stages that are filled from the first on with work up to `most`; empty if some are left."""
-    counts, start = list[int](), 0
+def _filled(
+    costs: Sequence[float], stages: int, first: float, last: float, most: float
+) -> list[int]:
+    """Return the layers of stages that are filled from the first on with work up to `most`; empty
+    if some are left."""
+    counts = list[int]()
+    start = 0
     for stage in range(stages):
-        work, end = first * (stage == 0) + last * (stage == stages - 1), start
+        work = first * (stage == 0) + last * (stage == stages - 1)
+        end = start
         latest = len(costs) - (stages - 1 - stage)  # so that each later stage has a layer
         while end < latest and work + costs[end] <= most:
             work += costs[end]

@@ -1,10 +1,11 @@
-"""The gated activation of gpt-oss, whose factors are clamped so that no product of them overflows half precision.
+"""The gated activation of gpt-oss, whose factors are clamped so that no product of them overflows
+half precision.
 
     gate <= limit, -limit <= up <= limit
     y = (up + 1) * gate * sigmoid(alpha * gate)
 
-With alpha = 1.702 the second factor is the fast approximation of gelu. Up has an offset of one, so that a token whose
-up is 0 still passes its gate.
+With alpha = 1.702 the second factor is the fast approximation of gelu. Up has an offset of one, so
+that a token whose up is 0 still passes its gate.
 """
 
 from typing import Any
@@ -14,12 +15,14 @@ from torch import Tensor
 
 
 class ClampedGate(torch.autograd.Function):
-    """y [..., 2 n], gate and up -> [..., n]. Computes in FP32 or wider, again in the backward pass."""
+    """y [..., 2 n], gate and up -> [..., n]. Computes in FP32 or wider, again in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, alpha: float, limit: float) -> Tensor:
         ctx.save_for_backward(y)
-        ctx.alpha, ctx.limit = alpha, limit
+        ctx.alpha = alpha
+        ctx.limit = limit
         gate, up = _clamped(y, limit)
         return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1)).to(y.dtype)
 
@@ -32,7 +35,8 @@ class ClampedGate(torch.autograd.Function):
         grad_gate, grad_up = grad_y.chunk(2, -1)
         whole_gate, whole_up = y.chunk(2, -1)
         grad_up.copy_((share * gate).mul_(grad).masked_fill_(whole_up.abs() > ctx.limit, 0))
-        slope = (1 - share).mul_(gate).mul_(ctx.alpha).add_(1).mul_(share)  # of gate * sigmoid(alpha * gate)
+        # of gate * sigmoid(alpha * gate)
+        slope = (1 - share).mul_(gate).mul_(ctx.alpha).add_(1).mul_(share)
         grad_gate.copy_(slope.mul_(up.add_(1)).mul_(grad).masked_fill_(whole_gate > ctx.limit, 0))
         return grad_y, None, None
 

@@ -1,6 +1,8 @@
-"""The part of a configuration that results show: keys that only training goes by, and keys that decide nothing.
+"""The part of a configuration that results show: keys that only training goes by, and keys that
+decide nothing.
 
-Two models whose `as_computed` differ in keys of `TRAINING` alone compute the same logits from the same weights.
+Two models whose `as_computed` differ in keys of `TRAINING` alone compute the same logits from the
+same weights.
 """
 
 from typing import Any
@@ -9,14 +11,34 @@ from models.config import ModelConfig
 from models.router import PLAIN
 
 # Keys that only training goes by.
-TRAINING: tuple[str, ...] = ("dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init")
-TRAINING += ("router_aux_loss", "router_z_loss", "router_correction_speed", "embedding_grad_scale", "head_grad_scale")
+TRAINING: tuple[str, ...] = (
+    "dropout",
+    "dropout_at",
+    "embedding_dropout",
+    "attention_dropout",
+    "init_std",
+    "init",
+)
+TRAINING += (
+    "router_aux_loss",
+    "router_z_loss",
+    "router_correction_speed",
+    "embedding_grad_scale",
+    "head_grad_scale",
+)
 TRAINING += ("mtp_loss_weight",)
-_OF_EXPERTS = ("experts_per_token", "norm_topk", "router_aux_loss", "router_z_loss", "router_correction_speed")
+_OF_EXPERTS = (
+    "experts_per_token",
+    "norm_topk",
+    "router_aux_loss",
+    "router_z_loss",
+    "router_correction_speed",
+)
 
 
 def as_computed(model: ModelConfig) -> ModelConfig:
-    """Return a model that computes and trains the same, in which keys without effect have the value that most have."""
+    """Return a model that computes and trains the same, in which keys without effect have the value
+    that most have."""
     idle: dict[str, Any] = {}
     if not model.experts:
         idle |= {"router": PLAIN} | {key: _usual(key) for key in _OF_EXPERTS}
@@ -38,4 +60,6 @@ def as_computed(model: ModelConfig) -> ModelConfig:
 
 def _usual(key: str) -> Any:
     """Return the default of a key, of one that depends on the family Llama's."""
-    return ModelConfig.model_fields[key].get_default(call_default_factory=True, validated_data={"family": "llama"})
+    return ModelConfig.model_fields[key].get_default(
+        call_default_factory=True, validated_data={"family": "llama"}
+    )

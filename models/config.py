@@ -1,12 +1,13 @@
-"""The configuration of a model: its family, its sizes and the switches by which the families differ.
+"""The configuration of a model: its family, its sizes and the switches by which the families
+differ.
 
-`ModelConfig` is resolved as soon as it exists: fields that are not given follow from the family or from earlier sizes,
-and no field means "decide later". The one exception is `vocab`, which only a tokenizer knows: it is 0 until
-`with_vocab`. The counts of parameters and FLOPs are exact functions of the fields, so a run can be planned without
-building a model.
+`ModelConfig` is resolved as soon as it exists: fields that are not given follow from the family or
+from earlier sizes, and no field means "decide later". The one exception is `vocab`, which only a
+tokenizer knows: it is 0 until `with_vocab`. The counts of parameters and FLOPs are exact functions
+of the fields, so a run can be planned without building a model.
 
-Norm parameters are counted as the family has them: "rms" has a weight, "layer" a weight and a bias. The output head
-never has a bias.
+Norm parameters are counted as the family has them: "rms" has a weight, "layer" a weight and a bias.
+The output head never has a bias.
 """
 
 import json
@@ -45,14 +46,24 @@ class ModelConfig(ModelFields):
 
     def _problems(self) -> Iterator[str]:
         if self.hidden % self.heads and not self.latent and "head_dim" not in self.model_fields_set:
-            yield f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or give head_dim"
+            yield (
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or "
+                "give head_dim"
+            )
         elif self.positions == "rope":
             yield from self._rotary_problems()
         if self.heads % self.kv_heads:
             fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of {fits}"
-        if self.positions != "rope" and (self.rope_scaling.kind != "none" or self.rotary_fraction != 1):
-            yield f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = "rope"'
+            yield (
+                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of {fits}"
+            )
+        if self.positions != "rope" and (
+            self.rope_scaling.kind != "none" or self.rotary_fraction != 1
+        ):
+            yield (
+                f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = '
+                '"rope"'
+            )
         if self.latent:
             yield from self._latent_problems()
         yield from self._window_problems()
@@ -67,7 +78,10 @@ class ModelConfig(ModelFields):
 
     def _mtp_problems(self) -> Iterator[str]:
         if self.mtp_layers and self.positions != "rope":
-            yield f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": change either'
+            yield (
+                f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": '
+                "change either"
+            )
         if self.mtp_layers and self.factory:
             own = f'the model of factory = "{self.factory}" has no such modules'
             yield f"mtp_layers {self.mtp_layers}: {own}; leave out mtp_layers"
@@ -77,7 +91,10 @@ class ModelConfig(ModelFields):
         for key in ("swiglu_alpha", "swiglu_limit"):
             default = type(self).model_fields[key].default
             if self.mlp != "swiglu_clamped" and getattr(self, key) != default:
-                yield f'{key} {getattr(self, key)} has no effect with mlp = "{self.mlp}": it is of "swiglu_clamped"'
+                yield (
+                    f'{key} {getattr(self, key)} has no effect with mlp = "{self.mlp}": it is of '
+                    '"swiglu_clamped"'
+                )
         for key in ("expert_bias", "router_bias"):
             if getattr(self, key) and not self.experts:
                 yield f"{key} true: the model has no experts; give model.experts"
@@ -85,14 +102,32 @@ class ModelConfig(ModelFields):
     def _window_problems(self) -> Iterator[str]:
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
-        if self.window_rope_base and not (self.window and self.positions == "rope" and self.window_rope_base > 1):
-            yield f'window_rope_base {self.window_rope_base}: it needs a window, positions = "rope" and a base above 1'
+        if self.window_rope_base and not (
+            self.window and self.positions == "rope" and self.window_rope_base > 1
+        ):
+            yield (
+                f'window_rope_base {self.window_rope_base}: it needs a window, positions = "rope" '
+                "and a base above 1"
+            )
         if sorted({n for n in self.window_layers if 0 <= n < self.layers}) != [*self.window_layers]:
-            yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
+            yield (
+                f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} "
+                "in increasing order"
+            )
 
     def _latent_problems(self) -> Iterator[str]:
-        needed = {"positions": "rope", "kv_heads": self.heads, "head_dim": self.latent.head_dim, "rotary_fraction": 1.0}
-        needed |= {"qk_norm": False, "norm": "rms", "norm_unit_offset": False, "attention_sinks": False}
+        needed = {
+            "positions": "rope",
+            "kv_heads": self.heads,
+            "head_dim": self.latent.head_dim,
+            "rotary_fraction": 1.0,
+        }
+        needed |= {
+            "qk_norm": False,
+            "norm": "rms",
+            "norm_unit_offset": False,
+            "attention_sinks": False,
+        }
         for key, value in needed.items():
             if (given := getattr(self, key)) != value:
                 needs = f"model.latent needs {key} = {json.dumps(value)}"
@@ -102,18 +137,27 @@ class ModelConfig(ModelFields):
         if self.norm_unit_offset and self.norm != "rms":
             yield 'norm_unit_offset true needs norm = "rms"'
         if self.parallel_residual and self.norm_at != "before":
-            yield f'parallel_residual true: both branches read one norm; set norm_at = "before", not "{self.norm_at}"'
+            yield (
+                'parallel_residual true: both branches read one norm; set norm_at = "before", '
+                f'not "{self.norm_at}"'
+            )
 
     def _rotary_problems(self) -> Iterator[str]:
-        turning, scaling = self.rotary_dims, self.rope_scaling.kind
+        turning = self.rotary_dims
+        scaling = self.rope_scaling.kind
         if turning % 2 or not turning:
             part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
             yield (
-                f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so their number must be "
-                f"even and above 0, but it is {turning} ({part}): change head_dim or rotary_fraction"
+                f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so "
+                "their number must be "
+                f"even and above 0, but it is {turning} ({part}): change head_dim or "
+                "rotary_fraction"
             )
         elif scaling == "dynamic" and turning == 2:
-            yield "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or rotary_fraction"
+            yield (
+                "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or "
+                "rotary_fraction"
+            )
 
     def _expert_problems(self) -> Iterator[str]:
         if self.experts_per_token > self.experts:
@@ -123,59 +167,84 @@ class ModelConfig(ModelFields):
             )
         if self.layers * self.experts > MOST_EXPERTS:
             yield (
-                f"layers {self.layers} x experts {self.experts} are more than {MOST_EXPERTS:,} feed-forwards: "
+                f"layers {self.layers} x experts {self.experts} are more than "
+                f"{MOST_EXPERTS:,} feed-forwards: "
                 "choose fewer of either"
             )
         yield from self.router.problems(self.experts, self.experts_per_token)
         if self.mlp_bias:
             yield (
-                f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false, and expert_bias = "
+                f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = "
+                "false, and expert_bias = "
                 "true if they are to have some"
             )
 
     def _dense_problems(self) -> Iterator[str]:
-        """Yield the problems of layers without experts in a model with experts, and of what is beside experts."""
+        """Yield the problems of layers without experts in a model with experts, and of what is
+        beside experts."""
         if sorted({n for n in self.dense_layers if 0 <= n < self.layers}) != [*self.dense_layers]:
-            yield f"dense_layers {[*self.dense_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
+            yield (
+                f"dense_layers {[*self.dense_layers]}: give numbers from 0 to {self.layers - 1} "
+                "in increasing order"
+            )
         elif len(self.dense_layers) == self.layers:
-            yield f"dense_layers {[*self.dense_layers]}: no layer would have experts; set experts = 0"
+            yield (
+                f"dense_layers {[*self.dense_layers]}: no layer would have experts; set experts = 0"
+            )
         if not self.experts and (self.dense_layers or self.shared_experts):
             key = "dense_layers" if self.dense_layers else "shared_experts"
             yield f"{key} {json.dumps(getattr(self, key))}: there are no experts; give model.experts"
         if self.shared_gate and not self.shared_experts:
             yield "shared_gate true: there are no shared experts; give model.shared_experts"
         if not self.dense_layers and self.dense_ffn != self.ffn:
-            yield f"dense_ffn {self.dense_ffn}: there are no dense_layers; give them, or leave out dense_ffn"
+            yield (
+                f"dense_ffn {self.dense_ffn}: there are no dense_layers; give them, or leave out "
+                "dense_ffn"
+            )
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """Return this model with a vocabulary of `vocab` tokens."""
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """Return this model as layer `number` sees it: without the window or the experts that the layer has not."""
+        """Return this model as layer `number` sees it: without the window or the experts that the
+        layer has not."""
         model = self.dense if number in self.dense_layers else self
         has_none = self.window_layers and number not in self.window_layers
-        return model.model_copy(update={"window": 0, "window_layers": ()}) if has_none else model
+        if has_none:
+            return model.model_copy(update={"window": 0, "window_layers": ()})
+        return model
 
     @property
     def dense(self) -> "ModelConfig":
         """Return this model as its layers without experts see it."""
-        none = {"experts": 0, "shared_experts": 0, "shared_gate": False, "dense_layers": (), "router": PLAIN}
+        none = {
+            "experts": 0,
+            "shared_experts": 0,
+            "shared_gate": False,
+            "dense_layers": (),
+            "router": PLAIN,
+        }
         return self.model_copy(update={**none, "ffn": self.dense_ffn})
 
     def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return the model that all layers of this kind see, with the sizes of their feed-forward or experts."""
+        """Return the model that all layers of this kind see, with the sizes of their feed-forward
+        or experts."""
         return self.dense if number in self.dense_layers else self
 
-    def over_layers(self, measure: Callable[["ModelConfig"], int], layers: Collection[int] | None = None) -> int:
-        """Return the sum of a number over all layers, or those given. measure: of layers of one kind."""
+    def over_layers(
+        self, measure: Callable[["ModelConfig"], int], layers: Collection[int] | None = None
+    ) -> int:
+        """Return the sum of a number over all layers, or those given. measure: of layers of one
+        kind."""
         among = range(self.layers) if layers is None else layers
         dense = len(set(among) & set(self.dense_layers))
         return (len(among) - dense) * measure(self) + (dense * measure(self.dense) if dense else 0)
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of logical parameters, a tied head counted once. The vocabulary must be known."""
+        """Return the number of logical parameters, a tied head counted once. The vocabulary must be
+        known."""
         assert self.vocab > 0, "with_vocab() first"
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         learned = self.max_positions * self.hidden if self.positions == "learned" else 0
@@ -184,8 +253,11 @@ class ModelConfig(ModelFields):
 
     @property
     def alone(self) -> "ModelConfig":
-        """Return this model without modules of multi-token prediction, as it is evaluated and generates text."""
-        return self.model_copy(update={"mtp_layers": 0}) if self.mtp_layers else self
+        """Return this model without modules of multi-token prediction, as it is evaluated and
+        generates text."""
+        if self.mtp_layers:
+            return self.model_copy(update={"mtp_layers": 0})
+        return self
 
     @property
     def _kind_of_last(self) -> "ModelConfig":
@@ -193,14 +265,20 @@ class ModelConfig(ModelFields):
 
     @property
     def mtp_parameters(self) -> int:
-        """Return the number of parameters of the modules of multi-token prediction, without embedding and head."""
+        """Return the number of parameters of the modules of multi-token prediction, without
+        embedding and head."""
         projection = 2 * self.hidden * self.hidden
-        return self.mtp_layers * (self._kind_of_last.layer_parameters + 3 * self._norm_parameters + projection)
+        return self.mtp_layers * (
+            self._kind_of_last.layer_parameters + 3 * self._norm_parameters + projection
+        )
 
     def mtp_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of the modules of multi-token prediction, each with the head, per token."""
+        """Return the forward FLOPs of the modules of multi-token prediction, each with the head,
+        per token."""
         projection = 2 * 2 * self.hidden * self.hidden
-        return self.mtp_layers * (self._kind_of_last.layer_flops(seq_length) + projection + self.head_flops())
+        return self.mtp_layers * (
+            self._kind_of_last.layer_flops(seq_length) + projection + self.head_flops()
+        )
 
     @property
     def ffn_widths(self) -> dict[str, int]:
@@ -228,12 +306,14 @@ class ModelConfig(ModelFields):
         return self.latent.rope_dim or int(self.head_dim * self.rotary_fraction)
 
     def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
-        """Return the standard deviation of the initial weights of a kind of matrix in layer `layer`, from 0."""
+        """Return the standard deviation of the initial weights of a kind of matrix in layer
+        `layer`, from 0."""
         return self.init.std(matrix, self.init_std, self.layers, layer)
 
     @property
     def undrawn(self) -> "ModelConfig":
-        """Return this model with initial weights of zero, which take no time to draw, if their values do not matter."""
+        """Return this model with initial weights of zero, which take no time to draw, if their
+        values do not matter."""
         return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
 
     @property
@@ -241,13 +321,27 @@ class ModelConfig(ModelFields):
         """Return the number of parameters of one block, with experts if the model has any."""
         latent = self.latent
         qkv = latent.width if latent else (self.heads + 2 * self.kv_heads) * self.head_dim
-        biases = self.qkv_bias * qkv + self.output_bias * self.hidden + self.mlp_bias * self._mlp_biases(self.ffn)
+        biases = (
+            self.qkv_bias * qkv
+            + self.output_bias * self.hidden
+            + self.mlp_bias * self._mlp_biases(self.ffn)
+        )
         biases += self.experts * (self.router_bias + self.expert_bias * self._mlp_biases(self.ffn))
         biases += self.expert_bias * self._mlp_biases(self.shared_experts)
-        norms = self._norms_of_layer * self._norm_parameters + self.qk_norm * self._qk_norm_parameters
-        others = latent.query_rank + latent.kv_rank + self.experts * self.router.correction  # norms of latents
+        norms = (
+            self._norms_of_layer * self._norm_parameters + self.qk_norm * self._qk_norm_parameters
+        )
+        # norms of latents
+        others = latent.query_rank + latent.kv_rank + self.experts * self.router.correction
         sinks = self.attention_sinks * self.heads
-        return self._attention_weights + self._mlp_weights(self.experts) + biases + norms + others + sinks
+        return (
+            self._attention_weights
+            + self._mlp_weights(self.experts)
+            + biases
+            + norms
+            + others
+            + sinks
+        )
 
     @property
     def _norms_of_layer(self) -> int:
@@ -267,12 +361,14 @@ class ModelConfig(ModelFields):
         return 3 if self.gated else 2
 
     def _mlp_biases(self, width: int) -> int:
-        """Return the elements of the biases of a feed-forward of inner size `width`; 0 for one of width 0."""
+        """Return the elements of the biases of a feed-forward of inner size `width`; 0 for one of
+        width 0."""
         return (self._mlp_matrices - 1) * width + self.hidden if width else 0
 
     @property
     def _attention_weights(self) -> int:
-        """Return the number of elements of the matrices of query, key, value and output, and of latents."""
+        """Return the number of elements of the matrices of query, key, value and output, and of
+        latents."""
         if latent := self.latent:
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
             output = self.hidden * self.heads * latent.value_dim
@@ -280,13 +376,17 @@ class ModelConfig(ModelFields):
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     def _mlp_weights(self, experts: int) -> int:
-        """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared ones and gate."""
+        """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared
+        ones and gate."""
         row = self.hidden * self._mlp_matrices
-        routed = row * (experts * self.ffn + self.shared_experts) + self.hidden * (self.experts + self.shared_gate)
+        routed = row * (experts * self.ffn + self.shared_experts) + self.hidden * (
+            self.experts + self.shared_gate
+        )
         return routed if self.experts else row * self.ffn
 
     def flops_per_token(self, seq_length: int) -> int:
-        """Return the FLOPs of the matrix products of a forward pass, per token; training takes three times as many."""
+        """Return the FLOPs of the matrix products of a forward pass, per token; training takes
+        three times as many."""
         return self.over_layers(lambda kind: kind.layer_flops(seq_length)) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:
@@ -298,25 +398,30 @@ class ModelConfig(ModelFields):
         return 2 * weights + self.attention_flops(seq_length)
 
     def attention_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of one block's attention products that have no weight, per token.
+        """Return the forward FLOPs of one block's attention products that have no weight, per
+        token.
 
-        If only some layers have a window, this is the mean over the layers. Attention is counted as if it were not
-        causal.
+        If only some layers have a window, this is the mean over the layers. Attention is counted as
+        if it were not causal.
         """
         windowed = len(self.window_layers) or self.layers
-        seen = windowed * min(seq_length, self.window or seq_length) + (self.layers - windowed) * seq_length
+        seen = (
+            windowed * min(seq_length, self.window or seq_length)
+            + (self.layers - windowed) * seq_length
+        )
         widths = self.head_dim + (self.latent.value_dim or self.head_dim)  # of keys, and of values
         return 2 * seen * self.heads * widths // self.layers
 
     def attention_again_flops(self, seq_length: int) -> int:
-        """Return the FLOPs, per token, of recomputing one block's attention, with the projections from latents."""
+        """Return the FLOPs, per token, of recomputing one block's attention, with the projections
+        from latents."""
         return self.attention_flops(seq_length) + 2 * self.latent.up_weights(self.heads)
 
     def again_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
 
-        The last product of a block, with experts that of the shared ones, is not recomputed, because no gradient needs
-        its result, unless a norm, dropout or a gate is applied to it.
+        The last product of a block, with experts that of the shared ones, is not recomputed,
+        because no gradient needs its result, unless a norm, dropout or a gate is applied to it.
         """
         dropout = self.dropout and self.dropout_at == "branches"
         needed = dropout or self.norm_at != "before" or self.shared_gate
@@ -324,7 +429,8 @@ class ModelConfig(ModelFields):
         return self.layer_flops(seq_length) - (0 if needed else 2 * self.hidden * last)
 
     def embedding_flops(self) -> int:
-        """Return the FLOPs of the embedding, per token: its gradient adds one number per feature; a lookup is free."""
+        """Return the FLOPs of the embedding, per token: its gradient adds one number per feature; a
+        lookup is free."""
         return self.hidden
 
     def head_flops(self) -> int:

@@ -11,40 +11,71 @@ KEY = "parallel.context"
 
 
 def context_problems(
-    model: ModelConfig, plan: PrecisionPlan, context: int, length: int, tensor: int = 1, canonical: bool = False
+    model: ModelConfig,
+    plan: PrecisionPlan,
+    context: int,
+    length: int,
+    tensor: int = 1,
+    canonical: bool = False,
 ) -> Iterator[str]:
-    """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context` ranks.
+    """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context`
+    ranks.
 
-    tensor: the ranks over which sequence parallelism cuts them again. canonical: sums must have the same bits in every
-    layout.
+    tensor: the ranks over which sequence parallelism cuts them again. canonical: sums must have the
+    same bits in every layout.
     """
     if context == 1:
         return
-    here, whole = f"{KEY} = {context}", unit(context, tensor)
+    here = f"{KEY} = {context}"
+    whole = unit(context, tensor)
     if length % whole:
-        near = f"{length // whole * whole} or {-(-length // whole) * whole}" if length > whole else f"{whole}"
-        why = f"2 x {KEY}" if tensor == 1 else f"{KEY} x the least common multiple of 2 and parallel.tensor"
-        yield f"train.seq_length {length} is not a multiple of {whole} ({why}), as {here} needs: {near} would be"
+        if length > whole:
+            near = f"{length // whole * whole} or {-(-length // whole) * whole}"
+        else:
+            near = f"{whole}"
+        if tensor == 1:
+            why = f"2 x {KEY}"
+        else:
+            why = f"{KEY} x the least common multiple of 2 and parallel.tensor"
+        yield (
+            f"train.seq_length {length} is not a multiple of {whole} ({why}), as {here} needs: "
+            f"{near} would be"
+        )
     if model.factory:
-        yield f'model.factory = "{model.factory}": {here} cuts the sequences of the built-in families only'
+        yield (
+            f'model.factory = "{model.factory}": {here} cuts the sequences of the built-in '
+            "families only"
+        )
     if plan.scores != plan.sensitive:
         yield (
             f"precision.scores = {dtype_name(plan.scores)}: {here} keeps attention scores in "
             f"{dtype_name(plan.sensitive)}; leave precision.scores out"
         )
     if canonical:
-        yield f'{here} and train.numerics = "canonical": sums over a cut sequence have other bits; remove one of them'
+        yield (
+            f'{here} and train.numerics = "canonical": sums over a cut sequence have other bits; '
+            "remove one of them"
+        )
 
 
 def require_cut(
-    model: ModelConfig, plan: PrecisionPlan, context: int, length: int, tensor: int = 1, canonical: bool = False
+    model: ModelConfig,
+    plan: PrecisionPlan,
+    context: int,
+    length: int,
+    tensor: int = 1,
+    canonical: bool = False,
 ) -> None:
-    """Raise UserError, with a line for each reason, if sequences cannot be cut; as in `context_problems`."""
+    """Raise UserError, with a line for each reason, if sequences cannot be cut; as in
+    `context_problems`."""
     if problems := [*context_problems(model, plan, context, length, tensor, canonical)]:
         raise UserError(*problems)
 
 
 def require_whole(context: int, what: str) -> None:
-    """Raise UserError if sequences are cut over `context` ranks. what: the task that needs whole ones."""
+    """Raise UserError if sequences are cut over `context` ranks. what: the task that needs whole
+    ones."""
     if context > 1:
-        raise UserError(f"{KEY} = {context} cuts sequences over ranks: cannot {what}; use {KEY} = 1 there")
+        raise UserError(
+            f"{KEY} = {context} cuts sequences over ranks: cannot {what}; use {KEY} = 1 there"
+        )

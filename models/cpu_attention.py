@@ -1,7 +1,8 @@
 """torch's fused attention for a CPU, in FP32 where bf16 products are slow.
 
-On a CPU without instructions for bf16 the fused kernel takes five times as long in bf16 as in FP32. There query, key
-and value are cast for the time of a pass, and only their bf16 forms are kept for the backward pass.
+On a CPU without instructions for bf16 the fused kernel takes five times as long in bf16 as in FP32.
+There query, key and value are cast for the time of a pass, and only their bf16 forms are kept for
+the backward pass.
 """
 
 from typing import Any
@@ -15,11 +16,13 @@ from megaprec.precision.gemm import slow_bf16
 _ATEN = torch.ops.aten
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None
+) -> Tensor:
     """Return attention of query, key and value [b, n, s, d], in their dtype.
 
-    attn_mask: bool [s, t] or [b, 1, s, t], True where a token (row) attends to another; None: to itself and all earlier
-        ones.
+    attn_mask: bool [s, t] or [b, 1, s, t], True where a token (row) attends to another; None: to
+        itself and all earlier ones.
     scale: None: 1 / sqrt(d).
     """
     return _Attend.apply(query, key, value, attn_mask, scale)
@@ -28,7 +31,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [b, n, s, d], in FP32 or in the dtype of the query, and its logs of sums [b, n, s].
+    """Return attention [b, n, s, d], in FP32 or in the dtype of the query, and its logs of sums [b,
+    n, s].
 
     bias: [s, t] or [b, 1, s, t], which is added to the scores; None: causal attention.
     """
@@ -45,10 +49,13 @@ def backward(
     sums: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, `held`, of an attention with this output and these logs of sums."""
+    """Return the gradients of query, key and value, `held`, of an attention with this output and
+    these logs of sums."""
     wide = _widened(grad, *held, output, bias)
     kernel = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-    for_query, for_key, for_value = kernel(*wide[:5], sums, 0.0, bias is None, attn_mask=wide[5], scale=scale)
+    for_query, for_key, for_value = kernel(
+        *wide[:5], sums, 0.0, bias is None, attn_mask=wide[5], scale=scale
+    )
     return for_query.to(grad.dtype), for_key.to(grad.dtype), for_value.to(grad.dtype)
 
 
@@ -59,7 +66,12 @@ def _widened(*tensors: Tensor | None) -> list[Tensor | None]:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
         output, sums = forward(query, key, value, _bias(attn_mask), scale)
         output = output.to(query.dtype)

@@ -1,7 +1,7 @@
 """The cut of a model into stages, and the stages that a rank holds.
 
-The cut is chosen by cost, including the head and the modules of multi-token prediction, so that the slowest rank is as
-fast as possible.
+The cut is chosen by cost, including the head and the modules of multi-token prediction, so that the
+slowest rank is as fast as possible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,8 @@ def cuts(
     rank_of_stage: Sequence[int] = (),
     recompute: Recompute = KEEP,
 ) -> list[Cut]:
-    """Return the cut of a model into `stages` stages that gives the busiest rank the least work in both passes.
+    """Return the cut of a model into `stages` stages that gives the busiest rank the least work in
+    both passes.
 
     Each stage gets at least one layer.
     given: the number of layers of each stage; empty: decided by cost.
@@ -30,8 +31,13 @@ def cuts(
     recompute: the activations that the backward pass recomputes.
     Raises ValueError if `given` does not fit.
     """
-    ends = config.embedding_flops(), 3 * config.head_flops() + modules_cost(config, seq_length, recompute)
-    counts = given or best_cut(layer_costs(config, seq_length, recompute), rank_of_stage or range(stages), *ends)
+    ends = (
+        config.embedding_flops(),
+        3 * config.head_flops() + modules_cost(config, seq_length, recompute),
+    )
+    counts = given or best_cut(
+        layer_costs(config, seq_length, recompute), rank_of_stage or range(stages), *ends
+    )
     if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
         raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
     borders = list(accumulate(counts))
@@ -56,14 +62,20 @@ def build(
     make: MakeStage = Stage,
     apart: bool = False,
 ) -> Mapping[int, Stage]:
-    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy.
+    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank
+    is a tied copy.
 
-    apart: a tied head is a copy on the same rank too, so that its gradients are summed apart from the embedding's, as
-    in a longer pipeline.
+    apart: a tied head is a copy on the same rank too, so that its gradients are summed apart from
+    the embedding's, as in a longer pipeline.
     """
-    ends, twice = (rank_of_stage[0], rank_of_stage[-1]), config.tied or config.mtp_layers > 0
+    ends = (rank_of_stage[0], rank_of_stage[-1])
+    twice = config.tied or config.mtp_layers > 0
     tied = ends if twice and (apart or ends[0] != ends[1]) else ()
-    stages = {cut.stage: make(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
+    stages = {
+        cut.stage: make(config, context, cut, tied)
+        for cut in all_cuts
+        if rank_of_stage[cut.stage] == pp_rank
+    }
     if twice and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
         _share_embedding(stages[0], stages[len(all_cuts) - 1])
     return stages

@@ -1,17 +1,21 @@
 """Tokens travel to the ranks of their experts, and the results back.
 
-Where experts are spread over ranks (`megaprec.comm.experts`), each rank sorts the rows of its tokens by expert and
-sends each other rank those of its experts; the results come back the same way. Every row arrives, however many there
-are. The backward pass is the reverse: gradients of results go to the experts, gradients of rows come back.
+Where experts are spread over ranks (`megaprec.comm.experts`), each rank sorts the rows of its
+tokens by expert and sends each other rank those of its experts; the results come back the same way.
+Every row arrives, however many there are. The backward pass is the reverse: gradients of results go
+to the experts, gradients of rows come back.
 
-    tokens -> rows sorted by expert -> all-to-all -> rows by source, then expert -> by expert, then source -> experts
+    tokens -> rows sorted by expert -> all-to-all -> rows by source, then expert -> by expert, then
+    source -> experts
 
-The ranks first exchange how many rows go where. The host waits for these numbers once a layer and pass, because a
-message needs a size; products of the rows then need no further wait, grouped or not. A recomputed layer waits again.
+The ranks first exchange how many rows go where. The host waits for these numbers once a layer and
+pass, because a message needs a size; products of the rows then need no further wait, grouped or
+not. A recomputed layer waits again.
 
-Ranks that hold slices of the same experts also hold the same tokens, and send the same rows along their own axes. Where
-experts have fewer slices than there are tp ranks, each tp rank takes a part of the tokens, so that none is sent twice.
-The sums of an expert run over its rows by source rank, then by token; a token's results are summed as they were chosen.
+Ranks that hold slices of the same experts also hold the same tokens, and send the same rows along
+their own axes. Where experts have fewer slices than there are tp ranks, each tp rank takes a part
+of the tokens, so that none is sent twice. The sums of an expert run over its rows by source rank,
+then by token; a token's results are summed as they were chosen.
 """
 
 from collections.abc import Sequence
@@ -29,26 +33,39 @@ from models.config import ModelConfig
 
 
 def spread_experts(
-    config: ModelConfig, mesh: DeviceMesh | None, expert: int, expert_tensor: int, canonical_shards: int = 0
+    config: ModelConfig,
+    mesh: DeviceMesh | None,
+    expert: int,
+    expert_tensor: int,
+    canonical_shards: int = 0,
 ) -> ExpertAxes | None:
-    """Return the ranks of the experts of each layer, or None if experts lie as other feed-forwards do.
+    """Return the ranks of the experts of each layer, or None if experts lie as other feed-forwards
+    do.
 
-    Raises UserError if the model has no experts, or not as many as divide. Collective over the world.
+    Raises UserError if the model has no experts, or not as many as divide. Collective over the
+    world.
     """
     if expert == 1 and not (expert_tensor and config.experts):
         return None
     if not config.experts or config.experts % expert:
-        raise UserError(f"{config.experts} experts cannot be spread over {expert} ranks: it must divide them")
+        raise UserError(
+            f"{config.experts} experts cannot be spread over {expert} ranks: it must divide them"
+        )
     axes = ExpertAxes.of(mesh, expert, expert_tensor)
     if axes is not None and canonical_shards:
-        raise UserError("experts on ranks of their own are not summed canonically: spread no experts over ranks")
+        raise UserError(
+            "experts on ranks of their own are not summed canonically: spread no experts over ranks"
+        )
     if axes is not None and config.ffn % axes.tp.size:
-        raise UserError(f"experts of {config.ffn} features cannot be cut into {axes.tp.size} slices")
+        raise UserError(
+            f"experts of {config.ffn} features cannot be cut into {axes.tp.size} slices"
+        )
     return axes
 
 
 def own_rows(count: int, tp: Axis, experts: ExpertAxes) -> slice:
-    """Return the rows, of `count`, that this rank sends to experts, if these have fewer slices than `tp` has ranks."""
+    """Return the rows, of `count`, that this rank sends to experts, if these have fewer slices than
+    `tp` has ranks."""
     parts = tp.size // experts.tp.size
     part = tp.rank // experts.tp.size
     return slice(count * part // parts, count * (part + 1) // parts)
@@ -67,14 +84,16 @@ class Dispatch:
 
     @staticmethod
     def of(counts: Tensor, axis: Axis) -> "Dispatch":
-        """Return the way of rows that are sorted by expert. counts: int64, the rows of each expert of the layer.
+        """Return the way of rows that are sorted by expert. counts: int64, the rows of each expert
+        of the layer.
 
         The host waits here. Collective over the axis.
         """
         own, others = axis.exchanged_counts(counts)
         each = len(own) // axis.size
         sent, received = (
-            [tuple(some[first : first + each]) for first in range(0, len(some), each)] for some in (own, others)
+            [tuple(some[first : first + each]) for first in range(0, len(some), each)]
+            for some in (own, others)
         )
         return Dispatch(axis, tuple(map(sum, sent)), tuple(received))
 
@@ -84,32 +103,40 @@ class Dispatch:
         return [sum(of_expert) for of_expert in zip(*self.received, strict=True)]
 
     def there(self, rows: Tensor) -> Tensor:
-        """Send rows [n, h], sorted by expert, to the experts' ranks; return the received ones, sorted by expert."""
+        """Send rows [n, h], sorted by expert, to the experts' ranks; return the received ones,
+        sorted by expert."""
         arrived = Exchange.apply(rows, self.axis, self.sent, tuple(map(sum, self.received)))
         return regrouped(arrived, self.received)
 
     def back(self, results: Tensor) -> Tensor:
-        """Return the results of `there`'s rows to the ranks that sent them, in the order in which they were sent."""
+        """Return the results of `there`'s rows to the ranks that sent them, in the order in which
+        they were sent."""
         by_source = regrouped(results, [*zip(*self.received, strict=True)])
         return Exchange.apply(by_source, self.axis, tuple(map(sum, self.received)), self.sent)
 
 
 def regrouped(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Map rows that are sorted by i, then j, to the same sorted by j, then i. counts[i][j]: the number of rows."""
+    """Map rows that are sorted by i, then j, to the same sorted by j, then i. counts[i][j]: the
+    number of rows."""
     parts = iter(rows.split([n for some in counts for n in some]))
     table = [[next(parts) for _ in some] for some in counts]
     return torch.cat([part for column in zip(*table, strict=True) for part in column])
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all of rows [n, h] -> [m, h]: `sent` rows to each rank of the axis, `received` rows from each.
+    """An all-to-all of rows [n, h] -> [m, h]: `sent` rows to each rank of the axis, `received` rows
+    from each.
 
     The backward pass is the reverse exchange.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+    def forward(
+        ctx: Any, rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.axis = axis
+        ctx.sent = sent
+        ctx.received = received
         return _exchanged(rows, axis, sent, received)
 
     @staticmethod

@@ -1,9 +1,10 @@
 """Biases of experts.
 
-An expert's bias is added to its rows before the router's weights are applied. The first product's bias is cut over tp
-like its output features. The second product's results are partial sums on the ranks of tp, so its bias must be added
-once: each rank adds it to some of the features, and holds the bias of these. Every gradient is thus whole on the rank
-that holds the bias, and zero for an expert without rows.
+An expert's bias is added to its rows before the router's weights are applied. The first product's
+bias is cut over tp like its output features. The second product's results are partial sums on the
+ranks of tp, so its bias must be added
+once: each rank adds it to some of the features, and holds the bias of these. Every gradient is thus
+whole on the rank that holds the bias, and zero for an expert without rows.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from parallel.layers import parameter
 
 
 def bias_of_sum(context: Context, name: str, features: int) -> nn.Parameter:
-    """Return this rank's part of the bias [features] of a result that the ranks of tp sum, with its padding."""
+    """Return this rank's part of the bias [features] of a result that the ranks of tp sum, with its
+    padding."""
     return parameter(context, [Part.cut(name, (features,), 0, context.tp)], 0.0)
 
 
@@ -42,8 +44,11 @@ def add_biases(
 
 class _AddBiases(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, ends: Tensor | None, own: slice, *biases: nn.Parameter) -> Tensor:
-        ctx.biases, ctx.own = biases, own
+    def forward(
+        ctx: Any, y: Tensor, ends: Tensor | None, own: slice, *biases: nn.Parameter
+    ) -> Tensor:
+        ctx.biases = biases
+        ctx.own = own
         ctx.experts = None if ends is None else _expert_of_rows(ends, len(y))
         some = [bias[: own.stop - own.start] for bias in biases]
         added = y.clone()
@@ -59,13 +64,19 @@ class _AddBiases(torch.autograd.Function):
 
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     """Return the expert of each row: int64 [rows], on the device of `ends`."""
-    return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+    return torch.searchsorted(
+        ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True
+    )
 
 
 def _bias_gradients(
-    rows: Tensor, experts: Tensor | None, biases: Sequence[nn.Parameter], goes: Sequence[Destination]
+    rows: Tensor,
+    experts: Tensor | None,
+    biases: Sequence[nn.Parameter],
+    goes: Sequence[Destination],
 ) -> list[Tensor | None]:
-    """Add the sums of each expert's rows [m, n] to the main gradients of the biases, or return them, as `goes` says."""
+    """Add the sums of each expert's rows [m, n] to the main gradients of the biases, or return
+    them, as `goes` says."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     if experts is None:
         sums = rows.sum(0, dtype=wide).unsqueeze(0)

@@ -6,11 +6,13 @@ from typing import Any
 from models.rope import score_factor
 
 GATED = ("swiglu", "geglu", "swiglu_clamped")  # kinds of feed-forward with a gate
-FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can shard it
+# a derived feed-forward width is rounded up to this, so that tensor parallelism can shard it
+FFN_MULTIPLE = 64
 
 
 def by_family(usual: Any, **others: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return the function that gives the default of the family in the fields known so far; `usual` for most."""
+    """Return the function that gives the default of the family in the fields known so far; `usual`
+    for most."""
     return lambda known: others.get(known["family"], usual)
 
 
@@ -25,17 +27,23 @@ def of_experts(known: dict[str, Any]) -> bool:
 
 
 def default_ffn(known: dict[str, Any]) -> int:
-    """Return the default feed-forward width: four times hidden, or two thirds of that for a gated feed-forward.
+    """Return the default feed-forward width: four times hidden, or two thirds of that for a gated
+    feed-forward.
 
-    A gated feed-forward has three matrices instead of two, so both have the same number of parameters.
+    A gated feed-forward has three matrices instead of two, so both have the same number of
+    parameters.
     """
     hidden: int = known["hidden"]
-    return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE if known["mlp"] in GATED else 4 * hidden
+    if known["mlp"] in GATED:
+        return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return 4 * hidden
 
 
 def default_embedding_scale(known: dict[str, Any]) -> float:
     """Return the factor of the embeddings: 1, for Gemma the square root of hidden."""
-    return known["hidden"] ** 0.5 if known["family"] in ("gemma2", "gemma3") else 1.0
+    if known["family"] in ("gemma2", "gemma3"):
+        return known["hidden"] ** 0.5
+    return 1.0
 
 
 def default_attention_scalar(known: dict[str, Any]) -> float:
@@ -43,4 +51,6 @@ def default_attention_scalar(known: dict[str, Any]) -> float:
 
     In latent attention YaRN also multiplies scores by the square of a factor, as in DeepSeek-V2.
     """
-    return known["head_dim"] / score_factor(known["rope_scaling"]) ** 4 if known["latent"] else float(known["head_dim"])
+    if known["latent"]:
+        return known["head_dim"] / score_factor(known["rope_scaling"]) ** 4
+    return float(known["head_dim"])

@@ -1,10 +1,12 @@
 """Attention within windows and documents on a GPU, without a mask of tokens x tokens.
 
-torch's flash attention takes a window, and documents as lengths: samples are laid end to end, and each document is a
-sequence of its own. Both leave out what a mask would only hide, so time and memory grow with the tokens that are
-attended to. The kernel exists in half precision; other dtypes need a mask (`models.packing.causal_mask`).
+torch's flash attention takes a window, and documents as lengths: samples are laid end to end, and
+each document is a sequence of its own. Both leave out what a mask would only hide, so time and
+memory grow with the tokens that are attended to. The kernel exists in half precision; other dtypes
+need a mask (`models.packing.causal_mask`).
 
-The host must know how many documents there are, but not where they begin: it counts them before they are sent.
+The host must know how many documents there are, but not where they begin: it counts them before
+they are sent.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +24,8 @@ _kernel = torch.ops.aten._flash_attention_forward
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch. numbers: int64 [b, s], as in `Packing`. count: how many there are in all."""
+    """The documents of a micro-batch. numbers: int64 [b, s], as in `Packing`. count: how many there
+    are in all."""
 
     numbers: Tensor
     count: int
@@ -30,40 +33,59 @@ class Documents:
 
     @cached_property
     def starts(self) -> Tensor:
-        """Return where each document begins in the samples laid end to end, and where they end: int32 [count + 1]."""
+        """Return where each document begins in the samples laid end to end, and where they end:
+        int32 [count + 1]."""
         follows = F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))
         number = (~follows).flatten().cumsum(0) - 1
         lengths = torch.zeros(self.count, dtype=torch.int64, device=number.device)
-        return F.pad(lengths.scatter_add_(0, number, torch.ones_like(number)).cumsum(0), (1, 0)).to(torch.int32)
+        return F.pad(lengths.scatter_add_(0, number, torch.ones_like(number)).cumsum(0), (1, 0)).to(
+            torch.int32
+        )
 
     def mask(self, window: int) -> Tensor:
-        """Return the mask of attention within these documents, which layers share: bool [b, 1, s, s]."""
+        """Return the mask of attention within these documents, which layers share: bool [b, 1, s,
+        s]."""
         if window not in self._masks:
-            self._masks[window] = causal_mask(self.numbers.shape[1], window, self.numbers, self.numbers.device)
+            self._masks[window] = causal_mask(
+                self.numbers.shape[1], window, self.numbers, self.numbers.device
+            )
         return self._masks[window]
 
 
 def worthwhile(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if `attend` takes these tensors [b, n, s, d] (meta tensors stand for a GPU's)."""
-    if query.device.type not in ("cuda", "meta") or query.dtype not in (torch.bfloat16, torch.float16):
+    if query.device.type not in ("cuda", "meta") or query.dtype not in (
+        torch.bfloat16,
+        torch.float16,
+    ):
         return False
     if query.shape[-1] % 8 or query.shape[-1] > WIDEST or torch.version.hip:
         return False
     if query.device.type == "meta":
         return True
     return torch.backends.cuda.can_use_flash_attention(
-        torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])
+        torch.backends.cuda.SDPAParams(
+            query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]
+        )
     )
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None,
+    window: int,
+    scale: float | None = None,
 ) -> Tensor:
     """Return causal attention of query, key, value [b, n, s, d] as [b, n, s, d].
 
-    Key and value may have fewer heads than query. window: 0: a token attends to all earlier ones of its document.
+    Key and value may have fewer heads than query. window: 0: a token attends to all earlier ones of
+    its document.
     """
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q = query.transpose(1, 2)
+    k = key.transpose(1, 2)
+    v = value.transpose(1, 2)
     if documents is None:
         return _flash(q, k, v, None, q.shape[1], window, scale).transpose(1, 2)
     mixed = _flash(*_laid(q, k, v), documents.starts, q.shape[1], window, scale)
@@ -76,9 +98,16 @@ def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, window: int, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    longest: int,
+    window: int,
+    scale: float | None,
 ) -> Tensor:
-    """Return torch's flash attention of [b, s, n, d], or of sequences [tokens, n, d] that begin at `starts`."""
+    """Return torch's flash attention of [b, s, n, d], or of sequences [tokens, n, d] that begin at
+    `starts`."""
     return _kernel(
         q,
         k,

@@ -1,9 +1,11 @@
-"""A comparison of one micro-batch with FP8 and without: the loss, each weight gradient, and the values that casts lose.
+"""A comparison of one micro-batch with FP8 and without: the loss, each weight gradient, and the
+values that casts lose.
 
-The cosine between a weight's gradients with and without FP8 measures how much of the FP8 gradient is the true gradient:
-independent noise of relative size r makes a cosine of 1 / sqrt(1 + r^2). Gradients of dp ranks are not summed before
-the comparison, so each rank's micro-batch counts. A value is saturated if it is beyond the largest number of its
-format, and underflowed if it is not zero and is rounded to zero.
+The cosine between a weight's gradients with and without FP8 measures how much of the FP8 gradient
+is the true gradient: independent noise of relative size r makes a cosine of 1 / sqrt(1 + r^2).
+Gradients of dp ranks are not summed before the comparison, so each rank's micro-batch counts. A
+value is saturated if it is beyond the largest number of its format, and underflowed if it is not
+zero and is rounded to zero.
 """
 
 import math
@@ -29,10 +31,11 @@ Found = dict[str, list[float]]
 class Shadow:
     """The comparison of one micro-batch on each dp rank.
 
-    loss, wide_loss: the losses with FP8 and without, means over the tokens of the micro-batches that count.
+    loss, wide_loss: the losses with FP8 and without, means over the tokens of the micro-batches
+        that count.
     cosines: by logical weight; nan if a gradient is zero or not finite.
-    saturated, underflowed: ratios by "<first logical weight of a product>.<role>", with the roles input, weight and
-        gradient.
+    saturated, underflowed: ratios by "<first logical weight of a product>.<role>", with the roles
+        input, weight and gradient.
     """
 
     loss: float
@@ -44,7 +47,9 @@ class Shadow:
     @staticmethod
     def of(loss: float, wide_loss: float, found: Found) -> "Shadow":
         """Return the Shadow of two losses. found: the results of `compared` for all stages."""
-        cosines, saturated, underflowed = {}, {}, {}
+        cosines = {}
+        saturated = {}
+        underflowed = {}
         for name, numbers in found.items():
             if len(numbers) == 3:
                 both, one, other = numbers
@@ -59,7 +64,9 @@ class Shadow:
         """Return (loss - wide_loss) / wide_loss; inf if only the loss with FP8 is not finite."""
         if not math.isfinite(self.loss) and math.isfinite(self.wide_loss):
             return math.inf
-        return (self.loss - self.wide_loss) / self.wide_loss if self.wide_loss else math.nan
+        if self.wide_loss:
+            return (self.loss - self.wide_loss) / self.wide_loss
+        return math.nan
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -72,43 +79,56 @@ class Shadow:
 def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     """Compare the first micro-batch of step `number` on each dp rank with FP8 and without.
 
-    The step must be the next one. The micro-batch is run two extra times, without FP8 and with it, with the same
-    weights, scales and dropout. The training step is unaffected. The comparison needs as much extra memory as the
-    gradients of the FP8 weights. Collective over the whole mesh.
+    The step must be the next one. The micro-batch is run two extra times, without FP8 and with it,
+    with the same weights, scales and dropout. The training step is unaffected. The comparison needs
+    as much extra memory as the gradients of the FP8 weights. Collective over the whole mesh.
     """
-    fp8, optimizer = passes.fp8, passes.optimizer
+    fp8 = passes.fp8
+    optimizer = passes.optimizer
     require_steady_scales(fp8, "compare a micro-batch with itself")
     fp8.roll()  # as at the start of the step itself
-    buffers, names = optimizer.all_buffers(), fp8.narrow
+    buffers = optimizer.all_buffers()
+    names = fp8.narrow
     with passes.gradients_aside(), fp8.autocast(enabled=False):
         wide_loss, counted = _first_alone(passes, share, number)
         wide = {name: values.clone() for name, values in weight_gradients(buffers, names).items()}
     with passes.gradients_aside():
         with fp8.replayed(), fp8.watching() as lost:
             loss, _ = _first_alone(passes, share, number)
-        narrow, counts = weight_gradients(buffers, names), lost_by_tensor(lost, names, buffers)
+        narrow = weight_gradients(buffers, names)
+        counts = lost_by_tensor(lost, names, buffers)
         found = compared(wide, narrow, counts, (optimizer.tp, optimizer.dp))
-    loss, wide_loss, counted = optimizer.world.sum_(torch.stack([loss, wide_loss, counted])).tolist()
+    loss, wide_loss, counted = optimizer.world.sum_(
+        torch.stack([loss, wide_loss, counted])
+    ).tolist()
     part = counted or math.nan  # without a token that counts there is no loss
-    return Shadow.of(loss / part, wide_loss / part, everyones(found, optimizer.world, optimizer.device))
+    return Shadow.of(
+        loss / part, wide_loss / part, everyones(found, optimizer.world, optimizer.device)
+    )
 
 
 def _first_alone(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
     """Run the first micro-batch, forward and backward, through all stages.
 
-    Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of the tokens that
-    count, divided by the same: float64 []. Their quotient, of sums over all ranks, is the loss of the micro-batch.
-    The gradients stay in the buffers, summed over tp but not over dp.
+    Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of
+    the tokens that count, divided by the same: float64 []. Their quotient, of sums over all ranks,
+    is the loss of the micro-batch. The gradients stay in the buffers, summed over tp but not over
+    dp.
     """
     run = passes.begin(share, number, passes.optimizer.scale)
-    passes.executor(run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]).run()
+    passes.executor(
+        run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]
+    ).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
     counted = torch.zeros_like(run.num_tokens)
     if passes.last in passes.stages and passes.optimizer.tp.rank == 0:
         targets = run.share.targets[: passes.micro_batch]
         mask = run.share.mask
-        tokens = float(targets.numel()) if mask is None else mask[: passes.micro_batch].sum(dtype=torch.float64)
+        if mask is None:
+            tokens = float(targets.numel())
+        else:
+            tokens = mask[: passes.micro_batch].sum(dtype=torch.float64)
         counted = tokens / run.num_tokens
     return run.loss.sum(), counted
 
@@ -116,7 +136,8 @@ def _first_alone(passes: Passes, share: Share, number: int) -> tuple[Tensor, Ten
 def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
     """Return flat views of this rank's gradients of the FP8 weights, by logical name.
 
-    A view is empty if another tensor-parallel rank counts the slice. names: the first logical tensor of each parameter.
+    A view is empty if another tensor-parallel rank counts the slice. names: the first logical
+    tensor of each parameter.
     """
     return dict(span for b in buffers for p in b.parameters for span in _spans(p, names))
 
@@ -128,11 +149,13 @@ def _spans(parameter: torch.nn.Parameter, names: Set[str]) -> Iterator[tuple[str
         yield part.name, flat[first : last if part.copy == 0 else first]
 
 
-def lost_by_tensor(casts: Mapping[str, Tensor], names: Set[str], buffers: Sequence[Buffer]) -> dict[str, Tensor]:
+def lost_by_tensor(
+    casts: Mapping[str, Tensor], names: Set[str], buffers: Sequence[Buffer]
+) -> dict[str, Tensor]:
     """Return the counts of values that casts lost, with zeros for tensors without a cast.
 
-    For weights that are kept as FP8 codes the counts are read from the parameter. casts: the result of
-    `FP8State.watching`. names: as in `weight_gradients`.
+    For weights that are kept as FP8 codes the counts are read from the parameter. casts: the result
+    of `FP8State.watching`. names: as in `weight_gradients`.
     """
     none = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     nothing = {f"{name}.{role}": none for name in names for role in ROLES}
@@ -141,10 +164,16 @@ def lost_by_tensor(casts: Mapping[str, Tensor], names: Set[str], buffers: Sequen
 
 
 def compared(
-    wide: Mapping[str, Tensor], narrow: Mapping[str, Tensor], lost: Mapping[str, Tensor], axes: Sequence[Axis]
+    wide: Mapping[str, Tensor],
+    narrow: Mapping[str, Tensor],
+    lost: Mapping[str, Tensor],
+    axes: Sequence[Axis],
 ) -> Found:
-    """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the same names."""
-    sums = {name: _products(values.double(), narrow[name].double()) for name, values in wide.items()}
+    """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the
+    same names."""
+    sums = {
+        name: _products(values.double(), narrow[name].double()) for name, values in wide.items()
+    }
     sums |= lost
     names = sorted(sums)
     if not names:

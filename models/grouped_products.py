@@ -1,16 +1,17 @@
-"""Products of rows with the weights of several experts, without waiting for the number of rows of each.
+"""Products of rows with the weights of several experts, without waiting for the number of rows of
+each.
 
-Rows are sorted by expert; `ends` says where the rows of each expert end, and stays on the device. A grouped product
-reads it there, so the host queues the layers ahead of the device. A loop over experts must know the numbers on the
-host, which then waits for the device once per layer.
+Rows are sorted by expert; `ends` says where the rows of each expert end, and stays on the device. A
+grouped product reads it there, so the host queues the layers ahead of the device. A loop over
+experts must know the numbers on the host, which then waits for the device once per layer.
 
     y[rows of e] = x[rows of e] @ weight[e].T         x [m, k], weight [e, n, k] -> y [m, n]
     grad_x[rows of e] = grad[rows of e] @ weight[e]
     grad_weight[e] = grad[rows of e].T @ x[rows of e]
 
-torch's grouped product takes one tensor of all weights. Experts are separate parameters, but if one of the optimizer's
-buckets holds them all, they lie there at equal distances, and a strided view is that tensor. Otherwise they are copied
-together.
+torch's grouped product takes one tensor of all weights. Experts are separate parameters, but if one
+of the optimizer's buckets holds them all, they lie there at equal distances, and a strided view is
+that tensor. Otherwise they are copied together.
 """
 
 from collections.abc import Sequence
@@ -22,40 +23,58 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from megaprec.optim.main_grad import Destination, begin_accumulation, destination, require_as_read, will_read_again
+from megaprec.optim.main_grad import (
+    Destination,
+    begin_accumulation,
+    destination,
+    require_as_read,
+    will_read_again,
+)
 from parallel.weight_grad_queue import WeightGradQueue
 
 _GRANULE = 16  # bytes: torch's grouped product wants rows and columns that start at multiples of it
 
 
 def groups_on(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """Return True if grouped products are to be used: on a CUDA device whose torch has them, in bf16.
+    """Return True if grouped products are to be used: on a CUDA device whose torch has them, in
+    bf16.
 
-    sizes: numbers of features. On a CPU a loop is as fast, and its numbers are those of an ordinary feed-forward.
+    sizes: numbers of features. On a CPU a loop is as fast, and its numbers are those of an ordinary
+        feed-forward.
     """
     aligned = all(size * dtype.itemsize % _GRANULE == 0 for size in sizes)
-    return device.type == "cuda" and dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
+    return (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and aligned
+        and hasattr(torch, "_grouped_mm")
+    )
 
 
 class GroupedLinear(torch.autograd.Function):
     """x [m, k] sorted by expert, ends int32 [experts], weights [n, k] of each expert -> [m, n].
 
-    x and weights have the same dtype. The weight gradients are added to the main gradients, if the weights have any.
+    x and weights have the same dtype. The weight gradients are added to the main gradients, if the
+    weights have any.
     deferred: the queue for them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, deferred: WeightGradQueue, *weights: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, ends: Tensor, deferred: WeightGradQueue, *weights: nn.Parameter
+    ) -> Tensor:
         will_read_again(ctx, *weights)
         ctx.save_for_backward(x, ends)
-        ctx.weights, ctx.deferred = weights, deferred
+        ctx.weights = weights
+        ctx.deferred = deferred
         return _grouped(x, together(weights).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         require_as_read(ctx)
         x, ends = (tensor.detach() for tensor in ctx.saved_tensors)
-        grad, weights = grad.contiguous(), ctx.weights
+        grad = grad.contiguous()
+        weights = ctx.weights
         grad_x = _grouped(grad, together(weights), ends) if ctx.needs_input_grad[0] else None
         goes = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
         if Destination.AUTOGRAD in goes:
@@ -66,13 +85,22 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def together(weights: Sequence[Tensor]) -> Tensor:
-    """Return [len(weights), n, k]: a view if the weights lie in one memory at equal distances, else a copy."""
-    first, shape = weights[0], weights[0].shape
+    """Return [len(weights), n, k]: a view if the weights lie in one memory at equal distances, else
+    a copy."""
+    first = weights[0]
+    shape = weights[0].shape
     places = [w.storage_offset() for w in weights]
     steps = {after - before for before, after in pairwise(places)} or {first.numel()}
     one_memory = len({w.untyped_storage()._cdata for w in weights}) == 1
-    if one_memory and len(steps) == 1 and min(steps) > 0 and all(w.is_contiguous() for w in weights):
-        return first.detach().as_strided((len(weights), *shape), (steps.pop(), *first.stride()), places[0])
+    if (
+        one_memory
+        and len(steps) == 1
+        and min(steps) > 0
+        and all(w.is_contiguous() for w in weights)
+    ):
+        return first.detach().as_strided(
+            (len(weights), *shape), (steps.pop(), *first.stride()), places[0]
+        )
     return torch.stack([w.detach() for w in weights])
 
 
@@ -84,11 +112,14 @@ def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ..
     """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
     grads = _grouped(grad.t(), x, ends)
     empty = ends == functional.pad(ends, (1, 0))[:-1]
-    # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of pytorch/pytorch).
+    # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of
+    # pytorch/pytorch).
     return grads.masked_fill_(empty[:, None, None], 0).unbind()
 
 
-def _add_weight_gradients(weights: Sequence[nn.Parameter], grad: Tensor, x: Tensor, ends: Tensor) -> None:
+def _add_weight_gradients(
+    weights: Sequence[nn.Parameter], grad: Tensor, x: Tensor, ends: Tensor
+) -> None:
     for weight, more in zip(weights, _weight_gradients(grad, x, ends), strict=True):
         main, first = begin_accumulation(weight)
         main.copy_(more) if first else main.add_(more)

@@ -1,8 +1,9 @@
 """The distribution of initial weights: normal, with a standard deviation for each kind of matrix.
 
-`model.init_std` applies to all kinds unless `model.init` sets another value. Matrices that write into the residual
-stream start smaller, so that the stream does not grow with depth: scaled by the number of layers as in GPT-2, or by the
-depth of the layer itself. Biases start at zero, norm weights at one.
+`model.init_std` applies to all kinds unless `model.init` sets another value. Matrices that write
+into the residual stream start smaller, so that the stream does not grow with depth: scaled by the
+number of layers as in GPT-2, or by the depth of the layer itself. Biases start at zero, norm
+weights at one.
 """
 
 from typing import Literal
@@ -13,24 +14,35 @@ Matrix = Literal["embedding", "head", "qkv", "output", "up", "down"]
 
 
 class InitialStd(BaseModel):
-    """Standard deviations of initial weights by kind of matrix. Raises pydantic's ValidationError (a ValueError)."""
+    """Standard deviations of initial weights by kind of matrix. Raises pydantic's ValidationError
+    (a ValueError)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     embedding: float = Field(default=0.0, ge=0, description="of the embedding; 0: init_std")
     head: float = Field(default=0.0, ge=0, description="of an output head of its own; 0: init_std")
     qkv: float = Field(default=0.0, ge=0, description="of query, key and value; 0: init_std")
-    output: float = Field(default=0.0, ge=0, description="of attention's output, before `shrink`; 0: init_std")
-    up: float = Field(default=0.0, ge=0, description="of the feed-forward's first matrices; 0: init_std")
-    down: float = Field(default=0.0, ge=0, description="of its last one, before `shrink`; 0: init_std")
+    output: float = Field(
+        default=0.0, ge=0, description="of attention's output, before `shrink`; 0: init_std"
+    )
+    up: float = Field(
+        default=0.0, ge=0, description="of the feed-forward's first matrices; 0: init_std"
+    )
+    down: float = Field(
+        default=0.0, ge=0, description="of its last one, before `shrink`; 0: init_std"
+    )
     shrink: Literal["model", "layer", "none"] = Field(
         default="model",
-        description="what `output` and `down` are divided by: the root of twice the number of layers (model), of twice "
+        description="what `output` and `down` are divided by: the root of twice the number of layers "
+        "(model), of twice "
         "the layer's own number counted from 1 (layer), or nothing",
     )
 
     def std(self, matrix: Matrix, usual: float, layers: int, layer: int) -> float:
-        """Return the standard deviation of a matrix in layer `layer`, from 0, of `layers`. usual: the default."""
+        """Return the standard deviation of a matrix in layer `layer`, from 0, of `layers`. usual:
+        the default."""
         std: float = getattr(self, matrix) or usual
         depth = {"model": layers, "layer": layer + 1, "none": 0}[self.shrink]
-        return std / (2 * depth) ** 0.5 if depth and matrix in ("output", "down") else std
+        if depth and matrix in ("output", "down"):
+            return std / (2 * depth) ** 0.5
+        return std

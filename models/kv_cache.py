@@ -1,10 +1,13 @@
-"""A model that continues a text without computing it again: keys and values of earlier tokens are kept.
+"""A model that continues a text without computing it again: keys and values of earlier tokens are
+kept.
 
-An earlier token's key and value do not depend on later tokens, so each new token costs one token's products plus
-attention over what is kept. Training knows nothing of this: the cache is a subclass of the attention and of the stage.
+An earlier token's key and value do not depend on later tokens, so each new token costs one token's
+products plus attention over what is kept. Training knows nothing of this: the cache is a subclass
+of the attention and of the stage.
 
-Dynamic rotary scaling is the exception. Beyond its original length every further token changes the angles of all
-tokens, and with them everything above the first layer, so the whole text is computed again.
+Dynamic rotary scaling is the exception. Beyond its original length every further token changes the
+angles of all tokens, and with them everything above the first layer, so the whole text is computed
+again.
 """
 
 import torch
@@ -22,13 +25,17 @@ from parallel.dropout import MicrobatchInfo
 
 
 class CachedAttention(Attention):
-    """Attention of new tokens over all tokens since `reserve`. Under a sliding window all tokens are kept too."""
+    """Attention of new tokens over all tokens since `reserve`. Under a sliding window all tokens
+    are kept too."""
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget all tokens and make room for `capacity` tokens of `batch` sequences."""
         kv_heads, width = self.kept_sizes()
-        shape, like = (batch, kv_heads, capacity, width), self.output.weight
-        self._keys, self._values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        shape = (batch, kv_heads, capacity, width)
+        like = self.output.weight
+        self._keys, self._values = (
+            torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2)
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -36,10 +43,17 @@ class CachedAttention(Attention):
         self._length = 0
 
     def _mix(
-        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        place: MicrobatchInfo | None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return attention of the new tokens, as in `Attention`, over the kept tokens and themselves."""
-        past, total = self._length, self._length + query.shape[2]
+        """Return attention of the new tokens, as in `Attention`, over the kept tokens and
+        themselves."""
+        past = self._length
+        total = self._length + query.shape[2]
         self._keys[:, :, past:total], self._values[:, :, past:total] = key, value
         self._length = total
         attends = causal_mask(total, self.config.window, None, query.device, past)
@@ -48,19 +62,24 @@ class CachedAttention(Attention):
 
 
 class CachedLatentAttention(CachedAttention, LatentAttention):
-    """Multi-head latent attention, of which the keys and values of all heads are kept, not the latents.
+    """Multi-head latent attention, of which the keys and values of all heads are kept, not the
+    latents.
 
-    A new token then costs no projections of earlier ones, for the memory of as many key/value heads as query heads.
+    A new token then costs no projections of earlier ones, for the memory of as many key/value heads
+    as query heads.
     """
 
 
 class CachedStage(Stage):
-    """A whole model, in one stage on one process, that continues texts. `start` and `extend` replace `forward`."""
+    """A whole model, in one stage on one process, that continues texts. `start` and `extend`
+    replace `forward`."""
 
     attention = CachedAttention
     latent_attention = CachedLatentAttention
 
-    def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
+    ) -> None:
         require_whole(context.cp.size, "continue a text")
         super().__init__(config, context, cut, tied)
         self._capacity = 0
@@ -73,7 +92,8 @@ class CachedStage(Stage):
         """
         if capacity > self.config.max_positions:
             raise UserError(
-                f"{capacity} tokens do not fit: the model has {self.config.max_positions} positions "
+                f"{capacity} tokens do not fit: the model has {self.config.max_positions} "
+                "positions "
                 "(model.max_positions)"
             )
         self._capacity = capacity
@@ -92,7 +112,8 @@ class CachedStage(Stage):
             raise UserError(f"{len(seen)} tokens do not fit: room was made for {self._capacity}")
         past = len(self._seen)
         if past and self._turns_anew(len(seen)):
-            past, ids = 0, seen
+            past = 0
+            ids = seen
             for layer in self._attentions():
                 layer.forget()
         self._seen = seen
@@ -100,15 +121,18 @@ class CachedStage(Stage):
         return super().forward(ids, None, Packing(positions=positions))[0]
 
     def _turns_anew(self, length: int) -> bool:
-        """Return True if the angles of all tokens change with each token, in a text of `length` tokens."""
+        """Return True if the angles of all tokens change with each token, in a text of `length`
+        tokens."""
         scaling = self.config.rope_scaling
         return scaling.kind == "dynamic" and length > scaling.original_max_position_embeddings
 
     def _rotary(
         self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the tables at the positions of the new tokens, from tables that serve for the whole text."""
-        reach, scaling = self._capacity, self.config.rope_scaling
+        """Return the tables at the positions of the new tokens, from tables that serve for the
+        whole text."""
+        reach = self._capacity
+        scaling = self.config.rope_scaling
         if scaling.kind == "dynamic":
             reach = max(len(self._seen), min(reach, scaling.original_max_position_embeddings))
         return super()._rotary(reach, device, positions, windowed)

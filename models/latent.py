@@ -1,9 +1,11 @@
-"""The sizes of multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from a short vector per token.
+"""The sizes of multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from a
+short vector per token.
 
-A token's hidden features are projected down to a latent of `kv_rank` features, from which all heads' keys and values
-are made, and, if `query_rank` is above 0, to another one for all heads' queries. Rotary positions would spoil latents,
-so a head has `rope_dim` features of its own for them: its query has them besides `nope_dim` features without positions,
-and its key takes them from one vector that all heads share. A head's value has `value_dim` features.
+A token's hidden features are projected down to a latent of `kv_rank` features, from which all
+heads' keys and values are made, and, if `query_rank` is above 0, to another one for all heads'
+queries. Rotary positions would spoil latents, so a head has `rope_dim` features of its own for
+them: its query has them besides `nope_dim` features without positions, and its key takes them from
+one vector that all heads share. A head's value has `value_dim` features.
 """
 
 from collections.abc import Iterator
@@ -24,10 +26,18 @@ class Latent(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    kv_rank: int = Field(default=0, ge=0, le=MOST, description="width of the latent of keys and values; 0: none")
-    query_rank: int = Field(default=0, ge=0, le=MOST, description="width of the latent of queries; 0: without one")
-    rope_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head with rotary positions")
-    nope_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head's query and key without positions")
+    kv_rank: int = Field(
+        default=0, ge=0, le=MOST, description="width of the latent of keys and values; 0: none"
+    )
+    query_rank: int = Field(
+        default=0, ge=0, le=MOST, description="width of the latent of queries; 0: without one"
+    )
+    rope_dim: int = Field(
+        default=0, ge=0, le=MOST, description="features of a head with rotary positions"
+    )
+    nope_dim: int = Field(
+        default=0, ge=0, le=MOST, description="features of a head's query and key without positions"
+    )
     value_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head's value")
     norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the norms of the latents")
 
@@ -58,9 +68,12 @@ class Latent(BaseModel):
 
     @property
     def width(self) -> int:
-        """Return the number of features of a token that all heads share: both latents and the key's rotary part."""
+        """Return the number of features of a token that all heads share: both latents and the key's
+        rotary part."""
         return self.query_rank + self.kv_rank + self.rope_dim
 
     def up_weights(self, heads: int) -> int:
         """Return the number of elements of the matrices from the latents to `heads` heads."""
-        return heads * (self.query_rank * self.head_dim + self.kv_rank * (self.nope_dim + self.value_dim))
+        return heads * (
+            self.query_rank * self.head_dim + self.kv_rank * (self.nope_dim + self.value_dim)
+        )

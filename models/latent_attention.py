@@ -1,18 +1,20 @@
-"""Multi-head latent attention: queries, keys and values are made from short vectors that all heads share.
+"""Multi-head latent attention: queries, keys and values are made from short vectors that all heads
+share.
 
     x [s, b, hidden] -> query latent, key/value latent (each with a norm), rotary part of the key     down, replicated
     query latent     -> queries of own heads; without a query latent, they are projected from x         up, over tp
     key/value latent -> keys without positions and values of own heads                                  up, over tp
 
-Heads are sharded over tp. The projections down are on every rank. Under sequence parallelism each rank computes them
-for its own shard of the sequence, and what all heads share is all-gathered: a few times less than x. So one collective
-leads into the layer, and one of the same width leads out of it in the backward pass, where each rank has gradients of
-its own heads. A model without a query latent has the collectives of an ordinary projection besides.
+Heads are sharded over tp. The projections down are on every rank. Under sequence parallelism each
+rank computes them for its own shard of the sequence, and what all heads share is all-gathered: a
+few times less than x. So one collective leads into the layer, and one of the same width leads out
+of it in the backward pass, where each rank has gradients of its own heads. A model without a query
+latent has the collectives of an ordinary projection besides.
 
-Queries and keys have other widths than values. Zeros make them equally wide for the attention core: zeros of queries
-and keys add nothing to scores, and zeros of values are cut off again. So the core is the one of ordinary attention, and
-fused kernels, which want one width, serve it. The features of a head's query and key are first those with rotary
-positions, then those without.
+Queries and keys have other widths than values. Zeros make them equally wide for the attention core:
+zeros of queries and keys add nothing to scores, and zeros of values are cut off again. So the core
+is the one of ordinary attention, and fused kernels, which want one width, serve it. The features of
+a head's query and key are first those with rotary positions, then those without.
 
 Recomputation of "attention" begins at the latents: the projections up are computed again too.
 """
@@ -36,16 +38,23 @@ from parallel.norms import RMSNorm
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x @ W.T + b without collectives, with all of W on every tp rank. x: [s, b, input_size], or a shard of it.
+    """y = x @ W.T + b without collectives, with all of W on every tp rank. x: [s, b, input_size],
+    or a shard of it.
 
-    stack: the logical matrices that are stacked in W. Under sequence parallelism each rank has partial gradients.
+    stack: the logical matrices that are stacked in W. Under sequence parallelism each rank has
+        partial gradients.
     """
 
-    def __init__(self, context: Context, input_size: int, stack: list[Rows], *, bias: bool, std: float) -> None:
+    def __init__(
+        self, context: Context, input_size: int, stack: list[Rows], *, bias: bool, std: float
+    ) -> None:
         super().__init__()
-        self.context, partly = context, context.cut_sequence
+        self.context = context
+        partly = context.cut_sequence
         shapes = [(rows.name, rows.rows) for rows in stack]
-        weights = [Part.cut(f"{name}.weight", (n, input_size), None, context.tp) for name, n in shapes]
+        weights = [
+            Part.cut(f"{name}.weight", (n, input_size), None, context.tp) for name, n in shapes
+        ]
         self.weight = parameter(context, weights, std, partly)
         self.products = context.products(self.weight)
         biases = [Part.cut(f"{name}.bias", (n,), None, context.tp) for name, n in shapes]
@@ -57,31 +66,55 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Causal self-attention whose queries, keys and values are made from latents; `config.latent` has the sizes.
+    """Causal self-attention whose queries, keys and values are made from latents; `config.latent`
+    has the sizes.
 
-    Raises UserError if FP8 scales advance with every micro-batch and the projections up are to be computed again.
+    Raises UserError if FP8 scales advance with every micro-batch and the projections up are to be
+    computed again.
     """
 
     def _make_projections(self, layer: int) -> None:
-        config, context, name, sizes = self.config, self.context, self.name, self.config.latent
+        config = self.config
+        context = self.context
+        name = self.name
+        sizes = self.config.latent
         if context.fp8.by_microbatch and "attention" in context.recompute.modules:
             raise UserError(
-                'fp8.history = "te" advances the scales before the projections of model.latent are recomputed: set '
+                'fp8.history = "te" advances the scales before the projections of '
+                "model.latent are recomputed: set "
                 'fp8.history = "step", or recompute other modules than attention'
             )
-        std, eps, heads = config.initial_std("qkv"), sizes.norm_eps, config.heads
-        down = [Rows(f"{name}.key_value_down", sizes.kv_rank), Rows(f"{name}.key_rope", sizes.rope_dim)]
+        std = config.initial_std("qkv")
+        eps = sizes.norm_eps
+        heads = config.heads
+        down = [
+            Rows(f"{name}.key_value_down", sizes.kv_rank),
+            Rows(f"{name}.key_rope", sizes.rope_dim),
+        ]
         if sizes.query_rank:
             down = [Rows(f"{name}.query_down", sizes.query_rank), *down]
-            self.query_down_norm = RMSNorm(context, sizes.query_rank, name=f"{name}.query_down_norm", eps=eps)
+            self.query_down_norm = RMSNorm(
+                context, sizes.query_rank, name=f"{name}.query_down_norm", eps=eps
+            )
         self.down = ReplicatedLinear(context, config.hidden, down, bias=config.qkv_bias, std=std)
-        self.key_value_down_norm = RMSNorm(context, sizes.kv_rank, name=f"{name}.key_value_down_norm", eps=eps)
+        self.key_value_down_norm = RMSNorm(
+            context, sizes.kv_rank, name=f"{name}.key_value_down_norm", eps=eps
+        )
         from_latent = Input.OWN if sizes.query_rank else None
-        query = Rows(f"{name}.query_up" if sizes.query_rank else f"{name}.query", heads * sizes.head_dim)
+        query = Rows(
+            f"{name}.query_up" if sizes.query_rank else f"{name}.query", heads * sizes.head_dim
+        )
         read = sizes.query_rank or config.hidden
-        self.query = ColumnParallelLinear(context, read, [query], bias=False, std=std, lies=from_latent)
-        up = [Rows(f"{name}.key_up", heads * sizes.nope_dim), Rows(f"{name}.value_up", heads * sizes.value_dim)]
-        self.key_value = ColumnParallelLinear(context, sizes.kv_rank, up, bias=False, std=std, lies=Input.OWN)
+        self.query = ColumnParallelLinear(
+            context, read, [query], bias=False, std=std, lies=from_latent
+        )
+        up = [
+            Rows(f"{name}.key_up", heads * sizes.nope_dim),
+            Rows(f"{name}.value_up", heads * sizes.value_dim),
+        ]
+        self.key_value = ColumnParallelLinear(
+            context, sizes.kv_rank, up, bias=False, std=std, lies=Input.OWN
+        )
         self.output = RowParallelLinear(
             context,
             heads * sizes.value_dim,
@@ -111,21 +144,32 @@ class LatentAttention(Attention):
         )
 
     def _shared(self, x: Tensor) -> Tensor:
-        """Return what is made of x before heads differ, [s, b, features]: `config.latent.width` of them on all ranks.
+        """Return what is made of x before heads differ, [s, b, features]: `config.latent.width` of
+        them on all ranks.
 
         Without a query latent, the queries of own heads come first, in place of it.
         """
-        sizes, tp = self.config.latent, self.context.tp
+        sizes = self.config.latent
+        tp = self.context.tp
         made = self.down(x).split((sizes.query_rank, sizes.kv_rank, sizes.rope_dim), -1)
         parts = [self.key_value_down_norm(made[1]), made[2]]
         if sizes.query_rank:
             parts = [self.query_down_norm(made[0]), *parts]
         shared = torch.cat(parts, -1)
-        shared = collectives.gather(shared, tp) if self.context.cut_sequence else collectives.copy(shared, tp)
-        return shared if sizes.query_rank else torch.cat((self.query(x), shared), -1)
+        if self.context.cut_sequence:
+            shared = collectives.gather(shared, tp)
+        else:
+            shared = collectives.copy(shared, tp)
+        if sizes.query_rank:
+            return shared
+        return torch.cat((self.query(x), shared), -1)
 
     def _attend(
-        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, attn_mask: Tensor | None
+        self,
+        y: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: MicrobatchInfo | None,
+        attn_mask: Tensor | None,
     ) -> Tensor:
         """Map what `_shared` returns to the output projection's input, [s, b, own features]."""
         sizes = self.config.latent
@@ -135,10 +179,12 @@ class LatentAttention(Attention):
         if sizes.query_rank:
             query = self.query(query)
         query = query.unflatten(-1, (-1, sizes.head_dim))  # [s, b, n, d]
-        own, turning = query.shape[2], turning.unsqueeze(2)
+        own = query.shape[2]
+        turning = turning.unsqueeze(2)
         made = self.key_value(latent)
         still, value = (
-            z.unflatten(-1, (own, -1)) for z in made.split((own * sizes.nope_dim, own * sizes.value_dim), -1)
+            z.unflatten(-1, (own, -1))
+            for z in made.split((own * sizes.nope_dim, own * sizes.value_dim), -1)
         )
         assert rotary is not None
         query, turning = (Rotate.apply(z, *rotary, self.context.leaves) for z in (query, turning))

@@ -1,7 +1,8 @@
-"""The trace of one micro-batch through a rank's stages: activations, their gradients, messages, parameter gradients.
+"""The trace of one micro-batch through a rank's stages: activations, their gradients, messages,
+parameter gradients.
 
-The traced micro-batch is the first of a step. Its parameter gradients overwrite those of the step before, so they can
-be read alone, before those of the next micro-batch are added.
+The traced micro-batch is the first of a step. Its parameter gradients overwrite those of the step
+before, so they can be read alone, before those of the next micro-batch are added.
 """
 
 from collections import Counter
@@ -32,28 +33,35 @@ TRACED = 0  # the number of the traced micro-batch
 def message_name(number: int) -> str:
     """Return the name of message `number`: twice its lower stage, plus one for a gradient."""
     stage, back = divmod(number, 2)
-    return (
-        f"the gradient from stage {stage + 1} to stage {stage}"
-        if back
-        else (f"the activation from stage {stage} to stage {stage + 1}")
-    )
+    if back:
+        return f"the gradient from stage {stage + 1} to stage {stage}"
+    return f"the activation from stage {stage} to stage {stage + 1}"
 
 
 class MicrobatchTrace:
-    """Traces the first micro-batch while an executor runs `program`, or its instructions for this micro-batch alone.
+    """Traces the first micro-batch while an executor runs `program`, or its instructions for this
+    micro-batch alone.
 
-    last: number of the model's last stage. alone: True if the micro-batch runs alone. in_flight: True if its backward
-    pass already reduces gradients: they are then given to `look_at` before.
-    messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as received.
+    last: number of the model's last stage. alone: True if the micro-batch runs alone. in_flight:
+    True if its backward pass already reduces gradients: they are then given to `look_at` before.
+    messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as
+        received.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], last: int, program: Program, *, alone: bool, in_flight: bool
+        self,
+        stages: Mapping[int, nn.Module],
+        last: int,
+        program: Program,
+        *,
+        alone: bool,
+        in_flight: bool,
     ) -> None:
         forwards = [i for i in program if i.op is Op.FORWARD]
         turns = {n: [i.microbatch for i in forwards if i.stage == n].index(TRACED) for n in stages}
         self._borders = BorderTrace(stages, dict.fromkeys(turns, 0) if alone else turns)
-        self._last, self._in_flight = last, in_flight
+        self._last = last
+        self._in_flight = in_flight
         self._own = _parameters(stages, program)
         self._noted: set[nn.Parameter] = set()
         self.messages: dict[tuple[int, int], Tensor] = {}
@@ -76,7 +84,9 @@ class MicrobatchTrace:
         def after(i: Instruction) -> None:
             if i.microbatch == TRACED:
                 self._look(executor, i)
-            elif i.op in INPUT_GRADIENTS:  # what it adds to no longer holds the traced micro-batch alone
+            elif (
+                i.op in INPUT_GRADIENTS
+            ):  # what it adds to no longer holds the traced micro-batch alone
                 self._noted.update(p for p in self._own.get(i.stage, ()) if has_gradient(p))
             if then is not None:
                 then(i)
@@ -101,10 +111,13 @@ class MicrobatchTrace:
             number = 2 * message.stage + back
             self.messages[number, side] = digest(tensor)
             what = f"{message_name(number)}, as {('sent', 'received')[side]}"
-            self._borders.note(BACKWARD if back else FORWARD, message.stage + (back != bool(side)), what, tensor)
+            self._borders.note(
+                BACKWARD if back else FORWARD, message.stage + (back != bool(side)), what, tensor
+            )
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Trace the gradients of these parameters, which are complete on this rank and not reduced yet."""
+        """Trace the gradients of these parameters, which are complete on this rank and not reduced
+        yet."""
         among = set(parameters)
         for stage in self._own:
             self._note_gradients(stage, among)
@@ -124,14 +137,16 @@ class MicrobatchTrace:
 def _parameters(stages: Mapping[int, nn.Module], program: Program) -> dict[int, list[nn.Parameter]]:
     """Return, by stage, the parameters whose gradients of the traced micro-batch can be read alone.
 
-    These are not shared with another stage of the rank, and the traced micro-batch is the first that has a backward
-    pass in the stage.
+    These are not shared with another stage of the rank, and the traced micro-batch is the first
+    that has a backward pass in the stage.
     """
     holders = Counter(p for stage in stages.values() for p in stage.parameters())  # by identity
     found = {}
     for number, stage in stages.items():
         own = [i for i in program if i.stage == number]
-        firsts = [next(i for i in own if i.op in ops) for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)]
+        firsts = [
+            next(i for i in own if i.op in ops) for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
+        ]
         if all(i.microbatch == TRACED for i in firsts):
             found[number] = [p for p in stage.parameters() if p.requires_grad and holders[p] == 1]
     return found

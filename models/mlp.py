@@ -1,4 +1,5 @@
-"""The feed-forward of a decoder layer: a column-parallel and a row-parallel layer around an activation function."""
+"""The feed-forward of a decoder layer: a column-parallel and a row-parallel layer around an
+activation function."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ from parallel.leaves import PLAIN, Leaves
 
 
 class MLP(nn.Module):
-    """The feed-forward gelu(x up) down, or with a gate (act(x gate) * (x up)) down, where act is silu or gelu.
+    """The feed-forward gelu(x up) down, or with a gate (act(x gate) * (x up)) down, where act is
+    silu or gelu.
 
     biases: the layers have biases, the first and the second one; None: as `config.mlp_bias` says.
     """
@@ -28,20 +30,30 @@ class MLP(nn.Module):
         biases: tuple[bool, bool] | None = None,
     ) -> None:
         super().__init__()
-        self.kind, self.recompute, self.leaves = config.mlp, context.recompute, context.leaves
+        self.kind = config.mlp
+        self.recompute = context.recompute
+        self.leaves = context.leaves
         self.clamp = config.swiglu_alpha, config.swiglu_limit
         up_bias, down_bias = biases or (config.mlp_bias, config.mlp_bias)
-        stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if config.gated else ("up",))]
-        up, down = config.initial_std("up", layer), config.initial_std("down", layer)
+        stack = [
+            Rows(f"{name}.{part}", config.ffn)
+            for part in (("gate", "up") if config.gated else ("up",))
+        ]
+        up = config.initial_std("up", layer)
+        down = config.initial_std("down", layer)
         self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=up_bias, std=up)
-        self.down = RowParallelLinear(context, config.ffn, config.hidden, name=f"{name}.down", bias=down_bias, std=down)
+        self.down = RowParallelLinear(
+            context, config.ffn, config.hidden, name=f"{name}.down", bias=down_bias, std=down
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of the same shape."""
+        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
+        the same shape."""
         return self.recompute.run("activation", self.activate, self.inner(x), into=self.down)
 
     def activate(self, y: Tensor) -> Tensor:
-        """Apply the activation function: y [..., own features of `inner`] -> [..., own features of `down`]."""
+        """Apply the activation function: y [..., own features of `inner`] -> [..., own features of
+        `down`]."""
         if self.kind == "swiglu":
             return Swiglu.apply(y, self.leaves)
         if self.kind == "geglu":
@@ -54,8 +66,9 @@ class MLP(nn.Module):
 class Swiglu(torch.autograd.Function):
     """y [..., 2 n] -> silu(first half) * second half, [..., n].
 
-    Autograd would also keep silu(gate), a seventh of the memory that a Llama layer keeps. It is recomputed here; the
-    cost equals that of the copy with which autograd would join the gradients of the halves.
+    Autograd would also keep silu(gate), a seventh of the memory that a Llama layer keeps. It is
+    recomputed here; the cost equals that of the copy with which autograd would join the gradients
+    of the halves.
     """
 
     @staticmethod
@@ -81,7 +94,8 @@ def _swiglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
 
 
 def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
-    """Return `_swiglu_gradient` without a copy of the halves; torch's compiler knows no results in views."""
+    """Return `_swiglu_gradient` without a copy of the halves; torch's compiler knows no results in
+    views."""
     gate, up = y.chunk(2, -1)
     grad_y = torch.empty_like(y)
     grad_gate, grad_up = grad_y.chunk(2, -1)
@@ -91,7 +105,8 @@ def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
 
 
 class Geglu(torch.autograd.Function):
-    """y [..., 2 n] -> gelu(first half) * second half, [..., n], with gelu in the tanh approximation.
+    """y [..., 2 n] -> gelu(first half) * second half, [..., n], with gelu in the tanh
+    approximation.
 
     As in `Swiglu`, the backward pass recomputes gelu(gate).
     """

@@ -1,13 +1,15 @@
-"""Mixture of experts: a router sends each token through a few of many feed-forwards, and no token is dropped.
+"""Mixture of experts: a router sends each token through a few of many feed-forwards, and no token
+is dropped.
 
-Every expert is sharded over tp like an ordinary feed-forward, so all tp ranks work on all tokens and stay equally busy
-whatever the router does. There is one collective into the layer and one out of it, as for one feed-forward. Between
-them, every result on a tp rank is a partial sum, the router's gradient included, and the partial sums are reduced at
-the end. Experts may instead be spread over ranks, to which tokens travel (`models.dispatch`); the rest stays the same.
+Every expert is sharded over tp like an ordinary feed-forward, so all tp ranks work on all tokens
+and stay equally busy whatever the router does. There is one collective into the layer and one out
+of it, as for one feed-forward. Between them, every result on a tp rank is a partial sum, the
+router's gradient included, and the partial sums are reduced at the end. Experts may instead be
+spread over ranks, to which tokens travel (`models.dispatch`); the rest stays the same.
 
-Shared experts are one more feed-forward, which every token passes. It is sharded like the others and its partial sums
-are added to theirs, so there is no further collective. They may have a gate, as in Qwen2-MoE: the sigmoid of one more
-logit of each token. The router is in `models.routing`.
+Shared experts are one more feed-forward, which every token passes. It is sharded like the others
+and its partial sums are added to theirs, so there is no further collective. They may have a gate,
+as in Qwen2-MoE: the sigmoid of one more logit of each token. The router is in `models.routing`.
 """
 
 from collections.abc import Sequence
@@ -38,57 +40,81 @@ from parallel.weight_grad_queue import WeightGradQueue
 class Expert(MLP):
     """A feed-forward without collectives, forward and backward; the caller does these.
 
-    x: tokens [n, hidden], replicated on every tp rank. The result is this rank's partial sum, and so is the gradient of
-    x.
+    x: tokens [n, hidden], replicated on every tp rank. The result is this rank's partial sum, and
+    so is the gradient of x.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__(config, context, name, layer, (config.expert_bias, False))
-        self.tp, self.deferred = context.tp, context.deferred
-        self.down_bias = bias_of_sum(context, f"{name}.down.bias", config.hidden) if config.expert_bias else None
+        self.tp = context.tp
+        self.deferred = context.deferred
+        if config.expert_bias:
+            self.down_bias = bias_of_sum(context, f"{name}.down.bias", config.hidden)
+        else:
+            self.down_bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._product(x, self.inner)
         return self.recompute.run("activation", self.activate, y, into=self._into_down)
 
     def _into_down(self, y: Tensor) -> Tensor:
-        y, bias = self._product(y, self.down), self.down_bias
+        y = self._product(y, self.down)
+        bias = self.down_bias
         return y if bias is None else add_biases(y, [bias], own=features_of(bias))
 
     def groups(self, x: Tensor) -> bool:
-        """Return True if the products of several such experts with tokens x are computed as grouped products."""
+        """Return True if the products of several such experts with tokens x are computed as grouped
+        products."""
         plain = all(layer.products == Gemm(x.dtype, x.dtype) for layer in (self.inner, self.down))
         sizes = (*self.inner.weight.shape, *self.down.weight.shape)
         return plain and self.inner.weight.dtype == x.dtype and groups_on(x.device, x.dtype, sizes)
 
     def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
-        return Linear.apply(x, layer.weight, layer.bias, Input.OWN, self.tp, self.deferred, layer.products)
+        return Linear.apply(
+            x, layer.weight, layer.bias, Input.OWN, self.tp, self.deferred, layer.products
+        )
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum over a token's experts of weight times result, plus that of shared experts, which may have a gate."""
+    """The sum over a token's experts of weight times result, plus that of shared experts, which may
+    have a gate."""
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.config = config
+        self.context = context
         self.router = Router(config, context, f"{name}.router")
-        numbers = range(config.experts) if context.experts is None else context.experts.own(config.experts)
-        own, elsewhere = context.for_experts(), context.for_experts_elsewhere()
+        if context.experts is None:
+            numbers = range(config.experts)
+        else:
+            numbers = context.experts.own(config.experts)
+        own = context.for_experts()
+        elsewhere = context.for_experts_elsewhere()
         self.experts = nn.ModuleDict()
         for n in range(config.experts):
             if n in numbers:
                 self.experts[str(n)] = Expert(config, own, f"{name}.experts.{n}", layer)
             elif context.plan.fp8 is not None:
-                with torch.device("meta"):  # registers the scales, which all ranks of a stage keep alike
+                with torch.device(
+                    "meta"
+                ):  # registers the scales, which all ranks of a stage keep alike
                     Expert(config, elsewhere, f"{name}.experts.{n}", layer)
         shared = config.model_copy(update={"ffn": config.shared_experts})
-        self.shared = Expert(shared, context, f"{name}.shared", layer) if config.shared_experts else None
+        if config.shared_experts:
+            self.shared = Expert(shared, context, f"{name}.shared", layer)
+        else:
+            self.shared = None
         gate = [Part.cut(f"{name}.shared_gate.weight", (1, config.hidden), None, context.tp)]
-        self.shared_gate = parameter(context, gate, config.init_std, partial=True) if config.shared_gate else None
+        if config.shared_gate:
+            self.shared_gate = parameter(context, gate, config.init_std, partial=True)
+        else:
+            self.shared_gate = None
 
     def forward(self, x: Tensor, place: MicrobatchInfo | None) -> Tensor:
-        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of the same shape."""
-        tp, cut = self.context.tp, self.context.cut_sequence
+        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
+        the same shape."""
+        tp = self.context.tp
+        cut = self.context.cut_sequence
         whole = collectives.gather(x, tp) if cut else collectives.copy(x, tp)
         weights, chosen = self.router(whole, place)
         rows = [one.flatten(0, 1) for one in (whole, weights, chosen)]
@@ -101,11 +127,14 @@ class MixtureOfExperts(nn.Module):
             if cut and experts.tp.size == 1 and self.shared is None:
                 return y.view(x.shape)  # no other rank has an addend of these rows
             y = F.pad(y, (0, 0, own.start, len(rows[0]) - own.stop))
-        y = (y if self.shared is None else y + self._of_shared(rows[0], self.shared)).view(whole.shape)
+        y = (y if self.shared is None else y + self._of_shared(rows[0], self.shared)).view(
+            whole.shape
+        )
         return collectives.scatter(y, tp) if cut else collectives.reduce(y, tp)
 
     def _of_shared(self, tokens: Tensor, shared: nn.Module) -> Tensor:
-        """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their gate."""
+        """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their
+        gate."""
         y: Tensor = shared(tokens)
         if self.shared_gate is None:
             return y
@@ -114,8 +143,10 @@ class MixtureOfExperts(nn.Module):
         return (y * logits.sigmoid()).to(y.dtype)
 
     def _through_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t, hidden]."""
-        order = chosen.flatten().argsort(stable=True)  # the t * k pairs of a token and an expert, sorted by expert
+        """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t,
+        hidden]."""
+        # the t * k pairs of a token and an expert, sorted by expert
+        order = chosen.flatten().argsort(stable=True)
         inverse = order.argsort()
         sent = Take.apply(tokens, order // chosen.shape[1], inverse.view(chosen.shape))
         results = self._results(sent, counted(chosen, self.config.experts))
@@ -138,11 +169,16 @@ class MixtureOfExperts(nn.Module):
         counts: the rows of each expert: int64 on the device, or on the host.
         """
         if self._first.groups(sent):
-            known = on_device(torch.tensor(counts), sent.device) if isinstance(counts, list) else counts
+            if isinstance(counts, list):
+                known = on_device(torch.tensor(counts), sent.device)
+            else:
+                known = counts
             return self._grouped(sent, known.cumsum(0).int())
         # With counts on a GPU the host waits here: `groups_on` says for which products.
         some = sent.split(counts if isinstance(counts, list) else counts.tolist())
-        return torch.cat([expert(rows) for expert, rows in zip(self.experts.values(), some, strict=True)])
+        return torch.cat(
+            [expert(rows) for expert, rows in zip(self.experts.values(), some, strict=True)]
+        )
 
     @property
     def _first(self) -> Expert:
@@ -151,9 +187,11 @@ class MixtureOfExperts(nn.Module):
         return first
 
     def _grouped(self, sent: Tensor, ends: Tensor) -> Tensor:
-        """Compute all experts in two grouped products. ends: int32, the end of each expert's rows."""
+        """Compute all experts in two grouped products. ends: int32, the end of each expert's
+        rows."""
         experts = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
-        first, queue = experts[0], experts[0].deferred
+        first = experts[0]
+        queue = experts[0].deferred
         y = GroupedLinear.apply(sent, ends, queue, *(expert.inner.weight for expert in experts))
         if biases := [expert.inner.bias for expert in experts if expert.inner.bias is not None]:
             y = add_biases(y, biases, ends)
@@ -164,22 +202,30 @@ class MixtureOfExperts(nn.Module):
 
 
 def _into_down(
-    y: Tensor, ends: Tensor, queue: WeightGradQueue, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter]
+    y: Tensor,
+    ends: Tensor,
+    queue: WeightGradQueue,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter],
 ) -> Tensor:
     y = GroupedLinear.apply(y, ends, queue, *weights)
     return add_biases(y, biases, ends, features_of(biases[0])) if biases else y
 
 
 def counted(chosen: Tensor, experts: int) -> Tensor:
-    """Return how often each expert is in `chosen`: int64 [experts], on its device, without a wait of the host."""
+    """Return how often each expert is in `chosen`: int64 [experts], on its device, without a wait
+    of the host."""
     flat = chosen.flatten()
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).index_add_(0, flat, torch.ones_like(flat))
+    return torch.zeros(experts, dtype=torch.int64, device=flat.device).index_add_(
+        0, flat, torch.ones_like(flat)
+    )
 
 
 class Take(torch.autograd.Function):
     """x[index]: [n, h] -> [m, h].
 
-    places [n, k]: the rows of the result that come from each row of x, so that the gradient is summed in a fixed order.
+    places [n, k]: the rows of the result that come from each row of x, so that the gradient is
+    summed in a fixed order.
     """
 
     @staticmethod

@@ -1,20 +1,24 @@
-"""Multi-token prediction (MTP): modules that predict tokens further ahead, to train the layers below them better.
+"""Multi-token prediction (MTP): modules that predict tokens further ahead, to train the layers
+below them better.
 
-Module k = 1, 2, ... D stands after the model's last layer. It joins what is known of token i, the hidden state h of
-module k - 1 (of the final norm, if k is 1), with the embedding of token i + k, and predicts token i + k + 1:
+Module k = 1, 2, ... D stands after the model's last layer. It joins what is known of token i, the
+hidden state h of module k - 1 (of the final norm, if k is 1), with the embedding of token i + k,
+and predicts token i + k + 1:
 
     h'  =  projection [embedding_norm(embedding(token i + k)), hidden_norm(h)]
     h   =  final_norm(layer(h')), from which the model's own head makes the logits
 
-`layer` is a transformer layer such as the model's last one. Embedding and head are the model's own, so the modules
-train them too. The loss of module k is the mean cross entropy over the tokens that it counts; the training loss gets
-`mtp_loss_weight` times the mean of the D losses. A position counts in module k if the model's own loss counts the
-position k tokens later, within the sample and, if attention is restricted to documents, within the document: module k
-predicts nothing that the model itself would not predict. Where there is no token k later, token 0 stands in its place.
+`layer` is a transformer layer such as the model's last one. Embedding and head are the model's own,
+so the modules train them too. The loss of module k is the mean cross entropy over the tokens that
+it counts; the training loss gets `mtp_loss_weight` times the mean of the D losses. A position
+counts in module k if the model's own loss counts the position k tokens later, within the sample
+and, if attention is restricted to documents, within the document: module k predicts nothing that
+the model itself would not predict. Where there is no token k later, token 0 stands in its place.
 
-Only training has these losses: an evaluation and the generation of text leave the modules aside. The definition is that
-of DeepSeek-V3 (arXiv 2412.19437, section 2.2) in the order of operations of Megatron-core
-(`multi_token_prediction.py`), which applies the model's final norm before the first module.
+Only training has these losses: an evaluation and the generation of text leave the modules aside.
+The definition is that of DeepSeek-V3 (arXiv 2412.19437, section 2.2) in the order of operations of
+Megatron-core (`multi_token_prediction.py`), which applies the model's final norm before the first
+module.
 
 Logical names, N = k - 1: mtp.N.embedding_norm|hidden_norm|final_norm.weight, mtp.N.projection.weight [hidden, 2 *
 hidden], and mtp.N.attention and so on as those of layers.
@@ -42,7 +46,8 @@ from parallel.sequence_cut import take
 
 @dataclass(frozen=True)
 class Ahead:
-    """The tokens that the modules of a step read and predict, and their losses. D: the number of modules.
+    """The tokens that the modules of a step read and predict, and their losses. D: the number of
+    modules.
 
     tokens, targets: int64 [D, rows, s] of a share, or [D, s, b] of a micro-batch.
     weights: of the targets in the losses, float64 of the same shape; 0 where there is no target.
@@ -61,17 +66,20 @@ class Ahead:
     def of(self, rows: slice) -> "Ahead":
         """Return the part of a micro-batch, as [D, s, b]."""
         tokens, targets, weights = (
-            x[:, rows].transpose(1, 2).contiguous() for x in (self.tokens, self.targets, self.weights)
+            x[:, rows].transpose(1, 2).contiguous()
+            for x in (self.tokens, self.targets, self.weights)
         )
         return replace(self, tokens=tokens, targets=targets, weights=weights)
 
     def share(self, module: int, losses: Tensor) -> Tensor:
-        """Return this micro-batch's part of the mean loss of a module. losses: of each token, [s, b]."""
+        """Return this micro-batch's part of the mean loss of a module. losses: of each token, [s,
+        b]."""
         summed = (losses * self.weights[module].to(losses.dtype)).sum()
         return summed / self.counted[module].total.to(losses.dtype)
 
     def attach(self, hidden: Tensor, shares: Sequence[Tensor], note: bool) -> Tensor:
-        """Return `hidden`, whose backward pass also starts those of the losses. note: add them to `losses`."""
+        """Return `hidden`, whose backward pass also starts those of the losses. note: add them to
+        `losses`."""
         together = torch.stack(list(shares))
         if note:
             self.losses.add_(together.detach())
@@ -89,24 +97,43 @@ def look_ahead(
     dp: Axis,
     divides: bool,
 ) -> Ahead:
-    """Return what the modules of a share read and predict. Collective over dp, of ranks that have the last stage.
+    """Return what the modules of a share read and predict. Collective over dp, of ranks that have
+    the last stage.
 
-    tokens, targets: int64 [rows, s] of whole samples, ids inside the vocabulary. mask: weights of the targets; None:
-        all count. documents: the number of each token's document, if attention is restricted to documents.
-    scale: on the device that computes. cp: the ranks that share the samples; the result is this rank's part.
+    tokens, targets: int64 [rows, s] of whole samples, ids inside the vocabulary. mask: weights of
+        the targets; None: all count. documents: the number of each token's document, if attention
+        is restricted to documents.
+    scale: on the device that computes. cp: the ranks that share the samples; the result is this
+        rank's part.
     divides: True on ranks that have the model's last stage.
     """
     device = scale.device
-    kept = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device) if mask is None else mask.double()
-    made = [[_later(x, k, documents) for x in (tokens, targets, kept)] for k in range(1, modules + 1)]
-    read, predicted, weights = (take(torch.stack(some), cp, 2).to(device) for some in zip(*made, strict=True))
+    if mask is None:
+        kept = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
+    else:
+        kept = mask.double()
+    made = [
+        [_later(x, k, documents) for x in (tokens, targets, kept)] for k in range(1, modules + 1)
+    ]
+    read, predicted, weights = (
+        take(torch.stack(some), cp, 2).to(device) for some in zip(*made, strict=True)
+    )
     counted = [count_tokens(0, own, dp, divides, device) for own in weights]
-    return Ahead(read, predicted, weights, counted, scale, torch.zeros(modules, dtype=torch.float64, device=device))
+    return Ahead(
+        read,
+        predicted,
+        weights,
+        counted,
+        scale,
+        torch.zeros(modules, dtype=torch.float64, device=device),
+    )
 
 
 def _later(x: Tensor, by: int, documents: Tensor | None) -> Tensor:
-    """Return x [rows, s] of the position `by` tokens later; 0 where the sample, or the document, has ended before."""
-    later, length = torch.zeros_like(x), max(0, x.shape[1] - by)
+    """Return x [rows, s] of the position `by` tokens later; 0 where the sample, or the document,
+    has ended before."""
+    later = torch.zeros_like(x)
+    length = max(0, x.shape[1] - by)
     later[:, :length] = x[:, by:]
     if documents is not None:
         later[:, :length].masked_fill_(documents[:, by:] != documents[:, :length], 0)
@@ -120,15 +147,27 @@ class PredictionModule(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, context: Context, number: int, attention: type[Attention], again: bool
+        self,
+        config: ModelConfig,
+        context: Context,
+        number: int,
+        attention: type[Attention],
+        again: bool,
     ) -> None:
         super().__init__()
-        self.context, self.again = context, again
-        name, last = f"mtp.{number}", config.layers - 1
+        self.context = context
+        self.again = again
+        name = f"mtp.{number}"
+        last = config.layers - 1
         self.embedding_norm = make_norm(config, context, f"{name}.embedding_norm")
         self.hidden_norm = make_norm(config, context, f"{name}.hidden_norm")
         self.projection = ColumnParallelLinear(
-            context, 2 * config.hidden, config.hidden, name=f"{name}.projection", bias=False, std=config.init_std
+            context,
+            2 * config.hidden,
+            config.hidden,
+            name=f"{name}.projection",
+            bias=False,
+            std=config.init_std,
         )
         within = replace(context, recompute=context.recompute.within(whole=again))
         self.layer = DecoderLayer(config.of_layer(last), within, name, last + 1 + number, attention)
@@ -142,8 +181,10 @@ class PredictionModule(nn.Module):
         place: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
-        """Map embeddings and hidden states, [s, b, hidden] or [s / tp, b, hidden], to the next hidden states."""
-        context, tp = self.context, self.context.tp
+        """Map embeddings and hidden states, [s, b, hidden] or [s / tp, b, hidden], to the next
+        hidden states."""
+        context = self.context
+        tp = self.context.tp
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
         x = collectives.join(self.projection(both), tp, 2)
         x = (collectives.split(x, tp, 0) if context.cut_sequence else x).to(context.plan.residual)

@@ -1,7 +1,8 @@
 """Custom models, which users build from the parallel layers: `model.factory = "my_model.py:build"`.
 
-The function is called once for each pipeline stage that a rank holds, as `build(config, context, cut, tied)`, and
-returns a module with the interface of `models.stages.Stage`. docs/parity.md describes this interface, with an example.
+The function is called once for each pipeline stage that a rank holds, as `build(config, context,
+cut, tied)`, and returns a module with the interface of `models.stages.Stage`. docs/parity.md
+describes this interface, with an example.
 """
 
 from typing import Any
@@ -16,14 +17,21 @@ from models.cutting import MakeStage
 from models.stages import Cut, Stage
 from parallel.context import Context
 
-OURS = ("megaprec", "models", "parallel", "tools")  # packages that come before folders of the user's of the same name
+# packages that come before folders of the user's of the same name
+OURS = (
+    "megaprec",
+    "models",
+    "parallel",
+    "tools",
+)
 
 
 def stage_maker(factory: str) -> MakeStage:
-    """Return the function that builds a stage: the one that `factory` names, or Stage if `factory` is empty.
+    """Return the function that builds a stage: the one that `factory` names, or Stage if `factory`
+    is empty.
 
-    Stages that the user's function returns are validated. Runs the user's code. Raises UserError if the function cannot
-    be found.
+    Stages that the user's function returns are validated. Runs the user's code. Raises UserError if
+    the function cannot be found.
     """
     if not factory:
         return Stage
@@ -38,9 +46,12 @@ def stage_maker(factory: str) -> MakeStage:
 
 
 def require_builtin(model: ModelConfig, what: str) -> None:
-    """Raise UserError if the model is a custom one, which the feature named `what` does not support."""
+    """Raise UserError if the model is a custom one, which the feature named `what` does not
+    support."""
     if model.factory:
-        raise UserError(f'model.factory = "{model.factory}": {what} knows the built-in families only')
+        raise UserError(
+            f'model.factory = "{model.factory}": {what} knows the built-in families only'
+        )
 
 
 def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
@@ -52,6 +63,8 @@ def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
         raise UserError(f"{made} is the last one, but has no method losses(logits, targets)")
     if bare := [name for name, parameter in stage.named_parameters() if not has_layout(parameter)]:
         raise UserError(
-            f"{made}: parameter {bare[0]} has no layout{f', nor have {len(bare) - 1} others' if bare[1:] else ''}: "
-            "make it with parallel.layers.parameter, or give it one with megaprec.comm.layout.attach_whole"
+            f"{made}: parameter {bare[0]} has no "
+            f"layout{f', nor have {len(bare) - 1} others' if bare[1:] else ''}: "
+            "make it with parallel.layers.parameter, or give it one with "
+            "megaprec.comm.layout.attach_whole"
         )

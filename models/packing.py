@@ -1,10 +1,11 @@
 """Packed samples, which hold several documents: attention and positions restricted to one document.
 
-A sample is cut from a stream of documents, so it may end one document, hold others and begin one more. By default the
-model ignores document boundaries. If boundaries are used, attention stays within a document and positions restart with
-each document. A packed sample then has the same result as its documents run one by one, except for quantities that are
-computed over a whole sample: the angles of dynamic rotary scaling, which depend on the sample's length, and the load
-balance of experts.
+A sample is cut from a stream of documents, so it may end one document, hold others and begin one
+more. By default the model ignores document boundaries. If boundaries are used, attention stays
+within a document and positions restart with each document. A packed sample then has the same result
+as its documents run one by one, except for quantities that are computed over a whole sample: the
+angles of dynamic rotary scaling, which depend on the sample's length, and the load balance of
+experts.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from parallel.sequence_cut import take
 class Packing:
     """The document boundaries of samples.
 
-    documents: int64 [b, s], the number of each token's document within its sample; None: attention covers the whole
-        sample.
-    positions: int64 [b, s], each token's position within its document; None: its position within the sample.
+    documents: int64 [b, s], the number of each token's document within its sample; None: attention
+        covers the whole sample.
+    positions: int64 [b, s], each token's position within its document; None: its position within
+        the sample.
     counts: the number of documents of each sample, if the host has counted them.
     """
 
@@ -32,7 +34,8 @@ class Packing:
 
     @property
     def counted(self) -> tuple[int, ...]:
-        """Return the number of documents of each sample. Waits for a GPU if the host has not counted them before."""
+        """Return the number of documents of each sample. Waits for a GPU if the host has not
+        counted them before."""
         if self.counts is not None or self.documents is None:
             return self.counts or ()
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -41,17 +44,24 @@ class Packing:
     def rows(self, rows: slice) -> "Packing":
         """Return the packing of these samples."""
         counts = None if self.counts is None else self.counts[rows]
-        documents, positions = (x if x is None else x[rows] for x in (self.documents, self.positions))
+        documents, positions = (
+            x if x is None else x[rows] for x in (self.documents, self.positions)
+        )
         return Packing(documents, positions, counts)
 
     def cut(self, cp: Axis) -> "Packing":
-        """Return the packing for a rank of cp: the positions of its tokens, and the documents of whole samples."""
-        return self if self.positions is None else replace(self, positions=take(self.positions, cp, 1))
+        """Return the packing for a rank of cp: the positions of its tokens, and the documents of
+        whole samples."""
+        if self.positions is None:
+            return self
+        return replace(self, positions=take(self.positions, cp, 1))
 
     def on(self, device: torch.device) -> "Packing":
         """Return this packing on a device, with its documents counted if it is a GPU."""
         counts = self.counts if device.type == "cpu" or self.documents is None else self.counted
-        documents, positions = (x if x is None else sent(x, device) for x in (self.documents, self.positions))
+        documents, positions = (
+            x if x is None else sent(x, device) for x in (self.documents, self.positions)
+        )
         return Packing(documents, positions, counts)
 
 
@@ -59,12 +69,16 @@ WHOLE = Packing()
 """The packing in which every sample is treated as one document."""
 
 
-def causal_mask(length: int, window: int, documents: Tensor | None, device: torch.device, past: int = 0) -> Tensor:
-    """Return bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to another (column).
+def causal_mask(
+    length: int, window: int, documents: Tensor | None, device: torch.device, past: int = 0
+) -> Tensor:
+    """Return bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to
+    another (column).
 
-    A token attends to itself and to earlier tokens, but not to tokens before its window (0: no window) or in other
-    documents. The polarity is that of torch's scaled_dot_product_attention.
-    past: number of first tokens that have no row, because they are only attended to; 0 if there are documents.
+    A token attends to itself and to earlier tokens, but not to tokens before its window (0: no
+    window) or in other documents. The polarity is that of torch's scaled_dot_product_attention.
+    past: number of first tokens that have no row, because they are only attended to; 0 if there are
+        documents.
     """
     attends = torch.ones(length - past, length, dtype=torch.bool, device=device).tril(past)
     if 0 < window < length:

@@ -1,18 +1,21 @@
 """Causal attention over keys that come in parts: exact, whatever the parts and their order.
 
-The softmax over all keys is merged from those over parts. For each query three things are kept, in FP32 or wider: the
-largest score so far, the sum of the exponentials of all scores less that, and the same sum of values. A further part
-raises the largest score and scales both sums down to it (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", 2018). In the end the logarithm of the sum and the largest score are one number, `log_sum`; the backward pass
-makes the weights of each part again from it, so no weight is kept.
+The softmax over all keys is merged from those over parts. For each query three things are kept, in
+FP32 or wider: the largest score so far, the sum of the exponentials of all scores less that, and
+the same sum of values. A further part raises the largest score and scales both sums down to it
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). In the end the
+logarithm of the sum and the largest score are one number, `log_sum`; the backward pass makes the
+weights of each part again from it, so no weight is kept.
 
-A sink (`models.sink_attention`) is one more term of the sum over keys, whose value is zero: the merge begins with it.
+A sink (`models.sink_attention`) is one more term of the sum over keys, whose value is zero: the
+merge begins with it.
 
-Queries and keys are runs of positions of one sequence. A run of keys that no query attends to costs nothing, and one
-that each query attends to needs no mask. Scores are computed for so many queries at a time that they stay small.
+Queries and keys are runs of positions of one sequence. A run of keys that no query attends to costs
+nothing, and one that each query attends to needs no mask. Scores are computed for so many queries
+at a time that they stay small.
 
-Query is [b, n, s, d], key [b, m, t, d] and value [b, m, t, e]; a head of key and value serves n / m neighbouring heads
-of query.
+Query is [b, n, s, d], key [b, m, t, d] and value [b, m, t, e]; a head of key and value serves n / m
+neighbouring heads of query.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +25,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-_SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}  # bytes at a time: 4 MB stay in a CPU's cache, and 34 MB occupy a GPU
+# bytes at a time: 4 MB stay in a CPU's cache, and 34 MB occupy a GPU
+_SCORES = {
+    "cpu": 1 << 22,
+    "cuda": 1 << 25,
+}
 
 Drop = Callable[[Tensor, range, range], Tensor]
 """Dropout of weights [b, n, queries, keys] at the positions of these. It must be linear and always drop the same."""
@@ -50,7 +57,8 @@ class Rule:
         return range(first, max(first, min(keys.stop, queries.stop)))
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
-        """Return bool [queries, keys] or [b, 1, 1, queries, keys], True where a query attends to a key.
+        """Return bool [queries, keys] or [b, 1, 1, queries, keys], True where a query attends to a
+        key.
 
         None: every query attends to every key.
         """
@@ -70,8 +78,9 @@ class Rule:
 class Merged:
     """Attention of runs of queries over the parts of keys given to `add` so far.
 
-    query: [b, n, s, d] whose rows are at the positions of `runs`, one run after the other. heads: those of key and
-    value, which have `width` features. wide: the dtype of scores and sums. sinks: [n], or None.
+    query: [b, n, s, d] whose rows are at the positions of `runs`, one run after the other. heads:
+    those of key and value, which have `width` features. wide: the dtype of scores and sums. sinks:
+    [n], or None.
     """
 
     def __init__(
@@ -84,7 +93,10 @@ class Merged:
         wide: torch.dtype,
         sinks: Tensor | None = None,
     ) -> None:
-        self._query, self._runs, self._rule, self._wide = query.unflatten(1, (heads, -1)), runs, rule, wide
+        self._query = query.unflatten(1, (heads, -1))
+        self._runs = runs
+        self._rule = rule
+        self._wide = wide
         shape = self._query.shape[:-1]
         if sinks is None:
             self._largest = query.new_full((*shape, 1), torch.finfo(wide).min, dtype=wide)
@@ -96,14 +108,21 @@ class Merged:
 
     def add(self, key: Tensor, value: Tensor, runs: tuple[range, ...]) -> None:
         """Attend to the keys at the positions of `runs`, one run after the other."""
-        key, value = key.to(self._wide), value.to(self._wide)
-        for rows, queries, columns, keys in pairs(self._runs, runs, self._rule, self._query, self._wide):
-            own_key, own_value = key[:, :, columns], value[:, :, columns]
+        key = key.to(self._wide)
+        value = value.to(self._wide)
+        for rows, queries, columns, keys in pairs(
+            self._runs, runs, self._rule, self._query, self._wide
+        ):
+            own_key = key[:, :, columns]
+            own_value = value[:, :, columns]
             scores = capped_scores(self._query[:, :, :, rows].to(self._wide), own_key, self._rule)
             scores = masked(scores, self._rule, queries, keys)
-            largest, total, values = (x[:, :, :, rows] for x in (self._largest, self._sum, self._values))
+            largest, total, values = (
+                x[:, :, :, rows] for x in (self._largest, self._sum, self._values)
+            )
             higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
-            shrunk, weights = (largest - higher).exp_(), scores.sub_(higher).exp_()
+            shrunk = (largest - higher).exp_()
+            weights = scores.sub_(higher).exp_()
             total.mul_(shrunk).add_(weights.sum(-1, keepdim=True))
             dropped = dropped_of(weights, self._rule, queries, keys)
             values.mul_(shrunk).add_(product(dropped, own_value))
@@ -117,8 +136,8 @@ class Merged:
 class Gradients:
     """The gradients of attention, as sums over the parts of keys given to `of` so far.
 
-    mixed: the result of attention, and grad its gradient, [b, n, s, width] both. log_sum: as `Merged.result` returns
-    it. query, runs, rule and wide: as in `Merged`.
+    mixed: the result of attention, and grad its gradient, [b, n, s, width] both. log_sum: as
+    `Merged.result` returns it. query, runs, rule and wide: as in `Merged`.
     """
 
     def __init__(
@@ -132,20 +151,33 @@ class Gradients:
         wide: torch.dtype,
     ) -> None:
         grouped = partial(Tensor.unflatten, dim=1, sizes=log_sum.shape[1:3])
-        self._query, self._grad, self._runs, self._rule = grouped(query), grouped(grad), runs, rule
-        self._log_sum, self._wide = log_sum, wide
+        self._query = grouped(query)
+        self._grad = grouped(grad)
+        self._runs = runs
+        self._rule = rule
+        self._log_sum = log_sum
+        self._wide = wide
         self._along = (self._grad.to(wide) * grouped(mixed)).sum(-1, keepdim=True)
         self._of_query = torch.zeros(self._query.shape, dtype=wide, device=query.device)
 
-    def add(self, key: Tensor, value: Tensor, runs: tuple[range, ...], into: tuple[Tensor, Tensor]) -> None:
-        """Add this part's gradients of query, key and value to the sums; `into` are those of key and value."""
-        key, value = key.to(self._wide), value.to(self._wide)
-        for rows, queries, columns, keys in pairs(self._runs, runs, self._rule, self._query, self._wide):
-            own_key, own_value = key[:, :, columns], value[:, :, columns]
+    def add(
+        self, key: Tensor, value: Tensor, runs: tuple[range, ...], into: tuple[Tensor, Tensor]
+    ) -> None:
+        """Add this part's gradients of query, key and value to the sums; `into` are those of key
+        and value."""
+        key = key.to(self._wide)
+        value = value.to(self._wide)
+        for rows, queries, columns, keys in pairs(
+            self._runs, runs, self._rule, self._query, self._wide
+        ):
+            own_key = key[:, :, columns]
+            own_value = value[:, :, columns]
             query, grad = (x[:, :, :, rows].to(self._wide) for x in (self._query, self._grad))
             capped = capped_scores(query, own_key, self._rule)
             slope = (capped / cap).square_().neg_().add_(1) if (cap := self._rule.softcap) else None
-            weights = masked(capped, self._rule, queries, keys).sub_(self._log_sum[:, :, :, rows]).exp_()
+            weights = (
+                masked(capped, self._rule, queries, keys).sub_(self._log_sum[:, :, :, rows]).exp_()
+            )
             dropped = dropped_of(weights, self._rule, queries, keys)
             into[1][:, :, columns] += product_over_queries(dropped, grad)
             wanted = dropped_of(product(grad, own_value.mT), self._rule, queries, keys)
@@ -166,13 +198,20 @@ class Gradients:
 
 
 def pairs(
-    queries: tuple[range, ...], keys: tuple[range, ...], rule: Rule, query: Tensor, wide: torch.dtype
+    queries: tuple[range, ...],
+    keys: tuple[range, ...],
+    rule: Rule,
+    query: Tensor,
+    wide: torch.dtype,
 ) -> Iterator[tuple[slice, range, slice, range]]:
-    """Yield runs of query rows, their positions, runs of key columns and theirs, for all pairs that may attend.
+    """Yield runs of query rows, their positions, runs of key columns and theirs, for all pairs that
+    may attend.
 
-    query: [b, m, n / m, s, d]. The pairs are so small that the scores of one have a limited number of elements.
+    query: [b, m, n / m, s, d]. The pairs are so small that the scores of one have a limited number
+        of elements.
     """
-    # A tensor without storage has no values: the last, largest block takes as much memory as all of them.
+    # A tensor without storage has no values: the last, largest block takes as much memory as all of
+    # them.
     blocks = slice(-1, None) if type(query) is not Tensor or query.is_meta else slice(None)
     bytes_of_column = query.shape[:3].numel() * wide.itemsize
     elements = _SCORES["cpu" if query.device.type == "cpu" else "cuda"] // bytes_of_column
@@ -196,15 +235,20 @@ def located(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
 
 
 def capped_scores(query: Tensor, key: Tensor, rule: Rule) -> Tensor:
-    """Return the scores [b, m, n / m, queries, keys] of all pairs, with the soft cap if there is one."""
+    """Return the scores [b, m, n / m, queries, keys] of all pairs, with the soft cap if there is
+    one."""
     scores = product(query, key.mT).mul_(rule.scale)
-    return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
+    if rule.softcap:
+        return scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return scores
 
 
 def masked(scores: Tensor, rule: Rule, queries: range, keys: range) -> Tensor:
     """Return the scores with minus infinity where a query does not attend, in place."""
     attends = rule.mask(queries, keys, scores.device)
-    return scores if attends is None else scores.masked_fill_(~attends, float("-inf"))
+    if attends is None:
+        return scores
+    return scores.masked_fill_(~attends, float("-inf"))
 
 
 def by_head(sinks: Tensor, query: Tensor) -> Tensor:
@@ -220,10 +264,12 @@ def dropped_of(weights: Tensor, rule: Rule, queries: range, keys: range) -> Tens
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """Return x [b, m, groups, s, k] @ y [b, m, k, n]; the groups share one product, without a copy of y for each."""
+    """Return x [b, m, groups, s, k] @ y [b, m, k, n]; the groups share one product, without a copy
+    of y for each."""
     return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 
 def product_over_queries(weights: Tensor, rows: Tensor) -> Tensor:
-    """Return the sum over groups and queries of weights [b, m, groups, s, t] times rows [b, m, groups, s, n]."""
+    """Return the sum over groups and queries of weights [b, m, groups, s, t] times rows [b, m,
+    groups, s, n]."""
     return weights.flatten(2, 3).mT @ rows.flatten(2, 3)

@@ -1,7 +1,9 @@
-"""The forward and backward passes of one dp rank's samples through the stages of a rank, and their loss.
+"""The forward and backward passes of one dp rank's samples through the stages of a rank, and their
+loss.
 
-Every caller of passes (a training step, an evaluation, the replay of a step) starts with a `Running` and lets an
-executor run instructions with it. No pass changes a weight; gradients accumulate in the optimizer's buffers.
+Every caller of passes (a training step, an evaluation, the replay of a step) starts with a
+`Running` and lets an executor run instructions with it. No pass changes a weight; gradients
+accumulate in the optimizer's buffers.
 """
 
 import math
@@ -26,7 +28,13 @@ from models.stages import Stage
 from models.token_count import TokenCount, count_tokens
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Instruction, Op, Program
+from parallel.pipeline.instructions import (
+    INPUT_GRADIENTS,
+    WEIGHT_GRADIENTS,
+    Instruction,
+    Op,
+    Program,
+)
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
 from parallel.pipeline.schedules import Schedule
@@ -40,7 +48,8 @@ class Share:
     """The part of a global batch that one dp rank trains on.
 
     tokens, targets: int64 [micro-batches * micro_batch, s].
-    mask: float of the same shape, the weights of the targets in the loss; None, on all dp ranks or on none: all count.
+    mask: float of the same shape, the weights of the targets in the loss; None, on all dp ranks or
+        on none: all count.
     first: the number of the first of these samples within the global batch.
     packing: the document boundaries of these samples, required on every stage.
     """
@@ -56,8 +65,11 @@ class Share:
         if cp.size == 1:
             return self
         mask = None if self.mask is None else take(self.mask, cp, 1)
-        tokens, targets = take(self.tokens, cp, 1), take(self.targets, cp, 1)
-        return replace(self, tokens=tokens, targets=targets, mask=mask, packing=self.packing.cut(cp))
+        tokens = take(self.tokens, cp, 1)
+        targets = take(self.targets, cp, 1)
+        return replace(
+            self, tokens=tokens, targets=targets, mask=mask, packing=self.packing.cut(cp)
+        )
 
     def on(self, device: torch.device) -> "Share":
         """Return this share on a device."""
@@ -78,7 +90,8 @@ class Running:
     step: number of the training step; None in evaluation.
     counted: the number of tokens in the loss, over the global batch.
     scale: factor of the loss (the loss scale).
-    loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer is canonical.
+    loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
+        is canonical.
     outside: bool [rows, s], True where the share has ids outside the vocabulary.
     given: the share of this dp rank; `share` is the part of it that this rank computes.
     ahead: of the modules of multi-token prediction; None if there are none, and in evaluation.
@@ -95,7 +108,8 @@ class Running:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Return the number of tokens in the loss: float64 []. The first call may wait for a sum over dp."""
+        """Return the number of tokens in the loss: float64 []. The first call may wait for a sum
+        over dp."""
         return self.counted.total
 
     def end(self) -> None:
@@ -112,9 +126,11 @@ class OutsideVocabulary(UserError):
 
     def __init__(self, sample: int, vocab: int) -> None:
         super().__init__(
-            f"sample {sample} of the global batch has a token id that a vocabulary of {vocab} does not hold"
+            f"sample {sample} of the global batch has a token id that a vocabulary of {vocab} "
+            "does not hold"
         )
-        self.sample, self.vocab = sample, vocab
+        self.sample = sample
+        self.vocab = vocab
 
 
 @dataclass(frozen=True)
@@ -146,8 +162,11 @@ class Passes:
 
     @cached_property
     def _posts(self) -> Mapping[Instruction, int]:
-        """Return the places of `program` before which receives are posted; empty if they may be anywhere."""
-        return {} if self.links.early else posts(self.schedule)[self.optimizer.pp.rank]
+        """Return the places of `program` before which receives are posted; empty if they may be
+        anywhere."""
+        if self.links.early:
+            return {}
+        return posts(self.schedule)[self.optimizer.pp.rank]
 
     @cached_property
     def last(self) -> int:
@@ -165,10 +184,12 @@ class Passes:
 
     @cached_property
     def _shares_ends(self) -> bool:
-        """Return True if the first stage's embedding is also that of the last stage, and both are on this rank.
+        """Return True if the first stage's embedding is also that of the last stage, and both are
+        on this rank.
 
-        The last stage then accumulates into the gradients of the first stage, possibly after that stage has finished.
-        The gradients of the first stage are therefore reduced by the optimizer's step, which reduces all that are left.
+        The last stage then accumulates into the gradients of the first stage, possibly after that
+        stage has finished. The gradients of the first stage are therefore reduced by the
+        optimizer's step, which reduces all that are left.
         """
         ends = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
         shared = self.config.tied or self.config.mtp_layers > 0
@@ -180,19 +201,27 @@ class Passes:
         The sum of the mask is under way until `Running.num_tokens` is read, as the first loss does.
         """
         if len(share.tokens) != self._rows:
-            raise ValueError(f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}")
+            raise ValueError(
+                f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}"
+            )
         device = self.optimizer.device
-        given, share = share, share.cut(self.cp).on(device)
-        tokens, divides, exact = share.targets.numel(), self.last in self.stages, self.optimizer.canonical
+        given = share
+        share = share.cut(self.cp).on(device)
+        tokens = share.targets.numel()
+        divides = self.last in self.stages
+        exact = self.optimizer.canonical
         counted = count_tokens(tokens, share.mask, self.optimizer.dp, divides, device, exact)
         outside = self._outside(share.tokens) | self._outside(share.targets)
         loss = torch.where(outside.any(), math.nan, 0.0).double()
         if self.optimizer.canonical:
             loss = loss.repeat(self.schedule.microbatches)
-        return Running(share, counted, step, scale, loss, outside, given, self._ahead(given, step, scale))
+        return Running(
+            share, counted, step, scale, loss, outside, given, self._ahead(given, step, scale)
+        )
 
     def _ahead(self, given: Share, step: int | None, scale: Tensor) -> Ahead | None:
-        """Return what the modules of multi-token prediction read and predict in training; collective over dp."""
+        """Return what the modules of multi-token prediction read and predict in training;
+        collective over dp."""
         config = self.config
         if step is None or not config.mtp_layers:
             return None
@@ -210,7 +239,8 @@ class Passes:
         )
 
     def in_fp8(self) -> AbstractContextManager[None]:
-        """Return the context of all passes of a step or an evaluation: that of FP8, if the plan has FP8 products."""
+        """Return the context of all passes of a step or an evaluation: that of FP8, if the plan has
+        FP8 products."""
         return nullcontext() if self.fp8.recipe is None else self.fp8.autocast()
 
     def executor(
@@ -249,41 +279,53 @@ class Passes:
         rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
         place = None
         if run.step is not None:
-            samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device) + run.share.first
+            samples = (
+                torch.arange(rows.start, rows.stop, device=self.optimizer.device) + run.share.first
+            )
             replicas = self.optimizer.dp.size // self.cp.size
-            scale = run.scale.to(self.optimizer.plan.sensitive)  # in FP64 the weight of a sample is not one of FP32
+            # in FP64 the weight of a sample is not one of FP32
+            scale = run.scale.to(self.optimizer.plan.sensitive)
             place = MicrobatchInfo(run.step, samples, scale / (self._rows * replicas))
         plan = self.optimizer.plan
         x = self._inside(run.share.tokens[rows]) if received is None else received.to(plan.residual)
         more = (run.ahead.of(rows),) if run.ahead is not None and stage == self.last else ()
         y = self.stages[stage](x, place, run.share.packing.rows(rows), *more)
-        return y.to(plan.pipeline) if stage < self.last else self.scaled_loss(run, stage, y, rows)
+        if stage < self.last:
+            return y.to(plan.pipeline)
+        return self.scaled_loss(run, stage, y, rows)
 
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
-        """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo` scales router losses."""
+        """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo`
+        scales router losses."""
         losses = self.stages[stage].losses(logits, self._inside(run.share.targets[rows]))
         if run.share.mask is not None:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
-        if self.optimizer.tp.rank == 0:  # other tp ranks hold the same loss, and losses are summed over the world
+        if (
+            self.optimizer.tp.rank == 0
+        ):  # other tp ranks hold the same loss, and losses are summed over the world
             of = run.loss if run.loss.dim() == 0 else run.loss[rows.start // self.micro_batch]
             of += loss.detach()
         return loss * run.scale
 
     def require_ids(self, run: Running) -> None:
-        """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the vocabulary.
+        """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the
+        vocabulary.
 
         Collective, so it is called only if the loss is NaN.
         """
         wrong = (run.outside.any(1).nonzero()[:, 0] + run.share.first).tolist()
-        first = torch.tensor(-min(wrong, default=math.inf), dtype=torch.float64, device=self.optimizer.device)
+        first = torch.tensor(
+            -min(wrong, default=math.inf), dtype=torch.float64, device=self.optimizer.device
+        )
         sample = -self.optimizer.world.max_(first).item()
         if math.isfinite(sample):
             raise OutsideVocabulary(int(sample), self.config.vocab)
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """Provide gradients for passes that belong to no step: they start at zero and are discarded at the end."""
+        """Provide gradients for passes that belong to no step: they start at zero and are discarded
+        at the end."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
             buffer.grads.zero_()
@@ -296,13 +338,14 @@ class Passes:
     def _outside(self, ids: Tensor) -> Tensor:
         """Return bool [rows, s], True where an id is outside the vocabulary.
 
-        The loss is NaN in that case. All ranks thus learn of it from the values that they reduce anyway, and no step is
-        taken.
+        The loss is NaN in that case. All ranks thus learn of it from the values that they reduce
+        anyway, and no step is taken.
         """
         return (ids < 0) | (ids >= self.config.vocab)
 
     def _inside(self, ids: Tensor) -> Tensor:
-        """Return the ids of a micro-batch, with each id outside the vocabulary replaced by one inside."""
+        """Return the ids of a micro-batch, with each id outside the vocabulary replaced by one
+        inside."""
         return _columns(ids.clamp(0, self.config.vocab - 1))
 
     def _complete(self, stage: int) -> None:
@@ -313,26 +356,31 @@ class Passes:
         if not (stage == 0 and self._shares_ends):
             self.optimizer.reduce(self._chunk[stage])
 
-    def _after(self, then: Callable[[Instruction], None] | None, advances: bool, sums: bool, i: Instruction) -> None:
+    def _after(
+        self, then: Callable[[Instruction], None] | None, advances: bool, sums: bool, i: Instruction
+    ) -> None:
         """Do what follows instruction `i` of a training step.
 
-        advances: FP8's amax histories advance after each pass. sums: the optimizer is told of each backward pass, to
-        sum the gradients of micro-batches by a tree.
+        advances: FP8's amax histories advance after each pass. sums: the optimizer is told of each
+        backward pass, to sum the gradients of micro-batches by a tree.
         """
         if advances and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.fp8.advance()
         if then is not None:
             then(i)
         if sums and i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
-            complete, chunk = i.op is not Op.BACKWARD_INPUT, self._chunk[i.stage]
+            complete = i.op is not Op.BACKWARD_INPUT
+            chunk = self._chunk[i.stage]
             self.optimizer.end_microbatch(i.microbatch, self.schedule.microbatches, chunk, complete)
 
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:
-    """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs them steady."""
+    """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs
+    them steady."""
     if fp8.by_microbatch:
         raise UserError(
-            f'fp8.history = "te": cannot {purpose}, because the scales change with every micro-batch; '
+            f'fp8.history = "te": cannot {purpose}, because the scales change with every '
+            "micro-batch; "
             'set fp8.history = "step"'
         )
 

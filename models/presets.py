@@ -1,7 +1,7 @@
 """Named model presets, from sizes that a laptop trains in minutes to published sizes.
 
-Each preset has only the fields that differ from the defaults of its family. The demos take their vocabulary from the
-tokenizer.
+Each preset has only the fields that differ from the defaults of its family. The demos take their
+vocabulary from the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,14 @@ def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Si
 
 
 def _llama3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn": ffn, "vocab": 128256}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": 8,
+        "ffn": ffn,
+        "vocab": 128256,
+    }
     return {"family": "llama", **sizes, "max_positions": 8192, "rope_base": 500000.0, **others}
 
 
@@ -57,57 +64,142 @@ def _mistral(family: str, **others: Any) -> Sizes:
     return {"family": family, **sizes, "max_positions": 32768, **others}
 
 
-def _qwen(family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **others: Any) -> Sizes:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": 151936}
+def _qwen(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **others: Any
+) -> Sizes:
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": 151936,
+    }
     same = {"norm_eps": 1e-6, "rope_base": 1e6}
-    return {"family": family, **sizes, **same, "max_positions": 40960 if family == "qwen3" else 32768, **others}
+    return {
+        "family": family,
+        **sizes,
+        **same,
+        "max_positions": 40960 if family == "qwen3" else 32768,
+        **others,
+    }
 
 
 QWEN3 = {"head_dim": 128}
 
 
-def _glm45(layers: int, hidden: int, dense: int, dense_ffn: int, ffn: int, experts: int, **others: Any) -> Sizes:
-    """Return a model of GLM-4.5 without its layer for multi-token prediction. dense: the first layers, of dense_ffn."""
-    sizes = {"layers": layers, "hidden": hidden, "heads": 96, "kv_heads": 8, "head_dim": 128, "qkv_bias": True}
-    feed_forwards = {"ffn": ffn, "shared_experts": ffn, "dense_layers": tuple(range(dense)), "dense_ffn": dense_ffn}
+def _glm45(
+    layers: int, hidden: int, dense: int, dense_ffn: int, ffn: int, experts: int, **others: Any
+) -> Sizes:
+    """Return a model of GLM-4.5 without its layer for multi-token prediction. dense: the first
+    layers, of dense_ffn."""
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": 96,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "qkv_bias": True,
+    }
+    feed_forwards = {
+        "ffn": ffn,
+        "shared_experts": ffn,
+        "dense_layers": tuple(range(dense)),
+        "dense_ffn": dense_ffn,
+    }
     routed = {"experts": experts, "experts_per_token": 8, "router_aux_loss": 0.0}
     turns = {"rope_base": 1e6, "max_positions": 131072, "vocab": 151552}
     return {"family": "glm4_moe", **sizes, **feed_forwards, **routed, **turns, **others}
 
 
 def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": 100352, "max_positions": 4096}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "ffn": ffn,
+        "vocab": 100352,
+        "max_positions": 4096,
+    }
     return {"family": "olmo2", **sizes, "norm_eps": 1e-6, "rope_base": 500000.0, **others}
 
 
 def _olmo3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
-    """Return a model of OLMo 3 as it is after its training on long texts: three of four layers have the window."""
+    """Return a model of OLMo 3 as it is after its training on long texts: three of four layers have
+    the window."""
     windows = {"window": 4096, "window_layers": tuple(n for n in range(layers) if (n + 1) % 4)}
     yarn = {"kind": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
-    turns = {"rope_scaling": yarn | {"attention_factor": 1.2079441541679836}, "max_positions": 65536}
+    turns = {
+        "rope_scaling": yarn | {"attention_factor": 1.2079441541679836},
+        "max_positions": 65536,
+    }
     turns |= {"window_rope_base": 500000.0, "vocab": 100278}
     return {**_olmo2(layers, hidden, heads, ffn, **windows, **turns, **others), "family": "olmo3"}
 
 
-def _gemma3(layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **others: Any) -> Sizes:
+def _gemma3(
+    layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **others: Any
+) -> Sizes:
     """Return a text model of Gemma 3, five of six of whose layers have the window."""
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": 256, "ffn": ffn}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": 256,
+        "ffn": ffn,
+    }
     windows = {"window": 512, "window_layers": tuple(n for n in range(layers) if (n + 1) % 6)}
     turns = {"max_positions": 32768, "rope_base": 1e6, "window_rope_base": 10000.0}
-    return {"family": "gemma3", **sizes, **windows, **turns, "vocab": 262144, "norm_eps": 1e-6, **others}
+    return {
+        "family": "gemma3",
+        **sizes,
+        **windows,
+        **turns,
+        "vocab": 262144,
+        "norm_eps": 1e-6,
+        **others,
+    }
 
 
 def _gemma3_large(layers: int, hidden: int, ffn: int, heads: int, **others: Any) -> Sizes:
-    """Return the text model of a Gemma 3 with images, whose layers without the window reach eight times as far."""
-    reach = {"window": 1024, "max_positions": 131072, "rope_scaling": {"kind": "linear", "factor": 8.0}}
+    """Return the text model of a Gemma 3 with images, whose layers without the window reach eight
+    times as far."""
+    reach = {
+        "window": 1024,
+        "max_positions": 131072,
+        "rope_scaling": {"kind": "linear", "factor": 8.0},
+    }
     return _gemma3(layers, hidden, ffn, heads, heads // 2, vocab=262208, **reach, **others)
 
 
-def _deepseek(family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **others: Any) -> Sizes:
-    """Return a DeepSeek with experts, two of them shared, and one layer without, trained on 4,096 tokens at first."""
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "dense_ffn": dense_ffn, "norm_eps": 1e-6}
-    experts = {"shared_experts": 2 * ffn, "dense_layers": (0,), "norm_topk": False, "router_aux_loss": 0.001}
-    return {"family": family, **sizes, **experts, "vocab": 102400, "max_positions": 163840, **others}
+def _deepseek(
+    family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **others: Any
+) -> Sizes:
+    """Return a DeepSeek with experts, two of them shared, and one layer without, trained on 4,096
+    tokens at first."""
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "ffn": ffn,
+        "dense_ffn": dense_ffn,
+        "norm_eps": 1e-6,
+    }
+    experts = {
+        "shared_experts": 2 * ffn,
+        "dense_layers": (0,),
+        "norm_topk": False,
+        "router_aux_loss": 0.001,
+    }
+    return {
+        "family": family,
+        **sizes,
+        **experts,
+        "vocab": 102400,
+        "max_positions": 163840,
+        **others,
+    }
 
 
 def _yarn(mscale: float) -> Sizes:
@@ -119,18 +211,50 @@ def _yarn(mscale: float) -> Sizes:
 LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 
-def _gemma2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: float) -> Sizes:
+def _gemma2(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: float
+) -> Sizes:
     """Return a model of Gemma 2, every other layer of which has the window."""
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "ffn": ffn}
-    windows = {"window": 4096, "window_layers": tuple(range(0, layers, 2)), "attention_scalar": scalar}
-    return {"family": "gemma2", **sizes, **windows, "vocab": 256000, "max_positions": 8192, "norm_eps": 1e-6}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn": ffn,
+    }
+    windows = {
+        "window": 4096,
+        "window_layers": tuple(range(0, layers, 2)),
+        "attention_scalar": scalar,
+    }
+    return {
+        "family": "gemma2",
+        **sizes,
+        **windows,
+        "vocab": 256000,
+        "max_positions": 8192,
+        "norm_eps": 1e-6,
+    }
 
 
 def _gpt_oss(layers: int, experts: int) -> Sizes:
     """Return a model of gpt-oss, every other layer of which has the window."""
-    sizes = {"layers": layers, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880}
+    sizes = {
+        "layers": layers,
+        "hidden": 2880,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "ffn": 2880,
+    }
     windows = {"window": 128, "window_layers": tuple(range(0, layers, 2))}
-    longer = {"kind": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    longer = {
+        "kind": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }
     turns = {"max_positions": 131072, "rope_base": 150000.0, "rope_scaling": longer}
     routed = {"experts": experts, "experts_per_token": 4, "router_aux_loss": 0.9}
     return {"family": "gpt_oss", **sizes, **windows, **turns, **routed, "vocab": 201088}
@@ -181,10 +305,28 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "qwen3-14b": _qwen("qwen3", 40, 5120, 40, 8, 17408, **QWEN3),
         "qwen3-32b": _qwen("qwen3", 64, 5120, 64, 8, 25600, **QWEN3),
         "qwen3-30b-a3b": _qwen(
-            "qwen3", 48, 2048, 32, 4, 768, **QWEN3, experts=128, experts_per_token=8, router_aux_loss=0.001
+            "qwen3",
+            48,
+            2048,
+            32,
+            4,
+            768,
+            **QWEN3,
+            experts=128,
+            experts_per_token=8,
+            router_aux_loss=0.001,
         ),
         "qwen3-235b-a22b": _qwen(
-            "qwen3", 94, 4096, 64, 4, 1536, **QWEN3, experts=128, experts_per_token=8, router_aux_loss=0.001
+            "qwen3",
+            94,
+            4096,
+            64,
+            4,
+            1536,
+            **QWEN3,
+            experts=128,
+            experts_per_token=8,
+            router_aux_loss=0.001,
         ),
         "glm-4.5": _glm45(
             92,
@@ -226,7 +368,13 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             rope_scaling=_yarn(0.707),
             experts=160,
             experts_per_token=6,
-            router={"score": "softmax", "scale": 16.0, "groups": 8, "groups_per_token": 3, "group_best": 1},
+            router={
+                "score": "softmax",
+                "scale": 16.0,
+                "groups": 8,
+                "groups_per_token": 3,
+                "group_best": 1,
+            },
         ),
         "deepseek-v3": _deepseek(
             "deepseek_v3",
@@ -243,7 +391,13 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             shared_experts=2048,
             dense_layers=(0, 1, 2),
             norm_topk=True,
-            router={"score": "sigmoid", "scale": 2.5, "correction": True, "groups": 8, "groups_per_token": 4},
+            router={
+                "score": "sigmoid",
+                "scale": 2.5,
+                "correction": True,
+                "groups": 8,
+                "groups_per_token": 4,
+            },
             router_aux_loss=0.0001,
         ),
         "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256.0),

@@ -1,8 +1,10 @@
-"""The regions of a decoder layer, which `train.compile = "block"` compiles: what lies between two products, in one.
+"""The regions of a decoder layer, which `train.compile = "block"` compiles: what lies between two
+products, in one.
 
-Between attention's first product and the attention itself: cut into heads, norms of queries and keys, rotation and the
-layout of attention. Between the products of attention and those of the feed-forward: the residual sum and the norm.
-The gate of the feed-forward lies alone between two products, and is a leaf.
+Between attention's first product and the attention itself: cut into heads, norms of queries and
+keys, rotation and the layout of attention. Between the products of attention and those of the
+feed-forward: the residual sum and the norm. The gate of the feed-forward lies alone between two
+products, and is a leaf.
 """
 
 from dataclasses import dataclass
@@ -36,7 +38,8 @@ class NormRule:
 
 @dataclass(frozen=True)
 class HeadRule:
-    """The settings of `heads`. own: this rank's features of queries, keys and values. dtype: that of attention.
+    """The settings of `heads`. own: this rank's features of queries, keys and values. dtype: that
+    of attention.
 
     norm: of queries and keys.
     """
@@ -51,20 +54,31 @@ Vectors = tuple[Tensor, Tensor | None]
 
 
 def norm_of(module: nn.Module | None) -> tuple[NormRule, Vectors] | None:
-    """Return the rule of a norm and its weight and bias, wide enough that their gradients stay unrounded.
+    """Return the rule of a norm and its weight and bias, wide enough that their gradients stay
+    unrounded.
 
-    None if a region cannot contain it: there is none, it is of another kind, or a hook waits for its result.
+    None if a region cannot contain it: there is none, it is of another kind, or a hook waits for
+    its result.
     """
-    if not isinstance(module, RMSNorm | LayerNorm) or module._forward_hooks or module._forward_pre_hooks:
+    if (
+        not isinstance(module, RMSNorm | LayerNorm)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+    ):
         return None
     plan = module.context.plan
     weight = Widen.apply(module.weight, plan.sensitive)
     if isinstance(module, RMSNorm):
         return NormRule(module.eps, plan.sensitive, plan.compute, module.offset), (weight, None)
-    return NormRule(module.eps, plan.sensitive, plan.compute), (weight, Widen.apply(module.bias, plan.sensitive))
+    return NormRule(module.eps, plan.sensitive, plan.compute), (
+        weight,
+        Widen.apply(module.bias, plan.sensitive),
+    )
 
 
-def add_norm(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+) -> tuple[Tensor, Tensor]:
     """Return x + branch in the dtype of x, and its norm."""
     total = (x + branch).to(x.dtype)
     return total, rule(total, weight, bias)
@@ -79,10 +93,14 @@ def heads(
     rule: HeadRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut y [s, b, own features] into query, key and value [b, n, s, d], normalized and turned."""
-    query, key, value = (z.unflatten(-1, (-1, rule.head_dim)) for z in y.split(rule.own, -1))  # [s, b, n, d]
+    # [s, b, n, d]
+    query, key, value = (z.unflatten(-1, (-1, rule.head_dim)) for z in y.split(rule.own, -1))
     if rule.norm is not None and query_weight is not None and key_weight is not None:
-        query, key = rule.norm(query, query_weight), rule.norm(key, key_weight)
+        query = rule.norm(query, query_weight)
+        key = rule.norm(key, key_weight)
     if cosine is not None:
         query, key = (Rotate.apply(z, cosine, sine) for z in (query, key))
-    query, key, value = (z.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for z in (query, key, value))
+    query, key, value = (
+        z.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for z in (query, key, value)
+    )
     return query, key, value

@@ -1,8 +1,9 @@
-"""Forward passes of batches of any shape through a model in any layout: evaluation without a pipeline schedule.
+"""Forward passes of batches of any shape through a model in any layout: evaluation without a
+pipeline schedule.
 
-Each rank takes its stages in the order of their numbers and sends the activations of the last one on. It does not wait
-for later stages, so it computes the next batch while they compute this one. No message goes back, so no rank waits for
-one that waits for it.
+Each rank takes its stages in the order of their numbers and sends the activations of the last one
+on. It does not wait for later stages, so it computes the next batch while they compute this one. No
+message goes back, so no rank waits for one that waits for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,10 @@ class Relay:
 
     @staticmethod
     def over(mesh: DeviceMesh | None, stage: Stage) -> "Relay":
-        """Return the relay of a model with one stage on each pipeline rank, of which this rank has `stage`."""
-        pp, dp = Axis.of(mesh, "pp"), Axis.of(mesh, "dp")
+        """Return the relay of a model with one stage on each pipeline rank, of which this rank has
+        `stage`."""
+        pp = Axis.of(mesh, "pp")
+        dp = Axis.of(mesh, "dp")
         return Relay({pp.rank: stage}, range(pp.size), pp, dp, Axis.world(mesh), device_of(mesh))
 
     @cached_property
@@ -52,7 +55,8 @@ class Relay:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the logits of a batch, [s, b, own vocabulary], on ranks of the last stage; None on others.
+        """Return the logits of a batch, [s, b, own vocabulary], on ranks of the last stage; None on
+        others.
 
         tokens: int64 [s, b], the same on all ranks of pp and tp. Collective over both.
         """
@@ -72,10 +76,13 @@ class Relay:
         return None
 
     def _received(self, number: int, stage: Stage, shape: torch.Size) -> Tensor:
-        """Receive the output of a stage, activations of the layout's shape, for the next one, which is `stage`."""
+        """Receive the output of a stage, activations of the layout's shape, for the next one, which
+        is `stage`."""
         context = stage.context
         length = shape[0] // (context.tp.size if context.cut_sequence else 1)
-        x = torch.empty(length, shape[1], stage.config.hidden, dtype=context.plan.pipeline, device=self.device)
+        x = torch.empty(
+            length, shape[1], stage.config.hidden, dtype=context.plan.pipeline, device=self.device
+        )
         with waiting():
             dist.recv(x, group=self.pp.group, group_src=self.rank_of_stage[number])
         return x

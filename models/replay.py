@@ -1,8 +1,9 @@
-"""The replay of a skipped step, which finds the micro-batch and the module in which it became non-finite.
+"""The replay of a skipped step, which finds the micro-batch and the module in which it became
+non-finite.
 
-A skipped step changes no weight, and dropout depends only on the step's number and the samples, so the replay computes
-the same gradients again. They are examined after each micro-batch and are never reduced. Applied steps have no extra
-cost.
+A skipped step changes no weight, and dropout depends only on the step's number and the samples, so
+the replay computes the same gradients again. They are examined after each micro-batch and are never
+reduced. Applied steps have no extra cost.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from parallel.pipeline.instructions import Instruction, Message, Op
 def trace_offenders(
     passes: Passes, offenders: Sequence[Offender], scale: float, skipped: Running
 ) -> tuple[Offender, ...]:
-    """Run the skipped step again, with the loss scale it had, to find the origin of each offender. Collective."""
+    """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
+    Collective."""
     optimizer = passes.optimizer
     run = passes.begin(skipped.given, skipped.step, torch.tensor(scale, device=optimizer.device))
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
@@ -33,14 +35,19 @@ def trace_offenders(
     program = [i for i in passes.program if i.op is not Op.REDUCE]
     with passes.gradients_aside(), passes.fp8.replayed():
         passes.executor(run, program, after=look).run()
-    firsts = optimizer.dp.gather(torch.tensor([skipped.share.first], device=optimizer.device)).tolist()
+    firsts = optimizer.dp.gather(
+        torch.tensor([skipped.share.first], device=optimizer.device)
+    ).tolist()
     moments = onset.agreed(optimizer.world)
     dated = partial(_dated, firsts=firsts, micro_batch=passes.micro_batch, sharers=passes.cp.size)
     return tuple(dated(o, moment) for o, moment in zip(offenders, moments, strict=True))
 
 
-def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int, sharers: int) -> Offender:
-    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in the global batch.
+def _dated(
+    offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int, sharers: int
+) -> Offender:
+    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in
+    the global batch.
 
     sharers: neighbouring ranks of the optimizer's axis dp that share samples.
     """
@@ -49,13 +56,19 @@ def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_
     microbatch, dp_rank = divmod(moment, len(firsts))
     first = firsts[dp_rank] + microbatch * micro_batch
     samples = first, first + micro_batch
-    return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank // sharers, samples=samples)
+    return replace(
+        offender, traced=True, microbatch=microbatch, dp_rank=dp_rank // sharers, samples=samples
+    )
 
 
-def trace_modules(passes: Passes, share: Share, number: int, microbatch: int, scale: float) -> Trace:
-    """Run one micro-batch of step `number` alone, forward and backward, and observe all tensors in the model.
+def trace_modules(
+    passes: Passes, share: Share, number: int, microbatch: int, scale: float
+) -> Trace:
+    """Run one micro-batch of step `number` alone, forward and backward, and observe all tensors in
+    the model.
 
-    For a model of one stage. No weight is changed and no gradient is left. Raises ValueError for more stages.
+    For a model of one stage. No weight is changed and no gradient is left. Raises ValueError for
+    more stages.
     """
     if passes.last:
         raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last + 1}")

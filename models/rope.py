@@ -1,11 +1,12 @@
 """Rotary positions: each head rotates pairs of its features by angles that grow with the position.
 
-Pair i of n rotates by position * base ** (-i / n). The pairs are (x[i], x[i + n]), the halves of the rotated features,
-as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as in Meta's first Llama. If only a fraction
-of a head's features is rotated, it is the first ones. `models.rotate` does it; here are the angles.
+Pair i of n rotates by position * base ** (-i / n). The pairs are (x[i], x[i + n]), the halves of
+the rotated features, as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as
+in Meta's first Llama. If only a fraction of a head's features is rotated, it is the first ones.
+`models.rotate` does it; here are the angles.
 
-`RopeScaling` extends a model that was trained on short sequences to long ones: its slow pairs rotate less. All angles
-are computed in float64, in every dtype of the model.
+`RopeScaling` extends a model that was trained on short sequences to long ones: its slow pairs
+rotate less. All angles are computed in float64, in every dtype of the model.
 """
 
 import math
@@ -25,36 +26,60 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor", ORIGINAL),
     "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        "factor",
+        ORIGINAL,
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
 }
 
 
 class RopeScaling(BaseModel):
     """Scaling of rotary positions to longer sequences.
 
-    Keys are named as in Hugging Face's `rope_scaling`, except `kind`. Raises pydantic's ValidationError (a ValueError)
-    that lists every problem with the fields.
+    Keys are named as in Hugging Face's `rope_scaling`, except `kind`. Raises pydantic's
+    ValidationError (a ValueError) that lists every problem with the fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
-        default="none", description="linear: all pairs; dynamic: the base, by the length of the sequence; others: slow"
+        default="none",
+        description="linear: all pairs; dynamic: the base, by the length of the sequence; others: slow",
     )
     factor: float = Field(default=1.0, ge=1, description="how many times longer sequences may be")
     original_max_position_embeddings: int = Field(
-        default=0, ge=0, description="longest sequence that the model was first trained on; all kinds but linear"
+        default=0,
+        ge=0,
+        description="longest sequence that the model was first trained on; all kinds but linear",
     )
     low_freq_factor: float = Field(
         default=1.0, gt=0, description="llama3: wavelengths above original / this: stretched"
     )
-    high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below original / this: left")
-    beta_fast: float = Field(default=32.0, gt=0, description="yarn: pairs with more turns than this are left")
-    beta_slow: float = Field(default=1.0, gt=0, description="yarn: pairs with fewer turns than this are stretched")
-    attention_factor: float = Field(default=0.0, ge=0, description="yarn: queries and keys times this; 0: by factor")
-    mscale: float = Field(default=0.0, ge=0, description="yarn: attention_factor by mscale and mscale_all_dim; 0: not")
+    high_freq_factor: float = Field(
+        default=4.0, gt=0, description="llama3: wavelengths below original / this: left"
+    )
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="yarn: pairs with more turns than this are left"
+    )
+    beta_slow: float = Field(
+        default=1.0, gt=0, description="yarn: pairs with fewer turns than this are stretched"
+    )
+    attention_factor: float = Field(
+        default=0.0, ge=0, description="yarn: queries and keys times this; 0: by factor"
+    )
+    mscale: float = Field(
+        default=0.0, ge=0, description="yarn: attention_factor by mscale and mscale_all_dim; 0: not"
+    )
     mscale_all_dim: float = Field(default=0.0, ge=0, description="yarn: see mscale")
-    truncate: bool = Field(default=True, description="yarn: the range between slow and fast in whole pairs")
+    truncate: bool = Field(
+        default=True, description="yarn: the range between slow and fast in whole pairs"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -71,7 +96,10 @@ class RopeScaling(BaseModel):
         if ORIGINAL in used and not self.original_max_position_embeddings:
             yield f'{ORIGINAL} is missing: kind "{self.kind}" needs it'
         if self.high_freq_factor <= self.low_freq_factor:
-            yield f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+            yield (
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}"
+            )
         if self.beta_fast <= self.beta_slow:
             yield f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}"
 
@@ -79,20 +107,27 @@ class RopeScaling(BaseModel):
 def rotary_tables(
     scaling: RopeScaling, base: float, dims: int, length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (cosine, sine), each [length, 1, 1, dims / 2], for `dims` rotated features and `length` positions."""
-    angle = torch.arange(length, dtype=torch.float64)[:, None, None, None] * frequencies(scaling, base, dims, length)
+    """Return (cosine, sine), each [length, 1, 1, dims / 2], for `dims` rotated features and
+    `length` positions."""
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None, None] * frequencies(
+        scaling, base, dims, length
+    )
     stretch = attention_factor(scaling)
     return (angle.cos() * stretch).to(dtype), (angle.sin() * stretch).to(dtype)
 
 
 def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
-    """Return float64 [dims / 2]: radians per position of each pair, in sequences of `length` tokens.
+    """Return float64 [dims / 2]: radians per position of each pair, in sequences of `length`
+    tokens.
 
-    The length matters only under dynamic scaling, which here uses the length of the current sequence. Hugging Face uses
-    the longest sequence that the model has seen so far, which is the same if all sequences are equally long.
+    The length matters only under dynamic scaling, which here uses the length of the current
+    sequence. Hugging Face uses the longest sequence that the model has seen so far, which is the
+    same if all sequences are equally long.
     """
     if scaling.kind == "dynamic":
-        excess = scaling.factor * max(length / scaling.original_max_position_embeddings, 1) - (scaling.factor - 1)
+        excess = scaling.factor * max(length / scaling.original_max_position_embeddings, 1) - (
+            scaling.factor - 1
+        )
         base *= excess ** (dims / (dims - 2))
     plain = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     if scaling.kind == "linear":
@@ -105,28 +140,38 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
 
 
 def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
-    """Divide the frequencies of slow pairs (slowness 1) by `factor`, keep fast pairs (0), and blend pairs between."""
+    """Divide the frequencies of slow pairs (slowness 1) by `factor`, keep fast pairs (0), and blend
+    pairs between."""
     return plain * (1 - slowness) + plain / factor * slowness
 
 
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
-    """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original length."""
+    """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original
+    length."""
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return 1 - fast.clamp(0, 1)
 
 
 def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
-    """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to beta_slow turns."""
+    """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to
+    beta_slow turns."""
 
     def pair(turns: float) -> float:
         """Return the index of the pair that makes `turns` turns over the original length."""
-        return dims * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            dims
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    first = pair(scaling.beta_fast)
+    last = pair(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dims - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dims - 1)
     ramp = (torch.arange(dims // 2, dtype=torch.float64) - first) / ((last - first) or 0.001)
     return ramp.clamp(0, 1)
 
@@ -138,13 +183,18 @@ def attention_factor(scaling: RopeScaling) -> float:
     if scaling.attention_factor:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(
+            scaling.factor, scaling.mscale_all_dim
+        )
     return _mscale(scaling.factor, 1.0)
 
 
 def score_factor(scaling: RopeScaling) -> float:
-    """Return the factor, besides that of rotated features, of queries and keys in latent attention: 1 but for YaRN."""
-    return _mscale(scaling.factor, scaling.mscale_all_dim) if scaling.mscale_all_dim else 1.0
+    """Return the factor, besides that of rotated features, of queries and keys in latent attention:
+    1 but for YaRN."""
+    if scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale_all_dim)
+    return 1.0
 
 
 def _mscale(factor: float, mscale: float) -> float:

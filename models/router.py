@@ -1,15 +1,18 @@
-"""The choice of a token's experts and their weights: the settings `model.router`, and the arithmetic.
+"""The choice of a token's experts and their weights: the settings `model.router`, and the
+arithmetic.
 
     scores    softmax or sigmoid of the logits, one for each expert
     choice    the `experts_per_token` highest of scores + correction, where the correction balances loads and is part of
               nothing else; of groups of neighbouring experts only the best ones may be limited to
     weights   the scores of the chosen experts, divided by their sum (`norm_topk`), times `scale`
 
-A softmax over the chosen logits alone is the same as a softmax over all of them, divided by the sum of the chosen: so
-"top-k before the softmax" is `norm_topk = true`, and "after" is `norm_topk = false`.
+A softmax over the chosen logits alone is the same as a softmax over all of them, divided by the sum
+of the chosen: so "top-k before the softmax" is `norm_topk = true`, and "after" is `norm_topk =
+false`.
 
-A group counts as much as its `group_best` best experts together: 1 in DeepSeek-V2, 2 in DeepSeek-V3 and GLM-4.5,
-experts_per_token / groups_per_token in Megatron-core (`group_limited_topk`, moe_utils.py).
+A group counts as much as its `group_best` best experts together: 1 in DeepSeek-V2, 2 in DeepSeek-V3
+and GLM-4.5, experts_per_token / groups_per_token in Megatron-core (`group_limited_topk`,
+moe_utils.py).
 """
 
 from collections.abc import Iterator
@@ -19,45 +22,63 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-LEAST = 1e-20  # is added to the sum of sigmoid scores, which may all be zero: as transformers and Megatron-core do
+# is added to the sum of sigmoid scores, which may all be zero: as transformers and Megatron-core do
+LEAST = 1e-20
 
 
 class RouterSettings(BaseModel):
-    """The choice of experts. Raises pydantic's ValidationError (a ValueError) that lists every problem."""
+    """The choice of experts. Raises pydantic's ValidationError (a ValueError) that lists every
+    problem."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    score: Literal["softmax", "sigmoid"] = Field(description="scores of the experts, from the router's logits")
-    scale: float = Field(default=1.0, gt=0, description="factor of the weights of a token's experts")
+    score: Literal["softmax", "sigmoid"] = Field(
+        description="scores of the experts, from the router's logits"
+    )
+    scale: float = Field(
+        default=1.0, gt=0, description="factor of the weights of a token's experts"
+    )
     groups: int = Field(default=1, gt=0, description="number of groups of neighbouring experts")
-    groups_per_token: int = Field(default=1, gt=0, description="groups that a token's experts may be of")
-    group_best: int = Field(default=2, gt=0, description="best experts of a group by whose sum groups are compared")
+    groups_per_token: int = Field(
+        default=1, gt=0, description="groups that a token's experts may be of"
+    )
+    group_best: int = Field(
+        default=2, gt=0, description="best experts of a group by whose sum groups are compared"
+    )
     correction: bool = Field(
-        default=False, description="a bias for each expert that corrects the choice alone and follows the loads"
+        default=False,
+        description="a bias for each expert that corrects the choice alone and follows the loads",
     )
 
     def problems(self, experts: int, per_token: int) -> Iterator[str]:
-        """Yield a line for each setting that does not fit a model of so many experts, and so many for each token."""
+        """Yield a line for each setting that does not fit a model of so many experts, and so many
+        for each token."""
         if experts % self.groups:
             yield f"router.groups {self.groups} does not divide experts {experts}"
             return
-        size, allowed = experts // self.groups, self.groups_per_token
+        size = experts // self.groups
+        allowed = self.groups_per_token
         if allowed > self.groups:
             yield f"router.groups_per_token {allowed} is more than router.groups {self.groups}"
         elif self.limits and per_token > allowed * size:
             yield (
-                f"experts_per_token {per_token} is more than the {allowed * size} experts of router.groups_per_token "
+                f"experts_per_token {per_token} is more than the {allowed * size} experts of "
+                "router.groups_per_token "
                 f"{allowed}: choose more groups or fewer experts"
             )
         if self.limits and self.group_best > size:
             yield f"router.group_best {self.group_best} is more than the {size} experts of a group"
 
     def at_least(self, experts: int, per_token: int) -> int:
-        """Return the smallest number of experts, `experts` or more, whose groups are of one size and large enough.
+        """Return the smallest number of experts, `experts` or more, whose groups are of one size
+        and large enough.
 
-        Groups are as large as if they were compared, for transformers compares them also where all are chosen.
+        Groups are as large as if they were compared, for transformers compares them also where all
+        are chosen.
         """
-        size = max(-(-experts // self.groups), -(-per_token // self.groups_per_token), self.group_best)
+        size = max(
+            -(-experts // self.groups), -(-per_token // self.groups_per_token), self.group_best
+        )
         return size * self.groups
 
     @property
@@ -71,7 +92,8 @@ CORRECTED = RouterSettings(score="sigmoid", correction=True)
 
 
 def is_correction(name: str) -> bool:
-    """Return True if a logical tensor corrects a router's choice: it has no moments, and counts for its gradient."""
+    """Return True if a logical tensor corrects a router's choice: it has no moments, and counts for
+    its gradient."""
     return name.endswith(".router.correction")
 
 
@@ -80,7 +102,9 @@ def scored(settings: RouterSettings, logits: Tensor) -> Tensor:
     return logits.softmax(-1) if settings.score == "softmax" else logits.sigmoid()
 
 
-def chosen_of(settings: RouterSettings, scores: Tensor, correction: Tensor | None, per_token: int) -> Tensor:
+def chosen_of(
+    settings: RouterSettings, scores: Tensor, correction: Tensor | None, per_token: int
+) -> Tensor:
     """Return the numbers of the chosen experts, int64 [..., per_token].
 
     scores: [..., experts]; correction: [experts].
@@ -93,15 +117,24 @@ def chosen_of(settings: RouterSettings, scores: Tensor, correction: Tensor | Non
 
 
 def allowed(settings: RouterSettings, ranked: Tensor) -> Tensor:
-    """Return bool [..., experts], True for the experts of the best groups. ranked: [..., experts]."""
+    """Return bool [..., experts], True for the experts of the best groups. ranked: [...,
+    experts]."""
     groups = ranked.unflatten(-1, (settings.groups, -1))
-    best = groups.topk(settings.group_best, -1).values.sum(-1).topk(settings.groups_per_token, -1).indices
-    mask = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=ranked.device).scatter_(-1, best, True)
+    best = (
+        groups.topk(settings.group_best, -1)
+        .values.sum(-1)
+        .topk(settings.groups_per_token, -1)
+        .indices
+    )
+    mask = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=ranked.device).scatter_(
+        -1, best, True
+    )
     return mask.unsqueeze(-1).expand(groups.shape).flatten(-2)
 
 
 def weighted(settings: RouterSettings, scores: Tensor, chosen: Tensor, normalize: bool) -> Tensor:
-    """Return the weights of the chosen experts, [..., per_token]. scores: [..., experts]; chosen: [..., per_token]."""
+    """Return the weights of the chosen experts, [..., per_token]. scores: [..., experts]; chosen:
+    [..., per_token]."""
     weights = scores.gather(-1, chosen)
     if normalize:
         least = LEAST if settings.score == "sigmoid" else 0.0

@@ -1,22 +1,25 @@
-"""The router of a layer with experts: which experts each token goes to, the router's losses, and the balance of loads.
+"""The router of a layer with experts: which experts each token goes to, the router's losses, and
+the balance of loads.
 
-Two losses keep a router healthy. Both are means over the positions of one sample, then over the samples of the global
-batch, and they are summed over the layers:
+Two losses keep a router healthy. Both are means over the positions of one sample, then over the
+samples of the global batch, and they are summed over the layers:
 
     balance   experts * sum over experts of (fraction of the sample's choices) * (mean probability); 1 if balanced
     z         square of the log of the sum of the exponentials of the logits
 
-Probabilities are the scores, divided by their sum. The means are over whole samples, whatever ranks share them, so
-these losses are the same in every layout and for every micro-batch size. (The loss of Hugging Face's Mixtral multiplies
-means over whole micro-batches and all layers, so it depends on the micro-batch size; for one sample and one layer it is
-`experts_per_token` times this one. A balance over the global batch would need the loads of all micro-batches before the
-first backward pass.) Tokens that the loss mask excludes count, because they are routed too. Only the gradient of these
-losses is computed: it enters at the router, on any pipeline stage, multiplied by the same loss scale as every other
-gradient.
+Probabilities are the scores, divided by their sum. The means are over whole samples, whatever ranks
+share them, so these losses are the same in every layout and for every micro-batch size. (The loss
+of Hugging Face's Mixtral multiplies means over whole micro-batches and all layers, so it depends on
+the micro-batch size; for one sample and one layer it is `experts_per_token` times this one. A
+balance over the global batch would need the loads of all micro-batches before the first backward
+pass.) Tokens that the loss mask excludes count, because they are routed too. Only the gradient of
+these losses is computed: it enters at the router, on any pipeline stage, multiplied by the same
+loss scale as every other gradient.
 
-A correction of the choice (`router.correction`) has no loss. Its "gradient" is the number of tokens that each expert
-was given; it is summed over micro-batches and ranks like any other, and the optimizer moves the correction by a fixed
-speed against the loads of the global batch (`megaprec.optim.load_balance`).
+A correction of the choice (`router.correction`) has no loss. Its "gradient" is the number of tokens
+that each expert was given; it is summed over micro-batches and ranks like any other, and the
+optimizer moves the correction by a fixed speed against the loads of the global batch
+(`megaprec.optim.load_balance`).
 """
 
 from typing import Any
@@ -39,21 +42,31 @@ from parallel.sequence_cut import mean_of_sequence
 class Router(nn.Module):
     """Chooses the experts of each token, in the sensitive dtype.
 
-    x: [s, b, hidden], replicated on every tp rank. The gradient of x and of the weight is this rank's partial sum.
+    x: [s, b, hidden], replicated on every tp rank. The gradient of x and of the weight is this
+        rank's partial sum.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.config = config
+        self.context = context
         whole = Part.cut(f"{name}.weight", (config.experts, config.hidden), None, context.tp)
         self.weight = parameter(context, [whole], config.init_std, partial=True)
         bias = Part.cut(f"{name}.bias", (config.experts,), None, context.tp)
-        self.bias = parameter(context, [bias], config.init_std, partial=True) if config.router_bias else None
-        self.correction = _correction(config, context, f"{name}.correction") if config.router.correction else None
+        if config.router_bias:
+            self.bias = parameter(context, [bias], config.init_std, partial=True)
+        else:
+            self.bias = None
+        if config.router.correction:
+            self.correction = _correction(config, context, f"{name}.correction")
+        else:
+            self.correction = None
 
     def forward(self, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
-        """Return the weights (sensitive dtype) and numbers of each token's experts, both [s, b, experts_per_token]."""
-        config, wide = self.config, self.context.plan.sensitive
+        """Return the weights (sensitive dtype) and numbers of each token's experts, both [s, b,
+        experts_per_token]."""
+        config = self.config
+        wide = self.context.plan.sensitive
         bias = None if self.bias is None else Widen.apply(self.bias, wide)
         logits = F.linear(x.to(wide), Widen.apply(self.weight, wide), bias)
         scores = scored(config.router, logits)
@@ -62,7 +75,10 @@ class Router(nn.Module):
         weights = weighted(config.router, scores, chosen, config.norm_topk)
         if place is not None and (config.router_aux_loss or config.router_z_loss):
             if place.weight is None:
-                raise ValueError("a router's losses need place.weight: the loss scale over the samples of a batch")
+                raise ValueError(
+                    "a router's losses need place.weight: the loss scale over the samples of "
+                    "a batch"
+                )
             sums = 1.0 if config.router.score == "softmax" else scores.sum(-1, keepdim=True)
             loss = router_losses(config, logits, scores / sums, chosen, self.context.cp).sum()
             weights = WithLoss.apply(weights, loss, place.weight / self.context.tp.size)
@@ -79,8 +95,11 @@ def _correction(config: ModelConfig, context: Context, name: str) -> nn.Paramete
     return attach(nn.Parameter(values), Layout((whole,), balancing=config.router_correction_speed))
 
 
-def router_losses(config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor, cp: Axis) -> Tensor:
-    """Return the weighted losses of each sample, [b]. logits, probabilities: [s, b, experts]; chosen: [s, b, k].
+def router_losses(
+    config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor, cp: Axis
+) -> Tensor:
+    """Return the weighted losses of each sample, [b]. logits, probabilities: [s, b, experts];
+    chosen: [s, b, k].
 
     cp: the ranks that share each sample. All of them return the same.
     """
@@ -92,7 +111,8 @@ def router_losses(config: ModelConfig, logits: Tensor, probabilities: Tensor, ch
 
 
 class WithLoss(torch.autograd.Function):
-    """The identity on x, whose backward pass also gives `loss` the gradient `weight`. loss, weight: scalars."""
+    """The identity on x, whose backward pass also gives `loss` the gradient `weight`. loss, weight:
+    scalars."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
@@ -106,7 +126,8 @@ class WithLoss(torch.autograd.Function):
 
 
 class WithLoads(torch.autograd.Function):
-    """The identity on x, whose backward pass gives `correction` [experts] the number of times each expert is chosen.
+    """The identity on x, whose backward pass gives `correction` [experts] the number of times each
+    expert is chosen.
 
     chosen: int64, of any shape. The counts do not depend on the gradient of x or the loss scale.
     """

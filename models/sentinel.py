@@ -1,13 +1,15 @@
 """The sentinel: a check that a training step was computed rightly, made while the step is taken.
 
-Wrong numbers that are finite train on unseen. Two things are checked. What several ranks hold must be the same bits
-(`megaprec.diagnose.held_state`). And one micro-batch of the step is computed a second time, before the step: by the
-next data-parallel replica, or by the same ranks if there is one replica. Weights, samples and dropout are the same, so
-every activation, gradient and message must be the same bits.
+Wrong numbers that are finite train on unseen. Two things are checked. What several ranks hold must
+be the same bits (`megaprec.diagnose.held_state`). And one micro-batch of the step is computed a
+second time, before the step: by the next data-parallel replica, or by the same ranks if there is
+one replica. Weights, samples and dropout are the same, so every activation, gradient and message
+must be the same bits.
 
-The comparison comes after the passes and before the update. If something differs, every replica computes the
-micro-batch twice more, which tells who is to blame (`megaprec.diagnose.silent_fault`), and `SilentFault` is raised on
-every rank: no weight, moment or scale has changed. Outside of checked steps there are no hooks and no calls.
+The comparison comes after the passes and before the update. If something differs, every replica
+computes the micro-batch twice more, which tells who is to blame (`megaprec.diagnose.silent_fault`),
+and `SilentFault` is raised on every rank: no weight, moment or scale has changed. Outside of
+checked steps there are no hooks and no calls.
 """
 
 import socket
@@ -38,7 +40,8 @@ ShareOf = Callable[[int], Share]
 
 
 class SilentFault(Exception):
-    """A step was computed wrongly, and was not applied. Raised on every rank, with the same fault."""
+    """A step was computed wrongly, and was not applied. Raised on every rank, with the same
+    fault."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -48,33 +51,43 @@ class SilentFault(Exception):
 class Sentinel(StepObserver):
     """Checks single steps of `engine`.
 
-    exact: True if the model and its device are known to compute the same bits each time. If they are not, and a
-    micro-batch computed twice by the same ranks differs on all of them, no rank is accused: `recomputes` becomes False,
-    and from then on only what the ranks hold is compared.
+    exact: True if the model and its device are known to compute the same bits each time. If they
+    are not, and a micro-batch computed twice by the same ranks differs on all of them, no rank is
+    accused: `recomputes` becomes False, and from then on only what the ranks hold is compared.
     """
 
     def __init__(self, engine: Engine, exact: bool) -> None:
         require_steady_scales(engine.fp8, "compute a micro-batch again")
         require_whole(engine.cp.size, "check steps for hardware that computes wrongly")
-        self.engine, self.optimizer, self.exact = engine, engine.optimizer, exact
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.exact = exact
         self.recomputes = True
         dp = self.optimizer.dp
-        # Where tokens travel to experts, replicas compute together, and each micro-batch on its own ranks alone.
+        # Where tokens travel to experts, replicas compute together, and each micro-batch on its own
+        # ranks alone.
         self.together = engine.experts is not None
-        self.neighbours = dp.size > 1 and self._alike() and not engine.fp8.differs_over_dp and not self.together
+        self.neighbours = (
+            dp.size > 1 and self._alike() and not engine.fp8.differs_over_dp and not self.together
+        )
         self._lender = (dp.rank - 1) % dp.size if self.neighbours else dp.rank
         self._in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
-        self._number, self._share_of = 0, _no_share
+        self._number = 0
+        self._share_of = _no_share
         self._real = self._again = self._trace()
 
     @contextmanager
     def checking(self, number: int, share_of: ShareOf) -> Iterator[None]:
-        """Check step `number`, which is taken inside. Raises SilentFault, on every rank, before the step's update.
+        """Check step `number`, which is taken inside. Raises SilentFault, on every rank, before the
+        step's update.
 
-        share_of: returns the share of a data-parallel rank in this step. The step before must be settled. Collective.
+        share_of: returns the share of a data-parallel rank in this step. The step before must be
+            settled. Collective.
         """
-        engine, passes = self.engine, self.engine.passes
-        self._number, self._share_of = number, cache(share_of)
+        engine = self.engine
+        passes = self.engine.passes
+        self._number = number
+        self._share_of = cache(share_of)
         engine.fp8.roll()  # as at the start of the step itself
         if self.recomputes:
             self._again = self._recompute(self._lender)
@@ -82,7 +95,9 @@ class Sentinel(StepObserver):
         engine.passes = replace(passes, watch=self._real.watch)
         self.optimizer.observers.append(self)
         if self._in_flight:
-            self.optimizer.watch_local_gradients(lambda buffer: self._real.look_at(buffer.parameters))
+            self.optimizer.watch_local_gradients(
+                lambda buffer: self._real.look_at(buffer.parameters)
+            )
         try:
             with self._real.recording():
                 yield
@@ -94,17 +109,28 @@ class Sentinel(StepObserver):
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
         """Compare, after the passes and before the update."""
-        engine, optimizer = self.engine, self.optimizer
+        engine = self.engine
+        optimizer = self.optimizer
         stages = engine.stages.values()
-        all_held, wrong = held(buffers, stages), strayed(buffers, optimizer.steps)
+        all_held = held(buffers, stages)
+        wrong = strayed(buffers, optimizer.steps)
         agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
-        strays = torch.stack([*wrong.values(), torch.zeros((), dtype=torch.bool, device=optimizer.device)]).any()
-        holds = torch.stack([agreement.weights | strays, agreement.gradients, self._messages_differ()])
+        strays = torch.stack(
+            [*wrong.values(), torch.zeros((), dtype=torch.bool, device=optimizer.device)]
+        ).any()
+        holds = torch.stack(
+            [agreement.weights | strays, agreement.gradients, self._messages_differ()]
+        )
         flags = optimizer.world.max_(torch.cat([holds, self._suspects()]).float()).bool().tolist()
         if not any(flags):
             return
         suspects = [rank for rank, differs in enumerate(flags[3:]) if differs]
-        suspect = None if not suspects else 0 if self.together else suspects[0]
+        if not suspects:
+            suspect = None
+        elif self.together:
+            suspect = 0
+        else:
+            suspect = suspects[0]
         fault = self._judge(all_held, wrong, suspect)
         if fault is None:
             self.recomputes = False
@@ -114,8 +140,11 @@ class Sentinel(StepObserver):
         raise SilentFault(fault)
 
     def _holders(self) -> tuple[Holders, Holders | None]:
-        """Return the ranks that hold the same weights, and those that hold the same experts if these lie apart."""
-        engine, zero, experts = self.engine, self.optimizer.shards.size, self.engine.experts
+        """Return the ranks that hold the same weights, and those that hold the same experts if
+        these lie apart."""
+        engine = self.engine
+        zero = self.optimizer.shards.size
+        experts = self.engine.experts
         others = Holders(engine.dp, zero, engine.tp)
         if experts is None:
             return others, None
@@ -126,10 +155,13 @@ class Sentinel(StepObserver):
     def _place(self) -> tuple[int, int, int]:
         """Return this rank's pp, dp and tp; replicas that compute together count as one."""
         o = self.optimizer
-        return (o.pp.rank, 0, o.dp.rank * o.tp.size + o.tp.rank) if self.together else (o.pp.rank, o.dp.rank, o.tp.rank)
+        if self.together:
+            return (o.pp.rank, 0, o.dp.rank * o.tp.size + o.tp.rank)
+        return (o.pp.rank, o.dp.rank, o.tp.rank)
 
     def _suspects(self) -> Tensor:
-        """Return bool [dp], True for replicas whose micro-batch was not computed again as it was."""
+        """Return bool [dp], True for replicas whose micro-batch was not computed again as it
+        was."""
         dp = self.optimizer.dp
         if not self.recomputes:
             return torch.zeros(dp.size, dtype=torch.bool, device=self.optimizer.device)
@@ -142,17 +174,24 @@ class Sentinel(StepObserver):
         return digest(torch.stack([entry.digest for entry in trace.entries]))
 
     def _messages_differ(self) -> Tensor:
-        """Return bool [], True if a message of this pipeline was received with other bits than it was sent with."""
-        table = torch.zeros(2 * self.engine.last, 2, 3, dtype=torch.int64, device=self.optimizer.device)
+        """Return bool [], True if a message of this pipeline was received with other bits than it
+        was sent with."""
+        table = torch.zeros(
+            2 * self.engine.last, 2, 3, dtype=torch.int64, device=self.optimizer.device
+        )
         for (number, side), bits in self._real.messages.items():
             table[number, side, :2], table[number, side, 2] = bits, 1
         sent, received = self.optimizer.pp.sum_(table).unbind(1)
         return (((sent != received).any(1)) & (sent[:, 2] + received[:, 2] == 2)).any()
 
-    def _judge(self, all_held: Sequence[Held], wrong: Mapping[str, Tensor], suspect: int | None) -> Fault | None:
-        """Return the verdict, the same on every rank. Collective. suspect: a replica whose micro-batch is in doubt."""
+    def _judge(
+        self, all_held: Sequence[Held], wrong: Mapping[str, Tensor], suspect: int | None
+    ) -> Fault | None:
+        """Return the verdict, the same on every rank. Collective. suspect: a replica whose
+        micro-batch is in doubt."""
         optimizer = self.optimizer
-        world, traces = optimizer.world, {"real": self._real, "again": self._again}
+        world = optimizer.world
+        traces = {"real": self._real, "again": self._again}
         if suspect is not None:
             lender = suspect if self.neighbours else optimizer.dp.rank
             with self._gradients_kept():
@@ -162,7 +201,9 @@ class Sentinel(StepObserver):
             host=socket.gethostname(),
             place=self._place(),
             weights={one.key: hexadecimal(one.digest) for one in all_held if one.kind != GRADIENT},
-            gradients={one.key: hexadecimal(one.digest) for one in all_held if one.kind == GRADIENT},
+            gradients={
+                one.key: hexadecimal(one.digest) for one in all_held if one.kind == GRADIENT
+            },
             strayed=[name for name, strays in wrong.items() if strays],
             messages=_by_name(self._real),
             traces={name: rows(trace.entries) for name, trace in traces.items()},
@@ -172,11 +213,14 @@ class Sentinel(StepObserver):
         return judge(everybody, suspect, self.neighbours, self.exact)
 
     def _recompute(self, lender: int) -> MicrobatchTrace:
-        """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales of this step.
+        """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales
+        of this step.
 
         No gradient is left, and torch's random numbers stand where they stood. Collective.
         """
-        passes, optimizer, number = self.engine.passes, self.optimizer, self._number
+        passes = self.engine.passes
+        optimizer = self.optimizer
+        number = self._number
         own = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
         lent = passes.begin(self._share_of(lender), number, optimizer.scale)
         lent.end()
@@ -196,7 +240,9 @@ class Sentinel(StepObserver):
     def _trace(self, alone: bool = False) -> MicrobatchTrace:
         engine = self.engine
         in_flight = self._in_flight and not alone
-        return MicrobatchTrace(engine.stages, engine.last, engine.passes.program, alone=alone, in_flight=in_flight)
+        return MicrobatchTrace(
+            engine.stages, engine.last, engine.passes.program, alone=alone, in_flight=in_flight
+        )
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
@@ -210,10 +256,16 @@ class Sentinel(StepObserver):
             begin_accumulation(parameter)
 
     def _alike(self) -> bool:
-        """Return True if the replicas have the same kind of device and the same version of torch. Collective."""
+        """Return True if the replicas have the same kind of device and the same version of torch.
+        Collective."""
         device = self.optimizer.device
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-        mine = torch.tensor([key(0, torch.__version__, kind, torch.get_num_threads())], device=device)
+        if device.type == "cuda":
+            kind = torch.cuda.get_device_name(device)
+        else:
+            kind = torch.backends.cpu.get_cpu_capability()
+        mine = torch.tensor(
+            [key(0, torch.__version__, kind, torch.get_num_threads())], device=device
+        )
         differs = (self.optimizer.dp.gather(mine) != mine).any()
         return not self.optimizer.world.max_(differs.float()).item()
 

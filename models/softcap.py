@@ -1,4 +1,5 @@
-"""Soft-capping: cap * tanh(x / cap), which is x while x is small, and never exceeds the cap (Gemma 2)."""
+"""Soft-capping: cap * tanh(x / cap), which is x while x is small, and never exceeds the cap (Gemma
+2)."""
 
 from typing import Any
 

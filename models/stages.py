@@ -1,8 +1,8 @@
 """A decoder cut into pipeline stages.
 
-A stage is a run of consecutive layers; the first stage also has the embedding, the last one the final norm, the head
-and the modules of multi-token prediction (`models.mtp`), which read the embedding too. `models.cutting` chooses the
-cut.
+A stage is a run of consecutive layers; the first stage also has the embedding, the last one the
+final norm, the head and the modules of multi-token prediction (`models.mtp`), which read the
+embedding too. `models.cutting` chooses the cut.
 
 Logical names, the same for every layout:
 
@@ -27,9 +27,11 @@ Multi-head latent attention has in layers.N.attention, instead of query, key and
     key_rope.weight|bias [rope_dim, hidden]           value_up.weight [heads * value_dim, kv_rank]
     query_down_norm.weight [query_rank]               key_value_down_norm.weight [kv_rank]
 
-A model without a latent of queries has query.weight [heads * (rope_dim + nope_dim), hidden] for its three of queries.
+A model without a latent of queries has query.weight [heads * (rope_dim + nope_dim), hidden] for its
+three of queries.
 
-Weights are [output features, input features]. Rows of query and key are in the order of `models.rope`'s rotation.
+Weights are [output features, input features]. Rows of query and key are in the order of
+`models.rope`'s rotation.
 """
 
 from collections.abc import Mapping
@@ -70,24 +72,34 @@ class Cut:
 
 
 class Stage(nn.Module):
-    """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
+    """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or
+    logits (last stage).
 
-    Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism; logits are [s, b, own vocabulary]. Under context parallelism s are this rank's tokens
-    (`parallel.sequence_cut`), and so are the positions of a packing, but its documents are those of whole samples.
+    Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under
+    sequence parallelism; logits are [s, b, own vocabulary]. Under context parallelism s are this
+    rank's tokens (`parallel.sequence_cut`), and so are the positions of a packing, but its
+    documents are those of whole samples.
     """
 
     attention: ClassVar[type[Attention]] = Attention
     latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
 
-    def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
-        self.config, self.context, self.cut = config, context, cut
+        self.config = config
+        self.context = context
+        self.cut = cut
         if cut.first:
             self.embedding = self._make_embedding(tied)
             if config.positions == "learned":
-                whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
-                self.positions = parameter(context, [whole], config.init_std, partial=context.cut_sequence)
+                whole = Part.cut(
+                    "positions.weight", (config.max_positions, config.hidden), None, context.tp
+                )
+                self.positions = parameter(
+                    context, [whole], config.init_std, partial=context.cut_sequence
+                )
         self.again = {str(n) for n in cut.layers[: context.recompute.whole(len(cut.layers))]}
         self.layers = nn.ModuleDict({str(n): self._make_block(str(n)) for n in cut.layers})
         if cut.last:
@@ -112,11 +124,15 @@ class Stage(nn.Module):
         return PredictionModule(self.config, self.context, n, attention, again)
 
     def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
-        c, std = self.config, self.config.initial_std("embedding")
-        return VocabParallelEmbedding(self.context, c.vocab, c.hidden, name="embedding", tied=tied, std=std)
+        c = self.config
+        std = self.config.initial_std("embedding")
+        return VocabParallelEmbedding(
+            self.context, c.vocab, c.hidden, name="embedding", tied=tied, std=std
+        )
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
-        beside = self.config.mtp_layers and not self.cut.first  # the modules' embedding is the head's copy
+        # the modules' embedding is the head's copy
+        beside = self.config.mtp_layers and not self.cut.first
         if self.config.tied and (beside or (self.cut.first and not tied)):
             return self.embedding.weight
         tied = tied if self.config.tied else ()
@@ -126,7 +142,8 @@ class Stage(nn.Module):
         return parameter(self.context, [rows], std, tied=tied, again=len(set(tied)) < len(tied))
 
     def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """Return the weights that are read after the layers only, with the first module that runs there."""
+        """Return the weights that are read after the layers only, with the first module that runs
+        there."""
         if not self.cut.last:
             return {}
         head = [] if self.config.tied and self.cut.first else [self.head]
@@ -140,7 +157,9 @@ class Stage(nn.Module):
         packing: Packing = WHOLE,
         ahead: Ahead | None = None,
     ) -> Tensor:
-        length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
+        length = x.shape[0] * (
+            self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1
+        )
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
         rotary = self._rotaries(length * self.context.cp.size, x.device, packing.positions)
@@ -171,23 +190,29 @@ class Stage(nn.Module):
         place: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
-        """Return hidden states of the final norm, whose backward pass also starts those of the modules' losses."""
-        y, shares = hidden, []
+        """Return hidden states of the final norm, whose backward pass also starts those of the
+        modules' losses."""
+        y = hidden
+        shares = []
         for n, module in self.mtp.items():
             embedded = self._embed(ahead.tokens[int(n)], place, None, f"mtp.{n}.embedding")
             y = module(embedded, y, rotary=rotary, place=place, attn_mask=attn_mask)
             shares.append(ahead.share(int(n), self.losses(self._of_head(y), ahead.targets[int(n)])))
-        return ahead.attach(hidden, shares, note=self.context.tp.rank == 0)  # other tp ranks have the same losses
+        # other tp ranks have the same losses
+        return ahead.attach(hidden, shares, note=self.context.tp.rank == 0)
 
     def _turns_by_window(self, n: str) -> bool:
         """Return True if the layer has the rotary positions of layers with the sliding window."""
         return self.config.window_rope_base > 0 and self._windows[n] > 0
 
-    def _masks(self, length: int, device: torch.device, packing: Packing) -> Mapping[int, Tensor | Documents]:
-        """Return the attention masks of the layers of this stage, by window; empty if each sample is one document.
+    def _masks(
+        self, length: int, device: torch.device, packing: Packing
+    ) -> Mapping[int, Tensor | Documents]:
+        """Return the attention masks of the layers of this stage, by window; empty if each sample
+        is one document.
 
-        On a GPU these are the documents: attention that needs no mask makes none. Under context parallelism they are
-        the numbers of documents, from which attention makes masks in parts.
+        On a GPU these are the documents: attention that needs no mask makes none. Under context
+        parallelism they are the numbers of documents, from which attention makes masks in parts.
         """
         if packing.documents is None:
             return {}
@@ -196,10 +221,16 @@ class Stage(nn.Module):
             return dict.fromkeys(windows, packing.documents)
         if device.type != "cpu":
             return dict.fromkeys(windows, Documents(packing.documents, sum(packing.counted)))
-        return {window: causal_mask(length, window, packing.documents, device) for window in windows}
+        return {
+            window: causal_mask(length, window, packing.documents, device) for window in windows
+        }
 
     def _embed(
-        self, ids: Tensor, place: MicrobatchInfo | None, positions: Tensor | None, name: str = "embedding"
+        self,
+        ids: Tensor,
+        place: MicrobatchInfo | None,
+        positions: Tensor | None,
+        name: str = "embedding",
     ) -> Tensor:
         x = self.embedding(ids)
         if self.config.embedding_scale != 1:
@@ -214,7 +245,8 @@ class Stage(nn.Module):
         return dropout(x, rate, self.context, name, place)
 
     def _rows_of_positions(self, x: Tensor, positions: Tensor | None) -> slice | Tensor:
-        """Return the rows of the position table for activations x. positions: of the packing, [b, s]."""
+        """Return the rows of the position table for activations x. positions: of the packing, [b,
+        s]."""
         c = self.context
         first = c.tp.rank * len(x) if c.cut_sequence else 0
         own = slice(first, first + len(x))
@@ -233,15 +265,18 @@ class Stage(nn.Module):
         return softcap(self._products_of_head(y), self.config.final_softcap)
 
     def _products_of_head(self, y: Tensor) -> Tensor:
-        c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        products = c.products_of_head(layout_of(self.head).parts[0].name, self.config.head_grad_scale)
+        c = self.context
+        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        products = c.products_of_head(
+            layout_of(self.head).parts[0].name, self.config.head_grad_scale
+        )
         return Linear.apply(y, self.head, None, lies, c.tp, c.deferred, products)
 
     def _hand_out(self, logits: Tensor, place: MicrobatchInfo | None) -> Tensor:
         """Return the logits in the plan's `output` dtype.
 
-        Training does not widen them: that would not change the loss, which is computed in the sensitive dtype in any
-        case.
+        Training does not widen them: that would not change the loss, which is computed in the
+        sensitive dtype in any case.
         """
         output = self.context.plan.output
         widens = torch.promote_types(logits.dtype, output) == output
@@ -250,38 +285,54 @@ class Stage(nn.Module):
     def _rotaries(
         self, length: int, device: torch.device, positions: Tensor | None
     ) -> dict[bool, tuple[Tensor, Tensor]]:
-        """Return the tables of `_rotary` that the layers of this stage need, by `_turns_by_window`."""
-        kinds = {self._turns_by_window(n) for n in self.layers} if self.config.positions == "rope" else ()
+        """Return the tables of `_rotary` that the layers of this stage need, by
+        `_turns_by_window`."""
+        if self.config.positions == "rope":
+            kinds = {self._turns_by_window(n) for n in self.layers}
+        else:
+            kinds = ()
         return {windowed: self._rotary(length, device, positions, windowed) for windowed in kinds}
 
     def _rotary(
         self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given positions [b, s].
+        """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given
+        positions [b, s].
 
-        length: of whole sequences. The tables are computed once per length, because under dynamic scaling the angles
-        depend on the length.
+        length: of whole sequences. The tables are computed once per length, because under dynamic
+        scaling the angles depend on the length.
         """
         kind = windowed, length, positions is None
         if kind not in self._tables:
-            c, dtype = self.config, self.context.plan.buffers
-            scaling, base = (RopeScaling(), c.window_rope_base) if windowed else (c.rope_scaling, c.rope_base)
+            c = self.config
+            dtype = self.context.plan.buffers
+            if windowed:
+                scaling, base = (RopeScaling(), c.window_rope_base)
+            else:
+                scaling, base = (c.rope_scaling, c.rope_base)
             made = rotary_tables(scaling, base, c.rotary_dims, length, dtype)
             if positions is None:
                 made = take(made[0], self.context.cp, 0), take(made[1], self.context.cp, 0)
-            self._tables = {known: table for known, table in self._tables.items() if known[0] != windowed}
+            self._tables = {
+                known: table for known, table in self._tables.items() if known[0] != windowed
+            }
             self._tables[kind] = made[0].to(device), made[1].to(device)
         cosine, sine = self._tables[kind]
-        return (cosine, sine) if positions is None else (cosine[positions.t(), 0], sine[positions.t(), 0])
+        if positions is None:
+            return (cosine, sine)
+        return (cosine[positions.t(), 0], sine[positions.t(), 0])
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like `targets`.
+        """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like
+        `targets`.
 
         The backward pass overwrites the logits with their gradient.
         """
         vocabulary = layout_of(self.head).parts[0]
         c = self.context
-        return cross_entropy(logits, targets, vocabulary, c.tp, c.plan.sensitive, consume=True, leaves=c.leaves)
+        return cross_entropy(
+            logits, targets, vocabulary, c.tp, c.plan.sensitive, consume=True, leaves=c.leaves
+        )
 
 
 class ScaleGradient(torch.autograd.Function):

@@ -1,9 +1,10 @@
 """The number of tokens in the loss of a global batch, by which every micro-batch's loss is divided.
 
-Without a mask it is known: all replicas have equal shares. With a mask it is a sum over dp. That sum is started before
-the passes and awaited where the first loss is divided. NCCL runs the operations of one communicator in order, and the
-all-gathers of weights that the step before has started are in the same one: if the host or the first layer waited for
-the sum at once, it would wait for all of them, and they would overlap with nothing.
+Without a mask it is known: all replicas have equal shares. With a mask it is a sum over dp. That
+sum is started before the passes and awaited where the first loss is divided. NCCL runs the
+operations of one communicator in order, and the all-gathers of weights that the step before has
+started are in the same one: if the host or the first layer waited for the sum at once, it would
+wait for all of them, and they would overlap with nothing.
 """
 
 import math
@@ -25,7 +26,8 @@ class TokenCount:
 
     @cached_property
     def counted(self) -> Tensor:
-        """Return the number of tokens, or the sum of their weights: float64 []; NaN on ranks that divide nothing.
+        """Return the number of tokens, or the sum of their weights: float64 []; NaN on ranks that
+        divide nothing.
 
         The first call waits for the sum, if there is one.
         """
@@ -33,7 +35,8 @@ class TokenCount:
 
     @cached_property
     def total(self) -> Tensor:
-        """Return what losses are divided by: `counted`, or 1 if nothing counts, so that the loss of nothing is 0."""
+        """Return what losses are divided by: `counted`, or 1 if nothing counts, so that the loss of
+        nothing is 0."""
         return self.counted.masked_fill(self.counted <= 0, 1)
 
     def end(self) -> None:
@@ -42,18 +45,27 @@ class TokenCount:
 
 
 def count_tokens(
-    tokens: int, mask: Tensor | None, dp: Axis, divides: bool, device: torch.device, exact: bool = False
+    tokens: int,
+    mask: Tensor | None,
+    dp: Axis,
+    divides: bool,
+    device: torch.device,
+    exact: bool = False,
 ) -> TokenCount:
     """Return the count over the replicas. Collective over dp if there is a mask.
 
-    tokens: the number of tokens of a share. mask: the weights of their targets on `device`; None on every replica: all
-        count. divides: True on ranks that have the model's last stage; the others divide nothing and get NaN.
-    exact: weights need not be integers, but their sum must have the same bits for every number of replicas.
+    tokens: the number of tokens of a share. mask: the weights of their targets on `device`; None on
+        every replica: all count. divides: True on ranks that have the model's last stage; the
+        others divide nothing and get NaN.
+    exact: weights need not be integers, but their sum must have the same bits for every number of
+        replicas.
     """
     if not divides:
         return TokenCount(lambda: torch.full((), math.nan, dtype=torch.float64, device=device))
     if mask is None:
-        return TokenCount(lambda: torch.full((), float(tokens * dp.size), dtype=torch.float64, device=device))
+        return TokenCount(
+            lambda: torch.full((), float(tokens * dp.size), dtype=torch.float64, device=device)
+        )
     if exact:
         return TokenCount(lambda: exact_total(mask, dp))
     count = mask.sum(dtype=torch.float64)  # FP32 counts to 2^24

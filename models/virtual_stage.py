@@ -1,12 +1,14 @@
 """A pipeline stage that consists of the virtual ranks of this process (`parallel.lockstep`).
 
-Each virtual rank is a whole stage of its own, with its shard of every weight, built over a tensor-parallel axis of the
-fixed size, always with sequence parallelism. To the pipeline the stage looks like one stage: activations on its borders
-are the process's shards of the sequence, which are those of its virtual ranks one after the other. Each virtual rank
-has an autograd graph of its own between the borders, and the backward passes through these graphs are in lockstep too.
+Each virtual rank is a whole stage of its own, with its shard of every weight, built over a
+tensor-parallel axis of the fixed size, always with sequence parallelism. To the pipeline the stage
+looks like one stage: activations on its borders are the process's shards of the sequence, which are
+those of its virtual ranks one after the other. Each virtual rank has an autograd graph of its own
+between the borders, and the backward passes through these graphs are in lockstep too.
 
-The process holds the replicated weights (norms, biases of row-parallel layers, routers, positions) once for each of its
-virtual ranks. The names of its modules begin with `shardN.`, where N is the number of the virtual rank.
+The process holds the replicated weights (norms, biases of row-parallel layers, routers, positions)
+once for each of its virtual ranks. The names of its modules begin with `shardN.`, where N is the
+number of the virtual rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,19 +41,28 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
 
     def made(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
         if config.mtp_layers:
-            raise UserError(f"model.mtp_layers = {config.mtp_layers}: virtual ranks do not compute these modules")
+            raise UserError(
+                f"model.mtp_layers = {config.mtp_layers}: virtual ranks do not compute these "
+                "modules"
+            )
         lockstep = Lockstep(virtual)
         if virtual.held == 1:
             return make(config, replace(context, tp=lockstep.axes[0], sequence=True), cut, tied)
-        contexts = [replace(context, tp=tp, sequence=True, deferred=WeightGradQueue()) for tp in lockstep.axes]
+        contexts = [
+            replace(context, tp=tp, sequence=True, deferred=WeightGradQueue())
+            for tp in lockstep.axes
+        ]
         shards = [make(config, own, cut, tied) for own in contexts]
-        return VirtualStage(lockstep, shards, cut, context.deferred, [own.deferred for own in contexts])
+        return VirtualStage(
+            lockstep, shards, cut, context.deferred, [own.deferred for own in contexts]
+        )
 
     return made
 
 
 class VirtualStage(nn.Module):
-    """The stages of this process's virtual ranks as one stage; forward and `losses` as in `models.stages.Stage`.
+    """The stages of this process's virtual ranks as one stage; forward and `losses` as in
+    `models.stages.Stage`.
 
     The logits of the last stage are a tuple, one tensor for each virtual rank.
     deferred: the queue of the executor. queues: those of the shards, in whose place it comes.
@@ -66,52 +77,81 @@ class VirtualStage(nn.Module):
         queues: Sequence[WeightGradQueue],
     ) -> None:
         super().__init__()
-        self.lockstep, self.cut, self.deferred, self.queues = lockstep, cut, deferred, tuple(queues)
-        self.shards = tuple(shards)  # a ModuleList would count as layers, which wait for all of their weights
+        self.lockstep = lockstep
+        self.cut = cut
+        self.deferred = deferred
+        self.queues = tuple(queues)
+        # a ModuleList would count as layers, which wait for all of their weights
+        self.shards = tuple(shards)
         for rank, shard in zip(lockstep.virtual.ranks, shards, strict=True):
             self.add_module(f"shard{rank}", shard)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of all virtual ranks, those of the same logical tensor one after the other."""
-        start, numbered = f"{prefix}." if prefix else "", zip(self.lockstep.virtual.ranks, self.shards, strict=True)
-        named = [shard.named_parameters(f"{start}shard{v}", recurse, remove_duplicate) for v, shard in numbered]
+        """Yield the parameters of all virtual ranks, those of the same logical tensor one after the
+        other."""
+        start = f"{prefix}." if prefix else ""
+        numbered = zip(self.lockstep.virtual.ranks, self.shards, strict=True)
+        named = [
+            shard.named_parameters(f"{start}shard{v}", recurse, remove_duplicate)
+            for v, shard in numbered
+        ]
         for same in zip(*named, strict=True):
             yield from same
 
     def forward(
         self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
     ) -> Tensor | tuple[Tensor, ...]:
-        inputs = [x] * len(self.shards) if self.cut.first else [own.clone() for own in x.chunk(len(self.shards))]
-        made = self._through([partial(shard, place=place, packing=packing) for shard in self.shards], inputs)
+        if self.cut.first:
+            inputs = [x] * len(self.shards)
+        else:
+            inputs = [own.clone() for own in x.chunk(len(self.shards))]
+        made = self._through(
+            [partial(shard, place=place, packing=packing) for shard in self.shards], inputs
+        )
         return tuple(made) if self.cut.last else torch.cat(made)
 
     def losses(self, logits: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Return the loss of each token, [s, b] like `targets`; it is the same for all virtual ranks."""
-        return _First.apply(*self._through([partial(shard.losses, targets=targets) for shard in self.shards], logits))
+        """Return the loss of each token, [s, b] like `targets`; it is the same for all virtual
+        ranks."""
+        return _First.apply(
+            *self._through(
+                [partial(shard.losses, targets=targets) for shard in self.shards], logits
+            )
+        )
 
-    def _through(self, functions: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _through(
+        self, functions: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return functions[n](inputs[n]) for each virtual rank of this process."""
         if not torch.is_grad_enabled():
-            return self.lockstep.run([partial(f, x) for f, x in zip(functions, inputs, strict=True)])
+            return self.lockstep.run(
+                [partial(f, x) for f, x in zip(functions, inputs, strict=True)]
+            )
         anchor = torch.zeros((), requires_grad=True)  # ids need no gradient, but the embedding does
         return list(_Lanes.apply(anchor, self, functions, *inputs))
 
     def back_propagate(self, ends: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run the backward pass of each virtual rank's graph; put off weight gradients if the executor does."""
+        """Run the backward pass of each virtual rank's graph; put off weight gradients if the
+        executor does."""
         with ExitStack() as stack:
             works: list[Work] = []
             if self.deferred.is_collecting:
                 works = [stack.enter_context(queue.collect()) for queue in self.queues]
             pairs = zip(ends, gradients, strict=True)
-            self.lockstep.run([partial(torch.autograd.backward, (end,), (gradient,)) for end, gradient in pairs])
+            self.lockstep.run(
+                [partial(torch.autograd.backward, (end,), (gradient,)) for end, gradient in pairs]
+            )
         if works:
-            self.deferred.run(partial(self.lockstep.run, [partial(_carry_out, work) for work in works]))
+            self.deferred.run(
+                partial(self.lockstep.run, [partial(_carry_out, work) for work in works])
+            )
 
 
 class _Lanes(torch.autograd.Function):
-    """The functions of the virtual ranks, each with a graph of its own, as one node of the outer graph."""
+    """The functions of the virtual ranks, each with a graph of its own, as one node of the outer
+    graph."""
 
     @staticmethod
     def forward(
@@ -124,7 +164,9 @@ class _Lanes(torch.autograd.Function):
         own = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
             made = stage.lockstep.run([partial(f, x) for f, x in zip(functions, own, strict=True)])
-        ctx.stage, ctx.inputs, ctx.ends = stage, own, [get_gradient_edge(one) for one in made]
+        ctx.stage = stage
+        ctx.inputs = own
+        ctx.ends = [get_gradient_edge(one) for one in made]
         return tuple(one.detach() for one in made)
 
     @staticmethod

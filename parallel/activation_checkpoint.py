@@ -1,6 +1,8 @@
-"""Activation checkpointing: which activations are recomputed in the backward pass instead of kept, to save memory.
+"""Activation checkpointing: which activations are recomputed in the backward pass instead of kept,
+to save memory.
 
-Either whole layers are recomputed, or the parts of every layer that are named. `parallel.recomputation` does it.
+Either whole layers are recomputed, or the parts of every layer that are named.
+`parallel.recomputation` does it.
 """
 
 from collections.abc import Callable
@@ -22,8 +24,8 @@ class Recompute:
     """The activations that a stage recomputes in its backward pass.
 
     modules: members of MODULES; these parts are recomputed in every layer.
-    fraction, layers: the number of a stage's first layers that are recomputed as a whole: `layers` if it is not 0,
-        otherwise this fraction of the stage's layers, rounded down.
+    fraction, layers: the number of a stage's first layers that are recomputed as a whole: `layers`
+        if it is not 0, otherwise this fraction of the stage's layers, rounded down.
     """
 
     modules: tuple[Module, ...] = ()
@@ -31,14 +33,19 @@ class Recompute:
     layers: int = 0
 
     def whole(self, layers: int) -> int:
-        """Return how many of a stage's `layers` layers are recomputed as a whole; they are the first ones."""
-        return min(self.layers, layers) if self.layers else int(layers * self.fraction)
+        """Return how many of a stage's `layers` layers are recomputed as a whole; they are the
+        first ones."""
+        if self.layers:
+            return min(self.layers, layers)
+        return int(layers * self.fraction)
 
     def within(self, whole: bool) -> "Recompute":
-        """Return the setting for the inside of one layer. whole: the layer is recomputed as a whole.
+        """Return the setting for the inside of one layer. whole: the layer is recomputed as a
+        whole.
 
-        Such a layer also recomputes its activation function from the product before it. That product is then the last
-        operation that the layer recomputes, and the product after the activation function is not computed again.
+        Such a layer also recomputes its activation function from the product before it. That
+        product is then the last operation that the layer recomputes, and the product after the
+        activation function is not computed again.
         """
         return Recompute(("activation",)) if whole else Recompute(self.modules)
 
@@ -49,8 +56,11 @@ class Recompute:
         x: Tensor,
         into: Callable[[Tensor], Tensor] = lambda made: made,
     ) -> Tensor:
-        """Return into(function(x)), recomputing `function` in the backward pass if `module` is one of `modules`."""
-        return recomputed(function, x, into) if module in self.modules else into(function(x))
+        """Return into(function(x)), recomputing `function` in the backward pass if `module` is one
+        of `modules`."""
+        if module in self.modules:
+            return recomputed(function, x, into)
+        return into(function(x))
 
 
 KEEP = Recompute()

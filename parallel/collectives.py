@@ -1,7 +1,7 @@
 """Differentiable collectives over the tp axis.
 
-Each collective is a linear map on the tensors that all ranks hold together, where a tensor that is replicated on every
-rank counts once. Its backward pass is the transpose of that map:
+Each collective is a linear map on the tensors that all ranks hold together, where a tensor that is
+replicated on every rank counts once. Its backward pass is the transpose of that map:
 
     forward                         backward
     copy        (nothing)           all-reduce         replicated input of a column-parallel layer
@@ -11,9 +11,9 @@ rank counts once. Its backward pass is the transpose of that map:
     split       own shard, dim d    all-gather         replicated to sharded
     join        all-gather, dim d   own shard          sharded to replicated
 
-Use `gather` if each rank goes on to compute something different with the result: the gradients are then partial
-gradients, which must be summed. Use `join` if every rank computes the same with the result: every rank then already
-holds the whole gradient.
+Use `gather` if each rank goes on to compute something different with the result: the gradients are
+then partial gradients, which must be summed. Use `join` if every rank computes the same with the
+result: every rank then already holds the whole gradient.
 """
 
 from typing import Any
@@ -42,20 +42,24 @@ def gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatter [size * n, ...] along dim 0 to [n, ...]; the backward pass is an all-gather."""
+    """Reduce-scatter [size * n, ...] along dim 0 to [n, ...]; the backward pass is an
+    all-gather."""
     return _Scatter.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's shard of x: dimension `dim` shrinks from size * n to n; the backward pass is an all-gather."""
+    """Return this rank's shard of x: dimension `dim` shrinks from size * n to n; the backward pass
+    is an all-gather."""
     return _Split.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of the gradient."""
+    """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of
+    the gradient."""
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
         raise UserError(
-            f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension {x.cut.dim} is {x.cut.outer} "
+            f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension "
+            f"{x.cut.dim} is {x.cut.outer} "
             "slices of features: join it along that dimension, before it is merged with others"
         )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
@@ -111,7 +115,8 @@ class _Scatter(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis = axis
+        ctx.dim = dim
         return axis.chunk(x, dim).contiguous()
 
     @staticmethod
@@ -122,7 +127,8 @@ class _Split(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis = axis
+        ctx.dim = dim
         return _gather_dim(x, axis, dim)
 
     @staticmethod

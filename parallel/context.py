@@ -1,4 +1,5 @@
-"""The context of the parallel layers: precision plan, tensor-parallel axis and options, as one frozen value."""
+"""The context of the parallel layers: precision plan, tensor-parallel axis and options, as one
+frozen value."""
 
 from dataclasses import dataclass, field, replace
 
@@ -27,20 +28,24 @@ class Context:
     plan: dtypes of products, weights and sensitive operators.
     tp: the tensor-parallel axis.
     cp: the context-parallel axis, over which each sequence is cut (`sequence_cut.py`).
-    ring: keys and values go round the ranks of cp; False: each rank gathers those of a whole sequence.
-    sequence: activations between blocks are sharded over tp along the sequence (sequence parallelism).
+    ring: keys and values go round the ranks of cp; False: each rank gathers those of a whole
+        sequence.
+    sequence: activations between blocks are sharded over tp along the sequence (sequence
+        parallelism).
     seed: seed of initial weights and dropout.
-    deferred: the queue for weight gradients that can wait; the executor of a schedule with split backwards must be
-        given the same queue.
+    deferred: the queue for weight gradients that can wait; the executor of a schedule with split
+        backwards must be given the same queue.
     recompute: the activations that the backward pass recomputes.
     fp8: the state that the FP8 products of all layers share; required if the plan has FP8 products.
-    blank: initial weights are not drawn, because others will be loaded; until then every weight is NaN.
-    experts: the ranks that share the experts of a layer; None if experts are cut as any other feed-forward is.
+    blank: initial weights are not drawn, because others will be loaded; until then every weight is
+        NaN.
+    experts: the ranks that share the experts of a layer; None if experts are cut as any other
+        feed-forward is.
     of_experts: the parameters of these layers are those of experts that lie on their own ranks.
     leaves: the form in which norms, rotations, gates, dropout and losses are computed.
 
-    Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are recomputed although
-    FP8 scales advance with every micro-batch, and for values of another kind.
+    Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are
+    recomputed although FP8 scales advance with every micro-batch, and for values of another kind.
     """
 
     plan: PrecisionPlan
@@ -60,44 +65,68 @@ class Context:
     def __post_init__(self) -> None:
         self._require_kinds()
         if self.plan.fp8 != self.fp8.recipe:
-            raise ValueError("the plan and fp8 have different recipes: give the context an FP8State of the same recipe")
+            raise ValueError(
+                "the plan and fp8 have different recipes: give the context an FP8State of "
+                "the same recipe"
+            )
         recipe = self.plan.fp8
-        if self.experts is not None and recipe and recipe.kind == "delayed" and not recipe.reduce_amax:
+        if (
+            self.experts is not None
+            and recipe
+            and recipe.kind == "delayed"
+            and not recipe.reduce_amax
+        ):
             raise UserError(
-                "fp8.reduce_amax = false and experts on ranks of their own: replicas hold different experts, so their "
+                "fp8.reduce_amax = false and experts on ranks of their own: replicas hold "
+                "different experts, so their "
                 "scales cannot differ; set fp8.reduce_amax = true, or spread no experts"
             )
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError(
-                'fp8.history = "te" advances the scales before a layer is recomputed: recompute modules instead of '
+                'fp8.history = "te" advances the scales before a layer is recomputed: '
+                "recompute modules instead of "
                 'whole layers, or set fp8.history = "step"'
             )
 
     def _require_kinds(self) -> None:
-        """Raise UserError for a plan, an axis or a switch of another kind: a text "no" would count as true."""
-        switches = {name: getattr(self, name) for name in ("sequence", "blank", "of_experts", "ring")}
+        """Raise UserError for a plan, an axis or a switch of another kind: a text "no" would count
+        as true."""
+        switches = {
+            name: getattr(self, name) for name in ("sequence", "blank", "of_experts", "ring")
+        }
         rules = {
-            f"{name} = {value!r:.40}: must be True or False": type(value) is bool for name, value in switches.items()
+            f"{name} = {value!r:.40}: must be True or False": type(value) is bool
+            for name, value in switches.items()
         }
         rules |= {
-            f"{name} = {axis!r:.40}: must be an Axis, like Axis.of(mesh, {name!r})": hasattr(axis, "size")
+            f"{name} = {axis!r:.40}: must be an Axis, like Axis.of(mesh, {name!r})": hasattr(
+                axis, "size"
+            )
             for name, axis in (("tp", self.tp), ("cp", self.cp))
         }
-        rules[f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"] = isinstance(
-            self.plan, PrecisionPlan
+        rules[f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"] = (
+            isinstance(self.plan, PrecisionPlan)
         )
         ways = self.recompute
-        right = isinstance(ways, Recompute) and {*ways.modules} <= {*MODULES} and 0 <= ways.fraction <= 1
+        right = (
+            isinstance(ways, Recompute)
+            and {*ways.modules} <= {*MODULES}
+            and 0 <= ways.fraction <= 1
+        )
         rules[
-            f"recompute = {ways!r:.60}: must be a Recompute(modules=..., fraction=0 to 1, layers=...), of the modules "
+            f"recompute = {ways!r:.60}: must be a Recompute(modules=..., fraction=0 to 1, "
+            "layers=...), of the modules "
             f"{', '.join(MODULES)}"
         ] = right and ways.layers >= 0
-        rules[f"seed = {self.seed!r:.40}: must be a whole number"] = is_number(self.seed, whole=True)
+        rules[f"seed = {self.seed!r:.40}: must be a whole number"] = is_number(
+            self.seed, whole=True
+        )
         if wrong := [rule for rule, holds in rules.items() if not holds]:
             raise UserError(*wrong)
 
     def products(self, weight: nn.Parameter) -> GemmProvider:
-        """Return the provider of the matrix products with a layer's weight [n, k]. Their results are activations."""
+        """Return the provider of the matrix products with a layer's weight [n, k]. Their results
+        are activations."""
         parts = layout_of(weight).parts
         name = parts[0].name
         wide = Gemm(self.plan.compute_dtype(name), self.plan.compute, self.plan.tf32)
@@ -112,26 +141,33 @@ class Context:
         return FP8Gemm(self.fp8, eligible, parts[0].dim, wide, self.tp, held)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
-        """Return the products of an output head. Logits stay in the dtype of the products; a head is never in FP8."""
+        """Return the products of an output head. Logits stay in the dtype of the products; a head
+        is never in FP8."""
         dtype = self.plan.compute_dtype(name)
         return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
 
     def in_fp32(self) -> "Context":
-        """Return this context for layers that hold and compute everything in the sensitive dtype."""
+        """Return this context for layers that hold and compute everything in the sensitive
+        dtype."""
         wide = self.plan.sensitive
         dtypes = dict.fromkeys(("compute", "residual", "attention", "scores"), wide)
         plan = replace(self.plan, **dtypes, keep_fp32=("*",), fp8=None)
         return replace(self, plan=plan, fp8=FP8State())
 
     def for_experts(self) -> "Context":
-        """Return this context for the layers of an expert: over the tp axis of experts, if they have one."""
-        return self if self.experts is None else replace(self, tp=self.experts.tp, of_experts=True)
+        """Return this context for the layers of an expert: over the tp axis of experts, if they
+        have one."""
+        if self.experts is None:
+            return self
+        return replace(self, tp=self.experts.tp, of_experts=True)
 
     def for_experts_elsewhere(self) -> "Context":
-        """Return the context for layers of an expert that another rank holds: no weights are drawn."""
+        """Return the context for layers of an expert that another rank holds: no weights are
+        drawn."""
         return replace(self.for_experts(), blank=True)
 
     @property
     def cut_sequence(self) -> bool:
-        """Return True if activations between blocks are sharded along the sequence: it is requested, and tp > 1."""
+        """Return True if activations between blocks are sharded along the sequence: it is
+        requested, and tp > 1."""
         return self.sequence and self.tp.size > 1

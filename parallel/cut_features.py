@@ -1,10 +1,12 @@
-"""Tensors of which each tensor-parallel rank has a slice, followed through the operations of plain torch code.
+"""Tensors of which each tensor-parallel rank has a slice, followed through the operations of plain
+torch code.
 
-The output of a column-parallel layer is such a slice. What a plain module computes with it is right only if it does the
-same to each slice that it would do to that slice of the whole: an activation does, a softmax over the features does
-not, and a dropout would drop the same elements of different features. A `CutTensor` remembers along which dimension
-it is cut; each function of torch that it is given to either keeps this property, by a rule of this module, or is
-refused by name. What no rule is known of is refused too.
+The output of a column-parallel layer is such a slice. What a plain module computes with it is right
+only if it does the same to each slice that it would do to that slice of the whole: an activation
+does, a softmax over the features does not, and a dropout would drop the same elements of different
+features. A `CutTensor` remembers along which dimension it is cut; each function of torch that it is
+given to either keeps this property, by a rule of this module, or is refused by name. What no rule
+is known of is refused too.
 """
 
 import re
@@ -21,7 +23,8 @@ from megaprec.errors import UserError
 from megaprec.precision.nested import mapped, tensors
 
 JOIN_AND_SPLIT = (
-    "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by parallel.split, or give "
+    "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by "
+    "parallel.split, or give "
     'the layer before it the style "whole"'
 )
 MOVED_STRIDE = 1 << 40
@@ -30,13 +33,14 @@ MOVED_STRIDE = 1 << 40
 
 @dataclass(frozen=True)
 class Cut:
-    """Along which dimension a tensor is cut over tensor-parallel ranks, and where the slices come from.
+    """Along which dimension a tensor is cut over tensor-parallel ranks, and where the slices come
+    from.
 
     dim: the number of the dimension, from 0.
     source: what is cut, such as the outputs of a layer, for messages.
     ranks: the number of slices.
-    outer: the dimension consists of this many runs, each of which is a slice. It is 1 unless heads were merged with
-        the samples before them.
+    outer: the dimension consists of this many runs, each of which is a slice. It is 1 unless heads
+        were merged with the samples before them.
     remedy: what to do instead of computing with the slice; empty if this depends on the function.
     """
 
@@ -50,7 +54,8 @@ class Cut:
 class CutSize(int):
     """The size of a cut dimension, and what is computed from it: another number on one process.
 
-    It may be a size again, as of heads. A number that is computed with, as the root that divides scores, may not be it.
+    It may be a size again, as of heads. A number that is computed with, as the root that divides
+    scores, may not be it.
     """
 
     refusal: UserError
@@ -101,7 +106,8 @@ def marked(x: Tensor, cut: Cut) -> CutTensor:
 
 
 def unchecked(x: Tensor) -> Tensor:
-    """Return `x` without what is known of its cut: what follows is computed on this rank's slice, unseen.
+    """Return `x` without what is known of its cut: what follows is computed on this rank's slice,
+    unseen.
 
     For code that works on slices knowingly, such as a kernel of your own. `x` may be any tensor.
     """
@@ -174,7 +180,8 @@ def _followed(call: Call) -> Any:
 
 
 def _result(call: Call) -> Any:
-    """Return the result of the call, or raise UserError if sizes do not fit, as sizes of all features would not."""
+    """Return the result of the call, or raise UserError if sizes do not fit, as sizes of all
+    features would not."""
     try:
         return call.func(*call.args, **call.kwargs)
     except UserError:
@@ -182,7 +189,9 @@ def _result(call: Call) -> Any:
     except (RuntimeError, ValueError, IndexError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         why = f"does not fit a slice of the features ({first_line})"
-        raise call.refuse(why, "leave the number of heads or features open, e.g. view(..., -1, head_dim)") from error
+        raise call.refuse(
+            why, "leave the number of heads or features open, e.g. view(..., -1, head_dim)"
+        ) from error
 
 
 Placed = Callable[[Tensor], Cut]
@@ -198,7 +207,9 @@ def _with_cut_size(call: Call) -> Any:
         "write the number of all features, as the model's configuration has it",
     )
     if isinstance(result, int):
-        return cut_size(result, refusal) if call.argument(1, "dim") % x.dim() == x.cut.dim else result
+        if call.argument(1, "dim") % x.dim() == x.cut.dim:
+            return cut_size(result, refusal)
+        return result
     sizes = list(result)
     sizes[x.cut.dim] = cut_size(sizes[x.cut.dim], refusal)
     return torch.Size(sizes)
@@ -215,16 +226,21 @@ def _same(call: Call) -> Placed:
 
 @cache
 def _pointwise() -> frozenset[str]:
-    """Return the names of torch's operators that compute element by element, by torch's own tags."""
+    """Return the names of torch's operators that compute element by element, by torch's own
+    tags."""
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
     overloads = ((p, o) for p in packets if hasattr(p, "overloads") for o in p.overloads())
     return frozenset(p.__name__ for p, o in overloads if torch.Tag.pointwise in getattr(p, o).tags)
 
 
-PYTHON_OPERATORS = "add sub mul truediv floordiv pow mod and or xor invert neg pos abs eq ne lt le gt ge"
+PYTHON_OPERATORS = (
+    "add sub mul truediv floordiv pow mod and or xor invert neg pos abs eq ne lt le gt ge"
+)
 MORE_ELEMENTWISE = (
-    "hardswish logsigmoid softsign tanhshrink multiply divide subtract negative absolute floor_divide fill_ zero_ "
-    "greater less less_equal greater_equal not_equal zeros_like ones_like full_like empty_like copy_ isclose"
+    "hardswish logsigmoid softsign tanhshrink multiply divide subtract negative absolute "
+    "floor_divide fill_ zero_ "
+    "greater less less_equal greater_equal not_equal zeros_like ones_like full_like "
+    "empty_like copy_ isclose"
 )
 
 
@@ -233,11 +249,14 @@ def _is_elementwise(name: str) -> bool:
         base = name.strip("_")
         operators = PYTHON_OPERATORS.split()
         return base in operators or base[1:] in operators  # __radd__, __iadd__
-    return name in _pointwise() or name.rstrip("_") in _pointwise() or name in MORE_ELEMENTWISE.split()
+    return (
+        name in _pointwise() or name.rstrip("_") in _pointwise() or name in MORE_ELEMENTWISE.split()
+    )
 
 
 def _elementwise(call: Call) -> Placed:
-    """Operands are aligned from the last dimension: all are cut along one of them, or have no size there."""
+    """Operands are aligned from the last dimension: all are cut along one of them, or have no size
+    there."""
     for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, CutSize):
             number.refuse()
@@ -263,33 +282,43 @@ def _elementwise(call: Call) -> Placed:
 def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
     """Raise UserError unless `x`, of which nothing is known, may be combined with a slice.
 
-    It is the same for all features, or a slice itself. What is the same for all has a gradient that each rank would
-    compute from its own features only. A slice was computed from weights and has a gradient; numbers that code has made
-    for the size of the slice, such as random ones, would be the same for different features.
+    It is the same for all features, or a slice itself. What is the same for all has a gradient that
+    each rank would compute from its own features only. A slice was computed from weights and has a
+    gradient; numbers that code has made for the size of the slice, such as random ones, would be
+    the same for different features.
     """
     length = x.shape[-from_last] if x.dim() >= from_last else 1
     if length == size and size > 1:
         if torch.is_grad_enabled() and not x.requires_grad:
             raise call.refuse(
-                f"takes numbers {list(x.shape)} of the size of a slice, not known to be those of its features",
-                "make them for all features and cut them by parallel.split, and compute with parallel.unchecked(y)",
+                (
+                    f"takes numbers {list(x.shape)} of the size of a slice, not known to be those "
+                    "of its features"
+                ),
+                (
+                    "make them for all features and cut them by parallel.split, and compute with "
+                    "parallel.unchecked(y)"
+                ),
             )
         return
     if length != 1:
         raise call.refuse(
             f"takes a tensor with {length} features beside a slice of {size}",
-            'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, dim), or make this one '
+            'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, '
+            "dim), or make this one "
             "whole by parallel.join(y, tp, dim)",
         )
     require_shared_gradient(call, x)
 
 
 def require_shared_gradient(call: Call, x: Tensor) -> None:
-    """Raise UserError if `x`, which all features share, has a gradient that is not summed over ranks."""
+    """Raise UserError if `x`, which all features share, has a gradient that is not summed over
+    ranks."""
     if not (x.requires_grad and torch.is_grad_enabled()) or _is_copied(x):
         return
     raise call.refuse(
-        f"takes a tensor {list(x.shape)} that all features share, and each rank would compute its gradient from its "
+        f"takes a tensor {list(x.shape)} that all features share, and each rank would compute "
+        "its gradient from its "
         "own features only",
         "give it as parallel.copy(x, tp), which sums the gradients",
     )
@@ -305,7 +334,8 @@ def _is_copied(x: Tensor) -> bool:
 
 
 def _view(call: Call) -> Placed:
-    """A view that is not told sizes: a transposition, a selection. Strides show where the cut dimension goes."""
+    """A view that is not told sizes: a transposition, a selection. Strides show where the cut
+    dimension goes."""
     x = call.first_cut()
     cut = x.cut
     if x is not call.args[0]:
@@ -329,7 +359,8 @@ def _view(call: Call) -> Placed:
 
 
 def _reshaped(call: Call) -> Placed:
-    """A reshape. The slices must stay slices: what is cut is the outermost of the dimensions it is merged with."""
+    """A reshape. The slices must stay slices: what is cut is the outermost of the dimensions it is
+    merged with."""
     x = call.first_cut()
     cut = x.cut
     before = prod(x.shape[: cut.dim]) * cut.outer
@@ -346,14 +377,19 @@ def _reshaped(call: Call) -> Placed:
         others = [d for d in starts if y.shape[d] != 1]
         chosen = [d for d in ones if d in derived] or (ones if y.shape[starts[-1]] != size else [])
         dim = (chosen or others or starts)[0]
-        last = x.dim() - 1 == cut.dim  # dimensions of size 1 after the features were split from them too
+        # dimensions of size 1 after the features were split from them too
+        last = x.dim() - 1 == cut.dim
         reach = before * size + last
         end = next((d for d in range(dim + 1, y.dim() + 1) if products[d] >= reach), y.dim())
         if any(d in derived for d in range(dim + 1, end)) and y.shape[dim] > 1:
             raise call.refuse(
-                f"splits the features into {list(y.shape[dim:end])}, of which the number was not left open that tensor-"
+                f"splits the features into {list(y.shape[dim:end])}, of which the number was "
+                "not left open that tensor-"
                 "parallel ranks share",
-                "leave the number of heads open and give the size of a head, e.g. view(..., -1, head_dim)",
+                (
+                    "leave the number of heads open and give the size of a head, e.g. view(..., "
+                    "-1, head_dim)"
+                ),
             )
         return replace(cut, dim=dim, outer=1)
 
@@ -361,7 +397,8 @@ def _reshaped(call: Call) -> Placed:
 
 
 def _merged(call: Call, y: Tensor, products: Sequence[int], before: int, size: int) -> Cut:
-    """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads with samples.
+    """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads
+    with samples.
 
     Raises UserError if it was merged with dimensions after it too.
     """
@@ -401,7 +438,8 @@ def _dims(call: Call, position: int, otherwise: Any = None) -> list[int] | None:
 
 
 def _along(position: int, otherwise: Any = None) -> Callable[[Call], Placed]:
-    """A function that combines the elements along a dimension, and keeps the shape but for this dimension."""
+    """A function that combines the elements along a dimension, and keeps the shape but for this
+    dimension."""
 
     def rule(call: Call) -> Placed:
         x = call.first_cut()
@@ -434,12 +472,16 @@ def _dropout(call: Call) -> Placed:
         return _same(call)
     raise call.refuse(
         "would drop the same elements of different features on each rank",
-        "call an nn.Dropout of the model, which parallelize replaces by one that drops what one process drops",
+        (
+            "call an nn.Dropout of the model, which parallelize replaces by one that drops what "
+            "one process drops"
+        ),
     )
 
 
 def _product(call: Call) -> Placed:
-    """A product of matrices: rows, columns and batches may be cut, the dimension that is summed over may not."""
+    """A product of matrices: rows, columns and batches may be cut, the dimension that is summed
+    over may not."""
     a, b = call.args[:2]
     if call.name == "__rmatmul__":
         a, b = b, a
@@ -480,9 +522,13 @@ def _einsum(call: Call) -> Placed:
     operands = list(tensors(operands))
     terms = re.split(",|->", str(equation).replace(" ", ""))
     if "..." in equation or "->" not in equation:
-        raise call.refuse("is followed only with an equation that names all dimensions and the result's")
+        raise call.refuse(
+            "is followed only with an equation that names all dimensions and the result's"
+        )
     first = call.first_cut()
-    letter = next(term[first.cut.dim] for term, x in zip(terms, operands, strict=False) if x is first)
+    letter = next(
+        term[first.cut.dim] for term, x in zip(terms, operands, strict=False) if x is first
+    )
     for term, x in zip(terms, operands, strict=False):
         if isinstance(x, CutTensor):
             if term[x.cut.dim] != letter or x.cut.outer != first.cut.outer:
@@ -527,7 +573,9 @@ def _joined(call: Call) -> Placed:
     dim = call.argument(1, "dim", call.kwargs.get("axis", 0)) % first.dim()
     size = first.shape[first.cut.dim]
     if dim == first.cut.dim:
-        raise call.refuse("puts slices of different features one after the other, as one process does not")
+        raise call.refuse(
+            "puts slices of different features one after the other, as one process does not"
+        )
     for x in parts:
         if isinstance(x, CutTensor):
             if x.cut.dim != first.cut.dim or x.cut.outer != first.cut.outer:
@@ -584,7 +632,8 @@ def _triangle(call: Call) -> Placed:
 def _loss(call: Call) -> Placed:
     raise call.refuse(
         "compares a slice of the outputs with targets of all of them",
-        "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another loss make the outputs whole "
+        "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another "
+        "loss make the outputs whole "
         "by parallel.join(y, tp, -1)",
     )
 
@@ -615,22 +664,31 @@ def _set(call: Call) -> Placed:
     """x[index] = value: the index selects no features, and the value is one number."""
     x, index, value = call.args
     if not isinstance(x, CutTensor) or isinstance(value, Tensor):
-        raise call.refuse("writes tensors into each other that are cut differently, or is not followed")
+        raise call.refuse(
+            "writes tensors into each other that are cut differently, or is not followed"
+        )
     return _view(Call(torch.Tensor.__getitem__, (x, index), {}))
 
 
-def _named(names: str, rule: Callable[[Call], Placed]) -> Iterator[tuple[str, Callable[[Call], Placed]]]:
+def _named(
+    names: str, rule: Callable[[Call], Placed]
+) -> Iterator[tuple[str, Callable[[Call], Placed]]]:
     return ((name, rule) for name in names.split())
 
 
-CASTS = "to float half double bfloat16 type type_as int long bool cuda cpu contiguous clone detach requires_grad_ data"
+CASTS = (
+    "to float half double bfloat16 type type_as int long bool cuda cpu contiguous clone detach "
+    "requires_grad_ data"
+)
 VIEWS = (
-    "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select narrow __getitem__ expand "
+    "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select "
+    "narrow __getitem__ expand "
     "chunk split tensor_split unbind"
 )
 LOSSES = (
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
-    "binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss gaussian_nll_loss poisson_nll_loss "
+    "binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss "
+    "gaussian_nll_loss poisson_nll_loss "
     "soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss ctc_loss"
 )
 RULES: dict[str, Callable[[Call], Placed]] = dict(
@@ -640,7 +698,9 @@ RULES: dict[str, Callable[[Call], Placed]] = dict(
         *_named("view reshape flatten unflatten", _reshaped),
         *_named("softmax log_softmax softmin cumsum cumprod logcumsumexp flip argsort", _along(1)),
         *_named("normalize", _along(2, 1)),
-        *_named("sum mean amax amin prod logsumexp var std nansum argmax argmin max min", _reduction()),
+        *_named(
+            "sum mean amax amin prod logsumexp var std nansum argmax argmin max min", _reduction()
+        ),
         *_named("any all median count_nonzero", _reduction()),
         *_named("norm", _reduction(2)),
         *_named("dropout", _dropout),
@@ -663,5 +723,14 @@ RULES: dict[str, Callable[[Call], Placed]] = dict(
 )
 COMPARISONS = {"equal", "allclose"}
 """Functions that compare slices and return a bool, which nothing is computed from."""
-UNTOUCHED = {"grad", "_grad", "grad_fn", "backward", "register_hook", "retain_grad", "_backward_hooks", "__deepcopy__"}
+UNTOUCHED = {
+    "grad",
+    "_grad",
+    "grad_fn",
+    "backward",
+    "register_hook",
+    "retain_grad",
+    "_backward_hooks",
+    "__deepcopy__",
+}
 """What returns tensors that are not computed from the slice, or nothing."""

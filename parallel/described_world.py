@@ -1,9 +1,9 @@
 """The world of ranks that a launcher describes to this process in environment variables.
 
-torchrun, Kubernetes' PyTorchJob and `torch.distributed` use RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Slurm
-describes the tasks of a step in variables of its own, which `slurm_environment` translates. A world that is described
-in part, in contradictory numbers, or in the words of another launcher is refused: every process would otherwise train
-alone, or all would be the same rank.
+torchrun, Kubernetes' PyTorchJob and `torch.distributed` use RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. Slurm describes the tasks of a step in variables of its own, which `slurm_environment`
+translates. A world that is described in part, in contradictory numbers, or in the words of another
+launcher is refused: every process would otherwise train alone, or all would be the same rank.
 """
 
 import os
@@ -23,7 +23,8 @@ INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID of the shell that salloc opens 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if something else started this process as a rank.
 
-    Raises UserError if the variables are incomplete, or those of a launcher that does not set torch's.
+    Raises UserError if the variables are incomplete, or those of a launcher that does not set
+    torch's.
     """
     described = {**environ, **slurm_environment(environ)}
     missing = [name for name in WORLD if not described.get(name)]
@@ -33,58 +34,73 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
         require_alone(described)
         return False
     there = [f"{name}={described[name]}" for name in WORLD if name not in missing]
-    raise UserError(f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun does, or none")
+    raise UserError(
+        f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun "
+        "does, or none"
+    )
 
 
 def require_alone(environ: Mapping[str, str]) -> None:
-    """Raise UserError if a launcher started several processes but did not tell them torch's variables."""
+    """Raise UserError if a launcher started several processes but did not tell them torch's
+    variables."""
     for name in OTHERS:
         if environ.get(name, "1") not in ("", "0", "1"):
             raise UserError(
-                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these processes would train alone; "
+                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these "
+                "processes would train alone; "
                 "start them by torchrun, or set these variables, and LOCAL_RANK, for each"
             )
 
 
 def require_sound(environ: Mapping[str, str]) -> None:
-    """Raise UserError if a described world has numbers that cannot be, or that contradict Slurm's."""
+    """Raise UserError if a described world has numbers that cannot be, or that contradict
+    Slurm's."""
     if not all(environ.get(name) for name in WORLD):
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     n = {name: _number(name, environ) for name in names if environ.get(name)}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in n and size in n and n[rank] >= n[size]:
-            raise UserError(f"{rank}={n[rank]} but {size}={n[size]}: ranks are numbered from 0 to {size} - 1")
+            raise UserError(
+                f"{rank}={n[rank]} but {size}={n[size]}: ranks are numbered from 0 to {size} - 1"
+            )
     if not 0 < n["MASTER_PORT"] <= HIGHEST_PORT:
         raise UserError(f"MASTER_PORT={n['MASTER_PORT']}: give a port from 1 to {HIGHEST_PORT}")
-    tasks, task = environ.get("SLURM_STEP_NUM_TASKS", "1"), environ.get("SLURM_PROCID", environ["RANK"])
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    task = environ.get("SLURM_PROCID", environ["RANK"])
     each_is_a_rank = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ["WORLD_SIZE"]
     if each_is_a_rank and task != environ["RANK"]:
         raise UserError(
-            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: RANK was set before srun, so "
+            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: "
+            "RANK was set before srun, so "
             "all tasks would be the same rank; leave RANK and WORLD_SIZE to the step"
         )
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for a task of a Slurm step of several tasks, otherwise none; for os.environ.update().
+    """Return torch's variables for a task of a Slurm step of several tasks, otherwise none; for
+    os.environ.update().
 
-    MASTER_ADDR and MASTER_PORT are kept if set; otherwise they are the step's first node and a port computed from the
-    job id. Raises UserError for a variable of Slurm's that is missing or malformed, and for a WORLD_SIZE that is not
-    the step's.
+    MASTER_ADDR and MASTER_PORT are kept if set; otherwise they are the step's first node and a port
+    computed from the job id. Raises UserError for a variable of Slurm's that is missing or
+    malformed, and for a WORLD_SIZE that is not the step's.
     """
     if environ.get("RANK") or _number("SLURM_STEP_NUM_TASKS", environ, "1") < 2:
         return {}
-    address, tasks = environ.get("MASTER_ADDR"), environ["SLURM_STEP_NUM_TASKS"]
+    address = environ.get("MASTER_ADDR")
+    tasks = environ["SLURM_STEP_NUM_TASKS"]
     needed = [name for name in SLURMS if name != "SLURM_STEP_NODELIST" or not address]
     if missing := [name for name in needed if not environ.get(name)]:
         raise UserError(
-            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them for each task of a step; "
-            "set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its place, or start by torchrun"
+            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them "
+            "for each task of a step; "
+            "set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its place, or "
+            "start by torchrun"
         )
     if environ.get("WORLD_SIZE", tasks) not in ("", tasks):
         raise UserError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={tasks}: the step's tasks are the ranks; "
+            f"WORLD_SIZE={environ['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={tasks}: the step's "
+            "tasks are the ranks; "
             "leave WORLD_SIZE out, or set RANK too"
         )
     local = _tasks_of_node(environ)
@@ -93,15 +109,18 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": str(_number("SLURM_LOCALID", environ)),
         "MASTER_ADDR": address or _first_node(environ["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _number("SLURM_JOB_ID", environ) % 10000),
+        "MASTER_PORT": environ.get("MASTER_PORT")
+        or str(20000 + _number("SLURM_JOB_ID", environ) % 10000),
         **({"LOCAL_WORLD_SIZE": local} if local else {}),
     }
 
 
 def lone_task(environ: Mapping[str, str]) -> str:
-    """Return a line about this task of a Slurm step, for the case that no other task is there; "" if it is none.
+    """Return a line about this task of a Slurm step, for the case that no other task is there; ""
+    if it is none.
 
-    In a shell on a node the variables describe the step of the shell: its tasks are not ranks of our command.
+    In a shell on a node the variables describe the step of the shell: its tasks are not ranks of
+    our command.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     is_task = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ.get("WORLD_SIZE")
@@ -109,39 +128,55 @@ def lone_task(environ: Mapping[str, str]) -> str:
         return ""
     variables = " ".join(name for name in OTHERS if environ.get(name, "1") not in ("", "0", "1"))
     return (
-        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is there: start the command "
+        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is "
+        "there: start the command "
         f"with srun, or unset {variables} to run without the others"
     )
 
 
 def is_interactive(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Return True if this process surely runs in a shell that Slurm has opened. terminal: it reads from a terminal."""
-    return terminal or bool(environ.get("SLURM_PTY_PORT")) or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
+    """Return True if this process surely runs in a shell that Slurm has opened. terminal: it reads
+    from a terminal."""
+    return (
+        terminal
+        or bool(environ.get("SLURM_PTY_PORT"))
+        or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
+    )
 
 
 def _first_node(nodes: str) -> str:
     """Return the first of Slurm's list: "rack0n05" of "rack[0-1]n[05-09,12],login"."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", nodes)
     if first is None:
-        raise UserError(f"SLURM_STEP_NODELIST={nodes!r} is no list of nodes: set MASTER_ADDR to the first one")
+        raise UserError(
+            f"SLURM_STEP_NODELIST={nodes!r} is no list of nodes: set MASTER_ADDR to the first one"
+        )
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> str:
-    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it. "2(x3),1" are four
-    nodes.
+    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it.
+    "2(x3),1" are four nodes.
     """
-    stated, nodes = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), list[str]()
+    stated = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    nodes = list[str]()
     if not re.fullmatch(r"(\d+(\(x\d+\))?(,|$))*", stated):
-        raise UserError(f'SLURM_STEP_TASKS_PER_NODE={stated!r} is not of the form "2(x3),1": leave it to srun')
+        raise UserError(
+            f'SLURM_STEP_TASKS_PER_NODE={stated!r} is not of the form "2(x3),1": leave it to srun'
+        )
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):
         nodes += [tasks] * int(times or 1)
     node = _number("SLURM_NODEID", environ, "0")
-    return nodes[node] if node < len(nodes) else environ.get("SLURM_NTASKS_PER_NODE", "")
+    if node < len(nodes):
+        return nodes[node]
+    return environ.get("SLURM_NTASKS_PER_NODE", "")
 
 
 def _number(name: str, environ: Mapping[str, str], default: str = "") -> int:
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):
-        raise UserError(f"{name}={text!r} is no number of a launcher's: give a whole number without a leading zero")
+        raise UserError(
+            f"{name}={text!r} is no number of a launcher's: give a whole number without a "
+            "leading zero"
+        )
     return int(text)

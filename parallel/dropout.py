@@ -1,8 +1,9 @@
 """Dropout that drops the same elements in every layout.
 
-An element is kept or dropped by a function of the seed, the step, the layer's name and the element's logical
-coordinates: the sample within the global batch, the position, and the feature or head. The result therefore does not
-depend on tp, pp, dp, the micro-batch size or recomputation.
+An element is kept or dropped by a function of the seed, the step, the layer's name and the
+element's logical
+coordinates: the sample within the global batch, the position, and the feature or head. The result
+therefore does not depend on tp, pp, dp, the micro-batch size or recomputation.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ class MicrobatchInfo:
 
     step: number of the training step.
     samples: int64 [b], the number of each sample within the global batch.
-    weight: scalar factor for a loss per sample: the loss scale divided by the number of samples of the global batch.
-        Required by layers that have a loss of their own, such as routers.
+    weight: scalar factor for a loss per sample: the loss scale divided by the number of samples of
+        the global batch. Required by layers that have a loss of their own, such as routers.
     """
 
     step: int
@@ -33,7 +34,9 @@ class MicrobatchInfo:
     weight: Tensor | None = None
 
 
-def dropout(x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None) -> Tensor:
+def dropout(
+    x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None
+) -> Tensor:
     """Apply dropout to activations x [s, b, hidden].
 
     Under sequence and context parallelism x is this rank's part of the sequence.
@@ -43,7 +46,12 @@ def dropout(x: Tensor, probability: float, context: Context, name: str, place: M
         return x
     positions = positions_between(context, x.shape[0], x.device)
     return _drop(
-        x, probability, context, name, place, (positions, place.samples, torch.arange(x.shape[2], device=x.device))
+        x,
+        probability,
+        context,
+        name,
+        place,
+        (positions, place.samples, torch.arange(x.shape[2], device=x.device)),
     )
 
 
@@ -71,17 +79,24 @@ def attention_dropout(
 def drop(x: Tensor, probability: float, secret: int, ranges: Sequence[range]) -> Tensor:
     """Apply dropout to `x` of any shape.
 
-    secret: the key of the random numbers. ranges: the coordinates of the elements along each dimension in the whole
-    tensor, of which `x` may be a slice.
+    secret: the key of the random numbers. ranges: the coordinates of the elements along each
+    dimension in the whole tensor, of which `x` may be a slice.
     """
     coordinates = [torch.arange(some.start, some.stop, device=x.device) for some in ranges]
     return _Dropout.apply(x, probability, secret, PLAIN, *coordinates)
 
 
 def _drop(
-    x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo, coordinates: tuple[Tensor, ...]
+    x: Tensor,
+    probability: float,
+    context: Context,
+    name: str,
+    place: MicrobatchInfo,
+    coordinates: tuple[Tensor, ...],
 ) -> Tensor:
-    return _Dropout.apply(x, probability, key(context.seed, place.step, name), context.leaves, *coordinates)
+    return _Dropout.apply(
+        x, probability, key(context.seed, place.step, name), context.leaves, *coordinates
+    )
 
 
 class _Dropout(torch.autograd.Function):
@@ -91,23 +106,33 @@ class _Dropout(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probability: float, secret: int, leaves: Leaves, *coordinates: Tensor) -> Tensor:
-        number = torch.full((), secret, dtype=torch.int64, device=x.device)  # a tensor, as it differs between calls
+    def forward(
+        ctx: Any, x: Tensor, probability: float, secret: int, leaves: Leaves, *coordinates: Tensor
+    ) -> Tensor:
+        # a tensor, as it differs between calls
+        number = torch.full((), secret, dtype=torch.int64, device=x.device)
         y, kept = leaves(_dropout, x, probability, number, *coordinates)
         ctx.save_for_backward(kept)
-        ctx.probability, ctx.leaves = probability, leaves
+        ctx.probability = probability
+        ctx.leaves = leaves
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
-        return ctx.leaves(_dropout_gradient, grad, kept, ctx.probability), *[None] * (len(ctx.needs_input_grad) - 1)
+        return ctx.leaves(_dropout_gradient, grad, kept, ctx.probability), *[None] * (
+            len(ctx.needs_input_grad) - 1
+        )
 
 
-def _dropout(x: Tensor, probability: float, secret: Tensor, *coordinates: Tensor) -> tuple[Tensor, Tensor]:
+def _dropout(
+    x: Tensor, probability: float, secret: Tensor, *coordinates: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return x after dropout, and True where an element is kept."""
     index = torch.zeros((), dtype=torch.int64, device=x.device)
-    for coordinate in coordinates:  # one dimension at a time: the result does not depend on the sizes of the others
+    for coordinate in (
+        coordinates
+    ):  # one dimension at a time: the result does not depend on the sizes of the others
         index = bits(secret, index).unsqueeze(-1) + coordinate
     kept = keep(secret, index, 1 - probability)
     return _dropout_gradient(x, kept, probability), kept

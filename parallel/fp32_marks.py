@@ -1,10 +1,11 @@
-"""Model parts marked FP32 (`megaprec.precision.marks`) in a model that is built from the parallel layers.
+"""Model parts marked FP32 (`megaprec.precision.marks`) in a model that is built from the parallel
+layers.
 
-A layer fixes its dtypes when it is built: it holds a Context or a provider of its products. In a marked part both are
-replaced by FP32 ones. No value between the layers of the part is rounded, and none of its products is in FP8. Inputs of
-the part are cast to FP32. Its outputs are cast back to the dtype of the input, of the products or of the residual
-stream. The optimizer holds the part's weights, gradients and master weights in FP32 on every rank; it finds them by
-their names.
+A layer fixes its dtypes when it is built: it holds a Context or a provider of its products. In a
+marked part both are replaced by FP32 ones. No value between the layers of the part is rounded, and
+none of its products is in FP8. Inputs of the part are cast to FP32. Its outputs are cast back to
+the dtype of the input, of the products or of the residual stream. The optimizer holds the part's
+weights, gradients and master weights in FP32 on every rank; it finds them by their names.
 """
 
 from torch import nn
@@ -28,14 +29,18 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
     for path, module in model.named_modules():
         if isinstance(module, NaiveAMPModel | PlannedModel):
             raise UserError(
-                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights before master weights "
-                "are made: leave it out, [precision] casts the model; set_fp32_attr_to_module works without it"
+                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights "
+                "before master weights "
+                "are made: leave it out, [precision] casts the model; "
+                "set_fp32_attr_to_module works without it"
             )
     for _, part in marked_parts(model):
         for module in part.modules():
             _widen(module, plan)
         made = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
-        compute_in_fp32(part, lambda given, made=made: made or given or plan.residual, plan.sensitive)
+        compute_in_fp32(
+            part, lambda given, made=made: made or given or plan.residual, plan.sensitive
+        )
 
 
 def _widen(module: nn.Module, plan: PrecisionPlan) -> None:

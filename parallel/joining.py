@@ -1,8 +1,8 @@
 """Joining the world: all ranks connect to one store, and rank 0 waits until the last one has.
 
-torch's own rendezvous waits without a word, and at the end does not say for whom. Here each rank writes the name of its
-host into the store. While rank 0 waits it says for which ranks, and a rank that cannot reach the store says where it
-looks for it. All give up after the same time.
+torch's own rendezvous waits without a word, and at the end does not say for whom. Here each rank
+writes the name of its host into the store. While rank 0 waits it says for which ranks, and a rank
+that cannot reach the store says where it looks for it. All give up after the same time.
 """
 
 import json
@@ -41,23 +41,30 @@ OUTCOME = "why not all ranks have joined"  # key of the store; empty if they hav
 def join(
     environment: Mapping[str, str] = os.environ, seconds: float = 0.0, over_gloo: bool = False
 ) -> tuple[dist.Store, int, int]:
-    """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment` names are there.
+    """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment`
+    names are there.
 
-    Without torchrun's variables the world is this process alone. Raises UserError on every rank that is there if others
-    have not joined within `seconds` (0: JOIN), and for variables that describe no world. over_gloo: they will meet over
-    gloo, so UserError is also raised if a rank would name the others an address that only its own machine reaches.
+    Without torchrun's variables the world is this process alone. Raises UserError on every rank
+    that is there if others have not joined within `seconds` (0: JOIN), and for variables that
+    describe no world. over_gloo: they will meet over gloo, so UserError is also raised if a rank
+    would name the others an address that only its own machine reaches.
     """
     seconds = seconds or JOIN
     if not joined_world(environment):
         return dist.HashStore(), 0, 1
     require_sound(environment)
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank = int(environment["RANK"])
+    size = int(environment["WORLD_SIZE"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connected(rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts, seconds)
+    store = _connected(
+        rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts, seconds
+    )
     store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
         alone = lone_task(environment)
-        problem = _missing(store, size, seconds, alone, is_interactive(environment, _reads_a_terminal()))
+        problem = _missing(
+            store, size, seconds, alone, is_interactive(environment, _reads_a_terminal())
+        )
         if over_gloo and not problem:
             problem = _unreachable([_seat(store, number) for number in range(size)])
         store.set(OUTCOME, problem)
@@ -71,19 +78,26 @@ def join(
     return store, rank, size
 
 
-def _connected(rank: int, size: int, address: str, port: int, hosts: bool, seconds: float) -> dist.Store:
+def _connected(
+    rank: int, size: int, address: str, port: int, hosts: bool, seconds: float
+) -> dist.Store:
     """Return the store. hosts: this rank has it; otherwise rank 0 or torchrun's agent."""
     limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
     try:
         with _telling(f"{here} waits for the ranks' store at {address}:{port}"):
-            return dist.TCPStore(address, port, size, hosts, limit, wait_for_workers=False, multi_tenant=True)
+            return dist.TCPStore(
+                address, port, size, hosts, limit, wait_for_workers=False, multi_tenant=True
+            )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         if hosts:
-            raise UserError(f"{here} cannot open port {port} for the ranks' store: {reason}") from error
+            raise UserError(
+                f"{here} cannot open port {port} for the ranks' store: {reason}"
+            ) from error
         raise UserError(
-            f"{here} has had no answer from {address}:{port} for {seconds:.0f} s: the first machine must run there, "
+            f"{here} has had no answer from {address}:{port} for {seconds:.0f} s: the first "
+            "machine must run there, "
             f"and let others reach that port ({reason})"
         ) from error
 
@@ -107,7 +121,8 @@ class Seat:
 
 
 def _network(host: str) -> str:
-    """Return a name for this machine and its network namespace; the host's name where the system tells no more."""
+    """Return a name for this machine and its network namespace; the host's name where the system
+    tells no more."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -116,7 +131,8 @@ def _network(host: str) -> str:
 
 
 def _address_of(host: str) -> str:
-    """Return the address that torch gives gloo without GLOO_SOCKET_IFNAME: the first of the host's name that is usable.
+    """Return the address that torch gives gloo without GLOO_SOCKET_IFNAME: the first of the host's
+    name that is usable.
 
     It is a loopback address if there is none.
     """
@@ -135,12 +151,16 @@ def _unreachable(seats: Sequence[Seat]) -> str:
     """Return why ranks on several machines would not reach each other, "" if they may."""
     if len({seat.network for seat in seats}) == 1:
         return ""
-    lost = next((seat for seat in seats if seat.address and ip_address(seat.address).is_loopback), None)
+    lost = next(
+        (seat for seat in seats if seat.address and ip_address(seat.address).is_loopback), None
+    )
     if lost is None:
         return ""
     return (
-        f"{lost.host} is {lost.address} to itself (/etc/hosts), which no other machine reaches: set {INTERFACE} "
-        "on each machine to the network interface that joins them (ip -brief address lists them), such as eth0"
+        f"{lost.host} is {lost.address} to itself (/etc/hosts), which no other machine "
+        f"reaches: set {INTERFACE} "
+        "on each machine to the network interface that joins them (ip -brief address lists "
+        "them), such as eth0"
     )
 
 
@@ -148,12 +168,17 @@ def _reads_a_terminal() -> bool:
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
-def _missing(store: dist.Store, size: int, seconds: float, alone: str = "", ends: bool = False) -> str:
+def _missing(
+    store: dist.Store, size: int, seconds: float, alone: str = "", ends: bool = False
+) -> str:
     """Wait for all ranks. Return the reason why some are missing, "" if none is.
 
-    alone: a line for the case that no other rank is there after ALONE seconds. ends: it is then the reason.
+    alone: a line for the case that no other rank is there after ALONE seconds. ends: it is then the
+        reason.
     """
-    start, news, missing = time.monotonic(), NEWS, list(range(size))
+    start = time.monotonic()
+    news = NEWS
+    missing = list(range(size))
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         waited = time.monotonic() - start
         if alone and waited > ALONE and len(missing) == size - 1:
@@ -164,10 +189,15 @@ def _missing(store: dist.Store, size: int, seconds: float, alone: str = "", ends
         if waited > seconds:
             there = sorted({_seat(store, rank).host for rank in range(size) if rank not in missing})
             return (
-                f"{_named(missing, size)} not joined within {seconds:.0f} s; there are the ranks of {', '.join(there)}"
+                f"{_named(missing, size)} not joined within {seconds:.0f} s; there are the ranks "
+                f"of {', '.join(there)}"
             )
         if waited > news:
-            print(f"{_named(missing, size)} not joined for {waited:.0f} s so far", file=sys.stderr, flush=True)
+            print(
+                f"{_named(missing, size)} not joined for {waited:.0f} s so far",
+                file=sys.stderr,
+                flush=True,
+            )
             news += NEWS
         time.sleep(min(1.0, 0.01 + waited / 20))
     return ""
@@ -175,7 +205,10 @@ def _missing(store: dist.Store, size: int, seconds: float, alone: str = "", ends
 
 def _named(missing: list[int], size: int) -> str:
     some = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
-    return f"rank{'s' if len(missing) > 1 else ''} {some} of {size} {'have' if len(missing) > 1 else 'has'}"
+    return (
+        f"rank{'s' if len(missing) > 1 else ''} {some} of {size} "
+        f"{'have' if len(missing) > 1 else 'has'}"
+    )
 
 
 def _seat(store: dist.Store, rank: int) -> Seat:
@@ -189,7 +222,8 @@ def _key(rank: int) -> str:
 @contextmanager
 def _telling(what: str) -> Iterator[None]:
     """Within the context, print `what` and the seconds every NEWS seconds."""
-    over, start = Event(), time.monotonic()
+    over = Event()
+    start = time.monotonic()
 
     def tell() -> None:
         while not over.wait(NEWS):

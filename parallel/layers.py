@@ -1,10 +1,11 @@
 """Layers whose weights are sharded over tp.
 
-A pair of layers needs one all-reduce. The column-parallel layer shards its output features, so each rank goes on with
-its own. The row-parallel layer shards its input features to match and sums the products of all ranks. Between pairs the
-activation is replicated on every rank, or, under sequence parallelism, sharded along the sequence. The all-reduce then
-becomes a reduce-scatter, the next pair begins with an all-gather, and everything between the pairs (norms, dropout,
-residual additions) is computed and stored once instead of tp times.
+A pair of layers needs one all-reduce. The column-parallel layer shards its output features, so each
+rank goes on with its own. The row-parallel layer shards its input features to match and sums the
+products of all ranks. Between pairs the activation is replicated on every rank, or, under sequence
+parallelism, sharded along the sequence. The all-reduce then becomes a reduce-scatter, the next pair
+begins with an all-gather, and everything between the pairs (norms, dropout, residual additions) is
+computed and stored once instead of tp times.
 
 Activations are [sequence, batch, features], so that a shard of the sequence is contiguous.
 """
@@ -29,10 +30,11 @@ from parallel.linear import Add, Input, Linear
 
 @dataclass(frozen=True)
 class Rows:
-    """One of the logical matrices stacked in a column-parallel weight: its name and its number of output rows.
+    """One of the logical matrices stacked in a column-parallel weight: its name and its number of
+    output rows.
 
-    shards: the number of slices over tp, if it is smaller than the number of ranks (key/value heads); None: one slice
-        per rank.
+    shards: the number of slices over tp, if it is smaller than the number of ranks (key/value
+        heads); None: one slice per rank.
     """
 
     name: str
@@ -43,12 +45,14 @@ class Rows:
 class ColumnParallelLinear(nn.Module):
     """y = x @ W.T + b with the output features sharded over tp.
 
-    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns [s, b, own features], or with
-    `gather_output` [s, b, output features].
-    output: the number of output features of the logical tensor `name`.weight, or several such tensors.
-    lies: the layout of x; None: as above. With Input.OWN, x is whole and there is no collective: the gradient of x is
-        the addend of this rank, which the caller sums over tp.
-    Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence parallelism.
+    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns [s, b, own
+    features], or with `gather_output` [s, b, output features].
+    output: the number of output features of the logical tensor `name`.weight, or several such
+        tensors.
+    lies: the layout of x; None: as above. With Input.OWN, x is whole and there is no collective:
+        the gradient of x is the addend of this rank, which the caller sums over tp.
+    Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence
+    parallelism.
     """
 
     def __init__(
@@ -66,13 +70,15 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         if gather_output and context.cut_sequence:
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
-        self.context, self.gather_output = context, gather_output
+        self.context = context
+        self.gather_output = gather_output
         self.lies = lies or (Input.SEQUENCE if context.cut_sequence else Input.COPIED)
         stack = [Rows(name, output)] if isinstance(output, int) else list(output)
         for rows in stack:
             if rows.rows % (rows.shards or context.tp.size):
                 raise ValueError(
-                    f"{rows.name}: {rows.rows} output features do not divide by tensor = {context.tp.size}"
+                    f"{rows.name}: {rows.rows} output features do not divide by tensor = "
+                    f"{context.tp.size}"
                 )
         tp = context.tp
         parts = [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack]
@@ -81,21 +87,34 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None
         if bias:
             self.bias = parameter(
-                context, [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack], 0.0, True
+                context,
+                [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack],
+                0.0,
+                True,
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Linear.apply(x, self.weight, self.bias, self.lies, self.context.tp, self.context.deferred, self.products)
-        return collectives.join(y, self.context.tp, y.dim() - 1) if self.gather_output else y
+        y = Linear.apply(
+            x,
+            self.weight,
+            self.bias,
+            self.lies,
+            self.context.tp,
+            self.context.deferred,
+            self.products,
+        )
+        if self.gather_output:
+            return collectives.join(y, self.context.tp, y.dim() - 1)
+        return y
 
 
 class RowParallelLinear(nn.Module):
     """y = x @ W.T + b with the input features sharded over tp.
 
-    The products are summed over tp before the bias is added. x: [s, b, own features], or without `input_is_parallel`
-    [s, b, input_size]. Returns [s, b, output_size], or [s / tp, b, output_size] under sequence parallelism.
-    Raises ValueError if input features do not divide by tp, and for an input that is not parallel under sequence
-    parallelism.
+    The products are summed over tp before the bias is added. x: [s, b, own features], or without
+    `input_is_parallel` [s, b, input_size]. Returns [s, b, output_size], or [s / tp, b, output_size]
+    under sequence parallelism. Raises ValueError if input features do not divide by tp, and for an
+    input that is not parallel under sequence parallelism.
     """
 
     def __init__(
@@ -111,10 +130,13 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         if input_size % context.tp.size:
-            raise ValueError(f"{name}: {input_size} input features do not divide by tensor = {context.tp.size}")
+            raise ValueError(
+                f"{name}: {input_size} input features do not divide by tensor = {context.tp.size}"
+            )
         if context.cut_sequence and not input_is_parallel:
             raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
-        self.context, self.input_is_parallel = context, input_is_parallel
+        self.context = context
+        self.input_is_parallel = input_is_parallel
         parts = [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)]
         self.weight = parameter(context, parts, std)
         self.products = context.products(self.weight)
@@ -135,29 +157,41 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """An embedding table [vocab, hidden] whose rows are sharded over tp.
 
-    Each rank looks up the ids that it holds, and the results are summed over tp. The table is padded to a multiple of
-    tp rows; padding rows are zero and are never looked up. An id outside the vocabulary puts NaN into its row, on every
-    device and without a synchronization, so that no step is applied with it.
+    Each rank looks up the ids that it holds, and the results are summed over tp. The table is
+    padded to a multiple of tp rows; padding rows are zero and are never looked up. An id outside
+    the vocabulary puts NaN into its row, on every device and without a synchronization, so that no
+    step is applied with it.
 
-    ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism.
+    ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b,
+    hidden] under sequence parallelism.
     """
 
     def __init__(
-        self, context: Context, vocab: int, hidden: int, *, name: str, tied: tuple[int, ...] = (), std: float = 0.02
+        self,
+        context: Context,
+        vocab: int,
+        hidden: int,
+        *,
+        name: str,
+        tied: tuple[int, ...] = (),
+        std: float = 0.02,
     ) -> None:
         super().__init__()
         self.context = context
-        self.weight = parameter(context, [Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)], std, tied=tied)
+        self.weight = parameter(
+            context, [Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)], std, tied=tied
+        )
         self.part = layout_of(self.weight).parts[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int32, torch.int64):
             raise UserError(
-                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by ids.long(), because torch reads "
+                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by "
+                "ids.long(), because torch reads "
                 "bytes and truth values as a mask of rows"
             )
-        tp, dtype = self.context.tp, self.context.plan.residual
+        tp = self.context.tp
+        dtype = self.context.plan.residual
         inside = ids.clamp(0, self.part.shape[0] - 1)
         nowhere = inside != ids
         if tp.size == 1:
@@ -165,11 +199,14 @@ class VocabParallelEmbedding(nn.Module):
         local = inside - self.part.start
         foreign = (local < 0) | (local >= self.part.local[0])
         x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, dtype, nowhere)
-        return collectives.scatter(x, tp) if self.context.cut_sequence else collectives.reduce(x, tp)
+        if self.context.cut_sequence:
+            return collectives.scatter(x, tp)
+        return collectives.reduce(x, tp)
 
 
 class Lookup(torch.autograd.Function):
-    """weight[ids] in `dtype`, zero where `foreign` is True, and with a NaN in each row where `nowhere` is True.
+    """weight[ids] in `dtype`, zero where `foreign` is True, and with a NaN in each row where
+    `nowhere` is True.
 
     foreign: ids that another tp rank holds. nowhere: ids outside the vocabulary.
     The backward pass sums the rows of the gradient in the dtype of the main gradient.
@@ -190,7 +227,8 @@ class Lookup(torch.autograd.Function):
         if foreign is not None:
             rows.masked_fill_(foreign.unsqueeze(-1), 0)
         if nowhere is not None:
-            rows[..., 0].masked_fill_(nowhere, math.nan)  # one is enough: the first norm or product spreads it
+            # one is enough: the first norm or product spreads it
+            rows[..., 0].masked_fill_(nowhere, math.nan)
         return rows
 
     @staticmethod
@@ -202,7 +240,9 @@ class Lookup(torch.autograd.Function):
         total = cleared(ctx.weight) if goes is Destination.MAIN else torch.zeros_like(ctx.weight)
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
-        total.index_put_((ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True)
+        total.index_put_(
+            (ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True
+        )
         return None, None if goes is Destination.MAIN else total, None, None, None
 
 
@@ -217,10 +257,12 @@ def parameter(
 ) -> nn.Parameter:
     """Return a parameter made of `parts`, in the dtype of its master weights: mean + std * normal.
 
-    The random numbers are keyed by logical name and coordinates, so they are the same in every layout. The parameter
-    lies on the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
+    The random numbers are keyed by logical name and coordinates, so they are the same in every
+    layout. The parameter lies on the CPU until an optimizer's buffer or `module.to` moves it.
+    Padding is zero.
     """
-    held, masters = context.plan.param_dtype(parts[0].name), context.plan.masters
+    held = context.plan.param_dtype(parts[0].name)
+    masters = context.plan.masters
     dtype = masters if masters.itemsize > held.itemsize else held
     slices = []
     for part in parts:

@@ -1,12 +1,15 @@
-"""Leaves: functions of tensors without products, messages or state, which torch may compile into one pass over memory.
+"""Leaves: functions of tensors without products, messages or state, which torch may compile into
+one pass over memory.
 
-A norm, a rotation, a gate, dropout or a loss is a row of operators, each of which reads and writes memory. torch's
-compiler makes one loop of it, in C++ for a CPU and in Triton for a GPU. Autograd functions call their leaves through
-`Leaves`, which knows the compiled form of each call: one for each leaf, forms of its tensors and values of its other
-arguments. A call without a compiled form runs operator by operator, so nothing is ever compiled during a step.
-Regions (`parallel.regions`) are called through it too.
+A norm, a rotation, a gate, dropout or a loss is a row of operators, each of which reads and writes
+memory. torch's compiler makes one loop of it, in C++ for a CPU and in Triton for a GPU. Autograd
+functions call their leaves through `Leaves`, which knows the compiled form of each call: one for
+each leaf, forms of its tensors and values of its other arguments. A call without a compiled form
+runs operator by operator, so nothing is ever compiled during a step. Regions (`parallel.regions`)
+are called through it too.
 
-Compiled code rounds differently, because numbers between operators stay unrounded. Autograd keeps the same tensors.
+Compiled code rounds differently, because numbers between operators stay unrounded. Autograd keeps
+the same tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +30,8 @@ class Form:
     device: str
 
     def made(self) -> Tensor:
-        """Return a tensor of this form: normal numbers; zeros, which are valid indices, if it has integers."""
+        """Return a tensor of this form: normal numbers; zeros, which are valid indices, if it has
+        integers."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         if self.dtype == torch.bool:
             return empty.fill_(True)
@@ -76,7 +80,8 @@ def _form(x: Tensor) -> Form:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The form in which leaves are called: compiled where the call has a compiled form, otherwise as they are.
+    """The form in which leaves are called: compiled where the call has a compiled form, otherwise
+    as they are.
 
     names: the names of all ranks' compiled leaves, in one text.
     noted: if given, every call is noted in it.
@@ -88,8 +93,11 @@ class Leaves:
     noted: dict[Call, None] | None = None
     by_region: bool = False
 
-    def __call__(self, leaf: Callable[..., Any], *arguments: Any, otherwise: Callable[..., Any] | None = None) -> Any:
-        """Return the leaf's result. otherwise: a function that computes the same and is better if it is not compiled.
+    def __call__(
+        self, leaf: Callable[..., Any], *arguments: Any, otherwise: Callable[..., Any] | None = None
+    ) -> Any:
+        """Return the leaf's result. otherwise: a function that computes the same and is better if
+        it is not compiled.
 
         Called without autograd's history, as in an autograd function.
         """
@@ -98,7 +106,9 @@ class Leaves:
             if self.noted is not None:
                 self.noted[call] = None
             if call in self.compiled:
-                return self.compiled[call](*(a.detach() for a in arguments if isinstance(a, Tensor)))
+                return self.compiled[call](
+                    *(a.detach() for a in arguments if isinstance(a, Tensor))
+                )
         return (otherwise or leaf)(*arguments)
 
     def through(self, region: Callable[..., Any], *arguments: Any) -> Any:

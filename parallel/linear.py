@@ -1,9 +1,10 @@
 """The linear product y = x @ W.T as one differentiable function with overlapped collectives.
 
-The weight gradient is added to `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is computed;
-autograd never holds a weight gradient. The all-reduce of the input gradient runs while the weight gradient is computed.
-An input that is sharded along the sequence is all-gathered while the input gradient is computed. No other stage waits
-for the weight gradient, so a pipeline schedule may defer it (`weight_grad_queue.py`).
+The weight gradient is added to `weight.main_grad`, the FP32 view of the gradient buffer, as soon as
+it is computed; autograd never holds a weight gradient. The all-reduce of the input gradient runs
+while the weight gradient is computed. An input that is sharded along the sequence is all-gathered
+while the input gradient is computed. No other stage waits for the weight gradient, so a pipeline
+schedule may defer it (`weight_grad_queue.py`).
 """
 
 from collections.abc import Callable
@@ -39,12 +40,14 @@ class Input(Enum):
 
 
 class Linear(torch.autograd.Function):
-    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE.
+    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s
+    for SEQUENCE.
 
-    deferred: the queue for the gradient of a weight that has a main gradient; bias gradients are never deferred.
-    products: the matrix products of this layer; None: products in the dtype of x.
-    The backward pass keeps what the products need of x. Under SEQUENCE it keeps this rank's shard of x and all-gathers
-    it again.
+    deferred: the queue for the gradient of a weight that has a main gradient; bias gradients are
+        never deferred.
+    products: the matrix products of this layer; None: products in the dtype of x. The backward pass
+    keeps what the products need of x. Under SEQUENCE it keeps this rank's shard of x and
+    all-gathers it again.
     """
 
     @staticmethod
@@ -60,38 +63,53 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             raise UserError(
-                "torch.autocast is on, but parallel layers compute in the dtypes of their plan, such as "
-                'megaprec.plan("bf16"): leave autocast out, or switch it off around them (enabled=False)'
+                "torch.autocast is on, but parallel layers compute in the dtypes of their "
+                "plan, such as "
+                'megaprec.plan("bf16"): leave autocast out, or switch it off around them '
+                "(enabled=False)"
             )
-        ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
-        ctx.deferred, ctx.dtype = deferred or WeightGradQueue(), x.dtype
+        ctx.lies = lies
+        ctx.tp = tp
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.deferred = deferred or WeightGradQueue()
+        ctx.dtype = x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
         will_read_again(ctx, weight)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
         y, kept = ctx.products.forward(_rows(whole), weight)
         ctx.save_for_backward(*((x,) if lies is Input.SEQUENCE else kept))
-        # A view that is made here could not be modified in place by code after the layer, as by nn.ReLU(inplace=True).
+        # A view that is made here could not be modified in place by code after the layer, as by
+        # nn.ReLU(inplace=True).
         y = torch.ops.aten._unsafe_view(y, [*whole.shape[:-1], weight.shape[0]])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         require_as_read(ctx)
-        weight, products = ctx.weight, ctx.products
+        weight = ctx.weight
+        products = ctx.products
         goes = destination(ctx, 1, weight) if ctx.needs_input_grad[1] else Destination.NOWHERE
-        # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's input.
+        # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's
+        # input.
         saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         kept = _start_keeping(ctx, saved) if goes is not Destination.NOWHERE else lambda: saved
         rows = _rows(grad)
         for_input, for_weight = products.gradient(rows)
-        finish = _start_input_gradient(ctx, for_input, grad.shape) if ctx.needs_input_grad[0] else _none
+        if ctx.needs_input_grad[0]:
+            finish = _start_input_gradient(ctx, for_input, grad.shape)
+        else:
+            finish = _none
 
         grad_weight = None
         if goes is Destination.AUTOGRAD:  # which needs it now
             grad_weight = products.weight_gradient(for_weight, kept()).to(weight.dtype)
         elif goes is Destination.MAIN:
             ctx.deferred.run(lambda: add_weight_gradient(products, weight, for_weight, kept()))
-        grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows, destination(ctx, 2, ctx.bias))
+        if ctx.bias is None:
+            grad_bias = None
+        else:
+            grad_bias = add_gradient(ctx.bias, rows, destination(ctx, 2, ctx.bias))
         return finish(), grad_weight, grad_bias, None, None, None, None
 
 
@@ -106,12 +124,13 @@ def _none() -> None: ...
 def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
     """Start to all-gather the input for the weight gradient, if it is sharded along the sequence.
 
-    The returned function waits for the result. Deferred work gathers later, because the whole input would otherwise be
-    kept.
+    The returned function waits for the result. Deferred work gathers later, because the whole input
+    would otherwise be kept.
     """
     if ctx.lies is not Input.SEQUENCE:
         return lambda: saved
-    products, tp = ctx.products, ctx.tp
+    products = ctx.products
+    tp = ctx.tp
     wait = partial(tp.gather, saved[0]) if ctx.deferred.is_collecting else tp.start_gather(saved[0])
     return lambda: products.keep(_rows(wait()))
 
@@ -121,14 +140,18 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
 
     The returned function waits for the result.
     """
-    grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype).view(*shape[:-1], ctx.weight.shape[1])
+    grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype).view(
+        *shape[:-1], ctx.weight.shape[1]
+    )
     if ctx.lies is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
     wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none
     return lambda: (wait(), grad_x)[1]
 
 
-def add_weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor) -> None:
+def add_weight_gradient(
+    products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor
+) -> None:
     """Add the weight gradient to the main gradient."""
     main, first = begin_accumulation(weight)
     products.add_weight_gradient_(main, grad, x, first)
@@ -149,7 +172,8 @@ def add_gradient(vector: nn.Parameter, rows: Tensor, goes: Destination) -> Tenso
 
 
 def sum_dtype(vector: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are summed over tokens: the main gradient's if it is wider."""
+    """Return the dtype in which gradients of `dtype` are summed over tokens: the main gradient's if
+    it is wider."""
     main: Tensor | None = vector.main_grad if has_main_grad(vector) else None  # type: ignore[attr-defined]
     return dtype if main is None else torch.promote_types(dtype, main.dtype)
 
@@ -157,22 +181,31 @@ def sum_dtype(vector: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
 class Add(torch.autograd.Function):
     """x [s, b, n] + parameter [n], or x + rows of a table parameter, in the dtype of x.
 
-    rows: a slice of s rows, or int64 [s, b]. The backward pass sums over tokens in the dtype of the main gradient.
+    rows: a slice of s rows, or int64 [s, b]. The backward pass sums over tokens in the dtype of the
+        main gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | Tensor | None = None) -> Tensor:
-        ctx.parameter, ctx.rows = parameter, rows
+    def forward(
+        ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | Tensor | None = None
+    ) -> Tensor:
+        ctx.parameter = parameter
+        ctx.rows = rows
         if rows is None:
             return (x + parameter).to(x.dtype)
-        return (x + (parameter[rows] if isinstance(rows, Tensor) else parameter[rows].unsqueeze(1))).to(x.dtype)
+        return (
+            x + (parameter[rows] if isinstance(rows, Tensor) else parameter[rows].unsqueeze(1))
+        ).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         goes = destination(ctx, 1, ctx.parameter)
         if goes is Destination.NOWHERE:
             return grad, None, None
-        total = cleared(ctx.parameter) if goes is Destination.MAIN else torch.zeros_like(ctx.parameter)
+        if goes is Destination.MAIN:
+            total = cleared(ctx.parameter)
+        else:
+            total = torch.zeros_like(ctx.parameter)
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
         elif isinstance(ctx.rows, Tensor):
@@ -183,7 +216,8 @@ class Add(torch.autograd.Function):
 
 
 class Widen(torch.autograd.Function):
-    """A parameter cast to a wider dtype, whose gradient is added to the main gradient without being rounded first."""
+    """A parameter cast to a wider dtype, whose gradient is added to the main gradient without being
+    rounded first."""
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,14 @@
-"""Virtual ranks of one process run in lockstep: one at a time, in order, from collective to collective.
+"""Virtual ranks of one process run in lockstep: one at a time, in order, from collective to
+collective.
 
-Each virtual rank has a thread of its own, a lane, but no two lanes ever run at once, so a computation has all of the
-process's cores and its order never changes. A lane runs until it calls a collective of its axis. Then the next lane
-runs to the same collective, and when all have arrived, the calling thread carries it out for all of them. All
-communication between processes is therefore in the calling thread, which also raises the first exception of a lane.
+Each virtual rank has a thread of its own, a lane, but no two lanes ever run at once, so a
+computation has all of the process's cores and its order never changes. A lane runs until it calls a
+collective of its axis. Then the next lane runs to the same collective, and when all have arrived,
+the calling thread carries it out for all of them. All communication between processes is therefore
+in the calling thread, which also raises the first exception of a lane.
 
-A backward pass stays in the thread of its lane, on a GPU too: autograd's own thread of the GPU, which all lanes would
-share, could not wait in one lane for another.
+A backward pass stays in the thread of its lane, on a GPU too: autograd's own thread of the GPU,
+which all lanes would share, could not wait in one lane for another.
 """
 
 import threading
@@ -52,7 +54,8 @@ class _Done:
 
 @dataclass(frozen=True, eq=False)
 class _Lane:
-    """The two mailboxes of a lane: `told` has functions to run and answers, `says` has _Ask and _Done."""
+    """The two mailboxes of a lane: `told` has functions to run and answers, `says` has _Ask and
+    _Done."""
 
     told: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     says: SimpleQueue[_Ask | _Done] = field(default_factory=SimpleQueue)
@@ -78,14 +81,19 @@ class _Lane:
 
 
 class Lockstep:
-    """Runs functions of the virtual ranks of this process. axes: theirs, in order, to build their layers with."""
+    """Runs functions of the virtual ranks of this process. axes: theirs, in order, to build their
+    layers with."""
 
     def __init__(self, virtual: VirtualAxis) -> None:
         self.virtual = virtual
         self._lanes = [_Lane() for _ in virtual.ranks] if virtual.held > 1 else []
         self.axes = [
             LaneAxis(
-                virtual.real.name, rank, virtual.size, virtual=virtual, lane=self._lanes[n] if self._lanes else None
+                virtual.real.name,
+                rank,
+                virtual.size,
+                virtual=virtual,
+                lane=self._lanes[n] if self._lanes else None,
             )
             for n, rank in enumerate(virtual.ranks)
         ]
@@ -94,14 +102,17 @@ class Lockstep:
             weakref.finalize(self, lane.told.put, None)
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one function for each virtual rank of this process and return the results. Collective over `virtual`.
+        """Run one function for each virtual rank of this process and return the results. Collective
+        over `virtual`.
 
-        Gradients are enabled in the functions if they are in the caller. An exception in one of them is raised here,
-        with its traceback, when the other functions have been ended where they are.
+        Gradients are enabled in the functions if they are in the caller. An exception in one of
+        them is raised here, with its traceback, when the other functions have been ended where they
+        are.
         """
         if not self._lanes:
             return [function() for function in functions]
-        waiting, said = dict[int, _Lane](), dict[int, _Ask | _Done]()
+        waiting = dict[int, _Lane]()
+        said = dict[int, _Ask | _Done]()
         answers: Sequence[Any] = [_settled(function) for function in functions]
         try:
             while True:
@@ -124,12 +135,16 @@ class Lockstep:
         kinds = {one.collective for one in asked}
         if len(asked) != len(self._lanes) or len(kinds) > 1:
             raise RuntimeError(
-                f"{len(asked)} of {len(self._lanes)} virtual ranks wait for {' and '.join(sorted(kinds))}: all of them "
+                f"{len(asked)} of {len(self._lanes)} virtual ranks wait for "
+                f"{' and '.join(sorted(kinds))}: all of them "
                 "must call the same collectives in the same order"
             )
         with torch.no_grad():
             made = COLLECTIVES[kinds.pop()](self.virtual, [one.tensor for one in asked])
-        return made if isinstance(made, list) else [made.detach() for _ in asked]  # a tensor for the graph of each
+        # a tensor for the graph of each
+        if isinstance(made, list):
+            return made
+        return [made.detach() for _ in asked]
 
     def _end(self, numbers: Any) -> None:
         for n in numbers:
@@ -144,7 +159,8 @@ class LaneAxis(Axis):
     """The tensor-parallel axis as one virtual rank sees it: virtual rank `rank` of `size`.
 
     lane: of this virtual rank; None if the process has only one, which then communicates by itself.
-    The result of `gather` may be shared with the other virtual ranks of the process: it must not be written to.
+    The result of `gather` may be shared with the other virtual ranks of the process: it must not be
+    written to.
     """
 
     virtual: VirtualAxis = VirtualAxis(Axis("tp"), 1)

@@ -1,9 +1,9 @@
 """The device mesh: every rank has coordinates (pp, dp, cp, tp), and tp varies fastest.
 
-Ranks of one tensor-parallel group communicate most, so they are neighbours and share a host; pipeline stages
-communicate least and lie farthest apart. Rank = ((pp * data + dp) * context + cp) * tensor + tp. A mesh whose sequences
-are whole on each rank has no axis cp. The same call builds the mesh on gloo and on NCCL, under torchrun and under local
-ranks.
+Ranks of one tensor-parallel group communicate most, so they are neighbours and share a host;
+pipeline stages communicate least and lie farthest apart. Rank = ((pp * data + dp) * context + cp) *
+tensor + tp. A mesh whose sequences are whole on each rank has no axis cp. The same call builds the
+mesh on gloo and on NCCL, under torchrun and under local ranks.
 """
 
 import json
@@ -31,23 +31,31 @@ from parallel.joining import NEWS, join
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
 
 
-def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1) -> DeviceMesh:
+def make_mesh(
+    pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1
+) -> DeviceMesh:
     """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
 
-    device: the type of device, like "cpu" or "cuda", without a number.
-    Raises UserError if the world has another size, or was not joined, and for degrees that are no numbers.
+    device: the type of device, like "cpu" or "cuda", without a number. Raises UserError if the
+    world has another size, or was not joined, and for degrees that are no numbers.
     """
     degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    if wrong := [f"{name} = {n!r:.40}" for name, n in degrees.items() if not is_number(n, whole=True) or n < 1]:
+    if wrong := [
+        f"{name} = {n!r:.40}"
+        for name, n in degrees.items()
+        if not is_number(n, whole=True) or n < 1
+    ]:
         raise UserError(*(f"{said}: must be a whole number from 1 on" for said in wrong))
     _require_type_of_device(device)
     if not dist.is_initialized():
         raise UserError("make_mesh needs a world of ranks: call it within `with parallel.world():`")
-    world, needed = dist.get_world_size(), pp * dp * cp * tp
+    world = dist.get_world_size()
+    needed = pp * dp * cp * tp
     if world != needed:
         context = f"context {cp} x " if cp > 1 else ""
         raise UserError(
-            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs {needed}: "
+            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} "
+            f"needs {needed}: "
             f"start {needed} ranks or change [parallel]"
         )
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
@@ -57,17 +65,22 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: in
 
 
 def _require_type_of_device(device: object) -> None:
-    """Raise UserError for what names no type of device. One with a number would be a CPU in silence."""
+    """Raise UserError for what names no type of device. One with a number would be a CPU in
+    silence."""
     try:
         known = isinstance(device, str) and torch.device(device).type == device
     except RuntimeError:
         known = False
     if not known:
-        raise UserError(f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", without a number')
+        raise UserError(
+            f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", '
+            "without a number"
+        )
 
 
 def _group(runs: torch.Tensor) -> dist.ProcessGroup:
-    """Return the group of this rank among `runs`, [groups, ranks of a group]: the world's if there is only one."""
+    """Return the group of this rank among `runs`, [groups, ranks of a group]: the world's if there
+    is only one."""
     whole = dist.group.WORLD
     assert whole is not None
     return whole if len(runs) == 1 else split(runs)
@@ -75,25 +88,30 @@ def _group(runs: torch.Tensor) -> dist.ProcessGroup:
 
 @contextmanager
 def world(
-    device: str = "cpu", minutes: float = 10.0, failed: Callable[[Exception], None] = lambda error: None
+    device: str = "cpu",
+    minutes: float = 10.0,
+    failed: Callable[[Exception], None] = lambda error: None,
 ) -> Iterator[dist.Store]:
-    """Join the world that the environment describes, in torchrun's variables or Slurm's, and leave it at the end.
+    """Join the world that the environment describes, in torchrun's variables or Slurm's, and leave
+    it at the end.
 
-    Without these variables the world is this process alone. On CUDA each local rank takes its own device; a rank that
-    sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective,
-    in all groups that `make_mesh` and `megaprec.comm.groups` make too. failed(error): called before the world is left
-    after an exception, while it is handled.
+    Without these variables the world is this process alone. On CUDA each local rank takes its own
+    device; a rank that sees a single device takes that one. Yields the store that all ranks share.
+    minutes: time limit of each collective, in all groups that `make_mesh` and
+    `megaprec.comm.groups` make too. failed(error): called before the world is left after an
+    exception, while it is handled.
 
-    Raises UserError if not all ranks join (`joining.py`), if this rank has no device of its own or no network
-    interface, and if this process has joined a world before. After an exception the world is left if that is
-    possible within a few seconds (`_part`).
+    Raises UserError if not all ranks join (`joining.py`), if this rank has no device of its own or
+    no network interface, and if this process has joined a world before. After an exception the
+    world is left if that is possible within a few seconds (`_part`).
     """
     _require_type_of_device(device)
     if not is_number(minutes) or minutes <= 0:
         raise UserError(f"minutes = {minutes!r:.40}: must be a number above 0")
     if dist.is_initialized():
         raise UserError(
-            f"this process has joined torch.distributed already, over {dist.get_backend()}: use make_mesh without "
+            f"this process has joined torch.distributed already, over {dist.get_backend()}: "
+            "use make_mesh without "
             "world(), or leave init_process_group to world()"
         )
     os.environ.update(slurm_environment(os.environ))
@@ -102,7 +120,9 @@ def world(
     backend = "nccl" if own else "gloo"
     store, rank, size = join(over_gloo=own is None)
     with _telling_of_interfaces(), nullcontext() if own else waiting_their_turn():
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own
+        )
     try:
         yield store
     except BaseException as error:
@@ -115,7 +135,8 @@ def world(
 
 @contextmanager
 def _telling_of_interfaces() -> Iterator[None]:
-    """Within the context, raise UserError in place of gloo's error about a network interface that cannot be used."""
+    """Within the context, raise UserError in place of gloo's error about a network interface that
+    cannot be used."""
     try:
         yield
     except RuntimeError as error:
@@ -123,18 +144,20 @@ def _telling_of_interfaces() -> Iterator[None]:
         if not reason:
             raise
         raise UserError(
-            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up (ip link set lo up), or "
+            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up "
+            "(ip link set lo up), or "
             "name another in GLOO_SOCKET_IFNAME"
         ) from error
 
 
 def _part(own: torch.device | None) -> None:
-    """Leave the world, or give up after PARTING seconds; `dist.is_initialized()` is then still True.
+    """Leave the world, or give up after PARTING seconds; `dist.is_initialized()` is then still
+    True.
 
-    NCCL first waits for all work in progress. That is right if all ranks end together. If this rank alone has failed,
-    however, the other ranks wait for it, and no rank would learn of the failure before the collectives time out. The
-    process would not end by itself either, because NCCL waits again at exit: after a failed `_part` the process must
-    end with os._exit.
+    NCCL first waits for all work in progress. That is right if all ranks end together. If this rank
+    alone has failed, however, the other ranks wait for it, and no rank would learn of the failure
+    before the collectives time out. The process would not end by itself either, because NCCL waits
+    again at exit: after a failed `_part` the process must end with os._exit.
     """
 
     def leave() -> None:
@@ -148,12 +171,15 @@ def _part(own: torch.device | None) -> None:
 
 
 def told_by_first(
-    store: dist.Store, make: Callable[[], dict[str, Any]], waiting: Callable[[float], None] = lambda seconds: None
+    store: dist.Store,
+    make: Callable[[], dict[str, Any]],
+    waiting: Callable[[float], None] = lambda seconds: None,
 ) -> dict[str, Any]:
-    """Return on every rank what `make` returns on rank 0. The other ranks wait for it, however long it takes.
+    """Return on every rank what `make` returns on rank 0. The other ranks wait for it, however long
+    it takes.
 
-    waiting(seconds): called on the other ranks every NEWS seconds, with the seconds that they have waited. If `make`
-    raises UserError, every rank raises it. Can be called once per store.
+    waiting(seconds): called on the other ranks every NEWS seconds, with the seconds that they have
+    waited. If `make` raises UserError, every rank raises it. Can be called once per store.
     """
     key = "told by rank 0"
     if dist.get_rank() == 0:
@@ -164,7 +190,8 @@ def told_by_first(
             raise
         store.set(key, json.dumps({"made": made}))
         return made
-    start, news = time.monotonic(), NEWS
+    start = time.monotonic()
+    news = NEWS
     while not store.check([key]):
         waited = time.monotonic() - start
         if waited > news:
@@ -182,17 +209,20 @@ def _own_device() -> torch.device:
     there = torch.cuda.device_count()
     if "LOCAL_RANK" not in os.environ and there > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"LOCAL_RANK is not set, and torch sees {there} CUDA devices: the ranks of a machine would share the "
+            f"LOCAL_RANK is not set, and torch sees {there} CUDA devices: the ranks of a "
+            "machine would share the "
             "first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not there or (there > 1 and local >= there):
         raise UserError(
-            f'device = "cuda": local rank {local} has no CUDA device of its own, because torch sees {there}: look at '
+            f'device = "cuda": local rank {local} has no CUDA device of its own, because '
+            f"torch sees {there}: look at "
             'CUDA_VISIBLE_DEVICES and the driver, start fewer ranks on this machine, or use "cpu"'
         )
     device = torch.device("cuda", local if there > 1 else 0)
     torch.cuda.set_device(device)
-    # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning does not apply.
+    # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning
+    # does not apply.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return device

@@ -1,8 +1,8 @@
 """Norms over the features, always computed in the plan's `sensitive` dtype.
 
-Norm weights are replicated on every tp rank. Under sequence parallelism each rank normalizes its own shard of the
-sequence, and a norm of queries or keys always normalizes the rank's own heads. In these cases each rank has a partial
-gradient.
+Norm weights are replicated on every tp rank. Under sequence parallelism each rank normalizes its
+own shard of the sequence, and a norm of queries or keys always normalizes the rank's own heads. In
+these cases each rank has a partial gradient.
 """
 
 from typing import Any
@@ -37,13 +37,17 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
     ) -> None:
         super().__init__()
-        self.context, self.eps, self.offset = context, eps, offset
+        self.context = context
+        self.eps = eps
+        self.offset = offset
         self.weight = vector(context, f"{name}.weight", hidden, 1.0 - offset, own)
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         leaves = self.context.leaves
-        return Normalize.apply(x, self.weight, self.eps, plan.sensitive, plan.compute, self.offset, leaves)
+        return Normalize.apply(
+            x, self.weight, self.eps, plan.sensitive, plan.compute, self.offset, leaves
+        )
 
 
 class Normalize(torch.autograd.Function):
@@ -64,7 +68,9 @@ class Normalize(torch.autograd.Function):
         leaves: Leaves = PLAIN,
     ) -> Tensor:
         y, inverse = leaves(_norm, x, weight, eps, sensitive, made, offset)
-        ctx.weight, ctx.offset, ctx.leaves = weight, offset, leaves
+        ctx.weight = weight
+        ctx.offset = offset
+        ctx.leaves = leaves
         will_read_again(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return y
@@ -75,7 +81,15 @@ class Normalize(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         wide = sum_dtype(ctx.weight, inverse.dtype)
         grad_x, summed = ctx.leaves(_norm_gradients, grad, x, inverse, ctx.weight, ctx.offset, wide)
-        return grad_x, add_gradient(ctx.weight, summed, destination(ctx, 1, ctx.weight)), None, None, None, None, None
+        return (
+            grad_x,
+            add_gradient(ctx.weight, summed, destination(ctx, 1, ctx.weight)),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _norm(
@@ -93,7 +107,8 @@ def _norm(
 def _norm_gradients(
     grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, offset: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and that of the weight summed over rows, [1, hidden], in the dtype `wide`."""
+    """Return the gradient of x, and that of the weight summed over rows, [1, hidden], in the dtype
+    `wide`."""
     normal = x * inverse
     inner = grad * shifted(weight, offset, inverse.dtype)
     along = (inner * normal).mean(-1, keepdim=True)
@@ -108,12 +123,15 @@ def shifted(weight: Tensor, offset: float, sensitive: torch.dtype) -> Tensor:
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of products.
+    """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of
+    products.
 
     own: x differs between tp ranks although the sequence is not sharded, as attention heads do.
     """
 
-    def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False) -> None:
+    def __init__(
+        self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False
+    ) -> None:
         super().__init__()
         self.context = context
         self.eps = eps
@@ -122,16 +140,21 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
-        weight, bias = Widen.apply(self.weight, plan.sensitive), Widen.apply(self.bias, plan.sensitive)
+        weight = Widen.apply(self.weight, plan.sensitive)
+        bias = Widen.apply(self.bias, plan.sensitive)
         return layer_norm(x, weight, bias, self.eps, plan.compute)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, made: torch.dtype) -> Tensor:
-    """Return LayerNorm of x over its last dimension, computed in the dtype of `weight`, in the dtype `made`."""
+    """Return LayerNorm of x over its last dimension, computed in the dtype of `weight`, in the
+    dtype `made`."""
     return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(made)
 
 
-def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:
-    """Return a parameter [hidden], replicated over tp, filled with `value`. own: each rank has a partial gradient."""
+def vector(
+    context: Context, name: str, hidden: int, value: float, own: bool = False
+) -> nn.Parameter:
+    """Return a parameter [hidden], replicated over tp, filled with `value`. own: each rank has a
+    partial gradient."""
     whole = Part.cut(name, (hidden,), None, context.tp)
     return parameter(context, [whole], 0.0, context.cut_sequence or own, mean=value)

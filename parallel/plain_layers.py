@@ -1,10 +1,11 @@
-"""The layers that `parallelize` puts in the place of plain ones, and what they check of the code between them.
+"""The layers that `parallelize` puts in the place of plain ones, and what they check of the code
+between them.
 
-On several tensor-parallel ranks a layer knows the number of features that the plain one takes. An input of that many
-features is whole, and the same on all ranks; a smaller one is a slice, of which the layer makes what it needs: a
-row-parallel layer cuts a whole input, a column-parallel layer and a norm make a slice whole. In passes number 1, 2, 4,
-8 and so on they check more: outputs that are cut are followed by `parallel.cut_features`, and inputs that are whole are
-compared between ranks.
+On several tensor-parallel ranks a layer knows the number of features that the plain one takes. An
+input of that many features is whole, and the same on all ranks; a smaller one is a slice, of which
+the layer makes what it needs: a row-parallel layer cuts a whole input, a column-parallel layer and
+a norm make a slice whole. In passes number 1, 2, 4, 8 and so on they check more: outputs that are
+cut are followed by `parallel.cut_features`, and inputs that are whole are compared between ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +32,9 @@ ROUNDING = 1e-3
 class Watch:
     """The passes through the layers of one module, and if the present one is checked.
 
-    A pass begins with a call of the module. If its layers are called without it, a pass begins with each call of the
-    layer that was called first. What a backward pass computes again is no pass: it is checked if
-    the last pass was.
+    A pass begins with a call of the module. If its layers are called without it, a pass begins with
+    each call of the layer that was called first. What a backward pass computes again is no pass: it
+    is checked if the last pass was.
     """
 
     def __init__(self, context: Context) -> None:
@@ -84,7 +85,8 @@ class Watch:
         self._checked[training] = self.checks
 
     def require_same(self, x: Tensor, path: str) -> None:
-        """Raise UserError on all ranks if `x` [...] differs between tensor-parallel ranks. Collective over tp."""
+        """Raise UserError on all ranks if `x` [...] differs between tensor-parallel ranks.
+        Collective over tp."""
         if self.tp.size == 1:
             return
         flat = x.detach().reshape(-1).double()
@@ -93,17 +95,22 @@ class Watch:
         largest = self.tp.max_(sums.clone())
         smallest = -self.tp.max_(-sums)
         rounding = ROUNDING if x.is_floating_point() else 0.0
-        apart = (largest - smallest > rounding * largest[2]) & largest.isfinite() & smallest.isfinite()
+        apart = (
+            (largest - smallest > rounding * largest[2]) & largest.isfinite() & smallest.isfinite()
+        )
         if apart.any():
             raise UserError(
-                f"{path}: the input differs between tensor-parallel ranks, which compute one batch together: give all "
-                "of them the same samples in the same order and the same random numbers, e.g. torch.manual_seed with "
+                f"{path}: the input differs between tensor-parallel ranks, which compute one "
+                "batch together: give all "
+                "of them the same samples in the same order and the same random numbers, "
+                "e.g. torch.manual_seed with "
                 "one seed on all of them"
             )
 
 
 class Watched(nn.Module):
-    """The common part of layers that replace those of a plain module. `watch` and `path` are set by `parallelize`."""
+    """The common part of layers that replace those of a plain module. `watch` and `path` are set by
+    `parallelize`."""
 
     watch: Watch
     path: str
@@ -119,9 +126,11 @@ class Watched(nn.Module):
             self._computes = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return parameters as tensors that are cut while others compute with them, so that they are refused.
+        """Return parameters as tensors that are cut while others compute with them, so that they
+        are refused.
 
-        A tied head that is written as F.linear(x, embedding.weight) would compute a part of the logits.
+        A tied head that is written as F.linear(x, embedding.weight) would compute a part of the
+        logits.
         """
         value = super().__getattr__(name)
         if name != "weight" or self._computes or not isinstance(value, nn.Parameter):
@@ -132,12 +141,18 @@ class Watched(nn.Module):
         dim = getattr(self, "weight_dim", None)
         if dim is None:
             return value
-        remedy = f'give {self.path} the style "whole", or let an nn.Linear of style "column" have its weight'
+        remedy = (
+            f'give {self.path} the style "whole", or let an nn.Linear of style "column" have its '
+            "weight"
+        )
         rows = "rows" if dim == 0 else "columns"
-        return marked(value, Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy))
+        return marked(
+            value, Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy)
+        )
 
 
-# What is marked is a copy: the output of an autograd function of ours could not be modified in place as one of torch's.
+# What is marked is a copy: the output of an autograd function of ours could not be modified in
+# place as one of torch's.
 
 
 class Column(Watched, ColumnParallelLinear):
@@ -149,7 +164,11 @@ class Column(Watched, ColumnParallelLinear):
         """x: as `ColumnParallelLinear`, or a slice of the features, which is gathered."""
         with self.computing() as checks:
             y = super().forward(self._whole(x, checks))
-        return marked(y.clone(), Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)) if checks else y
+        if checks:
+            return marked(
+                y.clone(), Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
+            )
+        return y
 
     def _whole(self, x: Tensor, checks: bool) -> Tensor:
         tp = self.watch.tp
@@ -186,9 +205,9 @@ class Row(Watched, RowParallelLinear):
                 x = collectives.split(x, tp, x.dim() - 1)
             _require_last(x, self.path)
             y = super().forward(unchecked(x))
-        return (
-            marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
-        )
+        if checks and self.watch.sequence:
+            return marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+        return y
 
 
 class Vocab(Watched, VocabParallelEmbedding):
@@ -205,9 +224,9 @@ class Vocab(Watched, VocabParallelEmbedding):
             if checks:
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
-        return (
-            marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size)) if checks and self.watch.sequence else y
-        )
+        if checks and self.watch.sequence:
+            return marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+        return y
 
 
 class _Norm(Watched):
@@ -243,12 +262,15 @@ class _Norm(Watched):
         heads = isinstance(x, CutTensor) and not sequence
         if isinstance(x, CutTensor) and heads and not self.of_heads:
             raise UserError(
-                f"{self.path} is given heads that tensor-parallel ranks share, of the {x.cut.source}, and each rank "
-                'would compute its gradient from its own heads: give it the style "heads", which sums them'
+                f"{self.path} is given heads that tensor-parallel ranks share, of the "
+                f"{x.cut.source}, and each rank "
+                'would compute its gradient from its own heads: give it the style "heads", '
+                "which sums them"
             )
         if self.of_heads and checks and not heads:
             raise UserError(
-                f'{self.path} has the style "heads", but its input is none that tensor-parallel ranks share: leave the '
+                f'{self.path} has the style "heads", but its input is none that '
+                "tensor-parallel ranks share: leave the "
                 "style out"
             )
 
@@ -272,16 +294,19 @@ class WatchedLayerNorm(_Norm, LayerNorm):
 class Dropout(nn.Dropout):
     """nn.Dropout that drops the same elements for every number of tensor-parallel ranks.
 
-    It draws one number from torch's generator on the CPU in each call in training. What is dropped follows from this
-    number and from the place of each element in the whole tensor. The number must therefore be the same on all ranks of
-    tp, which is checked in some passes.
+    It draws one number from torch's generator on the CPU in each call in training. What is dropped
+    follows from this number and from the place of each element in the whole tensor. The number must
+    therefore be the same on all ranks of tp, which is checked in some passes.
     """
 
     def __init__(self, plain: nn.Dropout, path: str, watch: Watch) -> None:
         super().__init__(plain.p, plain.inplace)
-        self.path, self.watch = path, watch
+        self.path = path
+        self.watch = watch
         self.training = plain.training
-        self._from_last: int | None = None  # the cut dimension, from the last one; 0: x is whole; None: not known yet
+        self._from_last: int | None = (
+            None  # the cut dimension, from the last one; 0: x is whole; None: not known yet
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: any tensor; a slice in the same dimension in all calls, or whole in all calls."""
@@ -313,20 +338,23 @@ class Dropout(nn.Dropout):
             return
         if cut is not None and cut.outer != 1:
             raise UserError(
-                f"{self.path} is given heads that are merged with samples: call it before they are merged, with "
+                f"{self.path} is given heads that are merged with samples: call it before "
+                "they are merged, with "
                 "[b, heads, ...]"
             )
         from_last = 0 if cut is None else x.dim() - cut.dim
         if self._from_last not in (None, from_last):
             raise UserError(
-                f"{self.path} is called with features that tensor-parallel ranks share, and with whole ones or others: "
+                f"{self.path} is called with features that tensor-parallel ranks share, and "
+                "with whole ones or others: "
                 "give each place an nn.Dropout of its own"
             )
         self._from_last = from_last
 
 
 def _in_backward() -> bool:
-    """Return True in a backward pass, which torch.utils.checkpoint lets compute activations again."""
+    """Return True in a backward pass, which torch.utils.checkpoint lets compute activations
+    again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -341,20 +369,24 @@ def _require_last(x: Tensor, path: str) -> None:
 
 
 def _require_sequence(x: CutTensor, path: str, watch: Watch) -> None:
-    """Raise UserError unless `x` is cut along the sequence, as layers under sequence parallelism expect it."""
+    """Raise UserError unless `x` is cut along the sequence, as layers under sequence parallelism
+    expect it."""
     if not (watch.sequence and x.cut.dim == 0 and x.cut.outer == 1):
         raise _cut_elsewhere(x, path)
 
 
 def _cut_elsewhere(x: CutTensor, path: str) -> UserError:
     return UserError(
-        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the {x.cut.source}, not "
-        "its features: make it whole by parallel.join(x, tp, dim), or bring the heads into the features first"
+        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of "
+        f"the {x.cut.source}, not "
+        "its features: make it whole by parallel.join(x, tp, dim), or bring the heads into "
+        "the features first"
     )
 
 
 def _under_sequence(path: str) -> UserError:
     return UserError(
-        f"{path} is given features in another way than layers of style column and row follow each other, which "
+        f"{path} is given features in another way than layers of style column and row follow "
+        "each other, which "
         "sequence parallelism does not support: set Context(sequence=False)"
     )

@@ -1,9 +1,12 @@
-"""Tensor parallelism for an existing torch module: parallel layers replace its linear layers, embeddings and norms.
+"""Tensor parallelism for an existing torch module: parallel layers replace its linear layers,
+embeddings and norms.
 
-    stage = parallelize(stage, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"}, prefix="stage0.")
+    stage = parallelize(stage, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"},
+    prefix="stage0.")
 
-Each parameter is named by its path in the module, and each rank keeps its shard of the module's values. All ranks must
-therefore build the module with the same values: call `torch.manual_seed` with one seed on all of them.
+Each parameter is named by its path in the module, and each rank keeps its shard of the module's
+values. All ranks must therefore build the module with the same values: call `torch.manual_seed`
+with one seed on all of them.
 
 The styles are those of Megatron-LM (arXiv:1909.08053):
 
@@ -13,9 +16,9 @@ The styles are those of Megatron-LM (arXiv:1909.08053):
     heads     a norm over the features of one head, between layers of style column and row
     whole     nn.Linear, nn.Embedding: torch's own layer stays as it is, on each rank
 
-Code between layers of style column and row computes with slices of the features. On several tensor-parallel ranks it is
-followed in passes number 1, 2, 4, 8 and so on, and what would compute something else than on one process is refused by
-name (`parallel.cut_features`).
+Code between layers of style column and row computes with slices of the features. On several
+tensor-parallel ranks it is followed in passes number 1, 2, 4, 8 and so on, and what would compute
+something else than on one process is refused by name (`parallel.cut_features`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +37,15 @@ from parallel.context import Context
 from parallel.cut_features import CutTensor
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
-from parallel.plain_layers import Column, Dropout, Row, Vocab, Watch, WatchedLayerNorm, WatchedRMSNorm
+from parallel.plain_layers import (
+    Column,
+    Dropout,
+    Row,
+    Vocab,
+    Watch,
+    WatchedLayerNorm,
+    WatchedRMSNorm,
+)
 
 Style = Literal["column", "row", "vocab", "heads", "whole"]
 NORMS = (nn.RMSNorm, nn.LayerNorm)
@@ -67,28 +78,38 @@ HOOKS = (
 )
 
 
-def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style], prefix: str = "") -> nn.Module:
-    """Replace layers of `module` in place by parallel layers with the same values, and return the module.
+def parallelize(
+    module: nn.Module, context: Context, styles: Mapping[str, Style], prefix: str = ""
+) -> nn.Module:
+    """Replace layers of `module` in place by parallel layers with the same values, and return the
+    module.
 
-    styles: a style for each pattern of paths in the module ("*" matches any characters). Each nn.Linear and
-        nn.Embedding must match a pattern; norms are always replaced, and each nn.Dropout by one that drops the same
-        elements for every number of tensor-parallel ranks. All other parameters are replicated on every rank, as are
-        those of nn.MultiheadAttention.
-    prefix: text before each path. Pipeline stages need different prefixes, because names are unique in the whole model.
-    Activations are [sequence, batch, features] if `context.sequence` shards them.
-    A frozen parameter stays frozen, and parameters that are cut alike stay tied. Raises UserError, naming paths, for
-    layers without a style, patterns that match no layer, sizes that do not divide by tp, and layers of which a parallel
-    layer would lose something: a forward of their own, hooks, FP32 marks.
-    On several tensor-parallel ranks, forward passes raise UserError for operations on slices of features that one
-    process would compute from all of them, and for inputs that differ between these ranks.
+    styles: a style for each pattern of paths in the module ("*" matches any characters). Each
+        nn.Linear and nn.Embedding must match a pattern; norms are always replaced, and each
+        nn.Dropout by one that drops the same elements for every number of tensor-parallel ranks.
+        All other parameters are replicated on every rank, as are those of nn.MultiheadAttention.
+    prefix: text before each path. Pipeline stages need different prefixes, because names are unique
+    in the whole model. Activations are [sequence, batch, features] if `context.sequence` shards
+    them. A frozen parameter stays frozen, and parameters that are cut alike stay tied. Raises
+    UserError, naming paths, for layers without a style, patterns that match no layer, sizes that do
+    not divide by tp, and layers of which a parallel layer would lose something: a forward of their
+    own, hooks, FP32 marks. On several tensor-parallel ranks, forward passes raise UserError for
+    operations on slices of features that one process would compute from all of them, and for inputs
+    that differ between these ranks.
     """
     _require_kinds(module, context, styles, prefix)
     if _has_parallel_form(module):
-        raise UserError(f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential")
+        raise UserError(
+            f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential"
+        )
     layers = dict(_layers(module))
     chosen = {path: _style_of(path, layer, styles) for path, layer in layers.items()}
-    problems = [f"{path}: {style}" for path, style in chosen.items() if style not in (*CUT, "whole")]
-    problems += [_not_matched(pattern, module, layers) for pattern in styles if not _matches(pattern, layers)]
+    problems = [
+        f"{path}: {style}" for path, style in chosen.items() if style not in (*CUT, "whole")
+    ]
+    problems += [
+        _not_matched(pattern, module, layers) for pattern in styles if not _matches(pattern, layers)
+    ]
     problems += _undivided(layers, chosen, context)
     cut = {path: layer for path, layer in layers.items() if chosen[path] != "whole"}
     problems += [*_tied(module, cut, chosen, context), *_left_over(module, cut, context)]
@@ -131,17 +152,25 @@ def _not_matched(pattern: str, module: nn.Module, layers: Mapping[str, nn.Module
     for path, other in module.named_modules():
         if path and fnmatchcase(path, pattern) and next(other.parameters(), None) is not None:
             kind = type(other).__name__
-            transposed = kind == "Conv1D"  # of transformers' GPT-2: its weight is that of nn.Linear, transposed
-            remedy = f"replace it by an nn.Linear of {path}.weight.T, or leave" if transposed else "leave"
+            # of transformers' GPT-2: its weight is that of nn.Linear, transposed
+            transposed = kind == "Conv1D"
+            if transposed:
+                remedy = f"replace it by an nn.Linear of {path}.weight.T, or leave"
+            else:
+                remedy = "leave"
             return (
-                f'styles: "{pattern}" matches {path}, a {kind}, and only nn.Linear and nn.Embedding can be cut: '
+                f'styles: "{pattern}" matches {path}, a {kind}, and only nn.Linear and '
+                "nn.Embedding can be cut: "
                 f"{remedy} the pattern out, and each rank has it whole"
             )
     return f'styles: "{pattern}" matches no layer{did_you_mean(pattern, layers)}'
 
 
-def _undivided(layers: Mapping[str, nn.Module], chosen: Mapping[str, str], context: Context) -> Iterator[str]:
-    """Yield a line for each linear layer whose features do not divide by the number of tensor-parallel ranks."""
+def _undivided(
+    layers: Mapping[str, nn.Module], chosen: Mapping[str, str], context: Context
+) -> Iterator[str]:
+    """Yield a line for each linear layer whose features do not divide by the number of
+    tensor-parallel ranks."""
     for path, layer in layers.items():
         if not isinstance(layer, nn.Linear):
             continue
@@ -149,13 +178,15 @@ def _undivided(layers: Mapping[str, nn.Module], chosen: Mapping[str, str], conte
         size, kind = sizes.get(chosen[path], (0, ""))
         if size % context.tp.size:
             yield (
-                f"{path}: {size} {kind} features do not divide by tensor = {context.tp.size}: give it the style "
+                f"{path}: {size} {kind} features do not divide by tensor = {context.tp.size}: "
+                "give it the style "
                 '"whole", or a size that divides'
             )
 
 
 def _replace_dropouts(module: nn.Module, prefix: str, watch: Watch) -> None:
-    """Replace each nn.Dropout, but those that nn.MultiheadAttention and recurrent layers do not call."""
+    """Replace each nn.Dropout, but those that nn.MultiheadAttention and recurrent layers do not
+    call."""
     made: dict[int, Dropout] = {}
     for path, old in list(module.named_modules(remove_duplicate=False)):
         if type(old) is nn.Dropout and path:
@@ -164,12 +195,15 @@ def _replace_dropouts(module: nn.Module, prefix: str, watch: Watch) -> None:
 
 
 def _watch(module: nn.Module, watch: Watch) -> None:
-    """Begin and end the passes of `watch` with calls of the module, and refuse whole layers that are given slices."""
+    """Begin and end the passes of `watch` with calls of the module, and refuse whole layers that
+    are given slices."""
     module.register_forward_pre_hook(watch.begin)
     module.register_forward_hook(watch.end, always_call=True)
     for path, other in module.named_modules():
         if isinstance(other, nn.TransformerEncoderLayer):
-            other.activation_relu_or_gelu = 0  # its evaluation would compute with the slices of weights by itself
+            other.activation_relu_or_gelu = (
+                0  # its evaluation would compute with the slices of weights by itself
+            )
         if isinstance(other, nn.TransformerEncoder):
             other.use_nested_tensor = False
         container = isinstance(other, CONTAINERS)
@@ -178,8 +212,11 @@ def _watch(module: nn.Module, watch: Watch) -> None:
             other.register_forward_pre_hook(partial(_note_slices, path), with_kwargs=True)
 
 
-def _note_slices(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note in slices that torch's own module is given them; raise UserError if it has parameters or buffers."""
+def _note_slices(
+    path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Note in slices that torch's own module is given them; raise UserError if it has parameters or
+    buffers."""
     whole = any(True for _ in (*module.parameters(), *module.buffers()))
     for x in tensors((args, kwargs)):
         if not isinstance(x, CutTensor):
@@ -187,37 +224,53 @@ def _note_slices(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: di
         x.given_to = path  # type: ignore[attr-defined]
         if whole:
             raise UserError(
-                f"{path} is a {type(module).__name__} that each rank has whole, but it is given a slice of the "
-                f'{x.cut.source}: give the layers of style column and row before and after it the style "whole", or '
+                f"{path} is a {type(module).__name__} that each rank has whole, but it is "
+                "given a slice of the "
+                f"{x.cut.source}: give the layers of style column and row before and after it "
+                'the style "whole", or '
                 "put it elsewhere"
             )
 
 
 def _refuse_old(path: str, *_: object) -> None:
-    """Raise UserError for a layer that was replaced, but is reached past torch's modules: nothing would train it."""
+    """Raise UserError for a layer that was replaced, but is reached past torch's modules: nothing
+    would train it."""
     raise UserError(
-        f"{path} was replaced by a parallel layer, but the old one is called, whose weights no optimizer has: forward "
-        "must find the layer in the module, not in a list, a tuple or a variable of its own that was filled before "
+        f"{path} was replaced by a parallel layer, but the old one is called, whose weights "
+        "no optimizer has: forward "
+        "must find the layer in the module, not in a list, a tuple or a variable of its own "
+        "that was filled before "
         "parallelize; nn.ModuleList and nn.ModuleDict are up to date"
     )
 
 
 def _require_kinds(module: object, context: object, styles: object, prefix: object) -> None:
-    """Raise UserError for arguments of another kind, and for a module without values, of which ranks keep slices."""
+    """Raise UserError for arguments of another kind, and for a module without values, of which
+    ranks keep slices."""
     wrong = {
-        f"module: must be a torch module, not a {type(module).__name__}": not isinstance(module, nn.Module),
-        f"context = {context!r:.40}: must be a Context(plan, Axis.of(mesh, 'tp'))": not isinstance(context, Context),
-        f"styles = {styles!r:.40}: must be a dict of patterns and styles, like {{'*.up': 'column'}}": not isinstance(
-            styles, Mapping
+        f"module: must be a torch module, not a {type(module).__name__}": not isinstance(
+            module, nn.Module
         ),
+        f"context = {context!r:.40}: must be a Context(plan, Axis.of(mesh, 'tp'))": not isinstance(
+            context, Context
+        ),
+        (
+            f"styles = {styles!r:.40}: must be a dict of patterns and styles, like {{'*.up': "
+            f"'column'}}"
+        ): not isinstance(styles, Mapping),
         f"prefix = {prefix!r:.40}: must be text": not isinstance(prefix, str),
     }
     if problems := [line for line, broken in wrong.items() if broken]:
         raise UserError(*problems)
     assert isinstance(module, nn.Module)
-    if empty := [name for name, p in module.named_parameters() if p.device.type == "meta" or nn.parameter.is_lazy(p)]:
+    if empty := [
+        name
+        for name, p in module.named_parameters()
+        if p.device.type == "meta" or nn.parameter.is_lazy(p)
+    ]:
         raise UserError(
-            f"{empty[0]} has no values yet (meta or lazy), of which each rank would keep a slice: materialise and "
+            f"{empty[0]} has no values yet (meta or lazy), of which each rank would keep a "
+            "slice: materialise and "
             "initialise the module before parallelize"
         )
 
@@ -243,13 +296,15 @@ def _style_of(path: str, layer: nn.Module, styles: Mapping[str, Style]) -> str:
 
 
 def _style_of_norm(layer: nn.Module, style: str) -> str:
-    """Return "norm", or "heads", if a parallel layer replaces the norm, else "whole"; or a description of a problem."""
+    """Return "norm", or "heads", if a parallel layer replaces the norm, else "whole"; or a
+    description of a problem."""
     assert isinstance(layer, NORMS)
     affine = layer.weight is not None and (isinstance(layer, nn.RMSNorm) or layer.bias is not None)
     replaced = affine and len(layer.normalized_shape) == 1 and type(layer) in NORMS
     if style == "heads" and not replaced:
         return (
-            'only an nn.RMSNorm or nn.LayerNorm over one dimension, with all its parameters, can have the style "heads"'
+            "only an nn.RMSNorm or nn.LayerNorm over one dimension, with all its parameters, can "
+            'have the style "heads"'
         )
     if not replaced or (style == "whole" and _loss_in_replacing(layer)):
         return "whole"
@@ -257,25 +312,32 @@ def _style_of_norm(layer: nn.Module, style: str) -> str:
 
 
 def _loss_in_replacing(layer: nn.Module) -> str:
-    """Return what a parallel layer with the values of `layer` would lose; empty if it would lose nothing."""
+    """Return what a parallel layer with the values of `layer` would lose; empty if it would lose
+    nothing."""
     keep = 'or give it the style "whole"'
     if type(layer) not in PLAIN:
         kind = type(layer).__name__
-        return f"{kind} is a subclass, whose own behaviour a parallel layer does not have: use torch's, {keep}"
+        return (
+            f"{kind} is a subclass, whose own behaviour a parallel layer does not have: use "
+            f"torch's, {keep}"
+        )
     if others := {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
         return f"the parameter {min(others)} has no parallel form: remove it, {keep}"
     if any(getattr(layer, hooks, None) for hooks in HOOKS):
         return f"hooks of a layer would be lost: register them after parallelize, {keep}"
     if any(getattr(one, hooks, None) for one in layer.parameters() for hooks in HOOKS):
         return (
-            "hooks of its parameters would be lost, and a parallel layer calls none with gradients: remove them, "
+            "hooks of its parameters would be lost, and a parallel layer calls none with "
+            "gradients: remove them, "
             f"{keep}"
         )
     if module_has_fp32_attr(layer):
         return "the FP32 mark would be lost: mark the layer after parallelize"
     given = [name for name in ("padding_idx", "max_norm") if getattr(layer, name, None) is not None]
     given += [name for name in ("sparse", "scale_grad_by_freq") if getattr(layer, name, False)]
-    return f"{given[0]} of an embedding has no parallel form: leave it out, {keep}" if given else ""
+    if given:
+        return f"{given[0]} of an embedding has no parallel form: leave it out, {keep}"
+    return ""
 
 
 def _shared(module: nn.Module) -> list[list[str]]:
@@ -289,7 +351,8 @@ def _shared(module: nn.Module) -> list[list[str]]:
 def _tied(
     module: nn.Module, cut: Mapping[str, nn.Module], chosen: Mapping[str, str], context: Context
 ) -> Iterator[str]:
-    """Yield a line for each parameter with several paths of which not all would be the same slice."""
+    """Yield a line for each parameter with several paths of which not all would be the same
+    slice."""
     for same in _shared(module):
         holders = [path.rpartition(".") for path in same]
         if not any(path in cut for path, _, _ in holders):
@@ -298,10 +361,14 @@ def _tied(
             SLICED_DIM.get((chosen[path], name)) if path in cut else "by code that is not cut"
             for path, _, name in holders
         }
-        if len(slices) > 1 or (context.plan.fp8 and len({id(cut[path]) for path, _, _ in holders}) > 1):
+        if len(slices) > 1 or (
+            context.plan.fp8 and len({id(cut[path]) for path, _, _ in holders}) > 1
+        ):
             yield (
-                f"{' and '.join(same)} are one parameter, and these styles would cut it in different ways: give both "
-                'layers the style "whole", give an embedding "vocab" and a head "column", or untie them'
+                f"{' and '.join(same)} are one parameter, and these styles would cut it in "
+                "different ways: give both "
+                'layers the style "whole", give an embedding "vocab" and a head "column", or '
+                "untie them"
             )
 
 
@@ -323,13 +390,25 @@ def _left_over(module: nn.Module, cut: Mapping[str, nn.Module], context: Context
     taken = {id(parameter) for layer in cut.values() for parameter in layer.parameters()}
     rest = [name for name, parameter in module.named_parameters() if id(parameter) not in taken]
     if rest and context.cut_sequence:
-        return [f"{rest[0]}: under sequence parallelism a parameter outside parallel layers would miss its all-reduce"]
+        return [
+            (
+                f"{rest[0]}: under sequence parallelism a parameter outside parallel layers would "
+                "miss its all-reduce"
+            )
+        ]
     if rest and plan.compute != plan.parameters:
-        return [f"{rest[0]}: a plan that computes in another dtype than that of parameters needs parallel layers only"]
+        return [
+            (
+                f"{rest[0]}: a plan that computes in another dtype than that of parameters needs "
+                "parallel layers only"
+            )
+        ]
     return []
 
 
-def _replacement(layer: nn.Module, style: str, context: Context, name: str, watch: Watch) -> nn.Module:
+def _replacement(
+    layer: nn.Module, style: str, context: Context, name: str, watch: Watch
+) -> nn.Module:
     """Return the parallel layer of a style with this rank's slice of the values of `layer`."""
     watches = context.tp.size > 1
     heads = style == "heads"
@@ -341,7 +420,9 @@ def _replacement(layer: nn.Module, style: str, context: Context, name: str, watc
         column = Column if watches else ColumnParallelLinear
         row = Row if watches else RowParallelLinear
         kind = column if style == "column" else row
-        new = kind(context, layer.in_features, layer.out_features, name=name, bias=layer.bias is not None)
+        new = kind(
+            context, layer.in_features, layer.out_features, name=name, bias=layer.bias is not None
+        )
     elif isinstance(layer, nn.RMSNorm):
         eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None else layer.eps
         rms_norm = WatchedRMSNorm if watches else RMSNorm

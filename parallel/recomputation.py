@@ -1,17 +1,20 @@
-"""Recomputation of a function in the backward pass, instead of keeping the activations that it saves for it.
+"""Recomputation of a function in the backward pass, instead of keeping the activations that it
+saves for it.
 
-The recomputed part is a function of tensors that are kept. Autograd's hooks for saved tensors store a number in place
-of each tensor that the function would save. The first number that the backward pass asks for calls the function a
-second time. That call ends as soon as it has computed every saved tensor; its own graph is discarded, so each gradient
-is still computed once, from the graph of the first call.
+The recomputed part is a function of tensors that are kept. Autograd's hooks for saved tensors store
+a number in place of each tensor that the function would save. The first number that the backward
+pass asks for calls the function a second time. That call ends as soon as it has computed every
+saved tensor; its own graph is discarded, so each gradient is still computed once, from the graph of
+the first call.
 
-The operation after the function often saves the function's result: for example the matrix product after a norm or an
-activation function. `into` names that operation, and then the result is not kept either. (`torch.utils.checkpoint` has
-no such option, and its first use imports torch's compiler, which costs each rank 75 MB and two seconds.)
+The operation after the function often saves the function's result: for example the matrix product
+after a norm or an activation function. `into` names that operation, and then the result is not kept
+either. (`torch.utils.checkpoint` has no such option, and its first use imports torch's compiler,
+which costs each rank 75 MB and two seconds.)
 
-Recomputation does not change a single bit. Dropout is a function of logical coordinates and draws nothing from a
-generator, a loss that lives in the graph enters it once, and a statistic such as amax is recorded twice with the same
-value.
+Recomputation does not change a single bit. Dropout is a function of logical coordinates and draws
+nothing from a generator, a loss that lives in the graph enters it once, and a statistic such as
+amax is recorded twice with the same value.
 """
 
 from collections.abc import Callable
@@ -23,9 +26,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def recomputed(
-    function: Callable[[Tensor], Tensor], x: Tensor, into: Callable[[Tensor], Tensor] = lambda made: made
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    into: Callable[[Tensor], Tensor] = lambda made: made,
 ) -> Tensor:
-    """Return into(function(x)), keeping only x and what `into` saves apart from the result of `function`.
+    """Return into(function(x)), keeping only x and what `into` saves apart from the result of
+    `function`.
 
     function: must compute the same values in every call.
     Nothing is recomputed in evaluation or if x needs no gradient.
@@ -43,13 +49,15 @@ class _Stop(Exception):
 
 
 class _Call:
-    """One call of `function`: the tensors that autograd would have saved in it, by number, and its result."""
+    """One call of `function`: the tensors that autograd would have saved in it, by number, and its
+    result."""
 
     RESULT = -1
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.function = function
-        self.input: Any = _Keep.apply(x)  # keep the tensor: in torch 2.11 its grad_fn does not outlive it
+        # keep the tensor: in torch 2.11 its grad_fn does not outlive it
+        self.input: Any = _Keep.apply(x)
         self.count = 0
         self.wants_result = False
         self.made: dict[int, Tensor] = {}
@@ -64,17 +72,23 @@ class _Call:
         return self.made.pop(number)
 
     def hand(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return into(result), where the backward pass recomputes the result if `into` would save it."""
-        storage, size, in_order = result.untyped_storage()._cdata, result.numel(), result.is_contiguous()
+        """Return into(result), where the backward pass recomputes the result if `into` would save
+        it."""
+        storage = result.untyped_storage()._cdata
+        size = result.numel()
+        in_order = result.is_contiguous()
 
         def pack(tensor: Tensor) -> Tensor | torch.Size:
             views = tensor.untyped_storage()._cdata == storage and tensor.numel() == size
-            same = views and in_order and tensor.is_contiguous()  # otherwise the shape does not identify the elements
+            # otherwise the shape does not identify the elements
+            same = views and in_order and tensor.is_contiguous()
             self.wants_result |= same
             return tensor.shape if same else tensor
 
         def unpack(packed: Tensor | torch.Size) -> Tensor:
-            return packed if isinstance(packed, Tensor) else self.unpack(self.RESULT).view(packed)
+            if isinstance(packed, Tensor):
+                return packed
+            return self.unpack(self.RESULT).view(packed)
 
         with saved_tensors_hooks(pack, unpack):
             return into(result)
@@ -85,7 +99,8 @@ class _Call:
         made: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
-            made.append(tensor.detach())  # detached: its graph and this call would keep each other alive
+            # detached: its graph and this call would keep each other alive
+            made.append(tensor.detach())
             if len(made) == self.count and not self.wants_result:
                 raise _Stop
 
@@ -96,7 +111,9 @@ class _Call:
                 self.made[self.RESULT] = result.detach()
         except _Stop:
             pass
-        assert len(made) == self.count, f"recomputed {len(made)} of {self.count} tensors: not the same computation"
+        assert len(made) == self.count, (
+            f"recomputed {len(made)} of {self.count} tensors: not the same computation"
+        )
         self.made |= enumerate(made)
 
 
@@ -105,7 +122,8 @@ def _no_graph(packed: object) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Save x as operators save their inputs, so that an enclosing recomputation can recompute x too."""
+    """Save x as operators save their inputs, so that an enclosing recomputation can recompute x
+    too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

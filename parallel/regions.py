@@ -1,12 +1,14 @@
-"""Regions: differentiable functions between two matrix products, whose passes torch compiles as two whole graphs.
+"""Regions: differentiable functions between two matrix products, whose passes torch compiles as two
+whole graphs.
 
-A leaf ends where a module does. A region goes on: it may add a branch to the residual stream and normalize the sum, or
-cut a product into heads, turn them and lay them out for attention. Each of its passes reads and writes memory once.
+A leaf ends where a module does. A region goes on: it may add a branch to the residual stream and
+normalize the sum, or cut a product into heads, turn them and lay them out for attention. Each of
+its passes reads and writes memory once.
 
-A region is written as ordinary functions of tensors, with their own autograd functions. Its forward and its backward
-pass are traced together, on tensors without values, and cut where autograd keeps a tensor: the compiled forward pass
-keeps the same tensors, and the backward pass computes from these and from the gradients of the results. Tracing follows
-no Python code, so a graph has no breaks.
+A region is written as ordinary functions of tensors, with their own autograd functions. Its forward
+and its backward pass are traced together, on tensors without values, and cut where autograd keeps a
+tensor: the compiled forward pass keeps the same tensors, and the backward pass computes from these
+and from the gradients of the results. Tracing follows no Python code, so a graph has no breaks.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +30,9 @@ from parallel.leaves import Call
 class Passes:
     """The two passes of a region.
 
-    forward: inputs -> results and other tensors that the backward pass needs. backward: the needed tensors and the
-    gradients of the results, which are contiguous -> the gradients of `differentiable` inputs.
+    forward: inputs -> results and other tensors that the backward pass needs. backward: the needed
+    tensors and the gradients of the results, which are contiguous -> the gradients of
+    `differentiable` inputs.
     needed: positions of the needed tensors among the inputs followed by all outputs of `forward`.
     results: the number of results.
     """
@@ -50,16 +53,20 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, passes: Passes, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = passes.forward(*(x.detach() for x in inputs))
         pool = (*inputs, *made)
-        ctx.passes, ctx.inputs = passes, len(inputs)
+        ctx.passes = passes
+        ctx.inputs = len(inputs)
         ctx.save_for_backward(*(pool[n] for n in passes.needed))
         return tuple(made[: passes.results])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        passes, of_inputs = ctx.passes, [None] * ctx.inputs
+        passes = ctx.passes
+        of_inputs = [None] * ctx.inputs
         needed = (x.detach() for x in ctx.saved_tensors)
         for n, grad in zip(
-            passes.differentiable, passes.backward(*needed, *(g.contiguous() for g in grads)), strict=True
+            passes.differentiable,
+            passes.backward(*needed, *(g.contiguous() for g in grads)),
+            strict=True,
         ):
             of_inputs[n] = grad
         return None, *of_inputs
@@ -70,7 +77,8 @@ Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
-    """Return the compiled passes of a region, whose results are contiguous. Raises what the compiler raises."""
+    """Return the compiled passes of a region, whose results are contiguous. Raises what the
+    compiler raises."""
     inputs = [a for a in call.made() if isinstance(a, Tensor)]
     traced = _traced(lambda *tensors: call.bound(tensors), inputs)
     forward, backward = traced.graphs()
@@ -83,7 +91,8 @@ def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
 
 @dataclass(frozen=True)
 class _Traced:
-    """Both passes of a region in one graph: its inputs and those of the backward pass, results, kept and gradients."""
+    """Both passes of a region in one graph: its inputs and those of the backward pass, results,
+    kept and gradients."""
 
     inputs: list[Node]
     tangents: list[Node]
@@ -104,7 +113,8 @@ class _Traced:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Return the positions of what the backward pass reads among inputs, results and what else is kept."""
+        """Return the positions of what the backward pass reads among inputs, results and what else
+        is kept."""
         pool = [*self.inputs, *self.results, *self._extra]
         return tuple(pool.index(node) for node in self._needed)
 
@@ -117,7 +127,8 @@ class _Traced:
 
 
 def _traced(region: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Traced:
-    """Trace a region with its gradients. Writes in place become new tensors, so that each node is one value."""
+    """Trace a region with its gradients. Writes in place become new tensors, so that each node is
+    one value."""
     counts: list[int] = []
     differentiable: list[int] = []
 
@@ -140,7 +151,9 @@ def _traced(region: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor])
     with torch.no_grad():
         tangents = [torch.randn_like(y) for y in region(*inputs)]
         graph = make_fx(both, tracing_mode="fake")(list(inputs), tangents)
-        pure = functionalize(lambda *tensors: graph(list(tensors[: len(inputs)]), list(tensors[len(inputs) :])))
+        pure = functionalize(
+            lambda *tensors: graph(list(tensors[: len(inputs)]), list(tensors[len(inputs) :]))
+        )
         graph = make_fx(pure, tracing_mode="fake")(*inputs, *tangents)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
@@ -177,7 +190,8 @@ def _reached(ends: Sequence[Node], stops: set[Node]) -> set[Node]:
 
 def _part(inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
     """Return the part of a graph that computes outputs from inputs."""
-    part, values = Graph(), dict[Node, Node]()
+    part = Graph()
+    values = dict[Node, Node]()
     reached = _reached(outputs, {*inputs})
     for node in inputs:
         values[node] = part.placeholder(node.name)
@@ -190,24 +204,32 @@ def _part(inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
 
 
 def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
-    """Return how compiled passes differ from their region on trial, "" if neither results nor gradients do."""
+    """Return how compiled passes differ from their region on trial, "" if neither results nor
+    gradients do."""
     inputs = [a for a in call.made() if isinstance(a, Tensor)]
     tangents = [torch.randn_like(y) for y in call.bound(inputs)]
     made, wanted = (
-        _with_gradients(function, inputs, tangents) for function in (passes, lambda *tensors: call.bound(tensors))
+        _with_gradients(function, inputs, tangents)
+        for function in (passes, lambda *tensors: call.bound(tensors))
     )
     eps = max(torch.finfo(x.dtype).eps for x in (*inputs, *tangents) if x.dtype.is_floating_point)
     for result, expected in zip(made, wanted, strict=True):
-        if (result.shape, result.dtype) != (expected.shape, expected.dtype) or not rounded_apart(result, expected, eps):
+        if (result.shape, result.dtype) != (expected.shape, expected.dtype) or not rounded_apart(
+            result, expected, eps
+        ):
             return "its compiled form computes other numbers"
     return ""
 
 
-def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+def _with_gradients(
+    function: Callable[..., Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the results of a function, and the gradients of its inputs, zero where none flows."""
     own = [x.detach().requires_grad_(x.dtype.is_floating_point) for x in inputs]
     with torch.enable_grad():
         made = function(*own)
     wanted = [x for x in own if x.requires_grad]
-    grads = torch.autograd.grad(made, wanted, list(tangents), allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(
+        made, wanted, list(tangents), allow_unused=True, materialize_grads=True
+    )
     return [*(y.detach() for y in made), *grads]

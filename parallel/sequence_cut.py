@@ -1,14 +1,14 @@
 """The cut of sequences over the ranks of cp: context parallelism.
 
-A sequence is cut into 2 c chunks for c ranks, and rank r has chunks r and 2 c - 1 - r. Under causal attention a token
-attends to all earlier ones, so the work of a chunk grows with its number; these two chunks together are as much work on
-every rank:
+A sequence is cut into 2 c chunks for c ranks, and rank r has chunks r and 2 c - 1 - r. Under causal
+attention a token attends to all earlier ones, so the work of a chunk grows with its number; these
+two chunks together are as much work on every rank:
 
     chunk    0  1  2  3  4  5  6  7
     rank     0  1  2  3  3  2  1  0
 
-A rank computes everything but attention for its own tokens only, which it holds in the order of their positions. Under
-sequence parallelism these tokens are cut once more, over tp.
+A rank computes everything but attention for its own tokens only, which it holds in the order of
+their positions. Under sequence parallelism these tokens are cut once more, over tp.
 """
 
 from math import lcm
@@ -22,7 +22,8 @@ from parallel.context import Context
 
 
 def unit(context: int, tensor: int = 1) -> int:
-    """Return the number that the length of sequences must be a multiple of. tensor: 1 without sequence parallelism."""
+    """Return the number that the length of sequences must be a multiple of. tensor: 1 without
+    sequence parallelism."""
     return context * lcm(2, tensor) if context > 1 else tensor
 
 
@@ -36,26 +37,35 @@ def positions(cp: Axis, own: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the positions of this rank's tokens in their sequence: int64 [own]."""
     if cp.size == 1:
         return torch.arange(own, device=device)
-    return torch.cat([torch.arange(c.start, c.stop, device=device) for c in chunks(cp.rank, cp.size, own)])
+    return torch.cat(
+        [torch.arange(c.start, c.stop, device=device) for c in chunks(cp.rank, cp.size, own)]
+    )
 
 
 def positions_between(context: Context, length: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the positions of the `length` tokens that this rank has between blocks: int64 [length]."""
+    """Return the positions of the `length` tokens that this rank has between blocks: int64
+    [length]."""
     if not context.cut_sequence:
         return positions(context.cp, length, device)
     return context.tp.chunk(positions(context.cp, length * context.tp.size, device))
 
 
 def take(x: Tensor, cp: Axis, dim: int) -> Tensor:
-    """Return the part of x that belongs to this rank's tokens. dim: the one of the positions of a sequence.
+    """Return the part of x that belongs to this rank's tokens. dim: the one of the positions of a
+    sequence.
 
     Raises ValueError unless the sequence can be cut.
     """
     if cp.size == 1:
         return x
     if x.shape[dim] % (2 * cp.size):
-        raise ValueError(f"sequences of {x.shape[dim]} tokens are not cut into {2 * cp.size} equal chunks")
-    return torch.cat([x.narrow(dim, c.start, len(c)) for c in chunks(cp.rank, cp.size, x.shape[dim] // cp.size)], dim)
+        raise ValueError(
+            f"sequences of {x.shape[dim]} tokens are not cut into {2 * cp.size} equal chunks"
+        )
+    return torch.cat(
+        [x.narrow(dim, c.start, len(c)) for c in chunks(cp.rank, cp.size, x.shape[dim] // cp.size)],
+        dim,
+    )
 
 
 def mean_of_sequence(x: Tensor, cp: Axis) -> Tensor:

@@ -1,4 +1,5 @@
-"""RMSNorm over features that are sharded over tp, such as those of all heads: it adds the squares of all ranks."""
+"""RMSNorm over features that are sharded over tp, such as those of all heads: it adds the squares
+of all ranks."""
 
 from typing import Any
 
@@ -15,11 +16,12 @@ from parallel.norms import shifted
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over features that are sharded over tp: x [..., own features], in the dtype of products.
+    """RMSNorm over features that are sharded over tp: x [..., own features], in the dtype of
+    products.
 
-    width: the number of features of all ranks. shards: the number of slices of the features over tp, if it is smaller
-    than the number of ranks (key/value heads). offset: as in `RMSNorm`.
-    Each pass all-reduces one number per row over tp.
+    width: the number of features of all ranks. shards: the number of slices of the features over
+    tp, if it is smaller than the number of ranks (key/value heads). offset: as in `RMSNorm`. Each
+    pass all-reduces one number per row over tp.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class ShardedRMSNorm(nn.Module):
         offset: float = 0.0,
     ) -> None:
         super().__init__()
-        self.context, self.eps, self.offset = context, eps, offset
+        self.context = context
+        self.eps = eps
+        self.offset = offset
         part = Part.cut(f"{name}.weight", (width,), 0, context.tp, shards)
         self.weight = parameter(context, [part], 0.0, partial=True, mean=1.0 - offset)
 
@@ -47,8 +51,9 @@ class ShardedRMSNorm(nn.Module):
 class _NormalizeSharded(torch.autograd.Function):
     """The autograd function of `ShardedRMSNorm`.
 
-    Several ranks may hold the same slice of x. The sum of squares then counts it once. Each of these ranks has only an
-    addend of the slice's gradient, and contributes only its part of the term that all features share.
+    Several ranks may hold the same slice of x. The sum of squares then counts it once. Each of
+    these ranks has only an addend of the slice's gradient, and contributes only its part of the
+    term that all features share.
     """
 
     @staticmethod
@@ -63,9 +68,16 @@ class _NormalizeSharded(torch.autograd.Function):
         offset: float,
     ) -> Tensor:
         part = layout_of(weight).parts[0]
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive).square_().div_(part.copies)
+        squares = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
+            .square_()
+            .div_(part.copies)
+        )
         inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
-        ctx.weight, ctx.tp, ctx.part, ctx.offset = weight, tp, part, offset
+        ctx.weight = weight
+        ctx.tp = tp
+        ctx.part = part
+        ctx.offset = offset
         will_read_again(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(made)
@@ -76,7 +88,11 @@ class _NormalizeSharded(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         normal = x * inverse
         inner = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
-        along = ctx.tp.sum_((inner * normal).sum(-1, keepdim=True)).div_(ctx.part.shape[0] * ctx.part.copies)
+        along = ctx.tp.sum_((inner * normal).sum(-1, keepdim=True)).div_(
+            ctx.part.shape[0] * ctx.part.copies
+        )
         grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
-        grad_weight = add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2), destination(ctx, 1, ctx.weight))
+        grad_weight = add_gradient(
+            ctx.weight, normal.mul_(grad).flatten(0, -2), destination(ctx, 1, ctx.weight)
+        )
         return grad_x, grad_weight, None, None, None, None, None

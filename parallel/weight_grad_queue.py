@@ -1,8 +1,9 @@
-"""The queue of deferred weight gradients, the part of a backward pass that no other stage waits for.
+"""The queue of deferred weight gradients, the part of a backward pass that no other stage waits
+for.
 
-Layers offer deferrable work by `deferred.run(work)`. The caller of the backward pass decides when the work runs: at
-once, unless the caller collects it. Deferred work must hold every tensor that it needs, because the graph is freed by
-then.
+Layers offer deferrable work by `deferred.run(work)`. The caller of the backward pass decides when
+the work runs: at once, unless the caller collects it. Deferred work must hold every tensor that it
+needs, because the graph is freed by then.
 """
 
 from collections import deque
@@ -32,7 +33,8 @@ class WeightGradQueue:
 
     @contextmanager
     def collect(self) -> Iterator[Work]:
-        """Collect work instead of running it. Yields the deque to which `run` appends inside the context, in order."""
+        """Collect work instead of running it. Yields the deque to which `run` appends inside the
+        context, in order."""
         self._collected = work = deque()
         try:
             yield work

@@ -1,4 +1,5 @@
-"""Small odd models of every family, as transformers and as megaprec describe them, and one step of ours on any mesh.
+"""Small odd models of every family, as transformers and as megaprec describe them, and one step of
+ours on any mesh.
 
 Apart from test_families.py, so that ranks need not import transformers.
 """
@@ -21,7 +22,8 @@ from parallel.pipeline.builders import schedule
 from tests.layouts import Fragment, Recording, assemble
 from tests.ranks import run_ranks
 
-BATCH, LENGTH = 2, 12
+BATCH = 2
+LENGTH = 12
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,44 @@ def _rope(kind: str, theta: float, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
 
 
-def _stretched(kind: str, theta: float, head_dim: int = 6, **parameters: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _stretched(
+    kind: str, theta: float, head_dim: int = 6, **parameters: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both descriptions of a stretched Llama."""
     theirs = _rope(kind, theta, **parameters) | {"head_dim": head_dim}
-    return theirs, {"rope_base": theta, "rope_scaling": {"kind": kind, **parameters}, "head_dim": head_dim}
+    return theirs, {
+        "rope_base": theta,
+        "rope_scaling": {"kind": kind, **parameters},
+        "head_dim": head_dim,
+    }
 
 
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 9, "kv_lora_rank": 14, "qk_rope_head_dim": 4}
-LATENT |= {"qk_nope_head_dim": 10, "v_head_dim": 3}  # even where transformers views pairs as complex numbers
+# even where transformers views pairs as complex numbers
+LATENT |= {
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 3,
+}
 OUR_LATENT = {"query_rank": 9, "kv_rank": 14, "rope_dim": 4, "nope_dim": 10, "value_dim": 3}
-THEIR_EXPERTS = {"first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3}
-THEIR_EXPERTS |= {"topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 20, "routed_scaling_factor": 1.5}
-OUR_EXPERTS = {"experts": 6, "experts_per_token": 3, "shared_experts": 40, "ffn": 20, "dense_ffn": 40}
+THEIR_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+}
+THEIR_EXPERTS |= {
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+}
+OUR_EXPERTS = {
+    "experts": 6,
+    "experts_per_token": 3,
+    "shared_experts": 40,
+    "ffn": 20,
+    "dense_ffn": 40,
+}
 OUR_EXPERTS |= {"dense_layers": (0,), "router_aux_loss": 0.0}
 SHORT = {"original_max_position_embeddings": 8}
 CASES: dict[str, Case] = {
@@ -97,38 +125,68 @@ CASES: dict[str, Case] = {
     ),
     "llama mlp biased": Case("llama", {"mlp_bias": True}, {"mlp_bias": True}),
     "llama llama3": Case(
-        "llama", *_stretched("llama3", 5.0, 10, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **SHORT)
+        "llama",
+        *_stretched(
+            "llama3", 5.0, 10, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **SHORT
+        ),
     ),
     "llama dynamic": Case(
         "llama",
-        {**_rope("dynamic", 50.0, factor=3.0), "max_position_embeddings": 8},  # so theirs calls the original length
+        {
+            **_rope("dynamic", 50.0, factor=3.0),
+            "max_position_embeddings": 8,
+        },  # so theirs calls the original length
         {"rope_base": 50.0, "rope_scaling": {"kind": "dynamic", "factor": 3.0, **SHORT}},
     ),
     "llama yarn": Case("llama", *_stretched("yarn", 5.0, 10, factor=2.0, **SHORT)),
     "llama yarn mscale": Case(
         "llama",
         *_stretched(
-            "yarn", 5.0, 14, factor=2.0, beta_fast=2.0, mscale=0.7, mscale_all_dim=0.3, truncate=False, **SHORT
+            "yarn",
+            5.0,
+            14,
+            factor=2.0,
+            beta_fast=2.0,
+            mscale=0.7,
+            mscale_all_dim=0.3,
+            truncate=False,
+            **SHORT,
         ),
     ),
     "llama yarn attention factor": Case(
-        "llama", *_stretched("yarn", 7.0, 8, factor=2.0, beta_slow=0.5, attention_factor=1.3, **SHORT)
+        "llama",
+        *_stretched("yarn", 7.0, 8, factor=2.0, beta_slow=0.5, attention_factor=1.3, **SHORT),
     ),
     "gpt2": Case("gpt2", {**GPT2, "tie_word_embeddings": True}, {"kv_heads": 4}),
     "gpt2 untied": Case("gpt2", GPT2, {"kv_heads": 4, "tied": False}),
     "gpt_neox": Case("gpt_neox", {"hidden_size": 32}, {"hidden": 32, "kv_heads": 4}),
     "gpt_neox sequential tied": Case(
         "gpt_neox",
-        {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"}
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_new",
+        }
         | {"rotary_pct": 0.7},
-        {"kv_heads": 4, "parallel_residual": False, "qkv_bias": False, "output_bias": False, "tied": True}
+        {
+            "kv_heads": 4,
+            "parallel_residual": False,
+            "qkv_bias": False,
+            "output_bias": False,
+            "tied": True,
+        }
         | {"mlp": "gelu", "rotary_fraction": 0.7},
     ),
-    "mistral": Case("mistral", {"sliding_window": 5, "head_dim": 10}, {"window": 5, "head_dim": 10}),
+    "mistral": Case(
+        "mistral", {"sliding_window": 5, "head_dim": 10}, {"window": 5, "head_dim": 10}
+    ),
     "mistral without window": Case("mistral", {"sliding_window": None}),
     "qwen2": Case("qwen2", {"tie_word_embeddings": True}, {"tied": True}),
     "qwen2 window": Case(
-        "qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, {"window": 3}
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
+        {"window": 3},
     ),
     "qwen3": Case("qwen3", {"head_dim": 10}, {"head_dim": 10}),
     "qwen3 window of the last layer": Case(
@@ -169,12 +227,22 @@ CASES: dict[str, Case] = {
             }
         },
         {"hidden": 36, "head_dim": 10, "attention_scalar": 7.0, "window": 3, "window_layers": (0,)}
-        | {"rope_base": 50.0, "window_rope_base": 7.0, "rope_scaling": {"kind": "linear", "factor": 2.0}},
+        | {
+            "rope_base": 50.0,
+            "window_rope_base": 7.0,
+            "rope_scaling": {"kind": "linear", "factor": 2.0},
+        },
     ),
     "deepseek_v2": Case(
         "deepseek_v2",
-        {**LATENT, "qk_rope_head_dim": 6, "first_k_dense_replace": 2, "attention_bias": True} | {"rms_norm_eps": 1e-3},
-        {"latent": {**OUR_LATENT, "rope_dim": 6}, "kv_heads": 4, "qkv_bias": True, "output_bias": True}
+        {**LATENT, "qk_rope_head_dim": 6, "first_k_dense_replace": 2, "attention_bias": True}
+        | {"rms_norm_eps": 1e-3},
+        {
+            "latent": {**OUR_LATENT, "rope_dim": 6},
+            "kv_heads": 4,
+            "qkv_bias": True,
+            "output_bias": True,
+        }
         | {"norm_eps": 1e-3},
     ),
     "deepseek_v2 without a query latent": Case(
@@ -186,14 +254,39 @@ CASES: dict[str, Case] = {
         "deepseek_v3",
         {**LATENT, "kv_lora_rank": 7, "qk_nope_head_dim": 5, **THEIR_EXPERTS}
         | _rope("yarn", 5.0, factor=2.0, mscale=0.7, mscale_all_dim=1.3, **SHORT),
-        {"latent": {**OUR_LATENT, "kv_rank": 7, "nope_dim": 5}, "kv_heads": 4, "rope_base": 5.0, **OUR_EXPERTS}
-        | {"router": {"score": "sigmoid", "scale": 1.5, "correction": True, "groups": 3, "groups_per_token": 2}}
-        | {"rope_scaling": {"kind": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, **SHORT}},
+        {
+            "latent": {**OUR_LATENT, "kv_rank": 7, "nope_dim": 5},
+            "kv_heads": 4,
+            "rope_base": 5.0,
+            **OUR_EXPERTS,
+        }
+        | {
+            "router": {
+                "score": "sigmoid",
+                "scale": 1.5,
+                "correction": True,
+                "groups": 3,
+                "groups_per_token": 2,
+            }
+        }
+        | {
+            "rope_scaling": {
+                "kind": "yarn",
+                "factor": 2.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                **SHORT,
+            }
+        },
     ),
     "gemma2": Case(
         "gemma2",
         {"hidden_size": 36, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 3}
-        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5, "tie_word_embeddings": True},
+        | {
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.5,
+            "tie_word_embeddings": True,
+        },
         {"hidden": 36, "head_dim": 10, "attention_scalar": 7.0, "window": 3, "window_layers": (0,)}
         | {"attention_softcap": 1.5, "final_softcap": 2.5},
     ),
@@ -202,7 +295,14 @@ CASES: dict[str, Case] = {
         {"head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 3}
         | {"swiglu_alpha": 1.3, "swiglu_limit": 0.6}
         | _rope("yarn", 5.0, factor=2.0, truncate=False, **SHORT),
-        {**EXPERTS, "head_dim": 10, "experts": 5, "experts_per_token": 3, "window": 3, "window_layers": (0,)}
+        {
+            **EXPERTS,
+            "head_dim": 10,
+            "experts": 5,
+            "experts_per_token": 3,
+            "window": 3,
+            "window_layers": (0,),
+        }
         | {"swiglu_alpha": 1.3, "swiglu_limit": 0.6, "rope_base": 5.0}
         | {"rope_scaling": {"kind": "yarn", "factor": 2.0, "truncate": False, **SHORT}},
     ),
@@ -235,45 +335,111 @@ CASES: dict[str, Case] = {
     ),
     "qwen2_moe": Case(
         "qwen2_moe",
-        {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 20}
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 20,
+        }
         | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0]},
-        {**EXPERTS, "experts": 5, "experts_per_token": 3, "norm_topk": False, "ffn": 20, "shared_experts": 28}
+        {
+            **EXPERTS,
+            "experts": 5,
+            "experts_per_token": 3,
+            "norm_topk": False,
+            "ffn": 20,
+            "shared_experts": 28,
+        }
         | {"shared_gate": True, "dense_layers": (0,), "dense_ffn": 40},
     ),
     "qwen2_moe normalized without biases": Case(
         "qwen2_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 40}
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 40,
+        }
         | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "tie_word_embeddings": True},
-        {**EXPERTS, "experts_per_token": 2, "shared_experts": 8, "shared_gate": True, "qkv_bias": False, "tied": True},
+        {
+            **EXPERTS,
+            "experts_per_token": 2,
+            "shared_experts": 8,
+            "shared_gate": True,
+            "qkv_bias": False,
+            "tied": True,
+        },
     ),
     "glm4_moe": Case(
         "glm4_moe",
-        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8}
-        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True}
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+        }
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        }
         | {"n_shared_experts": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
-        {"experts": 8, "experts_per_token": 3, "ffn": 24, "head_dim": 8, "qkv_bias": True, "qk_norm": True}
+        {
+            "experts": 8,
+            "experts_per_token": 3,
+            "ffn": 24,
+            "head_dim": 8,
+            "qkv_bias": True,
+            "qk_norm": True,
+        }
         | {"router_aux_loss": 0.0, "shared_experts": 48, "dense_layers": (0,), "dense_ffn": 40}
-        | {"router": {"score": "sigmoid", "correction": True, "scale": 2.5, "groups": 4, "groups_per_token": 2}},
+        | {
+            "router": {
+                "score": "sigmoid",
+                "correction": True,
+                "scale": 2.5,
+                "groups": 4,
+                "groups_per_token": 2,
+            }
+        },
     ),
     "glm4_moe without groups, normalization and norms": Case(
         "glm4_moe",
-        {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
+        {
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "head_dim": 12,
+        }
         | {"norm_topk_prob": False, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
         | {"partial_rotary_factor": 0.7, "num_key_value_heads": 1, "tie_word_embeddings": True},
-        {"experts": 5, "experts_per_token": 2, "head_dim": 12, "rotary_fraction": 0.7, "kv_heads": 1, "tied": True}
+        {
+            "experts": 5,
+            "experts_per_token": 2,
+            "head_dim": 12,
+            "rotary_fraction": 0.7,
+            "kv_heads": 1,
+            "tied": True,
+        }
         | {"router_aux_loss": 0.0, "shared_experts": 40, "norm_topk": False},
     ),
 }
 
 
 def config_of(case: Case) -> ModelConfig:
-    family = case.kind if case.kind == "glm4_moe" else case.kind.removesuffix("_moe").removesuffix("_text")
+    if case.kind == "glm4_moe":
+        family = case.kind
+    else:
+        family = case.kind.removesuffix("_moe").removesuffix("_text")
     return ModelConfig(**{"family": family, **OURS, **case.ours})
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training step: our model, its logical weights, tokens and targets [b, s], and what is made again."""
+    """One training step: our model, its logical weights, tokens and targets [b, s], and what is
+    made again."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
@@ -284,7 +450,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """loss; logits [b, s, vocab] (none on stages but the last) and gradients, of the parts that a rank has."""
+    """loss; logits [b, s, vocab] (none on stages but the last) and gradients, of the parts that a
+    rank has."""
 
     loss: float
     logits: list[Fragment]
@@ -294,13 +461,17 @@ class Answer:
 def step_all(
     jobs: list[Job], tp: int = 1, pp: int = 1, sequence: bool = False
 ) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss, and gradients by logical name with the logits among them, of each job on tp * pp ranks."""
-    packed = pickle.dumps(jobs)  # as bytes: each tensor among a process's arguments costs an open file
+    """Loss, and gradients by logical name with the logits among them, of each job on tp * pp
+    ranks."""
+    # as bytes: each tensor among a process's arguments costs an open file
+    packed = pickle.dumps(jobs)
     ranks = run_ranks(step_rank, {"pp": pp, "tp": tp}, jobs=packed, sequence=sequence)
     together = []
     for answers in zip(*ranks, strict=True):
         assert len({answer.loss for answer in answers}) == 1
-        together.append((answers[0].loss, assemble([[*answer.grads, *answer.logits] for answer in answers])))
+        together.append(
+            (answers[0].loss, assemble([[*answer.grads, *answer.logits] for answer in answers]))
+        )
     return together
 
 
@@ -309,7 +480,9 @@ def step_rank(mesh: DeviceMesh, jobs: bytes, sequence: bool) -> list[Answer]:
 
 
 def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
-    def make_optimizer(stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
+    def make_optimizer(
+        stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
+    ) -> Recording:
         for stage in stages:
             put(stage, job.weights)
         return Recording(stages, plan, mesh, clip=1.0, plant=None)
@@ -350,4 +523,13 @@ def _own_logits(engine: Engine, made: list[Tensor]) -> list[Fragment]:
         return []
     part = layout_of(engine.stages[engine.last].head).parts[0]
     own = torch.cat([x.transpose(0, 1).flatten(0, 1) for x in made]).t()[: part.local[0]]
-    return [Fragment("logits", (part.shape[0], own.shape[1]), (part.start, 0), tuple(own.shape), 0, own.flatten())]
+    return [
+        Fragment(
+            "logits",
+            (part.shape[0], own.shape[1]),
+            (part.start, 0),
+            tuple(own.shape),
+            0,
+            own.flatten(),
+        )
+    ]

@@ -1,4 +1,5 @@
-"""Bits flipped in a rank while it takes a step: what silently wrong hardware does, at each place that is checked."""
+"""Bits flipped in a rank while it takes a step: what silently wrong hardware does, at each place
+that is checked."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,8 @@ from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import RECEIVES, Instruction, Message, MessageType
 from parallel.pipeline.p2p import P2P
 
-SAMPLES, LENGTH = 12, 8
+SAMPLES = 12
+LENGTH = 8
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODEL: dict[str, Any] = {
     "vocab": 40, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "dropout": 0.1, "max_positions": 16,
@@ -35,7 +37,8 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How the small model is trained: changes to MODEL, options of the engine's parts, and the micro-batch."""
+    """How the small model is trained: changes to MODEL, options of the engine's parts, and the
+    micro-batch."""
 
     model: tuple[tuple[str, Any], ...] = ()
     compute: str = "fp32"
@@ -58,9 +61,10 @@ class Setting:
 class Flip:
     """A flipped bit.
 
-    rank: where. kind: "weight", "activation", "activation gradient", "parameter gradient", "gradient before its
-    reduction", "reduced gradient", "sent" or "received". at: path of a module, or name of a parameter. steady: again in
-    each computation of this rank, not in the step alone. bit: counted from the lowest. back: of a gradient message.
+    rank: where. kind: "weight", "activation", "activation gradient", "parameter gradient",
+    "gradient before its reduction", "reduced gradient", "sent" or "received". at: path of a module,
+    or name of a parameter. steady: again in each computation of this rank, not in the step alone.
+    bit: counted from the lowest. back: of a gradient message.
     """
 
     rank: int
@@ -85,7 +89,12 @@ def flip_(x: Tensor, bit: int) -> None:
 
 def make_engine(mesh: DeviceMesh | None, setting: Setting) -> Engine:
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
-    options = {"zero_size": setting.zero_size, "overlap": setting.overlap, "clip": 0.5, "canonical": setting.canonical}
+    options = {
+        "zero_size": setting.zero_size,
+        "overlap": setting.overlap,
+        "clip": 0.5,
+        "canonical": setting.canonical,
+    }
     return Engine(
         ModelConfig(**{**MODEL, **dict(setting.model)}),
         plan(setting.compute, setting.scaling, fp8=setting.fp8, **dict(setting.changes)),
@@ -110,7 +119,9 @@ def _optimizer(
 
 def shares(mesh: DeviceMesh | None, number: int, seed: int) -> Callable[[int], Share]:
     """The shares of all data-parallel ranks in a step."""
-    ids = torch.randint(0, 40, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1000 * seed + number))
+    ids = torch.randint(
+        0, 40, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1000 * seed + number)
+    )
     own = SAMPLES // (1 if mesh is None else mesh["dp"].size())
 
     def of(replica: int) -> Share:
@@ -120,7 +131,9 @@ def shares(mesh: DeviceMesh | None, number: int, seed: int) -> Callable[[int], S
     return of
 
 
-def take(engine: Engine, mesh: DeviceMesh | None, number: int, sentinel: Sentinel | None, seed: int = 0) -> float:
+def take(
+    engine: Engine, mesh: DeviceMesh | None, number: int, sentinel: Sentinel | None, seed: int = 0
+) -> float:
     """Takes a step, checked if there is a sentinel; returns its loss."""
     of = shares(mesh, number, seed)
     with ExitStack() as inside:
@@ -132,7 +145,9 @@ def take(engine: Engine, mesh: DeviceMesh | None, number: int, sentinel: Sentine
 def state(engine: Engine) -> list[Tensor]:
     engine.optimizer.wait()
     buffers = engine.optimizer.all_buffers()
-    return [x.clone() for b in buffers for x in (b.weights, *b.saved().values())] + [engine.optimizer.steps.clone()]
+    return [x.clone() for b in buffers for x in (b.weights, *b.saved().values())] + [
+        engine.optimizer.steps.clone()
+    ]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -151,7 +166,10 @@ def planted(engine: Engine, flip: Flip) -> Iterator[None]:
 def _plant(engine: Engine, flip: Flip, inside: ExitStack) -> None:
     turns = _Turns(engine, flip)
     parameters = [
-        (p, part.name) for b in engine.optimizer.all_buffers() for p in b.parameters for part in layout_of(p).parts
+        (p, part.name)
+        for b in engine.optimizer.all_buffers()
+        for p in b.parameters
+        for part in layout_of(p).parts
     ]
     if flip.kind == "weight":
         flip_(next(p.data for p, name in parameters if name == flip.at), flip.bit)
@@ -163,10 +181,14 @@ def _plant(engine: Engine, flip: Flip, inside: ExitStack) -> None:
                     inside.callback(hook.remove)
     elif flip.kind == "parameter gradient":
         (main,) = (_main_grad(p) for p, name in parameters if name == flip.at)
-        inside.enter_context(_after(Executor, "_backward", lambda i, _: turns.now(i) and flip_(main, flip.bit)))
+        inside.enter_context(
+            _after(Executor, "_backward", lambda i, _: turns.now(i) and flip_(main, flip.bit))
+        )
     elif flip.kind == "gradient before its reduction":
         (one,) = (p for p, name in parameters if name == flip.at)
-        inside.enter_context(patch("megaprec.optim.grad_sync.zero_missing_grads", _zero_and_flip(one, flip.bit)))
+        inside.enter_context(
+            patch("megaprec.optim.grad_sync.zero_missing_grads", _zero_and_flip(one, flip.bit))
+        )
     elif flip.kind == "reduced gradient":
         (main,) = (_main_grad(p) for p, name in parameters if name == flip.at)
         inside.enter_context(_after(ModelBuffers, "sum_copies", lambda *_: flip_(main, flip.bit)))
@@ -188,10 +210,13 @@ def _main_grad(parameter: nn.Parameter) -> Tensor:
 
 
 class _Turns:
-    """Knows whether the first micro-batch of the step itself is being computed: its second pass, after the check's."""
+    """Knows whether the first micro-batch of the step itself is being computed: its second pass,
+    after the check's."""
 
     def __init__(self, engine: Engine, flip: Flip) -> None:
-        self.engine, self.flip, self.seen = engine, flip, 0
+        self.engine = engine
+        self.flip = flip
+        self.seen = 0
 
     def now(self, i: Instruction | None = None) -> bool:
         if i is not None and i.microbatch != 0:
@@ -235,11 +260,14 @@ def _after(owner: type, name: str, then: Callable[..., object]) -> Iterator[None
 
 def _transfer(flip: Flip, turns: _Turns) -> tuple[str, Callable[..., Any]]:
     kind = MessageType.GRADIENT if flip.back else MessageType.ACTIVATION
-    send, receive = P2P.send, P2P.receive
+    send = P2P.send
+    receive = P2P.receive
 
     def hit(i: Instruction) -> bool:
         message = Message.of(i)
-        return message is not None and message.kind is kind and message.microbatch == 0 and turns.now()
+        return (
+            message is not None and message.kind is kind and message.microbatch == 0 and turns.now()
+        )
 
     def sending(self: P2P, i: Instruction, tensor: Tensor) -> None:
         send(self, i, flipped(tensor, flip.bit) if hit(i) else tensor)
@@ -252,12 +280,14 @@ def _transfer(flip: Flip, turns: _Turns) -> tuple[str, Callable[..., Any]]:
 
 
 def found(mesh: DeviceMesh | None, setting: Setting, flip: Flip) -> dict[str, Any] | None:
-    """The fault that a check finds with a flipped bit, as fields; None if it finds none. A clean step comes before.
+    """The fault that a check finds with a flipped bit, as fields; None if it finds none. A clean
+    step comes before.
 
-    Asserts that a step with a fault changes nothing but what was flipped in the weights, and that the step taken again
-    is the one of an undisturbed run.
+    Asserts that a step with a fault changes nothing but what was flipped in the weights, and that
+    the step taken again is the one of an undisturbed run.
     """
-    engine, plain = make_engine(mesh, setting), make_engine(mesh, setting)
+    engine = make_engine(mesh, setting)
+    plain = make_engine(mesh, setting)
     sentinel = Sentinel(engine, exact=True)
     assert take(engine, mesh, 0, sentinel) == take(plain, mesh, 0, None)
     assert same(state(engine), state(plain))
@@ -280,16 +310,20 @@ def all_found(mesh: DeviceMesh, setting: Setting, flips: list[Flip]) -> list[dic
 
 
 def clean(mesh: DeviceMesh, settings: list[Setting], steps: int) -> int:
-    """The body of ranks: takes checked steps and the same unchecked; returns the number of checks, all of them clean.
+    """The body of ranks: takes checked steps and the same unchecked; returns the number of checks,
+    all of them clean.
 
     Asserts that losses, weights and state are equal to the last bit.
     """
     checks = 0
     for setting in settings:
-        engine, plain = make_engine(mesh, setting), make_engine(mesh, setting)
+        engine = make_engine(mesh, setting)
+        plain = make_engine(mesh, setting)
         sentinel = Sentinel(engine, exact=True)
         for number in range(steps):
-            assert take(engine, mesh, number, sentinel, setting.seed) == take(plain, mesh, number, None, setting.seed)
+            assert take(engine, mesh, number, sentinel, setting.seed) == take(
+                plain, mesh, number, None, setting.seed
+            )
             checks += 1
         assert sentinel.recomputes
         assert same(state(engine), state(plain)), f"a checked run is another one: {setting}"

@@ -5,6 +5,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 
 def declare(optimizer: ParallelAMPOptimizer) -> None:
-    """Says that what is in the buffers now are gradients of this step; else they would be taken for the last one's."""
+    """Says that what is in the buffers now are gradients of this step; else they would be taken for
+    the last one's."""
     for parameter in (p for buffer in optimizer.all_buffers() for p in buffer.parameters):
         begin_accumulation(parameter)

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces with a name of their own each, joined by a link that can be cut."""
+"""Two hosts on one machine: network namespaces with a name of their own each, joined by a link that
+can be cut."""
 
 import os
 import random
@@ -73,9 +74,28 @@ class Hosts:
     ) -> subprocess.Popen:
         """A process on a host, which calls itself alpha or beta."""
         named = f'hostname {NAMES[host]} && exec "$@"'
-        whole = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c", named, "sh", *command]
-        own = {**os.environ, "GLOO_SOCKET_IFNAME": self.ends[host], "TP_SOCKET_IFNAME": self.ends[host], **environ}
-        self._started.append(subprocess.Popen(whole, env=own, stdout=output, stderr=subprocess.STDOUT))
+        whole = [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            named,
+            "sh",
+            *command,
+        ]
+        own = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": self.ends[host],
+            "TP_SOCKET_IFNAME": self.ends[host],
+            **environ,
+        }
+        self._started.append(
+            subprocess.Popen(whole, env=own, stdout=output, stderr=subprocess.STDOUT)
+        )
         return self._started[-1]
 
 
@@ -85,7 +105,8 @@ def _ip(*words: str) -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two connected hosts, removed afterwards. Skips the test where this process may not make them."""
+    """Two connected hosts, removed afterwards. Skips the test where this process may not make
+    them."""
     if os.geteuid() != 0 or not Path("/proc/self/ns/net").exists():
         pytest.skip("network namespaces need root and Linux")
     hosts = Hosts(f"mp{uuid.uuid4().hex[:6]}")
@@ -101,7 +122,11 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def free_port() -> int:
-    """A port from 20000 to 29999 that nothing listens at. The kernel gives connections only higher ones."""
+    """A port from 20000 to 29999 that nothing listens at. The kernel gives connections only higher
+    ones."""
     while True:
-        with suppress(OSError), socket.create_server(("", random.SystemRandom().randrange(20_000, 30_000))) as server:
+        with (
+            suppress(OSError),
+            socket.create_server(("", random.SystemRandom().randrange(20_000, 30_000))) as server,
+        ):
             return server.getsockname()[1]

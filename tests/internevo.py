@@ -1,7 +1,9 @@
-"""Small models of InternEvo's: a plain model of its forward pass, and its checkpoints written as it writes them.
+"""Small models of InternEvo's: a plain model of its forward pass, and its checkpoints written as it
+writes them.
 
-The model is that of internlm/model/modeling_internlm.py; the files are those of internlm/checkpoint/components.py,
-cut as internlm/model/ops/linear.py and internlm/model/modules/embedding.py cut parameters.
+The model is that of internlm/model/modeling_internlm.py; the files are those of
+internlm/checkpoint/components.py, cut as internlm/model/ops/linear.py and
+internlm/model/modules/embedding.py cut parameters.
 """
 
 import math
@@ -17,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LAYERS, HIDDEN, HEADS, VOCAB = 6, 48, 8, 136
+LAYERS = 6
+HIDDEN = 48
+HEADS = 8
+VOCAB = 136
 SAID: dict[str, Any] = {
     "num_layers": LAYERS,
     "hidden_size": HIDDEN,
@@ -40,7 +45,8 @@ SAID: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Form:
-    """What differs among InternEvo's models and versions. closing: of the feed-forward; fc2 is not gated."""
+    """What differs among InternEvo's models and versions. closing: of the feed-forward; fc2 is not
+    gated."""
 
     closing: str = "w2"
     norm: str = "rmsnorm"
@@ -54,13 +60,23 @@ class Form:
 
     @property
     def config(self) -> dict[str, Any]:
-        return {**SAID, "norm_type": self.norm, "embed_split_hidden": self.split_hidden, **self.said}
+        return {
+            **SAID,
+            "norm_type": self.norm,
+            "embed_split_hidden": self.split_hidden,
+            **self.said,
+        }
 
 
 def weights(form: Form) -> dict[str, Tensor]:
     """A whole model of random weights, under InternEvo's names, in float64."""
-    h, f, dice = HIDDEN, form.ffn, torch.Generator().manual_seed(7)
-    outer = ["fc1"] if form.closing == "fc2" else [w for w in ("w1", "w2", "w3") if w != form.closing]
+    h = HIDDEN
+    f = form.ffn
+    dice = torch.Generator().manual_seed(7)
+    if form.closing == "fc2":
+        outer = ["fc1"]
+    else:
+        outer = [w for w in ("w1", "w2", "w3") if w != form.closing]
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (VOCAB, h), "head.weight": (VOCAB, h)}
     for n in range(LAYERS):
         layer = {"mixer.Wqkv.weight": (3 * h, h), "mixer.out_proj.weight": (h, h)}
@@ -70,8 +86,14 @@ def weights(form: Form) -> dict[str, Tensor]:
     for norm in ("norm", *(f"blocks.{n}.norm{m}" for n in range(LAYERS) for m in (1, 2))):
         shapes[f"{norm}.weight"] = (h,)
         shapes |= {f"{norm}.bias": (h,)} if form.norm == "layernorm" else {}
-    draw = {name: torch.randn(shape, generator=dice, dtype=torch.float64) * 0.2 for name, shape in shapes.items()}
-    return {name: values + 1 if "norm" in name and name.endswith("weight") else values for name, values in draw.items()}
+    draw = {
+        name: torch.randn(shape, generator=dice, dtype=torch.float64) * 0.2
+        for name, shape in shapes.items()
+    }
+    return {
+        name: values + 1 if "norm" in name and name.endswith("weight") else values
+        for name, values in draw.items()
+    }
 
 
 def logits(form: Form, w: dict[str, Tensor], ids: Tensor) -> Tensor:
@@ -92,19 +114,24 @@ def logits(form: Form, w: dict[str, Tensor], ids: Tensor) -> Tensor:
 
     def turn(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        cos = angles.cos()[:, None]
+        sin = angles.sin()[:, None]
         return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
 
     x = w["embedding.weight"][ids]
     for n in range(LAYERS):
         query, key, value = (
-            linear(f"blocks.{n}.mixer.Wqkv", norm(f"blocks.{n}.norm1", x)).unflatten(-1, (3, HEADS, dim)).unbind(2)
+            linear(f"blocks.{n}.mixer.Wqkv", norm(f"blocks.{n}.norm1", x))
+            .unflatten(-1, (3, HEADS, dim))
+            .unbind(2)
         )
         scores = torch.einsum("bqhd,bkhd->bhqk", turn(query), turn(key)) / math.sqrt(dim)
         mixed = torch.einsum("bhqk,bkhd->bqhd", (scores + mask).softmax(-1), value).flatten(2)
         x = x + linear(f"blocks.{n}.mixer.out_proj", mixed)
         x = x + _feed_forward(
-            form, lambda name, y, n=n: linear(f"blocks.{n}.mlp.{name}", y), norm(f"blocks.{n}.norm2", x)
+            form,
+            lambda name, y, n=n: linear(f"blocks.{n}.mlp.{name}", y),
+            norm(f"blocks.{n}.norm2", x),
         )
     return norm("norm", x) @ w["head.weight"].t()
 
@@ -117,14 +144,16 @@ def _feed_forward(form: Form, layer: Callable[[str, Tensor], Tensor], x: Tensor)
 
 
 def uneven(values: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
-    """The part of a rank where the first ranks have one more (ColumnParallelLinearTorch, RowParallelLinearTorch)."""
+    """The part of a rank where the first ranks have one more (ColumnParallelLinearTorch,
+    RowParallelLinearTorch)."""
     whole, more = divmod(values.shape[dim], ranks)
     sizes = [whole + (n < more) for n in range(ranks)]
     return values.split(sizes, dim)[rank]
 
 
 def tensor_parallel(form: Form, tp: int, rank: int, name: str, values: Tensor) -> Tensor | None:
-    """What a rank along tensor parallelism has of a parameter; None for a bias that the first alone has."""
+    """What a rank along tensor parallelism has of a parameter; None for a bias that the first alone
+    has."""
     layer = name.split(".")[-2]
     if layer == "Wqkv":
         return torch.cat([uneven(third, tp, rank) for third in values.chunk(3)])
@@ -134,11 +163,14 @@ def tensor_parallel(form: Form, tp: int, rank: int, name: str, values: Tensor) -
         return uneven(values, tp, rank, 1)
     if layer == "embedding":
         return values.chunk(tp, 1 if form.split_hidden else 0)[rank]
-    return uneven(values, tp, rank) if layer in ("head", "w1", "w2", "w3", "fc1") else values
+    if layer in ("head", "w1", "w2", "w3", "fc1"):
+        return uneven(values, tp, rank)
+    return values
 
 
 def weight_parallel(form: Form, wp: int, rank: int, name: str, values: Tensor) -> Tensor | None:
-    """The same along weight parallelism, where every linear layer is an ISPLinear: its rows are cut."""
+    """The same along weight parallelism, where every linear layer is an ISPLinear: its rows are
+    cut."""
     layer = name.split(".")[-2]
     if layer == "embedding":
         return values.chunk(wp, 1 if form.split_hidden else 0)[rank]
@@ -146,9 +178,11 @@ def weight_parallel(form: Form, wp: int, rank: int, name: str, values: Tensor) -
 
 
 def stages(pp: int, chunks: int) -> list[list[range]]:
-    """Layers of each rank's chunks (internlm/solver/pipeline_utils.py:partition_uniform): later ranks have more."""
+    """Layers of each rank's chunks (internlm/solver/pipeline_utils.py:partition_uniform): later
+    ranks have more."""
     own: list[list[range]] = [[] for _ in range(pp)]
-    each, start = LAYERS // chunks, 0
+    each = LAYERS // chunks
+    start = 0
     for _ in range(chunks):
         for p in range(pp):
             end = start + each // pp + (p >= pp - each % pp)
@@ -165,18 +199,30 @@ def state(
     for number, own in enumerate(layers):
         for name, values in whole.items():
             block = name.split(".")[1] if name.startswith("blocks.") else None
-            local = f"blocks.{int(block) - own[0]}.{name.split('.', 2)[2]}" if block is not None else name
-            here = int(block) in own if block is not None else (0 in own) if "embedding" in name else LAYERS - 1 in own
+            if block is not None:
+                local = f"blocks.{int(block) - own[0]}.{name.split('.', 2)[2]}"
+            else:
+                local = name
+            if block is not None:
+                here = int(block) in own
+            elif "embedding" in name:
+                here = 0 in own
+            else:
+                here = LAYERS - 1 in own
             part = cut(name, values) if here else None
             if part is not None:
-                local = local if form.split_hidden else local.replace("embedding.", "embedding.word_embeddings.")
+                if form.split_hidden:
+                    local = local
+                else:
+                    local = local.replace("embedding.", "embedding.word_embeddings.")
                 found[f"{number}.model.{local}" if len(layers) > 1 else local] = part.clone()
     return found
 
 
 @contextmanager
 def config_class() -> Iterator[type]:
-    """InternEvo's Config, a dict in a module of its own (internlm/core/context/parallel_context.py)."""
+    """InternEvo's Config, a dict in a module of its own
+    (internlm/core/context/parallel_context.py)."""
     name = "internlm.core.context.parallel_context"
     parents = [name.rsplit(".", n)[0] for n in range(3, -1, -1)]
     sys.modules |= {parent: ModuleType(parent) for parent in parents}
@@ -199,7 +245,8 @@ def save(
     wp: int = 0,
     **said: Any,
 ) -> Path:
-    """The folder of a step. wp: ranks of weight parallelism, 0 if there is none; then tp ranks cut nothing."""
+    """The folder of a step. wp: ranks of weight parallelism, 0 if there is none; then tp ranks cut
+    nothing."""
     folder.mkdir(parents=True)
     layers = stages(pp, chunks)
     kind, count = (weight_parallel, wp) if wp else (tensor_parallel, tp)

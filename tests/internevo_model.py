@@ -1,9 +1,11 @@
-"""The models that InternEvo builds of `model = dict(...)`, written plainly in float64: one process, no code of ours.
+"""The models that InternEvo builds of `model = dict(...)`, written plainly in float64: one process,
+no code of ours.
 
-Of InternLM/InternEvo at c628a8c: `internlm/model/modeling_internlm.py` (model type INTERNLM), `modeling_internlm2.py`
-(INTERNLM2_PUBLIC), `modeling_llama.py` (LLAMA2), `modules/multi_head_attention.py`, `modules/embedding.py`,
-`modules/mlp.py` and `ops/linear.py`. Weights are a dict by the names that those modules give them. What only changes
-dtypes, memory or communication there is not in here.
+Of InternLM/InternEvo at c628a8c: `internlm/model/modeling_internlm.py` (model type INTERNLM),
+`modeling_internlm2.py` (INTERNLM2_PUBLIC), `modeling_llama.py` (LLAMA2),
+`modules/multi_head_attention.py`, `modules/embedding.py`, `modules/mlp.py` and `ops/linear.py`.
+Weights are a dict by the names that those modules give them. What only changes dtypes, memory or
+communication there is not in here.
 """
 
 import math
@@ -54,14 +56,24 @@ class InternEvo:
         width = int(self.hidden * self.c["mlp_ratio"])
         self.width = 256 * ((width + 255) // 256) if self.gated else width
         self.biased = self.kind == "INTERNLM" or not self.c["no_bias"]
-        adapted = self.kind == "INTERNLM2_PUBLIC" if self.c["adapt_hf"] is None else self.c["adapt_hf"]
+        if self.c["adapt_hf"] is None:
+            adapted = self.kind == "INTERNLM2_PUBLIC"
+        else:
+            adapted = self.c["adapt_hf"]
         self.neighbours = self.kind != "INTERNLM" and not adapted
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the whole model, on one rank."""
-        h, kv = self.hidden, self.kv_heads * self.head_dim
-        first, last = ("embedding", "head") if self.kind == "INTERNLM" else ("tok_embeddings", "output")
-        table = "weight" if self.c["embed_split_hidden"] or not self.c["use_flash_attn"] else "word_embeddings.weight"
+        h = self.hidden
+        kv = self.kv_heads * self.head_dim
+        if self.kind == "INTERNLM":
+            first, last = ("embedding", "head")
+        else:
+            first, last = ("tok_embeddings", "output")
+        if self.c["embed_split_hidden"] or not self.c["use_flash_attn"]:
+            table = "weight"
+        else:
+            table = "word_embeddings.weight"
         shapes: dict[str, tuple[int, ...]] = {f"{first}.{table}": (self.c["vocab_size"], h)}
         products = {
             "INTERNLM": {"mixer.Wqkv": (3 * h, h), "mixer.out_proj": (h, h)},
@@ -109,21 +121,34 @@ class InternEvo:
             residual = drop(f"{n} input", x)
             mixed = self.attention(w, block, self.norm(w, f"{block}.{norms[0]}", residual))
             residual = drop(f"{n} attention", mixed) + residual
-            x = self.feed_forward(w, f"{block}.{self.feed}", self.norm(w, f"{block}.{norms[1]}", residual)) + residual
+            x = (
+                self.feed_forward(
+                    w, f"{block}.{self.feed}", self.norm(w, f"{block}.{norms[1]}", residual)
+                )
+                + residual
+            )
         head = w["head.weight" if self.kind == "INTERNLM" else "output.weight"]
         return self.norm(w, "norm", x) @ (scale * head + (1 - scale) * head.detach()).T
 
     def norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        weight, epsilon = w[f"{name}.weight"], self.c["layer_norm_epsilon"]
+        weight = w[f"{name}.weight"]
+        epsilon = self.c["layer_norm_epsilon"]
         if self.c["norm_type"] == "rmsnorm":
             return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon))
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight + w[f"{name}.bias"]
+        return (
+            centred / (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
+            + w[f"{name}.bias"]
+        )
 
     def feed_forward(self, w: Weights, name: str, x: Tensor) -> Tensor:
         if not self.gated:
-            return F.gelu(x @ w[f"{name}.fc1.weight"].T, approximate="tanh") @ w[f"{name}.fc2.weight"].T
-        first, third = x @ w[f"{name}.w1.weight"].T, x @ w[f"{name}.w3.weight"].T
+            return (
+                F.gelu(x @ w[f"{name}.fc1.weight"].T, approximate="tanh")
+                @ w[f"{name}.fc2.weight"].T
+            )
+        first = x @ w[f"{name}.w1.weight"].T
+        third = x @ w[f"{name}.w3.weight"].T
         return (F.silu(first) * third) @ w[f"{name}.w2.weight"].T
 
     def attention(self, w: Weights, block: str, x: Tensor) -> Tensor:
@@ -133,37 +158,52 @@ class InternEvo:
             return F.linear(x, w[f"{block}.{name}.weight"], w.get(f"{block}.{name}.bias"))
 
         q, k, v = self._apart(product, x)
-        q, k = self.rotated(q), self.rotated(k)
+        q = self.rotated(q)
+        k = self.rotated(k)
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, 2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k / math.sqrt(self.head_dim))
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf) if self.c["use_flash_attn"] else scores + later * -10000.0
+        if self.c["use_flash_attn"]:
+            scores = scores.masked_fill(later, -math.inf)
+        else:
+            scores = scores + later * -10000.0
         mixed = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
         return product("mixer.out_proj" if self.kind == "INTERNLM" else "attention.wo", mixed)
 
-    def _apart(self, product: Callable[[str, Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _apart(
+        self, product: Callable[[str, Tensor], Tensor], x: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Query [b, s, heads, d], key and value [b, s, kv heads, d]."""
         if self.kind == "INTERNLM":
-            q, k, v = product("mixer.Wqkv", x).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+            q, k, v = (
+                product("mixer.Wqkv", x).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+            )
             return q, k, v
         if self.kind == "LLAMA2":
-            q, k, v = (product(f"attention.w{n}", x).unflatten(-1, (-1, self.head_dim)) for n in "qkv")
+            q, k, v = (
+                product(f"attention.w{n}", x).unflatten(-1, (-1, self.head_dim)) for n in "qkv"
+            )
             return q, k, v
         groups = self.heads // self.kv_heads
-        packed = product("attention.wqkv", x).unflatten(-1, (self.kv_heads, groups + 2, self.head_dim))
+        packed = product("attention.wqkv", x).unflatten(
+            -1, (self.kv_heads, groups + 2, self.head_dim)
+        )
         return packed[..., :groups, :].flatten(2, 3), packed[..., -2, :], packed[..., -1, :]
 
     def rotated(self, x: Tensor) -> Tensor:
         """x [b, s, heads, d], whose halves, or whose even and odd features, are turned as pairs."""
         if self.neighbours:
             x = torch.cat([x[..., ::2], x[..., 1::2]], -1)
-        length, d, base = x.shape[1], self.head_dim, float(self.c["rope_base"])
+        length = x.shape[1]
+        d = self.head_dim
+        base = float(self.c["rope_base"])
         if self.c["use_dynamic_ntk_rope"] and length > self.c["max_position_embeddings"]:
             base *= (length / self.c["max_position_embeddings"]) ** (d / (d - 2))
         slowness = 1.0 / base ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
         angles = torch.outer(torch.arange(length, dtype=torch.float64), slowness)[:, None]
         first, second = x.chunk(2, -1)
-        cosine, sine = angles.cos(), angles.sin()
+        cosine = angles.cos()
+        sine = angles.sin()
         return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1)
 
     def as_ours(self, theirs: Weights) -> dict[str, Tensor]:
@@ -174,14 +214,19 @@ class InternEvo:
         return ours
 
     def _as_ours(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        parts, kind = name.split("."), name.rpartition(".")[2]
+        parts = name.split(".")
+        kind = name.rpartition(".")[2]
         if parts[0] in ("embedding", "tok_embeddings"):
             return {"embedding.weight": tensor}
         if parts[0] in ("norm", "head", "output"):
             return {f"{'final_norm' if parts[0] == 'norm' else 'head'}.{kind}": tensor}
-        layer, part = f"layers.{parts[1]}", parts[-2]
+        layer = f"layers.{parts[1]}"
+        part = parts[-2]
         if part in ("Wqkv", "wqkv", "wq", "wk", "wv"):
-            return {f"{layer}.attention.{which}.{kind}": t for which, t in self._rows(part, tensor).items()}
+            return {
+                f"{layer}.attention.{which}.{kind}": t
+                for which, t in self._rows(part, tensor).items()
+            }
         renamed = {
             **dict.fromkeys(("norm1", "attention_norm"), "attention_norm"),
             **dict.fromkeys(("norm2", "ffn_norm"), "mlp_norm"),
@@ -193,8 +238,10 @@ class InternEvo:
         return {f"{layer}.{renamed[part]}.{kind}": tensor}
 
     def _rows(self, part: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Query, key and value out of rows that are packed, with halves of each head where neighbours were."""
-        groups, d = self.heads // self.kv_heads, self.head_dim
+        """Query, key and value out of rows that are packed, with halves of each head where
+        neighbours were."""
+        groups = self.heads // self.kv_heads
+        d = self.head_dim
         rows: dict[str, Tensor]
         if part == "Wqkv":
             rows = dict(zip(("query", "key", "value"), tensor.chunk(3), strict=True))

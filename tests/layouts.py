@@ -1,4 +1,5 @@
-"""Trains a small model in some layout and puts what the ranks hold together again, by logical name."""
+"""Trains a small model in some layout and puts what the ranks hold together again, by logical
+name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,26 @@ from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
 from tests.ranks import run_ranks
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp
-COVERING = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # any two axes have any two of their sizes together
-SAMPLES, LENGTH = 8, 8
+# tp, pp, dp
+LAYOUTS = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (1, 1, 2),
+    (2, 2, 1),
+    (2, 1, 2),
+    (1, 2, 2),
+    (2, 2, 2),
+]
+# any two axes have any two of their sizes together
+COVERING = [
+    (1, 1, 1),
+    (2, 2, 1),
+    (2, 1, 2),
+    (1, 2, 2),
+]
+SAMPLES = 8
+LENGTH = 8
 torch.set_num_threads(1)  # more of them gain nothing in models this small
 
 
@@ -52,8 +70,12 @@ class Run:
     micro_batch: int = 2
     samples: int = SAMPLES
     recompute: Recompute = KEEP
-    plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
-    before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
+    plant: tuple[int, int, float] | None = (
+        None  # rank, step, value put into one of its gradient elements
+    )
+    before: Callable[[], None] | None = (
+        None  # called on every rank before it trains; a function of a module
+    )
     length: int = LENGTH
     borders: int = 0  # documents of each sample, if it has several
     reset: bool = False  # positions restart with each document
@@ -66,7 +88,8 @@ class Run:
 
 @dataclass
 class Result:
-    """Of one training run: per step the report and logical gradients; logical weights before and after.
+    """Of one training run: per step the report and logical gradients; logical weights before and
+    after.
 
     A skipped step has no gradients: what stands in the place of one may differ from rank to rank.
     """
@@ -108,7 +131,8 @@ class Recording(ParallelAMPOptimizer):
         gradients = Gradients()
         super().__init__(*args, average=False, observers=[gradients], **options)
         self.seen = gradients.seen
-        self.plant, self.count = plant, 0
+        self.plant = plant
+        self.count = 0
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | float | None = None
@@ -131,12 +155,15 @@ def fragments(buffers: Sequence[Buffer], values: Callable[[Buffer], Tensor]) -> 
 def _fragments_of(buffer: Buffer, values: Tensor) -> list[Fragment]:
     found = []
     for piece in buffer.pieces:
-        first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+        first = max(piece.start, buffer.first)
+        last = min(piece.stop, buffer.last)
         if first < last:
             part = piece.part
             offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
             some = values[first - buffer.first : last - buffer.first].clone()
-            found.append(Fragment(part.name, part.shape, offset, part.local, first - piece.start, some))
+            found.append(
+                Fragment(part.name, part.shape, offset, part.local, first - piece.start, some)
+            )
     return found
 
 
@@ -147,13 +174,19 @@ def assemble(ranks: Sequence[Sequence[Fragment]]) -> dict[str, Tensor]:
     for fragment in (f for rank in ranks for f in rank):
         new = fragment.values.new_full
         whole.setdefault(fragment.name, new(fragment.shape, torch.nan))
-        flat = slices.setdefault((fragment.name, fragment.offset), new(fragment.local, torch.nan)).view(-1)
+        flat = slices.setdefault(
+            (fragment.name, fragment.offset), new(fragment.local, torch.nan)
+        ).view(-1)
         place = flat[fragment.first : fragment.first + len(fragment.values)]
         known = ~place.isnan()
-        assert torch.equal(place[known], fragment.values[known]), f"copies of {fragment.name} differ"
+        assert torch.equal(place[known], fragment.values[known]), (
+            f"copies of {fragment.name} differ"
+        )
         place.copy_(fragment.values)
     for (name, offset), values in slices.items():
-        whole[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+        whole[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = (
+            values
+        )
     return whole
 
 
@@ -162,15 +195,21 @@ def batches(run: Run) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     generator = torch.Generator().manual_seed(7)
     made = []
     for _ in range(run.steps):
-        ids = torch.randint(0, run.config.vocab * 3 // 4, (run.samples, run.length + 1), generator=generator)
-        mask = (torch.rand(run.samples, run.length, generator=generator) < 0.8).double() if run.masked else None
+        ids = torch.randint(
+            0, run.config.vocab * 3 // 4, (run.samples, run.length + 1), generator=generator
+        )
+        if run.masked:
+            mask = (torch.rand(run.samples, run.length, generator=generator) < 0.8).double()
+        else:
+            mask = None
         made.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask))
     return made
 
 
 def packings(run: Run) -> list[Packing]:
     """The documents of each batch, with borders at random places."""
-    generator, found = torch.Generator().manual_seed(11), []
+    generator = torch.Generator().manual_seed(11)
+    found = []
     for _ in range(run.steps):
         begins = torch.zeros(run.samples, run.length, dtype=torch.int64)
         for sample in begins:
@@ -181,18 +220,26 @@ def packings(run: Run) -> list[Packing]:
     return found
 
 
-def share_of(mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None], packing: Packing = WHOLE) -> Share:
+def share_of(
+    mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None], packing: Packing = WHOLE
+) -> Share:
     dp, size = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
     n = len(batch[0]) // size
     tokens, targets, mask = (None if x is None else x[dp * n : (dp + 1) * n] for x in batch)
     assert tokens is not None and targets is not None
-    return Share(tokens, targets, mask, first=dp * n, packing=packing.rows(slice(dp * n, (dp + 1) * n)))
+    return Share(
+        tokens, targets, mask, first=dp * n, packing=packing.rows(slice(dp * n, (dp + 1) * n))
+    )
 
 
 def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
-    def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any) -> Recording:
+    def make_optimizer(
+        parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any
+    ) -> Recording:
         options = run.options | more
-        return Recording(parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **options)
+        return Recording(
+            parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **options
+        )
 
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
     microbatches = run.samples // run.micro_batch // dp
@@ -238,11 +285,21 @@ def _train_one(mesh: DeviceMesh, run: Run) -> Trained:
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
     before = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
-    shares = [share_of(mesh, batch, packing) for batch, packing in zip(batches(run), packings(run), strict=True)]
+    shares = [
+        share_of(mesh, batch, packing)
+        for batch, packing in zip(batches(run), packings(run), strict=True)
+    ]
     reports = [engine.step(share, run.lr, n) for n, share in enumerate(shares)]
     optimizer.wait()
     after = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
-    return Trained(reports, optimizer.seen, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
+    return Trained(
+        reports,
+        optimizer.seen,
+        before,
+        after,
+        optimizer.scaler.state_dict(),
+        optimizer.num_elements,
+    )
 
 
 def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> Result:
@@ -250,7 +307,9 @@ def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> Resul
     return train_all([run], tp, pp, dp, cp)[0]
 
 
-def train_all(runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> list[Result]:
+def train_all(
+    runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1
+) -> list[Result]:
     """Several runs one after the other, for the price of one start."""
     ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "cp": cp, "tp": tp}, runs=runs)
     return [_together([rank[n] for rank in ranks]) for n in range(len(runs))]
@@ -258,11 +317,14 @@ def train_all(runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1, cp: in
 
 def _together(ranks: Sequence[Trained]) -> Result:
     first = ranks[0]
-    assert all(str(r.reports) == str(first.reports) for r in ranks), (
-        "ranks report different steps"
-    )  # as text: NaN is NaN
+    # as text: NaN is NaN
+    assert all(str(r.reports) == str(first.reports) for r in ranks), "ranks report different steps"
     assert all(r.scaler == first.scaler for r in ranks), "ranks hold different scalers"
     applied = [report.outcome == "applied" for report in first.reports]
-    grads = [assemble([r.grads[step] for r in ranks]) if good else {} for step, good in enumerate(applied)]
-    before, after = assemble([r.before for r in ranks]), assemble([r.after for r in ranks])
+    grads = [
+        assemble([r.grads[step] for r in ranks]) if good else {}
+        for step, good in enumerate(applied)
+    ]
+    before = assemble([r.before for r in ranks])
+    after = assemble([r.after for r in ranks])
     return Result(first.reports, grads, before, after, first.scaler, first.num_elements)

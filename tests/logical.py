@@ -1,8 +1,9 @@
-"""A model that is nothing but logical tensors, whose gradients are given: exactly the same in every layout.
+"""A model that is nothing but logical tensors, whose gradients are given: exactly the same in every
+layout.
 
-Gradients are multiples of a power of two, cut into shares at random over all who hold a share of them, so that their
-sums are exact in whichever order they are taken. What comes out then depends on the optimizer alone, and two layouts
-must agree to the last bit.
+Gradients are multiples of a power of two, cut into shares at random over all who hold a share of
+them, so that their sums are exact in whichever order they are taken. What comes out then depends on
+the optimizer alone, and two layouts must agree to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """A parameter. parts: name, shape, dim that is cut over tp, most slices. stages: of two; both if it is tied."""
+    """A parameter. parts: name, shape, dim that is cut over tp, most slices. stages: of two; both
+    if it is tied."""
 
     parts: tuple[tuple[str, tuple[int, ...], int | None, int | None], ...]
     stages: tuple[int, ...]
@@ -42,7 +44,15 @@ class Kind:
 
 MODEL = (  # so long that half of a buffer ends in the middle of a parameter
     Kind((("embedding.weight", (23, 6), 0, None),), (0, 1)),
-    Kind((("query.weight", (8, 6), 0, None), ("key.weight", (4, 6), 0, 1), ("value.weight", (4, 6), 0, 1)), (0,), True),
+    Kind(
+        (
+            ("query.weight", (8, 6), 0, None),
+            ("key.weight", (4, 6), 0, 1),
+            ("value.weight", (4, 6), 0, 1),
+        ),
+        (0,),
+        True,
+    ),
     Kind((("output.weight", (6, 8), 1, None),), (0,)),
     Kind((("output.bias", (6,), None, None),), (0,)),
     Kind((("norm.weight", (330,), None, None),), (1,), True),
@@ -57,7 +67,8 @@ LAYOUTS = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
 class Case:
     """What is trained and how, apart from the layout. bad: steps in which an element is inf.
 
-    restart: step before which the state is carried over into a new optimizer, through `folder` if there is one.
+    restart: step before which the state is carried over into a new optimizer, through `folder` if
+        there is one.
     fine: how many values of gradients there are in [0, 1); few are exact in half precision.
     """
 
@@ -79,7 +90,8 @@ class Case:
 
 @dataclass
 class Result:
-    """reports, and by kind the logical tensors: "weight" (masters), "held" (what layers see) and the averages."""
+    """reports, and by kind the logical tensors: "weight" (masters), "held" (what layers see) and
+    the averages."""
 
     reports: list[StepReport]
     kinds: dict[str, Tensors]
@@ -109,26 +121,34 @@ def gradient(name: str, step: int, fine: int = 1024) -> Tensor:
 def share(name: str, step: int, fine: int, index: int, count: int) -> Tensor:
     """The part of `gradient` that one of `count` holders has: they add up to it exactly."""
     others = [
-        torch.randint(-fine, fine + 1, SHAPES[name], generator=_random(name, step, n)).double() / fine
+        torch.randint(-fine, fine + 1, SHAPES[name], generator=_random(name, step, n)).double()
+        / fine
         for n in range(1, count)
     ]
-    return gradient(name, step, fine) - sum(others) if index == 0 else others[index - 1]
+    if index == 0:
+        return gradient(name, step, fine) - sum(others)
+    return others[index - 1]
 
 
 def make_part(mesh: DeviceMesh | None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """This rank's parameters of MODEL."""
-    pp, tp = Axis.of(mesh, "pp"), Axis.of(mesh, "tp")
+    pp = Axis.of(mesh, "pp")
+    tp = Axis.of(mesh, "tp")
     module = nn.ParameterDict()
     for kind in MODEL:
         stages = tuple(dict.fromkeys(min(stage, pp.size - 1) for stage in kind.stages))
         if pp.rank not in stages:
             continue
         parts = tuple(
-            Part.cut(name, shape, dim, tp, most and min(most, tp.size)) for name, shape, dim, most in kind.parts
+            Part.cut(name, shape, dim, tp, most and min(most, tp.size))
+            for name, shape, dim, most in kind.parts
         )
         rows = [initial(part.name, dtype) for part in parts]
         if parts[0].shape:
-            rows = [_padded(part.take(whole), part.padded) for part, whole in zip(parts, rows, strict=True)]
+            rows = [
+                _padded(part.take(whole), part.padded)
+                for part, whole in zip(parts, rows, strict=True)
+            ]
         values = torch.cat(rows) if parts[0].shape else rows[0]
         layout = Layout(parts, kind.partial, stages if len(stages) > 1 else ())
         module[parts[0].name.replace(".", "_")] = attach(nn.Parameter(values), layout)
@@ -143,14 +163,18 @@ def _padded(values: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def give(optimizer: ParallelAMPOptimizer, step: int, fine: int = 1024) -> None:
     """Adds this rank's shares of the gradients of a step, times the loss scale."""
-    dp, pp = optimizer.dp, optimizer.pp
+    dp = optimizer.dp
+    pp = optimizer.pp
     for parameter in (p for buffer in optimizer.all_buffers() for p in buffer.parameters):
         layout: Layout = parameter.megaprec_layout  # type: ignore[attr-defined]
         stages = layout.tied or (pp.rank,)
         for part, first, last in layout.spans():
             copies, copy = (part.copies, part.copy) if layout.partial else (1, 0)
             index = dp.rank + dp.size * (stages.index(pp.rank) + len(stages) * copy)
-            mine = share(part.name, step, fine, index, dp.size * len(stages) * copies) * optimizer.scale
+            mine = (
+                share(part.name, step, fine, index, dp.size * len(stages) * copies)
+                * optimizer.scale
+            )
             cleared(parameter).view(-1)[first:last].add_(part.take(mine).reshape(-1))
 
 
@@ -162,7 +186,8 @@ def make_optimizer(mesh: DeviceMesh | None, case: Case) -> ParallelAMPOptimizer:
 
 
 def train(mesh: DeviceMesh | None, case: Case) -> tuple[ParallelAMPOptimizer, list[StepReport]]:
-    optimizer, reports = make_optimizer(mesh, case), []
+    optimizer = make_optimizer(mesh, case)
+    reports = []
     for step in range(case.steps):
         if step == case.restart:
             optimizer = _restarted(optimizer, mesh, case)
@@ -173,7 +198,9 @@ def train(mesh: DeviceMesh | None, case: Case) -> tuple[ParallelAMPOptimizer, li
     return optimizer, reports
 
 
-def _restarted(old: ParallelAMPOptimizer, mesh: DeviceMesh | None, case: Case) -> ParallelAMPOptimizer:
+def _restarted(
+    old: ParallelAMPOptimizer, mesh: DeviceMesh | None, case: Case
+) -> ParallelAMPOptimizer:
     new = make_optimizer(mesh, case)
     for buffer in new.all_buffers():
         for values in (buffer.weights, *buffer.saved().values()):
@@ -188,29 +215,49 @@ def _restarted(old: ParallelAMPOptimizer, mesh: DeviceMesh | None, case: Case) -
 def held(optimizer: ParallelAMPOptimizer) -> dict[str, list[Fragment]]:
     """By kind, what this rank's own slices hold."""
     buffers = optimizer.all_buffers()
-    having = {kind: [b for b in buffers if kind in b.saved_names] for b in buffers for kind in b.saved_names}
-    found = {kind: fragments(some, lambda buffer, kind=kind: buffer.saved()[kind]) for kind, some in having.items()}
-    return found | {"held": fragments(optimizer.all_buffers(), lambda buffer: buffer.own(buffer.weights))}
+    having = {
+        kind: [b for b in buffers if kind in b.saved_names]
+        for b in buffers
+        for kind in b.saved_names
+    }
+    found = {
+        kind: fragments(some, lambda buffer, kind=kind: buffer.saved()[kind])
+        for kind, some in having.items()
+    }
+    return found | {
+        "held": fragments(optimizer.all_buffers(), lambda buffer: buffer.own(buffer.weights))
+    }
 
 
-def train_cases(mesh: DeviceMesh | None, cases: Sequence[Case], before: Callable[[], None] | None = None) -> list[Any]:
+def train_cases(
+    mesh: DeviceMesh | None, cases: Sequence[Case], before: Callable[[], None] | None = None
+) -> list[Any]:
     """The body each rank runs."""
     if before is not None:
         before()
     answers = []
     for case in cases:
         optimizer, reports = train(mesh, case)
-        answers.append((reports, held(optimizer), optimizer.numbers(), optimizer.bytes_per_parameter))
+        answers.append(
+            (reports, held(optimizer), optimizer.numbers(), optimizer.bytes_per_parameter)
+        )
     return answers
 
 
-def results(cases: Sequence[Case], axes: dict[str, int], before: Callable[[], None] | None = None) -> list[Result]:
+def results(
+    cases: Sequence[Case], axes: dict[str, int], before: Callable[[], None] | None = None
+) -> list[Result]:
     """Each case trained in one layout. Reports and numbers are the same on every rank."""
-    ranks = run_ranks(train_cases, axes, cases=cases, before=before) if axes else [train_cases(None, cases, before)]
+    if axes:
+        ranks = run_ranks(train_cases, axes, cases=cases, before=before)
+    else:
+        ranks = [train_cases(None, cases, before)]
     found = []
     for answers in zip(*ranks, strict=True):
         reports, _, numbers, size = answers[0]
-        assert all(str(answer[0]) == str(reports) for answer in answers), "ranks report different steps"
+        assert all(str(answer[0]) == str(reports) for answer in answers), (
+            "ranks report different steps"
+        )
         assert all(answer[2] == numbers for answer in answers), "ranks hold different numbers"
         names = dict.fromkeys(kind for answer in answers for kind in answer[1])
         kinds = {kind: assemble([answer[1].get(kind, []) for answer in answers]) for kind in names}
@@ -225,5 +272,9 @@ def differing(ours: Result, theirs: Result) -> list[str]:
     for kind, tensors in theirs.kinds.items():
         assert tensors.keys() == ours.kinds[kind].keys()
         assert kind not in ("weight", "held") or tensors.keys() == SHAPES.keys()
-        wrong += [f"{kind}/{n}" for n, values in tensors.items() if not torch.equal(values, ours.kinds[kind][n])]
+        wrong += [
+            f"{kind}/{n}"
+            for n, values in tensors.items()
+            if not torch.equal(values, ours.kinds[kind][n])
+        ]
     return wrong

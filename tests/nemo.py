@@ -1,4 +1,5 @@
-"""The context/ of NeMo 2's checkpoints: all fields of a GPTConfig as nemo/lightning/io/mixin.py:io_dump puts them."""
+"""The context/ of NeMo 2's checkpoints: all fields of a GPTConfig as
+nemo/lightning/io/mixin.py:io_dump puts them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from models.config import ModelConfig
 
 SILU = {"_target_": "torch.nn.functional.silu", "_call_": False}
 GELU = {"_target_": "torch._C._nn.gelu", "_call_": False}
-# As NeMo 2 dumps them: fields of ModelParallelConfig, TransformerConfig and GPTConfig that are not the model's own.
+# As NeMo 2 dumps them: fields of ModelParallelConfig, TransformerConfig and GPTConfig that are not
+# the model's own.
 OTHERS: dict[str, Any] = {
     "_target_": "nemo.collections.llm.gpt.model.llama.Llama3Config8B",
     "tensor_model_parallel_size": 2,
@@ -30,11 +32,20 @@ OTHERS: dict[str, Any] = {
     "init_method": None,
     "parallel_output": True,
     "make_vocab_size_divisible_by": 128,
-    "transformer_layer_spec": {"_target_": "nemo.collections.llm.gpt.model.base.default_layer_spec", "_call_": False},
-    "forward_step_fn": {"_target_": "nemo.collections.llm.gpt.model.base.gpt_forward_step", "_call_": False},
+    "transformer_layer_spec": {
+        "_target_": "nemo.collections.llm.gpt.model.base.default_layer_spec",
+        "_call_": False,
+    },
+    "forward_step_fn": {
+        "_target_": "nemo.collections.llm.gpt.model.base.gpt_forward_step",
+        "_call_": False,
+    },
     "generation_config": None,
     "cuda_graph_scope": "full",
-    "attention_backend": {"_target_": "megatron.core.transformer.enums.AttnBackend", "_call_": True},
+    "attention_backend": {
+        "_target_": "megatron.core.transformer.enums.AttnBackend",
+        "_call_": True,
+    },
 }
 
 
@@ -76,6 +87,10 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
 def write_context(folder: Path, config: dict[str, Any]) -> None:
     """The context/ of a checkpoint."""
     (folder / "context").mkdir(parents=True, exist_ok=True)
-    model = {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel", "config": config, "model_transform": None}
+    model = {
+        "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
+        "config": config,
+        "model_transform": None,
+    }
     (folder / "context/model.yaml").write_text(yaml.safe_dump(model))
     (folder / "context/io.json").write_text("{}")

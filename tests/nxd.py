@@ -1,7 +1,7 @@
 """A Hugging Face state dict as NxD saves it, rank by rank.
 
-Cut as src/neuronx_distributed/scripts/checkpoint_converter.py:convert_full_state_to_tp cuts it, written as
-trainer/checkpoint.py:save_checkpoint and parallel_layers/checkpointing.py:save write it.
+Cut as src/neuronx_distributed/scripts/checkpoint_converter.py:convert_full_state_to_tp cuts it,
+written as trainer/checkpoint.py:save_checkpoint and parallel_layers/checkpointing.py:save write it.
 """
 
 import json
@@ -19,9 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Form:
-    """What differs among NxD's models. fused: of query, key and value. qkv_linear: GQAQKVColumnParallelLinear.
+    """What differs among NxD's models. fused: of query, key and value. qkv_linear:
+    GQAQKVColumnParallelLinear.
 
-    copies: kv_size_multiplier. grouped: copies lie side by side (trn2), else heads follow each other (trn1).
+    copies: kv_size_multiplier. grouped: copies lie side by side (trn2), else heads follow each
+        other (trn1).
     """
 
     tp: int = 1
@@ -38,7 +40,9 @@ class Form:
 def order(form: Form, groups: int) -> list[int]:
     """The key/value head at each place, over all ranks."""
     once = list(range(groups))
-    return [head for head in once for _ in range(form.copies)] if form.grouped else once * form.copies
+    if form.grouped:
+        return [head for head in once for _ in range(form.copies)]
+    return once * form.copies
 
 
 def queries(form: Form, heads: int, groups: int) -> list[int]:
@@ -53,9 +57,13 @@ def queries(form: Form, heads: int, groups: int) -> list[int]:
     return found
 
 
-def rank_state(whole: Mapping[str, Tensor], config: Mapping[str, Any], form: Form, t: int, p: int) -> dict[str, Tensor]:
+def rank_state(
+    whole: Mapping[str, Tensor], config: Mapping[str, Any], form: Form, t: int, p: int
+) -> dict[str, Tensor]:
     """What a rank has."""
-    layers, heads, groups = (config[k] for k in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"))
+    layers, heads, groups = (
+        config[k] for k in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    )
     own = range(p * layers // form.pp, (p + 1) * layers // form.pp)
     found: dict[str, Tensor] = {}
     for name, values in whole.items():
@@ -68,13 +76,17 @@ def rank_state(whole: Mapping[str, Tensor], config: Mapping[str, Any], form: For
 
 
 def _cut(name: str, values: Tensor, form: Form, t: int, heads: int, groups: int) -> Tensor:
-    layer, dim = name.split(".")[-2], 0
+    layer = name.split(".")[-2]
+    dim = 0
     if layer in ("k_proj", "v_proj"):
         values = torch.cat([values.chunk(groups)[head] for head in order(form, groups)])
     elif layer == "q_proj":
         values = torch.cat([values.chunk(heads)[head] for head in queries(form, heads, groups)])
     elif layer == "o_proj" and name.endswith("weight"):
-        values, dim = torch.cat([values.chunk(heads, 1)[head] for head in queries(form, heads, groups)], 1), 1
+        values = torch.cat(
+            [values.chunk(heads, 1)[head] for head in queries(form, heads, groups)], 1
+        )
+        dim = 1
     elif layer == "down_proj" and name.endswith("weight"):
         dim = 1
     elif layer == "embed_tokens":
@@ -93,9 +105,14 @@ def _fused(state: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
         if front.endswith("self_attn.q") and (form.qkv_linear or form.fused):
             three = [state.pop(f"{front[:-1]}{part}_proj.{last}") for part in "qkv"]
             if form.fused:
-                state[f"{front[:-1]}qkv_proj.{last}{'_qkv' if form.qkv_linear else ''}"] = torch.cat(three)
+                state[f"{front[:-1]}qkv_proj.{last}{'_qkv' if form.qkv_linear else ''}"] = (
+                    torch.cat(three)
+                )
             else:
-                state |= {f"{front[:-1]}qkv_proj.{last}_{part}": v for part, v in zip("qkv", three, strict=True)}
+                state |= {
+                    f"{front[:-1]}qkv_proj.{last}_{part}": v
+                    for part, v in zip("qkv", three, strict=True)
+                }
     return state
 
 
@@ -129,13 +146,18 @@ def put(file: Path, state: Mapping[str, Tensor], xser: bool) -> None:
             torch.save(state[name], folder / f"tensor_{number}.pt")
         torch.save(refs, file)
     info = {
-        n: {"dtype": v.dtype, "shape": v.shape, "expert_model_parallel": False} for n, v in enumerate(state.values())
+        n: {"dtype": v.dtype, "shape": v.shape, "expert_model_parallel": False}
+        for n, v in enumerate(state.values())
     }
     torch.save(info, file.with_name(f"{file.name}.info.pt"))
 
 
 def save(
-    folder: Path, config: Mapping[str, Any], whole: Mapping[str, Tensor], form: Form, tag: str = "step_100"
+    folder: Path,
+    config: Mapping[str, Any],
+    whole: Mapping[str, Tensor],
+    form: Form,
+    tag: str = "step_100",
 ) -> Path:
     """The folder that a run saves into; the checkpoint is in it under its tag."""
     for p in range(form.pp):

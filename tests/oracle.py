@@ -1,6 +1,8 @@
-"""The same models and the same training, written plainly: one process, no code of ours, torch's own optimizer.
+"""The same models and the same training, written plainly: one process, no code of ours, torch's own
+optimizer.
 
-Weights are a dict of logical tensors. Everything here is as short and as obvious as it can be; that is its use.
+Weights are a dict of logical tensors. Everything here is as short and as obvious as it can be; that
+is its use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +16,22 @@ from models.config import ModelConfig
 Weights = dict[str, Tensor]
 
 
-def logits(config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor, losses: list[Tensor] | None = None) -> Tensor:
+def logits(
+    config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor, losses: list[Tensor] | None = None
+) -> Tensor:
     """ids [b, s] -> [b, s, vocab]. losses: receives the routers' losses, if there are any."""
     return of_head(config, w, hidden(config, w, ids, losses))
 
 
 def of_head(config: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    return capped(x @ w["embedding.weight" if config.tied else "head.weight"].T, config.final_softcap)
+    return capped(
+        x @ w["embedding.weight" if config.tied else "head.weight"].T, config.final_softcap
+    )
 
 
-def hidden(config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor, losses: list[Tensor] | None = None) -> Tensor:
+def hidden(
+    config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor, losses: list[Tensor] | None = None
+) -> Tensor:
     """ids [b, s] -> what the head reads, [b, s, hidden]."""
     x = F.embedding(ids, w["embedding.weight"]) * config.embedding_scale
     if config.positions == "learned":
@@ -33,10 +41,14 @@ def hidden(config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor, losses: li
     return norm(config, w, "final_norm", x)
 
 
-def layer(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losses: list[Tensor]) -> Tensor:
+def layer(
+    config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losses: list[Tensor]
+) -> Tensor:
     mixed = attention(config, w, n, norm_if_there(config, w, f"layers.{n}.attention_norm", x))
     attended = x + norm_if_there(config, w, f"layers.{n}.attention_post_norm", mixed)
-    normal = norm_if_there(config, w, f"layers.{n}.mlp_norm", x if config.parallel_residual else attended)
+    normal = norm_if_there(
+        config, w, f"layers.{n}.mlp_norm", x if config.parallel_residual else attended
+    )
     if config.experts and n not in config.dense_layers:
         fed = experts(config, w, f"layers.{n}.mlp", normal, losses)
     else:
@@ -45,22 +57,40 @@ def layer(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor, losse
 
 
 def ahead(
-    config: ModelConfig, w: Mapping[str, Tensor], x: Tensor, tokens: Tensor, targets: Tensor, losses: list[Tensor]
+    config: ModelConfig,
+    w: Mapping[str, Tensor],
+    x: Tensor,
+    tokens: Tensor,
+    targets: Tensor,
+    losses: list[Tensor],
 ) -> list[Tensor]:
-    """What each module of multi-token prediction loses at each position, [b, s - k]. x: what the head reads.
+    """What each module of multi-token prediction loses at each position, [b, s - k]. x: what the
+    head reads.
 
-    Position i of module k reads token i + k and predicts target i + k; the last k positions read token 0.
+    Position i of module k reads token i + k and predicts target i + k; the last k positions read
+    token 0.
     """
-    found, length = [], tokens.shape[1]
+    found = []
+    length = tokens.shape[1]
     for k in range(1, config.mtp_layers + 1):
-        own = {f"layers.{config.layers - 1}.{n[6:]}": v for n, v in w.items() if n.startswith(f"mtp.{k - 1}.")}
+        own = {
+            f"layers.{config.layers - 1}.{n[6:]}": v
+            for n, v in w.items()
+            if n.startswith(f"mtp.{k - 1}.")
+        }
         later = torch.cat((tokens[:, k:], torch.zeros_like(tokens[:, :k])), 1)[:, :length]
         read = F.embedding(later, w["embedding.weight"]) * config.embedding_scale
         both = (
             norm(config, w, f"mtp.{k - 1}.embedding_norm", read),
             norm(config, w, f"mtp.{k - 1}.hidden_norm", x),
         )
-        x = layer(config, own, config.layers - 1, linear(w, f"mtp.{k - 1}.projection", torch.cat(both, -1)), losses)
+        x = layer(
+            config,
+            own,
+            config.layers - 1,
+            linear(w, f"mtp.{k - 1}.projection", torch.cat(both, -1)),
+            losses,
+        )
         x = norm(config, w, f"mtp.{k - 1}.final_norm", x)
         made = of_head(config, w, x[:, : max(0, length - k)])
         found.append(F.cross_entropy(made.transpose(1, 2), targets[:, k:], reduction="none"))
@@ -77,7 +107,9 @@ def linear(w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def norm(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     if config.norm == "layer":
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], config.norm_eps)
+        return F.layer_norm(
+            x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], config.norm_eps
+        )
     return rms_norm(config, w[f"{name}.weight"], x)
 
 
@@ -86,64 +118,101 @@ def norm_if_there(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Te
 
 
 def rms_norm(config: ModelConfig, weight: Tensor, x: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * (weight + config.norm_unit_offset)
+    return (
+        x
+        / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        * (weight + config.norm_unit_offset)
+    )
 
 
 def attention(config: ModelConfig, w: Mapping[str, Tensor], n: int, x: Tensor) -> Tensor:
     b, s, _ = x.shape
-    name, window = f"layers.{n}.attention", config.window if n in (config.window_layers or range(config.layers)) else 0
+    name = f"layers.{n}.attention"
+    window = config.window if n in (config.window_layers or range(config.layers)) else 0
     if config.latent:
         query, key, value = from_latents(config, w, name, x)
     else:
         query, key, value = projected(config, w, name, x)
     if config.positions == "rope":
         base = config.window_rope_base if window and config.window_rope_base else config.rope_base
-        query, key = rotate(config, query, base), rotate(config, key, base)
+        query = rotate(config, query, base)
+        key = rotate(config, key, base)
     groups = config.heads // config.kv_heads
     key, value = (z.repeat_interleave(groups, 1) for z in (key, value))
-    scores = capped(query @ key.transpose(2, 3) / config.attention_scalar**0.5, config.attention_softcap)
+    scores = capped(
+        query @ key.transpose(2, 3) / config.attention_scalar**0.5, config.attention_softcap
+    )
     ago = torch.arange(s)[:, None] - torch.arange(s)
     scores = scores.masked_fill((ago < 0) | (ago >= (window or s)), float("-inf"))
     weights = scores.softmax(-1)
     if config.attention_sinks:
         exponentials = scores.exp()
-        weights = exponentials / (exponentials.sum(-1, True) + w[f"{name}.sinks.weight"].exp().view(-1, 1, 1))
+        weights = exponentials / (
+            exponentials.sum(-1, True) + w[f"{name}.sinks.weight"].exp().view(-1, 1, 1)
+        )
     return linear(w, f"{name}.output", (weights @ value).transpose(1, 2).reshape(b, s, -1))
 
 
-def projected(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, ...]:
+def projected(
+    config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor
+) -> tuple[Tensor, ...]:
     """x [b, s, hidden] -> query, key and value [b, n, s, d], not yet rotated."""
     b, s, _ = x.shape
     query, key, value = (linear(w, f"{name}.{which}", x) for which in ("query", "key", "value"))
     if config.qk_norm and config.qk_norm_over == "all":
-        query, key = (rms_norm(config, w[f"{name}.{n}_norm.weight"], x) for n, x in (("query", query), ("key", key)))
-    query, key, value = (z.view(b, s, -1, config.head_dim).transpose(1, 2) for z in (query, key, value))
+        query, key = (
+            rms_norm(config, w[f"{name}.{n}_norm.weight"], x)
+            for n, x in (("query", query), ("key", key))
+        )
+    query, key, value = (
+        z.view(b, s, -1, config.head_dim).transpose(1, 2) for z in (query, key, value)
+    )
     if config.qk_norm and config.qk_norm_over == "head":
-        query, key = (rms_norm(config, w[f"{name}.{n}_norm.weight"], x) for n, x in (("query", query), ("key", key)))
+        query, key = (
+            rms_norm(config, w[f"{name}.{n}_norm.weight"], x)
+            for n, x in (("query", query), ("key", key))
+        )
     return query, key, value
 
 
-def from_latents(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, ...]:
-    """As `projected`, of latent attention: the features that turn come first, and heads share those of their keys."""
+def from_latents(
+    config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor
+) -> tuple[Tensor, ...]:
+    """As `projected`, of latent attention: the features that turn come first, and heads share those
+    of their keys."""
     sizes, (b, s, _) = config.latent, x.shape
 
     def normal(which: str) -> Tensor:
         y = linear(w, f"{name}.{which}_down", x)
-        return y / (y.square().mean(-1, keepdim=True) + sizes.norm_eps).sqrt() * w[f"{name}.{which}_down_norm.weight"]
+        return (
+            y
+            / (y.square().mean(-1, keepdim=True) + sizes.norm_eps).sqrt()
+            * w[f"{name}.{which}_down_norm.weight"]
+        )
 
-    query = linear(w, f"{name}.query_up", normal("query")) if sizes.query_rank else linear(w, f"{name}.query", x)
-    still, value = (linear(w, f"{name}.{which}_up", normal("key_value")) for which in ("key", "value"))
-    query, still, value = (z.view(b, s, config.heads, -1).transpose(1, 2) for z in (query, still, value))
+    if sizes.query_rank:
+        query = linear(w, f"{name}.query_up", normal("query"))
+    else:
+        query = linear(w, f"{name}.query", x)
+    still, value = (
+        linear(w, f"{name}.{which}_up", normal("key_value")) for which in ("key", "value")
+    )
+    query, still, value = (
+        z.view(b, s, config.heads, -1).transpose(1, 2) for z in (query, still, value)
+    )
     turning = linear(w, f"{name}.key_rope", x).unsqueeze(1).expand(-1, config.heads, -1, -1)
     return query, torch.cat((turning, still), -1), value
 
 
 def rotate(config: ModelConfig, x: Tensor, base: float) -> Tensor:
-    """Complex multiplication of (x[i], x[i + half]) by exp(i * position * frequency), of the features that turn."""
+    """Complex multiplication of (x[i], x[i + half]) by exp(i * position * frequency), of the
+    features that turn."""
     half = (config.latent.rope_dim or int(config.head_dim * config.rotary_fraction)) // 2
     frequency = base ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(x.shape[2], dtype=torch.float64), frequency)
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
 
 
@@ -156,12 +225,19 @@ def mlp(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> T
         up = up.clamp(-config.swiglu_limit, config.swiglu_limit)
         return linear(w, f"{name}.down", (up + 1) * gate * (config.swiglu_alpha * gate).sigmoid())
     if config.mlp == "geglu":
-        return linear(w, f"{name}.down", F.gelu(linear(w, f"{name}.gate", x), approximate="tanh") * up)
-    return linear(w, f"{name}.down", F.gelu(up, approximate="tanh" if config.mlp == "gelu" else "none"))
+        return linear(
+            w, f"{name}.down", F.gelu(linear(w, f"{name}.gate", x), approximate="tanh") * up
+        )
+    return linear(
+        w, f"{name}.down", F.gelu(up, approximate="tanh" if config.mlp == "gelu" else "none")
+    )
 
 
-def experts(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, losses: list[Tensor]) -> Tensor:
-    """Every token goes through every expert, and most weights are zero. Adds the router's loss to `losses`."""
+def experts(
+    config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, losses: list[Tensor]
+) -> Tensor:
+    """Every token goes through every expert, and most weights are zero. Adds the router's loss to
+    `losses`."""
     scores = linear(w, f"{name}.router", x)
     each = scores.softmax(-1) if config.router.score == "softmax" else scores.sigmoid()
     probabilities = each / each.sum(-1, keepdim=True)
@@ -178,12 +254,20 @@ def experts(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, 
     shared = mlp(config, w, f"{name}.shared", x) if config.shared_experts else torch.zeros(())
     if config.shared_gate:
         shared = shared / (1 + (-linear(w, f"{name}.shared_gate", x)).exp())
-    return sum((weights[..., [n]] * mlp(config, w, f"{name}.experts.{n}", x) for n in range(config.experts)), shared)
+    return sum(
+        (
+            weights[..., [n]] * mlp(config, w, f"{name}.experts.{n}", x)
+            for n in range(config.experts)
+        ),
+        shared,
+    )
 
 
 def best(config: ModelConfig, w: Mapping[str, Tensor], name: str, scores: Tensor) -> Tensor:
-    """True for the experts that a token is sent to. Adds up how many tokens each gets in the gradient of its bias."""
-    settings, bias = config.router, w.get(f"{name}.router.correction")
+    """True for the experts that a token is sent to. Adds up how many tokens each gets in the
+    gradient of its bias."""
+    settings = config.router
+    bias = w.get(f"{name}.router.correction")
     ranked = scores if bias is None else scores + bias.detach()
     groups = ranked.unflatten(-1, (settings.groups, -1))
     of_groups = groups.sort(-1, descending=True).values[..., : settings.group_best].sum(-1)
@@ -197,13 +281,20 @@ def best(config: ModelConfig, w: Mapping[str, Tensor], name: str, scores: Tensor
 
 
 def mean_loss(
-    config: ModelConfig, w: Mapping[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor | None
+    config: ModelConfig,
+    w: Mapping[str, Tensor],
+    tokens: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tokens that count, of the routers and, without its weight, of modules for multi-token prediction."""
+    """Of the tokens that count, of the routers and, without its weight, of modules for multi-token
+    prediction."""
     losses = [torch.zeros(())]
     read = hidden(config, w, tokens, losses)
     mask = torch.ones(tokens.shape) if mask is None else mask
-    each = F.cross_entropy(of_head(config, w, read).flatten(0, 1), targets.flatten(), reduction="none")
+    each = F.cross_entropy(
+        of_head(config, w, read).flatten(0, 1), targets.flatten(), reduction="none"
+    )
     mean = (each * mask.flatten()).sum() / mask.sum()
     further = further_loss(config, ahead(config, w, read, tokens, targets, losses), mask)
     return mean, torch.stack(losses).sum(), further
@@ -222,7 +313,8 @@ def train(
     lr: float,
     clip: float,
 ) -> list[dict[str, object]]:
-    """Trains with torch's AdamW; one record per step: loss, norm, the gradients before clipping, the weights after."""
+    """Trains with torch's AdamW; one record per step: loss, norm, the gradients before clipping,
+    the weights after."""
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
     balancing = [p for name, p in w.items() if name.endswith(".correction")]
     trained = [p for name, p in w.items() if not name.endswith(".correction")]

@@ -1,4 +1,5 @@
-"""Small models of other systems: configurations of every family, folders of random weights, a training file."""
+"""Small models of other systems: configurations of every family, folders of random weights, a
+training file."""
 
 import json
 from collections.abc import Iterable
@@ -16,11 +17,19 @@ from tools.convert.hf.config import from_hugging_face
 
 MEGATRON = [  # modules of megatron-core that its models and optimizer need
     f"megatron.core.{module}"
-    for module in ("models.gpt.gpt_layer_specs", "optimizer", "distributed", "dist_checkpointing", "transformer.module")
+    for module in (
+        "models.gpt.gpt_layer_specs",
+        "optimizer",
+        "distributed",
+        "dist_checkpointing",
+        "transformer.module",
+    )
 ]
-NEEDS_MEGATRON = pytest.mark.skipif(  # looked for and not imported, which takes seconds; ranks import it
-    not (find_spec("megatron") and find_spec("megatron.core")),
-    reason="needs the package megatron-core (pip install megatron-core einops)",
+NEEDS_MEGATRON = (
+    pytest.mark.skipif(  # looked for and not imported, which takes seconds; ranks import it
+        not (find_spec("megatron") and find_spec("megatron.core")),
+        reason="needs the package megatron-core (pip install megatron-core einops)",
+    )
 )
 _SIZES = {
     "vocab_size": 131,
@@ -33,7 +42,13 @@ _SIZES = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-_LLAMA = {**_SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 10}
+_LLAMA = {
+    **_SIZES,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "head_dim": 10,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -70,14 +85,32 @@ GPT2 = {
     "eos_token_id": 0,
 }
 
-# Odd on purpose: sizes that nothing divides, fewer key/value heads, heads wider than hidden / heads.
+# Odd on purpose: sizes that nothing divides, fewer key/value heads, heads wider than hidden /
+# heads.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
     "llama": {"model_type": "llama", **_LLAMA},
-    "llama-tied": {"model_type": "llama", **_LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True},
-    "llama-biased": {"model_type": "llama", **_LLAMA, "attention_bias": True, "mlp_bias": True, "rope_theta": 5e5},
-    "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "rotary_pct": 0.7, "hidden_act": "gelu", "hidden_dropout": 0.0},
+    "llama-tied": {
+        "model_type": "llama",
+        **_LLAMA,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
+    "llama-biased": {
+        "model_type": "llama",
+        **_LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_theta": 5e5,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        **_SIZES,
+        "rotary_pct": 0.7,
+        "hidden_act": "gelu",
+        "hidden_dropout": 0.0,
+    },
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 16},
     "qwen2": {"model_type": "qwen2", **_LLAMA, "head_dim": 6, "tie_word_embeddings": True},
     "qwen2_moe": {
@@ -130,7 +163,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
-    "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "mixtral": {
+        "model_type": "mixtral",
+        **_LLAMA,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    },
     "llama-stretched": {"model_type": "llama", **_LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "llama-yarn": {"model_type": "llama", **_LLAMA, "rope_scaling": YARN},
     "deepseek_v2": {
@@ -140,7 +178,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 3,
         "topk_group": 2,
     },
-    "deepseek_v2-dense": {"model_type": "deepseek_v2", **_LATENT, "first_k_dense_replace": 4, "mlp_bias": True},
+    "deepseek_v2-dense": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "first_k_dense_replace": 4,
+        "mlp_bias": True,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 0,
@@ -175,7 +218,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "model_type": "gemma3_text",
         **{key: value for key, value in _LLAMA.items() if key != "hidden_act"},
-        "hidden_size": 36,  # its root is exact: transformers rounds it to the default dtype, whatever that is in a test
+        # its root is exact: transformers rounds it to the default dtype, whatever that is in a test
+        "hidden_size": 36,
         "head_dim": 6,
         "query_pre_attn_scalar": 7,
         "sliding_window": 9,
@@ -185,8 +229,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Parallel residual, norms after branches, soft caps.
 WITHOUT_MEGATRON = {"gpt_neox", "olmo2", "olmo3", "gemma2", "gemma3_text"}
-# What makes them models that Megatron has: one epsilon for all norms, latents that ranks can cut, groups compared by as
-# many experts as it takes.
+# What makes them models that Megatron has: one epsilon for all norms, latents that ranks can cut,
+# groups compared by as many experts as it takes.
 FOR_MEGATRON: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rms_norm_eps": 1e-6, "q_lora_rank": 8},
     "deepseek_v2-dense": {"rms_norm_eps": 1e-6, "q_lora_rank": 8, "mlp_bias": False},
@@ -198,7 +242,8 @@ IN_MEGATRON = (CONFIGS.keys() - WITHOUT_MEGATRON) | FOR_MEGATRON.keys()
 
 
 def usually(few: Iterable[Any], all_kinds: Iterable[Any] = CONFIGS) -> list[Any]:
-    """Parameters of a test: the kinds in `few` always, the others of `all_kinds` only among the slow tests."""
+    """Parameters of a test: the kinds in `few` always, the others of `all_kinds` only among the
+    slow tests."""
     chosen = sorted(set(few))
     return [*chosen, *slow(*((kind,) for kind in sorted(all_kinds) if kind not in chosen))]
 
@@ -213,7 +258,9 @@ def megatrons(kind: str) -> dict[str, Any]:
     return {**CONFIGS[kind], **FOR_MEGATRON.get(kind, {})}
 
 
-def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def write_folder(
+    folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """A Hugging Face folder of random weights, written without transformers."""
     config = {**CONFIGS[kind], **changes}
     folder.mkdir(parents=True)
@@ -230,7 +277,8 @@ def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **
 def same_files(one: Path, other: Path) -> None:
     """The same names with the same bytes, all the way down."""
     first, second = (
-        {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()} for path in (one, other)
+        {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+        for path in (one, other)
     )
     assert first.keys() == second.keys()
     assert not [name for name, content in first.items() if content != second[name]]

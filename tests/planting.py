@@ -1,7 +1,7 @@
 """Faults that tests plant: what takes the place of a function is called as that function is.
 
-Most planted faults are tried in campaigns only. One that replaces nothing, or that its callers cannot call, would go
-unseen until then: so each is planted in a fast test as well, without a run.
+Most planted faults are tried in campaigns only. One that replaces nothing, or that its callers
+cannot call, would go unseen until then: so each is planted in a fast test as well, without a run.
 """
 
 import inspect
@@ -9,15 +9,19 @@ from typing import Any
 
 
 def put(where: Any, name: str, what: Any) -> None:
-    """Put `what` in the place of an attribute: it must be there and, if it is a function, take the same arguments."""
+    """Put `what` in the place of an attribute: it must be there and, if it is a function, take the
+    same arguments."""
     assert hasattr(where, name), f"{where} has no {name}: this would change nothing"
     before = inspect.getattr_static(where, name)
-    assert callable_alike(before, what), f"{where}.{name} takes other arguments than what is put in its place"
+    assert callable_alike(before, what), (
+        f"{where}.{name} takes other arguments than what is put in its place"
+    )
     setattr(where, name, what)
 
 
 def callable_alike(before: Any, after: Any) -> bool:
-    """Whether each call of one function by position is a call of the other; True if one's signature is unknown."""
+    """Whether each call of one function by position is a call of the other; True if one's signature
+    is unknown."""
     old, new = (_numbers(one) for one in (before, after))
     return old is None or new is None or (new[0] <= old[1] and new[1] >= old[0])
 

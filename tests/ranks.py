@@ -1,15 +1,17 @@
-"""Runs a function on several ranks at once, as if it were one process: `@on_ranks(pp=2, tp=2)` over a test.
+"""Runs a function on several ranks at once, as if it were one process: `@on_ranks(pp=2, tp=2)` over
+a test.
 
-Ranks are forked from one server that has already imported torch and all of ours, so a four-rank test takes about
-0.3 s and not the 5 s of four fresh interpreters. Each rank joins a gloo world on the CPU, gets the mesh as first
-argument, treats warnings as the test that started it does, and sends what it returns or raises back through a pipe.
-It then stays until every rank has answered: had it left, the others would fail on a broken connection and hide
-who failed first. A rank still at work after `SECONDS` writes where it stands and ends itself, so a hang is a
-failed test with the stacks of all ranks. Nothing outlives a test even if the test itself is killed: the server ends
-with the process that started it, and ranks with the server.
+Ranks are forked from one server that has already imported torch and all of ours, so a four-rank
+test takes about 0.3 s and not the 5 s of four fresh interpreters. Each rank joins a gloo world on
+the CPU, gets the mesh as first argument, treats warnings as the test that started it does, and
+sends what it returns or raises back through a pipe. It then stays until every rank has answered:
+had it left, the others would fail on a broken connection and hide who failed first. A rank still at
+work after `SECONDS` writes where it stands and ends itself, so a hang is a failed test with the
+stacks of all ranks. Nothing outlives a test even if the test itself is killed: the server ends with
+the process that started it, and ranks with the server.
 
-A module of bodies that needs another package of some seconds to import, such as megatron-core, names it in `PRELOADED`:
-the server then imports it once, in place of every rank.
+A module of bodies that needs another package of some seconds to import, such as megatron-core,
+names it in `PRELOADED`: the server then imports it once, in place of every rank.
 """
 
 import ctypes
@@ -49,9 +51,15 @@ from parallel.mesh import make_mesh
 SECONDS = 600.0  # the longest that a test may take, on a machine that does much else
 GRACE = 1.0  # how long other ranks may still answer once one has failed
 _server = multiprocessing.get_context("forkserver")
-# Each of these would take each rank another half second or more. The second is what torch imports at the first backward
-# from a given gradient, the third at the first step of training, the fourth is most of torch.distributed.
-_imported = ["torch", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.checkpoint"]
+# Each of these would take each rank another half second or more. The second is what torch imports
+# at the first backward from a given gradient, the third at the first step of training, the fourth
+# is most of torch.distributed.
+_imported = [
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+]
 _imported += ["pytest", "hypothesis", "tests.layouts", "tests.runs"]
 LAST = "tests.frozen"
 PR_SET_PDEATHSIG = 1
@@ -59,9 +67,11 @@ _server.set_forkserver_preload([*_imported, LAST])
 
 
 def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of `body(mesh, **arguments)` that runs on every rank of the mesh with these axis sizes.
+    """Makes a test of `body(mesh, **arguments)` that runs on every rank of the mesh with these axis
+    sizes.
 
-    Axes pp, dp, cp and tp, one where not given. Arguments are the test's parameters and fixtures, pickled.
+    Axes pp, dp, cp and tp, one where not given. Arguments are the test's parameters and fixtures,
+    pickled.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -78,9 +88,11 @@ def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def run_ranks(body: Callable[..., Any], axes: Mapping[str, int], /, **arguments: Any) -> list[Any]:
-    """What `body(mesh, **arguments)` returns on each rank, by rank. `body` is a function of a module, no closure.
+    """What `body(mesh, **arguments)` returns on each rank, by rank. `body` is a function of a
+    module, no closure.
 
-    Fails the test with the traceback of each rank that failed. Values come back by pickle, tensors included.
+    Fails the test with the traceback of each rank that failed. Values come back by pickle, tensors
+    included.
     """
     _preload(getattr(sys.modules[body.__module__], "PRELOADED", ()))
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +103,9 @@ def run_ranks(body: Callable[..., Any], axes: Mapping[str, int], /, **arguments:
             answers = _collect(job, [connection for _, connection in ranks])
         finally:
             _end(ranks)
-    failures = [f"--- rank {r} ---\n{answer.error}" for r, answer in sorted(answers.items()) if answer.error]
+    failures = [
+        f"--- rank {r} ---\n{answer.error}" for r, answer in sorted(answers.items()) if answer.error
+    ]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
     return [answers[rank].value for rank in range(job.world)]
@@ -172,11 +186,14 @@ def _answer(job: _Job, rank: int, connection: Connection) -> _Answer:
         return pickle.loads(connection.recv_bytes())
     except EOFError:
         stack = job.stack(rank).read_text() if job.stack(rank).exists() else ""
-        return _Answer(error=f"not done after {job.seconds:g} s:\n{stack}" if stack else "the process died")
+        return _Answer(
+            error=f"not done after {job.seconds:g} s:\n{stack}" if stack else "the process died"
+        )
 
 
 def _end_with_the_server() -> None:
-    """Has this rank killed when its server ends, which ends as soon as no other process holds one end of a pipe.
+    """Has this rank killed when its server ends, which ends as soon as no other process holds one
+    end of a pipe.
 
     Each rank is given that end too, for children of its own: it lets go of it.
     """
@@ -211,7 +228,9 @@ def _run(job: _Job, rank: int) -> Any:
     pp, dp, cp, tp = (job.axes.get(axis, 1) for axis in AXES)
     mesh = make_mesh(pp, dp, tp, cp=cp)
     module, place = job.name
-    body = inspect.unwrap(functools.reduce(getattr, place.split("."), importlib.import_module(module)))
+    body = inspect.unwrap(
+        functools.reduce(getattr, place.split("."), importlib.import_module(module))
+    )
     warnings.resetwarnings()
     warnings.filters[:] = job.filters  # pyright: ignore[reportIndexIssue]  # a list, though typed as any sequence
     return body(mesh, **job.arguments)

@@ -1,4 +1,5 @@
-"""Small runs of the command for end-to-end tests: a text, a run file, and ways to train it and read what it left."""
+"""Small runs of the command for end-to-end tests: a text, a run file, and ways to train it and read
+what it left."""
 
 import json
 import random
@@ -21,7 +22,23 @@ from tools.journal.records import read_metrics
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
-WORDS = ["the", "model", "learns", "to", "say", "what", "it", "has", "seen", "in", "this", "text", "and", "über", "Öl"]
+WORDS = [
+    "the",
+    "model",
+    "learns",
+    "to",
+    "say",
+    "what",
+    "it",
+    "has",
+    "seen",
+    "in",
+    "this",
+    "text",
+    "and",
+    "über",
+    "Öl",
+]
 RUN = """
 [model]
 layers = 2
@@ -54,10 +71,12 @@ TIMES = ("seconds", "tokens_per_s", "tflops", "mfu")
 
 
 def write_run(folder: Path) -> Path:
-    """A text and a run file for it; returns the latter. The data set is shared by all runs of the file."""
+    """A text and a run file for it; returns the latter. The data set is shared by all runs of the
+    file."""
     dice = random.Random(0)
     lines = [" ".join(dice.choices(WORDS, k=9)) for _ in range(385)]
-    lines += ["".join(dice.choices("0123456789", k=30)) for _ in range(15)]  # about what is held out
+    # about what is held out
+    lines += ["".join(dice.choices("0123456789", k=30)) for _ in range(15)]
     (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     path = folder / "my.toml"
     path.write_text(RUN.format(folder=folder))
@@ -74,10 +93,18 @@ def train(file: Path, *overrides: str) -> int:
         torch.set_num_threads(threads)
 
 
-def train_on(file: Path, *overrides: str, tensor: int = 1, pipeline: int = 1, data: int = 1) -> Path:
-    """Trains on forked ranks, in a tenth of the time that the command takes to start them; returns the folder."""
+def train_on(
+    file: Path, *overrides: str, tensor: int = 1, pipeline: int = 1, data: int = 1
+) -> Path:
+    """Trains on forked ranks, in a tenth of the time that the command takes to start them; returns
+    the folder."""
     layout = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"parallel.data={data}"]
-    run_ranks(_train_rank, {"tp": tensor, "pp": pipeline, "dp": data}, file=file, overrides=[*layout, *overrides])
+    run_ranks(
+        _train_rank,
+        {"tp": tensor, "pp": pipeline, "dp": data},
+        file=file,
+        overrides=[*layout, *overrides],
+    )
     return Path(load_run(file, [*layout, *overrides]).train.folder)
 
 
@@ -98,13 +125,15 @@ def _train_rank(mesh: DeviceMesh, file: Path, overrides: list[str]) -> None:
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of each step, without times. NaN is put as text, so that it equals itself."""
+    """What metrics.jsonl says of each step, without times. NaN is put as text, so that it equals
+    itself."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def rewind(folder: Path, to: Path, step: int) -> Path:
-    """A copy of a run as if it had been ended right after the checkpoint of `step`. Its metrics go further."""
+    """A copy of a run as if it had been ended right after the checkpoint of `step`. Its metrics go
+    further."""
     shutil.copytree(folder, to)
     for later in (to / "checkpoints").glob("step_*"):
         if int(later.name.removeprefix("step_")) > step:
@@ -126,14 +155,18 @@ def edit_index(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> 
     file.write_bytes(sealed({key: value for key, value in index.items() if key != OWN}))
 
 
-def assert_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> None:
+def assert_close(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float
+) -> None:
     """The same steps but for rounding."""
     assert [r["step"] for r in ours] == [r["step"] for r in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
         for key in one:
             if isinstance(one[key], float):
-                torch.testing.assert_close(one[key], other[key], rtol=tolerance, atol=0, msg=f"{key}: {one} {other}")
+                torch.testing.assert_close(
+                    one[key], other[key], rtol=tolerance, atol=0, msg=f"{key}: {one} {other}"
+                )
             elif key == "stage_zeros":
                 assert sum(one[key]) == one["num_zeros"] == sum(other[key])
             else:

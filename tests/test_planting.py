@@ -1,4 +1,5 @@
-"""Faults that campaigns plant can be planted: what they replace is there, and is called as what takes its place."""
+"""Faults that campaigns plant can be planted: what they replace is there, and is called as what
+takes its place."""
 
 from typing import Any
 
@@ -25,7 +26,9 @@ class Layer:
 def failures(mesh: DeviceMesh) -> dict[str, str]:
     """Why faults cannot be planted, by name."""
     found: dict[str, str] = {}
-    plants = {name: fault.plant for name, fault in FAULTS.items()} | {n: m[2] for n, m in MUTATIONS.items()}
+    plants = {name: fault.plant for name, fault in FAULTS.items()} | {
+        n: m[2] for n, m in MUTATIONS.items()
+    }
     for name, plant in plants.items():
         try:
             plant()

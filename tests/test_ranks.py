@@ -26,7 +26,9 @@ def test_a_rank_sees_three_axes_with_tp_the_fastest(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("number", [3, 4])
 @on_ranks(dp=2)
-def test_parameters_and_fixtures_reach_the_ranks(mesh: DeviceMesh, number: int, tmp_path: Path) -> None:
+def test_parameters_and_fixtures_reach_the_ranks(
+    mesh: DeviceMesh, number: int, tmp_path: Path
+) -> None:
     assert number in (3, 4)
     assert tmp_path.exists()
 

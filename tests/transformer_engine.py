@@ -1,9 +1,10 @@
-"""A stand-in for what is used of Transformer Engine, on a CPU: its names, arguments and numbers as releases 2.11 to
-2.20 have them, so that the way to it can be tested without a GPU.
+"""A stand-in for what is used of Transformer Engine, on a CPU: its names, arguments and numbers as
+releases 2.11 to 2.20 have them, so that the way to it can be tested without a GPU.
 
-Its kernels multiply by the scale in FP32 and round to the nearest; what is too large becomes the largest number, an
-infinity as well; a NaN stays one, and the amax passes over it. A product takes codes as bytes, its first factor being
-the one whose rows become columns; sizes have to be multiples of 16.
+Its kernels multiply by the scale in FP32 and round to the nearest; what is too large becomes the
+largest number, an infinity as well; a NaN stays one, and the amax passes over it. A product takes
+codes as bytes, its first factor being the one whose rows become columns; sizes have to be multiples
+of 16.
 """
 
 import sys
@@ -39,11 +40,17 @@ class Float8Tensor:
         quantizer: Any = None,
         requires_grad: bool = False,
     ) -> None:
-        assert data.dtype == torch.uint8 and data.is_contiguous() and data.shape == torch.Size(shape)
+        assert (
+            data.dtype == torch.uint8 and data.is_contiguous() and data.shape == torch.Size(shape)
+        )
         assert fp8_scale_inv.dtype == torch.float32 and fp8_scale_inv.shape == (1,)
         assert fp8_dtype in TORCH and not requires_grad
-        self.dtype, self.data, self.inverse, self.form = dtype, data, fp8_scale_inv, fp8_dtype
-        self.transpose, self.quantizer = data_transpose, quantizer
+        self.dtype = dtype
+        self.data = data
+        self.inverse = fp8_scale_inv
+        self.form = fp8_dtype
+        self.transpose = data_transpose
+        self.quantizer = quantizer
 
     def get_metadata(self) -> dict[str, Any]:
         return {
@@ -56,22 +63,38 @@ class Float8Tensor:
 
 
 class Float8Quantizer:
-    """Casts with one scale; `amax` grows to the largest magnitude. A GPU that reads columns too makes no transpose."""
+    """Casts with one scale; `amax` grows to the largest magnitude. A GPU that reads columns too
+    makes no transpose."""
 
     reads_columns = False
 
     def __init__(
-        self, scale: Tensor, amax: Tensor, fp8_dtype: str, *, rowwise: bool = True, columnwise: bool = True
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        fp8_dtype: str,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
     ) -> None:
         assert all(one.dtype == torch.float32 and one.shape == (1,) for one in (scale, amax))
         assert rowwise and columnwise
-        self.scale, self.amax, self.form = scale, amax, fp8_dtype
+        self.scale = scale
+        self.amax = amax
+        self.form = fp8_dtype
 
-    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Float8Tensor:
+    def quantize(
+        self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> Float8Tensor:
         assert not torch.is_grad_enabled() and out is None and dtype is None
         CALLS["quantize"] += 1
         largest = torch.finfo(TORCH[self.form]).max
-        codes = (tensor.float() * self.scale).clamp(-largest, largest).to(TORCH[self.form]).view(torch.uint8)
+        codes = (
+            (tensor.float() * self.scale)
+            .clamp(-largest, largest)
+            .to(TORCH[self.form])
+            .view(torch.uint8)
+        )
         known = tensor.abs().float().nan_to_num(0.0, torch.inf)
         self.amax.copy_(torch.maximum(self.amax, known.amax()))
         turned = None if self.reads_columns else codes.t().contiguous()

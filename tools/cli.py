@@ -1,8 +1,8 @@
 """The `megaprec` command.
 
-Exit codes: 0 success; 1 a fault of megaprec, or runs that differ in `parity` or `prove`; 2 wrong input, or a file that
-cannot be read or written (a line for each problem); 3 training stopped itself because of skipped steps, with its state
-saved; 128 + signal: stopped by a signal.
+Exit codes: 0 success; 1 a fault of megaprec, or runs that differ in `parity` or `prove`; 2 wrong
+input, or a file that cannot be read or written (a line for each problem); 3 training stopped itself
+because of skipped steps, with its state saved; 128 + signal: stopped by a signal.
 """
 
 import argparse
@@ -55,7 +55,15 @@ from tools.training.launch import is_consequence, must_tell, note_failure, start
 from tools.training.signals import Stopped
 
 LOOKS = 4  # at a run whose checkpoints are replaced
-READERS = (inspect.main, diff.main, generate.main, evaluate.main, convert.main, report.main, compare.main)
+READERS = (
+    inspect.main,
+    diff.main,
+    generate.main,
+    evaluate.main,
+    convert.main,
+    report.main,
+    compare.main,
+)
 """Commands that change nothing in the run that they read, and so may be run again."""
 
 
@@ -72,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    args, joined = _parsed(argv), dist.is_initialized()
+    args = _parsed(argv)
+    joined = dist.is_initialized()
     try:
         code = _run(args)
     except Exception:
@@ -92,7 +101,9 @@ def _run(args: argparse.Namespace) -> int:
         code = _looking_again(args)
         sys.stdout.flush()  # here, where a closed pipe can still be told from a fault
         return code
-    except BrokenPipeError:  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
+    except (
+        BrokenPipeError
+    ):  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -104,17 +115,22 @@ def _run(args: argparse.Namespace) -> int:
         told = reported(error)
         if isinstance(told, Stopped):  # the first rank has printed it
             return told.code
-        if is_consequence(told) and started_here():  # the launcher tells the reason of the rank that was first
+        if (
+            is_consequence(told) and started_here()
+        ):  # the launcher tells the reason of the rank that was first
             return 1
         if not isinstance(told, ON_PURPOSE):
             raise
         if must_tell():
-            print(*told.problems if isinstance(told, UserError) else [told], sep="\n", file=sys.stderr)
+            print(
+                *told.problems if isinstance(told, UserError) else [told], sep="\n", file=sys.stderr
+            )
         return CODES[type(told)]
 
 
 def _looking_again(args: argparse.Namespace) -> int:
-    """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that trains."""
+    """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
+    trains."""
     for _ in range(LOOKS - 1 if args.run in READERS else 0):
         began = time.time()
         try:
@@ -145,7 +161,9 @@ class _Parser(argparse.ArgumentParser):
             what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
             there = ", ".join(map(str, action.choices))
             hint = did_you_mean(str(value), map(str, action.choices))
-            raise argparse.ArgumentError(action, f"no such {what}: {value!r} (choose from {there}){hint}")
+            raise argparse.ArgumentError(
+                action, f"no such {what}: {value!r} (choose from {there}){hint}"
+            )
 
 
 def parser_of_all() -> argparse.ArgumentParser:
@@ -192,8 +210,10 @@ def _version() -> str:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
-    parser, words = parser_of_all(), list(sys.argv[1:] if argv is None else argv)
+    """Return the arguments. Overrides may stand before and after options, which argparse alone does
+    not allow."""
+    parser = parser_of_all()
+    words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         parser.print_help(sys.stderr)
         parser.exit(2)
@@ -214,7 +234,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _as_override(words: Sequence[str]) -> str:
-    """Return a hint for an override that is written as an option, such as --train.steps=14; empty if there is none."""
+    """Return a hint for an override that is written as an option, such as --train.steps=14; empty
+    if there is none."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, sign, value = word.lstrip("-").partition("=")
         if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):

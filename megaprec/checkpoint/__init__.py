@@ -6,6 +6,7 @@
         optimizer-00003.safetensors     moments that rank 3 wrote: exp_avg/<name>, exp_avg_sq/<name>
         fp8-00003.safetensors           FP8 scales and amax histories, if there are any
 
-A logical tensor is split into chunks: rectangles, or flat ranges of rectangles. Each is written once, by the rank that
-owns it. A rank of any layout reads the parts that it needs. No file is a pickle.
+A logical tensor is split into chunks: rectangles, or flat ranges of rectangles. Each is written
+once, by the rank that owns it. A rank of any layout reads the parts that it needs. No file is a
+pickle.
 """

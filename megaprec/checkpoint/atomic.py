@@ -1,11 +1,13 @@
 """Atomic checkpoints: a folder in which each checkpoint is either complete or absent.
 
-A checkpoint is written under a hidden name, and renaming it completes it. A process that is killed at any moment thus
-leaves all earlier checkpoints intact and, at worst, a hidden folder that the next save removes. What cannot be removed
-is never in the way: it is told in a warning, a new save takes another name, and each later save tries again.
+A checkpoint is written under a hidden name, and renaming it completes it. A process that is killed
+at any moment thus leaves all earlier checkpoints intact and, at worst, a hidden folder that the
+next save removes. What cannot be removed is never in the way: it is told in a warning, a new save
+takes another name, and each later save tries again.
 
-Consequently a folder with the name of a checkpoint that is not a checkpoint was damaged later. It is refused, and so is
-a folder that cannot be listed: ignoring it would start training from scratch and overwrite what may be the only copy.
+Consequently a folder with the name of a checkpoint that is not a checkpoint was damaged later. It
+is refused, and so is a folder that cannot be listed: ignoring it would start training from scratch
+and overwrite what may be the only copy.
 """
 
 import math
@@ -39,20 +41,26 @@ def partial_path(folder: Path, step: int, number: int = 1) -> Path:
 def checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints in `folder`, oldest first; none if the folder does not exist.
 
-    Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but is not one.
+    Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but
+    is not one.
     """
     found = _named(folder)
     damage = {path: _damage(path) for path in found}
-    found = [path for path in found if os.path.lexists(path)]  # a run may have removed an old one in the meantime
-    if problems := [f"{path} is damaged: {damage[path]}: {remedy(path)}" for path in found if damage[path]]:
+    # a run may have removed an old one in the meantime
+    found = [path for path in found if os.path.lexists(path)]
+    if problems := [
+        f"{path} is damaged: {damage[path]}: {remedy(path)}" for path in found if damage[path]
+    ]:
         raise UserError(*problems)
     return found
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest checkpoint in `folder`, None if there is none. Older ones may be damaged: see `damaged_beside`.
+    """Return the newest checkpoint in `folder`, None if there is none. Older ones may be damaged:
+    see `damaged_beside`.
 
-    Raises UserError if the folder cannot be listed, or if its newest entry with the name of a checkpoint is not one.
+    Raises UserError if the folder cannot be listed, or if its newest entry with the name of a
+    checkpoint is not one.
     """
     while named := _named(folder):
         newest = named[-1]
@@ -65,7 +73,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def damaged_beside(newest: Path) -> list[str]:
-    """Return a line for each older entry beside a checkpoint that has the name of one but is not one."""
+    """Return a line for each older entry beside a checkpoint that has the name of one but is not
+    one."""
     lines = list[str]()
     for path in _named(newest.parent):
         damage = _damage(path)
@@ -83,7 +92,8 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """Return `path` if it is a checkpoint, else the newest checkpoint in it, a run directory or folder of checkpoints.
+    """Return `path` if it is a checkpoint, else the newest checkpoint in it, a run directory or
+    folder of checkpoints.
 
     None if there is no checkpoint. Raises UserError as `checkpoints` does.
     """
@@ -97,10 +107,11 @@ def checkpoint_at(path: Path) -> Path | None:
 
 
 def replaced_since(moment: float, said: str, run: Path) -> bool:
-    """Return True if an error is about a checkpoint of a run that was removed or replaced by another since `moment`.
+    """Return True if an error is about a checkpoint of a run that was removed or replaced by
+    another since `moment`.
 
-    moment: as of time.time(). said: the text of the error. run: the run directory, or its folder of checkpoints, in
-    which the newest was looked for.
+    moment: as of time.time(). said: the text of the error. run: the run directory, or its folder of
+    checkpoints, in which the newest was looked for.
     """
     if NAME.fullmatch(run.name) or not run.is_dir():
         return False
@@ -112,7 +123,8 @@ def replaced_since(moment: float, said: str, run: Path) -> bool:
 
 
 def _changed_at(path: Path) -> float:
-    """Return the time at which an entry of a folder was made or changed, infinity if it is not there."""
+    """Return the time at which an entry of a folder was made or changed, infinity if it is not
+    there."""
     try:
         return path.lstat().st_ctime
     except FileNotFoundError:
@@ -120,22 +132,37 @@ def _changed_at(path: Path) -> float:
 
 
 def require_room(folder: Path) -> None:
-    """Raise UserError if a save into `folder` would fail: no write permission, or another file has a hidden name."""
+    """Raise UserError if a save into `folder` would fail: no write permission, or another file has
+    a hidden name."""
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder} may not be written to, and checkpoints belong there: allow it, or move it away")
+        raise UserError(
+            f"{folder} may not be written to, and checkpoints belong there: allow it, or move "
+            "it away"
+        )
     for left in sorted(folder.glob(".step_*.partial")):
         if left.is_symlink() or not left.is_dir():
-            raise UserError(f"{left} is no folder, but has the name of an unfinished checkpoint: move it away")
+            raise UserError(
+                f"{left} is no folder, but has the name of an unfinished checkpoint: move it away"
+            )
 
 
 def remedy(path: Path) -> str:
-    """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there is one."""
-    earlier = [other for other in _named(path.parent) if step_of(other) < step_of(path) and not _damage(other)]
-    return f"restore it, or move it away to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
+    """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there
+    is one."""
+    earlier = [
+        other
+        for other in _named(path.parent)
+        if step_of(other) < step_of(path) and not _damage(other)
+    ]
+    return (
+        "restore it, or move it away to "
+        f"{f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
+    )
 
 
 def begin(folder: Path, step: int) -> int:
-    """Create an empty hidden folder for the checkpoint of `step`; return the number that `partial_path` needs.
+    """Create an empty hidden folder for the checkpoint of `step`; return the number that
+    `partial_path` needs.
 
     Raises OSError.
     """
@@ -146,9 +173,11 @@ def begin(folder: Path, step: int) -> int:
 
 
 def commit(folder: Path, step: int, partial: Path) -> Path:
-    """Rename the hidden folder `partial` to the checkpoint of `step`, in place of one that is there; return its path.
+    """Rename the hidden folder `partial` to the checkpoint of `step`, in place of one that is
+    there; return its path.
 
-    Raises OSError; then the checkpoints that were there before are still there, unless only the last flush failed.
+    Raises OSError; then the checkpoints that were there before are still there, unless only the
+    last flush failed.
     """
     final = checkpoint_path(folder, step)
     hidden = None
@@ -166,13 +195,15 @@ def commit(folder: Path, step: int, partial: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove hidden folders of interrupted saves and removals. Return a warning for each that cannot be removed."""
+    """Remove hidden folders of interrupted saves and removals. Return a warning for each that
+    cannot be removed."""
     leftovers = sorted(folder.glob(".step_*.partial"))
     return [_cannot_remove(path, error) for path in leftovers if (error := _remove(path))]
 
 
 def hide(path: Path) -> list[str]:
-    """Give a checkpoint a hidden name, by which `remove_leftovers` finds it. Return a warning if that fails."""
+    """Give a checkpoint a hidden name, by which `remove_leftovers` finds it. Return a warning if
+    that fails."""
     try:
         _hide(path)
     except OSError as error:
@@ -200,16 +231,22 @@ def _named(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UserError(f"{folder} cannot be looked at ({error.strerror}): allow it, or give another folder") from error
+        raise UserError(
+            f"{folder} cannot be looked at ({error.strerror}): allow it, or give another folder"
+        ) from error
     if not folder.exists():
-        raise UserError(f"{folder} is a link to {os.readlink(folder)}, which is not there: mount it, or move the link")
+        raise UserError(
+            f"{folder} is a link to {os.readlink(folder)}, which is not there: mount it, or "
+            "move the link"
+        )
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder, but checkpoints belong there: move it away")
     try:
         names = [name for name in os.listdir(folder) if NAME.fullmatch(name)]
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be listed ({error.strerror}), and there may be checkpoints in it: allow it to be read, "
+            f"{folder} cannot be listed ({error.strerror}), and there may be checkpoints in "
+            "it: allow it to be read, "
             "or move it away"
         ) from error
     return sorted((folder / name for name in names), key=step_of)
@@ -221,13 +258,16 @@ def step_of(path: Path) -> int:
 
 
 def _damage(path: Path) -> str:
-    """Return the reason why `path` is not a checkpoint; empty if its index is a file, whose content is not read."""
+    """Return the reason why `path` is not a checkpoint; empty if its index is a file, whose content
+    is not read."""
     index = path / INDEX
     try:
         if stat.S_ISREG(index.stat().st_mode):
             return ""
     except FileNotFoundError:
-        return f"its {INDEX} is a link to nothing" if index.is_symlink() else f"it has no {INDEX}"
+        if index.is_symlink():
+            return f"its {INDEX} is a link to nothing"
+        return f"it has no {INDEX}"
     except NotADirectoryError:
         return "it is no folder"
     except OSError as error:
@@ -236,13 +276,14 @@ def _damage(path: Path) -> str:
 
 
 def _hide(path: Path) -> Path:
-    """Rename a checkpoint to a hidden name before it is removed, so that a half-removed one is not taken for a
-    complete one."""
+    """Rename a checkpoint to a hidden name before it is removed, so that a half-removed one is not
+    taken for a complete one."""
     return path.rename(free_path(path, f".{path.name}.removed", ".partial"))
 
 
 def free_path(path: Path, name: str, suffix: str = "") -> Path:
-    """Return the first unused path beside `path` among NAME, NAME2, NAME3, ..., each with the suffix."""
+    """Return the first unused path beside `path` among NAME, NAME2, NAME3, ..., each with the
+    suffix."""
     for number in count(1):
         free = path.with_name(f"{name}{number if number > 1 else ''}{suffix}")
         if not os.path.lexists(free):

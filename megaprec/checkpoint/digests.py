@@ -1,9 +1,9 @@
 """SHA-256 digests that detect a checkpoint file that has changed since it was saved.
 
-checkpoint.json contains the SHA-256 of every other file and ends with its own. A rank hashes its tensors in memory
-instead of reading them back, so a byte that is corrupted on its way to the disk is detected too. Processors have
-instructions for SHA-256, so no other secure hash in the standard library is faster there, and `sha256sum` computes the
-same digests.
+checkpoint.json contains the SHA-256 of every other file and ends with its own. A rank hashes its
+tensors in memory instead of reading them back, so a byte that is corrupted on its way to the disk
+is detected too. Processors have instructions for SHA-256, so no other secure hash in the standard
+library is faster there, and `sha256sum` computes the same digests.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ def file_digest(file: Path) -> str:
 
 def raw(values: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor, in logical order."""
-    flat = values.contiguous().as_strided((values.numel(),), (1,))  # any stride is contiguous if there is one element
+    # any stride is contiguous if there is one element
+    flat = values.contiguous().as_strided((values.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

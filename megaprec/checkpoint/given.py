@@ -15,34 +15,43 @@ OWN = ("step", "optimizer", "fp8", "format", "files", "tensors", "sha256", "dige
 
 
 def required_path(path: object, optimizer: object, name: str) -> Path:
-    """Return a path that may have been given as text. Raises UserError for what is none, or no optimizer."""
+    """Return a path that may have been given as text. Raises UserError for what is none, or no
+    optimizer."""
     wrong = []
     if not isinstance(path, str | os.PathLike) or not path:
         wrong.append(f"{name} = {path!r:.60}: must be a path")
     if not isinstance(optimizer, ParallelAMPOptimizer):
-        wrong.append(f"optimizer: must be a megaprec.ParallelAMPOptimizer, not a {type(optimizer).__name__}")
+        wrong.append(
+            f"optimizer: must be a megaprec.ParallelAMPOptimizer, not a {type(optimizer).__name__}"
+        )
     if wrong:
         raise UserError(*wrong)
     return Path(path)  # type: ignore[arg-type]
 
 
 def require_saveable(step: object, extra: object, keep: object, keep_every: object) -> None:
-    """Raise UserError, naming all that are wrong, for values that would not be read back as they were given."""
+    """Raise UserError, naming all that are wrong, for values that would not be read back as they
+    were given."""
     wrong = []
     if not is_number(step, whole=True) or step < 0:  # type: ignore[operator]
         wrong.append(f"step = {step!r:.60}: must be a whole number from 0 on")
     if keep != ALL and (not is_number(keep, whole=True) or keep < 1):  # type: ignore[operator]
         wrong.append(
-            f"keep = {keep!r:.60}: must be a whole number from 1 on, of the newest checkpoints that stay, or "
+            f"keep = {keep!r:.60}: must be a whole number from 1 on, of the newest "
+            "checkpoints that stay, or "
             f'"{ALL}", by which none is removed'
         )
     if not is_number(keep_every, whole=True) or keep_every < 0:  # type: ignore[operator]
-        wrong.append(f"keep_every = {keep_every!r:.60}: must be a whole number of steps, 0 for none")
+        wrong.append(
+            f"keep_every = {keep_every!r:.60}: must be a whole number of steps, 0 for none"
+        )
     if not isinstance(extra, dict):
         wrong.append(f"extra = {extra!r:.60}: must be a dict of JSON values; {{}} for none")
     else:
         wrong += [
-            f"extra has the key {key!r}, which a checkpoint has itself: give it another" for key in OWN if key in extra
+            f"extra has the key {key!r}, which a checkpoint has itself: give it another"
+            for key in OWN
+            if key in extra
         ]
         wrong += _not_json(extra, "extra")
     if wrong:
@@ -50,11 +59,15 @@ def require_saveable(step: object, extra: object, keep: object, keep_every: obje
 
 
 def _not_json(value: Any, place: str) -> Iterator[str]:
-    """Yield a line for each value that JSON cannot hold, and each key that it would turn into text."""
+    """Yield a line for each value that JSON cannot hold, and each key that it would turn into
+    text."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                yield f"{place} has the key {key!r}, which JSON would turn into text: use text for keys"
+                yield (
+                    f"{place} has the key {key!r}, which JSON would turn into text: use text for "
+                    "keys"
+                )
             else:
                 yield from _not_json(inner, f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
@@ -62,6 +75,7 @@ def _not_json(value: Any, place: str) -> Iterator[str]:
             yield from _not_json(inner, f"{place}[{n}]")
     elif not (value is None or isinstance(value, str | bool | int | float)):
         yield (
-            f"{place} is a {type(value).__name__}: a checkpoint holds JSON values; use numbers, text and lists of them "
+            f"{place} is a {type(value).__name__}: a checkpoint holds JSON values; use "
+            "numbers, text and lists of them "
             "(.item(), .tolist())"
         )

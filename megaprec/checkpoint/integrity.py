@@ -1,7 +1,9 @@
-"""Integrity check of checkpoint files: each file is hashed once, by one rank, and the result is shared by all ranks.
+"""Integrity check of checkpoint files: each file is hashed once, by one rank, and the result is
+shared by all ranks.
 
-A weight with a flipped bit is still a valid number, so only a digest detects it. The files are distributed over the
-ranks, which must see the same filesystem, so the check takes the time of reading the checkpoint once in parallel.
+A weight with a flipped bit is still a valid number, so only a digest detects it. The files are
+distributed over the ranks, which must see the same filesystem, so the check takes the time of
+reading the checkpoint once in parallel.
 """
 
 from collections.abc import Iterable
@@ -18,32 +20,47 @@ from megaprec.errors import UserError
 
 
 def require_intact(
-    store: Store, files: Iterable[str], world: Axis | None = None, device: torch.device | str = "cpu"
+    store: Store,
+    files: Iterable[str],
+    world: Axis | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Raise UserError, on every rank, if one of `files` has changed since it was saved.
 
-    Collective over `world`, if passed. Files without a digest, as saved by earlier versions, are not checked.
+    Collective over `world`, if passed. Files without a digest, as saved by earlier versions, are
+    not checked.
     """
     world = world or Axis("world")
-    names = sorted(store.digests.keys() & set(files), key=lambda name: (-store.index["files"][name], name))
+    names = sorted(
+        store.digests.keys() & set(files), key=lambda name: (-store.index["files"][name], name)
+    )
     if not names:
         return
     damaged = torch.zeros(len(names), device=device)
-    for number, owner in enumerate(_assign_files([store.index["files"][name] for name in names], world.size)):
-        if owner == world.rank and not _is_intact(store.file(names[number]), store.digests[names[number]]):
+    for number, owner in enumerate(
+        _assign_files([store.index["files"][name] for name in names], world.size)
+    ):
+        if owner == world.rank and not _is_intact(
+            store.file(names[number]), store.digests[names[number]]
+        ):
             damaged[number] = 1
     world.max_(damaged)
     if wrong := [name for name, bad in zip(names, damaged.tolist(), strict=True) if bad]:
         are = f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'}"
-        raise UserError(f"{store.path} is damaged: {are} not what was saved (SHA-256 differs): {remedy(store.path)}")
+        raise UserError(
+            f"{store.path} is damaged: {are} not what was saved (SHA-256 differs): "
+            f"{remedy(store.path)}"
+        )
 
 
 def _assign_files(sizes: list[int], ranks: int) -> list[int]:
-    """Return the rank that hashes each file. Greedy: each file goes to the rank with the fewest bytes so far.
+    """Return the rank that hashes each file. Greedy: each file goes to the rank with the fewest
+    bytes so far.
 
     sizes: bytes of each file, largest first.
     """
-    loads, owners = [(0, rank) for rank in range(ranks)], list[int]()
+    loads = [(0, rank) for rank in range(ranks)]
+    owners = list[int]()
     for size in sizes:
         load, rank = loads[0]
         heapreplace(loads, (load + size, rank))

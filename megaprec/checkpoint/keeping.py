@@ -1,9 +1,10 @@
 """The checkpoints that a save removes: only older ones that saves into the same folder have made.
 
-Each save adds a line to a hidden file of the folder, with its step and the digest of its checkpoint.json. A checkpoint
-without such a line was put there by somebody: copied as the beginning of a branch, restored from a backup, saved by an
-earlier version. It is never removed, and neither is one that is a link: its files lie where other programs may need
-them. Nor is anything else with the name of a checkpoint overwritten: it gets another name.
+Each save adds a line to a hidden file of the folder, with its step and the digest of its
+checkpoint.json. A checkpoint without such a line was put there by somebody: copied as the beginning
+of a branch, restored from a backup, saved by an earlier version. It is never removed, and neither
+is one that is a link: its files lie where other programs may need them. Nor is anything else with
+the name of a checkpoint overwritten: it gets another name.
 """
 
 import json
@@ -14,7 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprec.checkpoint.atomic import checkpoint_path, free_path, hide, remove_leftovers, step_of, whole_checkpoints
+from megaprec.checkpoint.atomic import (
+    checkpoint_path,
+    free_path,
+    hide,
+    remove_leftovers,
+    step_of,
+    whole_checkpoints,
+)
 from megaprec.checkpoint.digests import OWN
 from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import append_line, file_error, reading
@@ -31,8 +39,8 @@ SEAL = re.compile(rf'"{OWN}": "([0-9a-f]{{64}})"\n}}$')
 class Keep:
     """The checkpoints that a save does not remove.
 
-    newest: how many of the newest that saves have made; None: all. every: also those of each multiple of this step; 0:
-    of none.
+    newest: how many of the newest that saves have made; None: all. every: also those of each
+    multiple of this step; 0: of none.
     """
 
     newest: int | None
@@ -44,7 +52,8 @@ class Keep:
         return cls(None if isinstance(keep, str) else keep, every)
 
     def expired(self, steps: Sequence[int], later: int = 0) -> list[int]:
-        """Return the steps, of those that saves have made, in order, whose checkpoints go after `later` more saves."""
+        """Return the steps, of those that saves have made, in order, whose checkpoints go after
+        `later` more saves."""
         if self.newest is None:
             return []
         stay = max(0, self.newest - later)
@@ -69,7 +78,8 @@ def record_save(folder: Path, step: int, index: Path) -> list[str]:
 
 
 def made_here(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in `folder` that saves into it have made and that are no links, oldest first.
+    """Return the whole checkpoints in `folder` that saves into it have made and that are no links,
+    oldest first.
 
     Raises UserError if the folder cannot be listed.
     """
@@ -95,7 +105,8 @@ def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
 
 
 def make_way(folder: Path, step: int) -> list[str]:
-    """Rename what has the name of the checkpoint of `step` but was not made by a save, or is damaged.
+    """Rename what has the name of the checkpoint of `step` but was not made by a save, or is
+    damaged.
 
     Returns a warning with the new name. Raises OSError.
     """
@@ -128,7 +139,8 @@ def _recorded(folder: Path) -> list[tuple[int, str]]:
 
 
 def _seal(index: Path) -> str:
-    """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an earlier version."""
+    """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an
+    earlier version."""
     try:
         with reading(index) as file:
             file.seek(0, os.SEEK_END)

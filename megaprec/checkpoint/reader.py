@@ -1,4 +1,5 @@
-"""Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
+"""Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a
+checkpoint's files."""
 
 import stat
 from collections.abc import Iterator, Sequence
@@ -7,7 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -39,7 +48,9 @@ class _Chunk(_Table):
     @model_validator(mode="after")
     def _is_within(self) -> Self:
         """Raise ValueError unless `range` is a range of the elements of the rectangle."""
-        if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1] <= prod(self.shape)):
+        if self.range is not None and not (
+            len(self.range) == 2 and self.range[0] < self.range[1] <= prod(self.shape)
+        ):
             raise ValueError(f"{self.range} is no range of the elements of {self.shape}")
         return self
 
@@ -66,8 +77,11 @@ class _Optimizer(_Table):
     @field_validator("scaler")
     @classmethod
     def _is_known(cls, scaler: dict[str, float]) -> dict[str, float]:
-        """Raise ValueError unless `scaler` is the state of a dynamic scale, or empty, as for a constant scale."""
-        if scaler and (scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0):
+        """Raise ValueError unless `scaler` is the state of a dynamic scale, or empty, as for a
+        constant scale."""
+        if scaler and (
+            scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0
+        ):
             raise ValueError(f"{scaler} is no state of a loss scaler")
         return scaler
 
@@ -93,21 +107,27 @@ ALONE = Axis("world")
 class Store:
     """An opened checkpoint. `index` is its checkpoint.json.
 
-    world: the ranks that open it together; each looks at its share of the files. Default: all files are looked at.
-    Raises UserError if there is no complete checkpoint at `path`, or if its format is unknown.
+    world: the ranks that open it together; each looks at its share of the files. Default: all files
+    are looked at. Raises UserError if there is no complete checkpoint at `path`, or if its format
+    is unknown.
     """
 
     def __init__(self, path: Path, world: Axis = ALONE) -> None:
-        self.path, self._open = path, {}
+        self.path = path
+        self._open = {}
         content, self.index = _read(path)
         if not is_sealed(content, self.index):
-            raise UserError(f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it")
+            raise UserError(
+                f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it"
+            )
         _require_known_format(path, self.index)
         try:
             _Index.model_validate(self.index)
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
-            raise UserError(f"{path} is damaged: {INDEX} is not as it was written", *wrong) from error
+            raise UserError(
+                f"{path} is damaged: {INDEX} is not as it was written", *wrong
+            ) from error
         self._check_files(world)
 
     def _check_files(self, world: Axis) -> None:
@@ -115,52 +135,76 @@ class Store:
         for number, (name, size) in enumerate(self.index["files"].items()):
             file = self.path / name
             if Path(name).name != name:
-                problems.append(f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}")
+                problems.append(
+                    f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}"
+                )
             elif number % world.size == world.rank and _size(file) != size:
-                problems.append(f"{file} is missing or does not have the {size} bytes that were written")
+                problems.append(
+                    f"{file} is missing or does not have the {size} bytes that were written"
+                )
         if self.digests and self.digests.keys() != self.index["files"].keys():
-            problems.append(f"{self.path} is damaged: {INDEX} does not have a digest for exactly the files it lists")
+            problems.append(
+                f"{self.path} is damaged: {INDEX} does not have a digest for exactly the "
+                "files it lists"
+            )
         if problems:
             raise UserError(*problems)
 
     def _check_tensors(self) -> Iterator[str]:
-        """Yield a problem for each tensor whose chunks are not as large as it is, or larger than their files."""
+        """Yield a problem for each tensor whose chunks are not as large as it is, or larger than
+        their files."""
         sizes = self.index["files"]
         for key, entry in self.index["tensors"].items():
             width = getattr(torch, entry["dtype"]).itemsize
             there = [(chunk["file"], prod(stored_shape(chunk))) for chunk in entry["chunks"]]
             fits = all(count * width <= sizes[file] for file, count in there if file in sizes)
-            if "/" not in key or not fits or sum(count for _, count in there) != prod(entry["shape"]):
+            if (
+                "/" not in key
+                or not fits
+                or sum(count for _, count in there) != prod(entry["shape"])
+            ):
                 yield f"{self.path} is damaged: {INDEX} does not say where all of {key!r} is"
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json lists it."""
+        """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json
+        lists it."""
         if name not in self.index["files"]:
             raise UserError(f"{self.path} has no file {name!r}")
         return self.path / name
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each file, in hex; empty if an earlier version saved the checkpoint."""
+        """Return the SHA-256 of each file, in hex; empty if an earlier version saved the
+        checkpoint."""
         return self.index.get(OTHERS, {})
 
     def files_of(self, kind: str) -> set[str]:
         """Return the files that contain tensors of a kind: weight, exp_avg, exp_avg_sq or fp8."""
-        tensors = (entry for key, entry in self.index["tensors"].items() if key.startswith(f"{kind}/"))
+        tensors = (
+            entry for key, entry in self.index["tensors"].items() if key.startswith(f"{kind}/")
+        )
         return {chunk["file"] for entry in tensors for chunk in entry["chunks"]}
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
+        """Return logical name -> shape of the tensors of one kind: prefix weight, exp_avg or
+        exp_avg_sq."""
         start = f"{prefix}/"
         return {
-            k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)
+            k.removeprefix(start): tuple(v["shape"])
+            for k, v in self.index["tensors"].items()
+            if k.startswith(start)
         }
 
     def require(self, key: str, shape: Sequence[int]) -> None:
-        """Raise UserError unless the whole tensor `key` is there. Reads only the headers of its files."""
+        """Raise UserError unless the whole tensor `key` is there. Reads only the headers of its
+        files."""
         chunks = self.index["tensors"].get(key, {"chunks": ()})["chunks"]
         there = [stored_shape(chunk) for chunk in chunks]
-        there = [s for s, chunk in zip(there, chunks, strict=True) if self._slice(chunk["file"], key).get_shape() == s]
+        there = [
+            s
+            for s, chunk in zip(there, chunks, strict=True)
+            if self._slice(chunk["file"], key).get_shape() == s
+        ]
         if sum(map(prod, there)) != prod(shape):
             raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
 
@@ -170,25 +214,30 @@ class Store:
         return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
-        """Return elements [first, last) of the flattened slice `part`. Reads only the rows that contain them."""
+        """Return elements [first, last) of the flattened slice `part`. Reads only the rows that
+        contain them."""
         if not part.shape:
             return self.read(kind, part.name).reshape(1)
         row = prod(part.local[1:])
-        top, bottom = first // row, -(-last // row)
+        top = first // row
+        bottom = -(-last // row)
         offset = [part.start if d == part.dim else 0 for d in range(len(part.shape))]
         offset[0] += top
         rows = self.rectangle(f"{kind}/{part.name}", offset, (bottom - top, *part.local[1:]))
         return rows.reshape(-1)[first - top * row : last - top * row]
 
     def rectangle(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the rectangle [*shape] at `offset` of the tensor `key`, assembled from its chunks."""
+        """Return the rectangle [*shape] at `offset` of the tensor `key`, assembled from its
+        chunks."""
         found: Tensor | None = None
         filled = 0
         for piece, low, high in self._overlaps(key, offset, shape):
             if list(piece.shape) == list(shape):
                 return piece
             found = torch.empty(*shape, dtype=piece.dtype) if found is None else found
-            found[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = piece
+            found[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = (
+                piece
+            )
             filled += piece.numel()
         if found is None or filled != prod(shape):
             raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
@@ -197,10 +246,14 @@ class Store:
     def _overlaps(
         self, key: str, offset: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-        """Yield the parts of a rectangle that the chunks have: values, first and last + 1 index along each dim."""
+        """Yield the parts of a rectangle that the chunks have: values, first and last + 1 index
+        along each dim."""
         for chunk in self.index["tensors"][key]["chunks"]:
             if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
-                raise UserError(f"{self.path} is damaged: {INDEX} has a part of {key} with another number of dims")
+                raise UserError(
+                    f"{self.path} is damaged: {INDEX} has a part of {key} with another number "
+                    "of dims"
+                )
             for block in blocks(chunk):
                 low = [max(a, b) for a, b in zip(offset, block[0], strict=True)]
                 ends = zip(offset, shape, block[0], block[1], strict=True)
@@ -208,7 +261,9 @@ class Store:
                 if all(a < b for a, b in zip(low, high, strict=True)):
                     yield self._part(key, chunk, block, low, high), low, high
 
-    def _part(self, key: str, chunk: dict[str, Any], block: Block, low: list[int], high: list[int]) -> Tensor:
+    def _part(
+        self, key: str, chunk: dict[str, Any], block: Block, low: list[int], high: list[int]
+    ) -> Tensor:
         """Read a part of a rectangle of a chunk: of a flat one, only the rows that contain it."""
         stored, (offset, shape, start) = self._slice(chunk["file"], key), block
         if stored.get_shape() != stored_shape(chunk):
@@ -253,16 +308,24 @@ def _read(path: Path) -> tuple[bytes, Any]:
 
 
 def _require_known_format(path: Path, index: Any) -> None:
-    """Raise UserError unless the format is known. Every index that names the training data must also have digests."""
+    """Raise UserError unless the format is known. Every index that names the training data must
+    also have digests."""
     found = index.get("format") if isinstance(index, dict) else None
     if type(found) is int and found > FORMAT:
-        raise newer_version(path, f"has checkpoint format {found}, and this one reads up to {FORMAT}")
+        raise newer_version(
+            path, f"has checkpoint format {found}, and this one reads up to {FORMAT}"
+        )
     if type(found) is not int or found < 1:
         raise UserError(f"{path} has checkpoint format {found!r}; this version reads 1 to {FORMAT}")
     if "data" in index and OTHERS not in index:
-        raise UserError(f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it")
+        raise UserError(
+            f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it"
+        )
 
 
 def newer_version(path: Path, why: str) -> UserError:
     """Return the error for a checkpoint that a newer version of megaprec saved."""
-    return UserError(f"{path} was saved by a newer version of megaprec: it {why}: update megaprec to go on with it")
+    return UserError(
+        f"{path} was saved by a newer version of megaprec: it {why}: update megaprec to go on "
+        "with it"
+    )

@@ -1,5 +1,5 @@
-"""Saving and loading of the optimizer state: each rank writes what it owns of the logical tensors and reads its
-slices.
+"""Saving and loading of the optimizer state: each rank writes what it owns of the logical tensors
+and reads its slices.
 """
 
 import warnings
@@ -40,13 +40,15 @@ def save(
 ) -> Path:
     """Write a checkpoint of `step` into `folder` and remove older ones. Collective over the world.
 
-    keep: how many of the newest checkpoints stay; "all": none is removed. keep_every: those of each multiple of this
-    step stay too; 0: of none. Only checkpoints that saves into this folder have made are removed, and no links.
-    extra: more JSON values for checkpoint.json, the same on every rank, such as a scheduler's state_dict().
+    keep: how many of the newest checkpoints stay; "all": none is removed. keep_every: those of each
+    multiple of this step stay too; 0: of none. Only checkpoints that saves into this folder have
+    made are removed, and no links.
+    extra: more JSON values for checkpoint.json, the same on every rank, such as a scheduler's
+        state_dict().
     files: files to copy into the checkpoint.
-    fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's path.
-    Raises UserError on every rank, with nothing left of the checkpoint, if one of them could not write. Rank 0 warns of
-    an old checkpoint that cannot be removed.
+    fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's
+    path. Raises UserError on every rank, with nothing left of the checkpoint, if one of them could
+    not write. Rank 0 warns of an old checkpoint that cannot be removed.
     """
     folder = required_path(folder, optimizer, "folder")
     require_saveable(step, extra, keep, keep_every)
@@ -58,14 +60,18 @@ def save(
     return outcome.path
 
 
-def load(path: Path | str, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
-    """Load weights, moments, step count and scaler into an optimizer of any layout, and return checkpoint.json.
+def load(
+    path: Path | str, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None
+) -> dict[str, Any]:
+    """Load weights, moments, step count and scaler into an optimizer of any layout, and return
+    checkpoint.json.
 
     fp8: state into which scales and amax histories are loaded, as far as the checkpoint has them.
 
-    Collective over the world: if a byte of the checkpoint has changed since it was saved, or if one rank finds that it
-    is of another model, every rank raises UserError before anything is changed. Each file is hashed once, by one rank.
-    Rank 0 warns if the weights in the checkpoint are narrower than the masters.
+    Collective over the world: if a byte of the checkpoint has changed since it was saved, or if one
+    rank finds that it is of another model, every rank raises UserError before anything is changed.
+    Each file is hashed once, by one rank. Rank 0 warns if the weights in the checkpoint are
+    narrower than the masters.
     """
     path = required_path(path, optimizer, "path")
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
@@ -82,19 +88,29 @@ def load(path: Path | str, optimizer: ParallelAMPOptimizer, fp8: FP8State | None
 
 
 def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
-    """Return a warning if weights in the checkpoint are narrower than the masters, so that precision is lost; else an
-    empty text."""
-    weights = ((k, v) for k, v in store.index["tensors"].items() if k.startswith("weight/") and not v.get("frozen"))
+    """Return a warning if weights in the checkpoint are narrower than the masters, so that
+    precision is lost; else an empty text."""
+    weights = (
+        (k, v)
+        for k, v in store.index["tensors"].items()
+        if k.startswith("weight/") and not v.get("frozen")
+    )
     saved = {k.partition("/")[2]: v["dtype"] for k, v in weights}
     sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
-    wanted = {name: max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize) for name in saved}
+    wanted = {
+        name: max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize)
+        for name in saved
+    }
     narrow = [name for name, dtype in saved.items() if sizes.get(dtype, 0) < wanted[name].itemsize]
     if not narrow:
         return ""
-    had, masters = saved[narrow[0]], dtype_name(wanted[narrow[0]])
+    had = saved[narrow[0]]
+    masters = dtype_name(wanted[narrow[0]])
     return (
-        f"{store.path} holds {len(narrow)} of {len(saved)} weights rounded to {had} only: {masters} masters begin at "
-        "these, accumulated updates smaller than their last bit are lost, and the run does not resume bit for bit"
+        f"{store.path} holds {len(narrow)} of {len(saved)} weights rounded to {had} only: "
+        f"{masters} masters begin at "
+        "these, accumulated updates smaller than their last bit are lost, and the run does "
+        "not resume bit for bit"
     )
 
 
@@ -106,14 +122,17 @@ class Weights(Protocol):
 
 @torch.no_grad()
 def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
-    """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its own slices.
+    """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its
+    own slices.
 
     weights: for a checkpoint, `Store(path)` of `megaprec.checkpoint.reader`.
     """
     if not callable(getattr(weights, "read_range", None)):
         raise UserError(
-            f"weights: a {type(weights).__name__} has no slices of logical tensors to read: for a checkpoint use "
-            "megaprec.checkpoint.reader.Store(Path(...)); load a state_dict of the model before the optimizer is built"
+            f"weights: a {type(weights).__name__} has no slices of logical tensors to read: "
+            "for a checkpoint use "
+            "megaprec.checkpoint.reader.Store(Path(...)); load a state_dict of the model "
+            "before the optimizer is built"
         )
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
@@ -121,7 +140,9 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     optimizer.load_numbers(optimizer.numbers())  # rounds the masters to the layers' weights
 
 
-def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State) -> tuple[Store, Scales]:
+def _open_on_all_ranks(
+    path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State
+) -> tuple[Store, Scales]:
     def scales() -> Scales:
         check_same_model(store, optimizer)
         return read_fp8(store, fp8)
@@ -132,7 +153,8 @@ def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8Stat
 
 
 def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
-    """Return the result of `make`. If it raises UserError on one rank, every rank raises one. Collective."""
+    """Return the result of `make`. If it raises UserError on one rank, every rank raises one.
+    Collective."""
     problem: UserError | None = None
     made: list[T] = []
     try:
@@ -141,12 +163,15 @@ def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[]
         problem = error
     failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
     if problem or failed:
-        raise problem or UserError(f"{path} cannot be loaded by another rank; the error of that rank says why")
+        raise problem or UserError(
+            f"{path} cannot be loaded by another rank; the error of that rank says why"
+        )
     return made[0]
 
 
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
-    """Raise UserError unless the checkpoint has the model's parameter count and all tensors that this rank reads."""
+    """Raise UserError unless the checkpoint has the model's parameter count and all tensors that
+    this rank reads."""
     saved = store.shapes("weight")
     pieces = (piece for buffer in optimizer.all_buffers() for piece in buffer.pieces)
     mine = {one.part.name: one.part.shape for one in (*pieces, *optimizer.untrained.slices())}
@@ -157,14 +182,23 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     ]
     if wrong:
         raise UserError(
-            f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5]
+            (
+                f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} "
+                "tensors differ"
+            ),
+            *wrong[:5],
         )
     elements = optimizer.num_elements + optimizer.num_frozen
     if (whole := sum(prod(shape) for shape in saved.values())) != elements:
-        raise UserError(f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {elements}")
+        raise UserError(
+            f"{store.path} is a checkpoint of another model: it has {whole} parameters, not "
+            f"{elements}"
+        )
     needed = dict.fromkeys(name for buffer in optimizer.all_buffers() for name in buffer.state)
     if lacking := [name for name in needed if not store.shapes(name)]:
-        raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs")
+        raise UserError(
+            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs"
+        )
     for buffer in optimizer.all_buffers():
         for kind, (piece, _, _) in product(buffer.saved_names, _overlaps(buffer)):
             _require_same_rule(store, kind, piece.part.name, buffer)
@@ -172,26 +206,31 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
 
 
 def _require_same_rule(store: Store, kind: str, name: str, buffer: Buffer) -> None:
-    """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer does not keep."""
+    """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer
+    does not keep."""
     tensors = store.index["tensors"]
     if f"{kind}/{name}" not in tensors:
         if tensors[f"weight/{name}"].get("frozen"):
             raise UserError(
-                f"{store.path} holds no {kind} of {name}, which was frozen when it was saved and is trained now: "
+                f"{store.path} holds no {kind} of {name}, which was frozen when it was saved "
+                "and is trained now: "
                 "take up its weights only (megaprec.load_weights, or train.init_from)"
             )
         kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
         if others := [k for k in kinds if k not in buffer.saved_names and f"{k}/{name}" in tensors]:
             raise UserError(
-                f"{store.path} holds {' and '.join(others)} of {name} and no {kind}: another update rule changed it, "
+                f"{store.path} holds {' and '.join(others)} of {name} and no {kind}: another "
+                "update rule changed it, "
                 "or Muon with other patterns by_adamw; resume with the same ones"
             )
 
 
 def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces that overlap this rank's shard, with the overlap: elements [first, last) of the buffer."""
+    """Yield the pieces that overlap this rank's shard, with the overlap: elements [first, last) of
+    the buffer."""
     for piece in buffer.pieces:
-        first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+        first = max(piece.start, buffer.first)
+        last = min(piece.stop, buffer.last)
         if first < last:
             yield piece, first, last
 

@@ -7,9 +7,10 @@
                thread; if a rank has failed, it removes the folder
     outcome    the same on every rank
 
-The ranks agree on the next state in `poll`, one all-reduce of one number, which the training loop calls between steps.
-Threads never communicate, and what touches the disk is done in them, so that training never waits for it. An error of
-the filesystem on any rank makes the save fail on all; other errors are raised.
+The ranks agree on the next state in `poll`, one all-reduce of one number, which the training loop
+calls between steps. Threads never communicate, and what touches the disk is done in them, so that
+training never waits for it. An error of the filesystem on any rank makes the save fail on all;
+other errors are raised.
 """
 
 import json
@@ -24,7 +25,13 @@ from typing import Any
 
 import torch
 
-from megaprec.checkpoint.atomic import begin, checkpoint_path, commit, partial_path, remove_leftovers
+from megaprec.checkpoint.atomic import (
+    begin,
+    checkpoint_path,
+    commit,
+    partial_path,
+    remove_leftovers,
+)
 from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.fp8_scales import add_fp8
 from megaprec.checkpoint.keeping import USUAL, Keep, make_way, record_save, remove_expired
@@ -39,14 +46,22 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 FAN = 128  # lists that one rank merges into one; with fewer ranks, rank 0 merges all of them
-BUSY, FAILED = 2e9, 1e9  # what a rank says in `poll`; otherwise the number of the hidden folder, 0 if it knows none
-UNSAVED = "changes in training and is in no checkpoint, because it is a buffer and no parameter: save it yourself"
-PAUSE = 0.05  # seconds for which `finish` waits for this rank's thread before the ranks compare notes
+# what a rank says in `poll`; otherwise the number of the hidden folder, 0 if it knows none
+BUSY = 2e9
+FAILED = 1e9
+UNSAVED = (
+    "changes in training and is in no checkpoint, because it is a buffer and no parameter: save "
+    "it yourself"
+)
+PAUSE = (
+    0.05  # seconds for which `finish` waits for this rank's thread before the ranks compare notes
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a save, the same on every rank. path: the checkpoint. problem: why it is not there; "" if it is.
+    """The end of a save, the same on every rank. path: the checkpoint. problem: why it is not
+    there; "" if it is.
 
     warnings: about what could not be removed; on rank 0 only.
     """
@@ -57,9 +72,11 @@ class Outcome:
 
 
 class Saving:
-    """A save of `step` into `folder` that is under way. Everything but the threads is collective over the world.
+    """A save of `step` into `folder` that is under way. Everything but the threads is collective
+    over the world.
 
-    extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not remove.
+    extra, files, fp8: see `megaprec.checkpoint.save_load.save`. keep: what the save does not
+        remove.
     background: False writes in this thread, without a copy of the state.
     """
 
@@ -75,8 +92,13 @@ class Saving:
         background: bool = False,
     ) -> None:
         require_own_names(files)
-        self.folder, self.step, self._keep, self._background = folder, step, keep, background
-        self._world, self._device, self._files = optimizer.world, optimizer.device, tuple(files)
+        self.folder = folder
+        self.step = step
+        self._keep = keep
+        self._background = background
+        self._world = optimizer.world
+        self._device = optimizer.device
+        self._files = tuple(files)
         self._warnings: list[str] = []
         self._error: BaseException | None = None  # of this rank
         self._thread: Thread | None = None
@@ -96,7 +118,8 @@ class Saving:
             self._run(self._open)
 
     def poll(self) -> Outcome | None:
-        """Return the outcome if there is one yet. Collective; to be called when no other collective is in flight."""
+        """Return the outcome if there is one yet. Collective; to be called when no other collective
+        is in flight."""
         if self._outcome is None and (said := self._agree()) < BUSY:
             if self._error is not None and not isinstance(self._error, OSError):
                 raise self._error
@@ -104,8 +127,9 @@ class Saving:
         return self._outcome
 
     def finish(self) -> Outcome:
-        """Wait for the outcome. Collective. In the background, no rank waits long in one collective, however slow the
-        disk of another is; between steps, all wait for the slowest in the first.
+        """Wait for the outcome. Collective. In the background, no rank waits long in one
+        collective, however slow the disk of another is; between steps, all wait for the slowest in
+        the first.
         """
         while (outcome := self.poll()) is None:
             if self._thread is not None:
@@ -114,8 +138,14 @@ class Saving:
 
     def _agree(self) -> float:
         """Return the largest of what the ranks say."""
-        busy = self._thread is not None and self._thread.is_alive()  # looked at first: a thread may fail until it ends
-        mine = BUSY if busy else FAILED if self._error is not None else float(self._number)
+        # looked at first: a thread may fail until it ends
+        busy = self._thread is not None and self._thread.is_alive()
+        if busy:
+            mine = BUSY
+        elif self._error is not None:
+            mine = FAILED
+        else:
+            mine = float(self._number)
         return self._world.max_(torch.tensor(mine, device=self._device)).item()
 
     def _go_on(self, failed: bool, number: int) -> None:
@@ -142,7 +172,9 @@ class Saving:
         if not self._background:
             self._try(job)
             return
-        self._thread = Thread(target=self._try, args=(job,), daemon=True, name=f"save of step {self.step}")
+        self._thread = Thread(
+            target=self._try, args=(job,), daemon=True, name=f"save of step {self.step}"
+        )
         self._thread.start()
 
     def _try(self, job: Callable[[], None]) -> None:
@@ -156,11 +188,14 @@ class Saving:
             self._error = error
 
     def _write(self, partial: Path) -> None:
-        """Write this rank's files, and the list of them that rank 0 will read. Free the copy as it is written.
+        """Write this rank's files, and the list of them that rank 0 will read. Free the copy as it
+        is written.
 
-        To free it takes a fifth of the time of copying it, for which the thread that trains would wait.
+        To free it takes a fifth of the time of copying it, for which the thread that trains would
+        wait.
         """
-        digests, files = dict[str, str](), self._snapshot.files
+        digests = dict[str, str]()
+        files = self._snapshot.files
         while files:
             name = next(iter(files))
             digests[name] = write_shard(partial / name, files[name])
@@ -172,15 +207,18 @@ class Saving:
 
     def _merge(self, partial: Path) -> None:
         """Let each FAN-th rank write one list instead of those of the FAN ranks from itself on."""
-        self._merged, self._thread = True, None
+        self._merged = True
+        self._thread = None
         first = self._world.rank
         if first % FAN == 0:
             ranks = range(first, min(first + FAN, self._world.size))
             self._run(lambda: _write_list(partial, first, _merged(partial, ranks)))
 
     def _close(self, job: Callable[[], None]) -> None:
-        """Go on to the last state: with this job rank 0 makes the checkpoint, or removes what there is of one."""
-        self._closing, self._thread = True, None
+        """Go on to the last state: with this job rank 0 makes the checkpoint, or removes what there
+        is of one."""
+        self._closing = True
+        self._thread = None
         self._snapshot.files.clear()  # what is left of the copy after an error
         if self._world.rank == 0:
             self._run(job)
@@ -204,24 +242,32 @@ class Saving:
         """Return the outcome, with the error of the first rank that has one."""
         problem = ""
         if failed:
-            own = {str(self._world.rank): file_error(self._error)} if isinstance(self._error, OSError) else {}
+            if isinstance(self._error, OSError):
+                own = {str(self._world.rank): file_error(self._error)}
+            else:
+                own = {}
             problem = next(iter(everyones(own, self._world, self._device).values()))
-        return Outcome(checkpoint_path(self.folder, self.step), problem, tuple(dict.fromkeys(self._warnings)))
+        return Outcome(
+            checkpoint_path(self.folder, self.step), problem, tuple(dict.fromkeys(self._warnings))
+        )
 
 
 def require_own_names(files: Sequence[Path]) -> None:
-    """Raise UserError for files to copy into a checkpoint that have one name, or the name of a file of its own."""
+    """Raise UserError for files to copy into a checkpoint that have one name, or the name of a file
+    of its own."""
     names = [file.name for file in files]
     for file in files:
         of_index = file.name == INDEX or (file.name.startswith("index-") and file.suffix == ".json")
         if of_index or file.suffix == ".safetensors" or names.count(file.name) > 1:
             raise UserError(
-                f"{file}: another file of a checkpoint has the name {file.name}: give this one another name"
+                f"{file}: another file of a checkpoint has the name {file.name}: give this "
+                "one another name"
             )
 
 
 def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
-    """Return the paths of all ranks' buffers that changed in training and that no checkpoint holds. Collective.
+    """Return the paths of all ranks' buffers that changed in training and that no checkpoint holds.
+    Collective.
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
@@ -272,7 +318,10 @@ def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> 
     tensors: dict[str, Any] = part["tensors"]
     for key, value in tensors.items():
         if sum(map(_elements, value["chunks"])) != prod(value["shape"]):
-            raise ValueError(f"{key} was written in part or twice: do parameters of two stages have the same name?")
+            raise ValueError(
+                f"{key} was written in part or twice: do parameters of two stages have the "
+                "same name?"
+            )
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     whole = {**index, "format": FORMAT, "files": files, **part}
     write_file(partial / INDEX, sealed(whole))

@@ -1,7 +1,9 @@
-"""Writing of a safetensors file, hashed on the way: a header of JSON, then the values of the tensors in its order.
+"""Writing of a safetensors file, hashed on the way: a header of JSON, then the values of the
+tensors in its order.
 
-The file is written in pieces of a megabyte, each hashed while it is in the processor's cache. Hashing, writing and
-flushing let other threads of the process run, so that a save in a thread does not stop the training beside it.
+The file is written in pieces of a megabyte, each hashed while it is in the processor's cache.
+Hashing, writing and flushing let other threads of the process run, so that a save in a thread does
+not stop the training beside it.
 """
 
 import hashlib
@@ -35,7 +37,8 @@ NAMES = {  # dtypes in the header of a safetensors file
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file of CPU tensors, wait until it is on the disk, and return its SHA-256 in hex.
+    """Write a safetensors file of CPU tensors, wait until it is on the disk, and return its SHA-256
+    in hex.
 
     Raises OSError with the path.
     """
@@ -49,7 +52,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that values are aligned
+    # so that values are aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     yield memoryview(_header({name: tensors[name] for name in order}))
     for name in order:
         values = raw(tensors[name])
@@ -61,8 +65,13 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in tensors.items():
-        first, end = end, end + values.nbytes
-        header[name] = {"dtype": NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [first, end]}
+        first = end
+        end = end + values.nbytes
+        header[name] = {
+            "dtype": NAMES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [first, end],
+        }
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     return len(content).to_bytes(8, "little") + content

@@ -1,11 +1,12 @@
 """One axis of the device mesh as one rank sees it, and the collectives along that axis.
 
-An `Axis` is a value: its name, this rank's index along it, its size and its process group. Functions that communicate
-take an `Axis` as an argument; no group is looked up in global state. An axis of size one has no group and its
-collectives do nothing, so the same code runs in a plain process without `torch.distributed`.
+An `Axis` is a value: its name, this rank's index along it, its size and its process group.
+Functions that communicate take an `Axis` as an argument; no group is looked up in global state. An
+axis of size one has no group and its collectives do nothing, so the same code runs in a plain
+process without `torch.distributed`.
 
-Every collective here is a sum, a maximum or a concatenation in rank order, and every rank of the axis gets
-the same bits; only an exchange and a shift give each rank what others have for it.
+Every collective here is a sum, a maximum or a concatenation in rank order, and every rank of the
+axis gets the same bits; only an exchange and a shift give each rank what others have for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ AXES = ("pp", "dp", "cp", "tp")  # pipeline, data, context and tensor parallel
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank is `rank` of `size` along the mesh axis `name`; `group` is None exactly when `size` is 1.
+    """This rank is `rank` of `size` along the mesh axis `name`; `group` is None exactly when `size`
+    is 1.
 
     runs: the world ranks of all groups of this axis, [groups, size], if the axis is one of a mesh.
     """
@@ -42,28 +44,36 @@ class Axis:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, name: str) -> "Axis":
-        """Return the axis `name` of `mesh`; an axis of size one without a mesh, or if the mesh has no such axis.
+        """Return the axis `name` of `mesh`; an axis of size one without a mesh, or if the mesh has
+        no such axis.
 
-        Raises UserError for another name than those in AXES, which every mesh would lack, and if the mesh has such an
-        axis, or has its axes in another order.
+        Raises UserError for another name than those in AXES, which every mesh would lack, and if
+        the mesh has such an axis, or has its axes in another order.
         """
         if name not in AXES or not isinstance(mesh, DeviceMesh | None):
-            raise UserError(f"Axis.of({mesh!r:.40}, {name!r}): give a DeviceMesh or None, and one of {', '.join(AXES)}")
+            raise UserError(
+                f"Axis.of({mesh!r:.40}, {name!r}): give a DeviceMesh or None, and one of "
+                f"{', '.join(AXES)}"
+            )
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
         dim = (mesh.mesh_dim_names or ()).index(name)
         size = mesh.mesh.shape[dim]
         runs = mesh.mesh.movedim(dim, -1).reshape(-1, size)
-        return Axis(name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None, runs)
+        return Axis(
+            name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None, runs
+        )
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
-        """Return the axis over all ranks of `mesh`. Raises UserError unless these are all ranks of the world."""
+        """Return the axis over all ranks of `mesh`. Raises UserError unless these are all ranks of
+        the world."""
         if mesh is None or mesh.size() == 1:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
             raise UserError(
-                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: they must be the same"
+                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: "
+                "they must be the same"
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
@@ -71,28 +81,36 @@ class Axis:
     def replicas(mesh: DeviceMesh | None) -> "Axis":
         """Return the axis "dp" of an optimizer: the ranks with equal weights, dp and cp together.
 
-        Ranks that share a sequence are neighbours. Collective over the world if both are larger than one.
+        Ranks that share a sequence are neighbours. Collective over the world if both are larger
+        than one.
         """
         return Axis._together(mesh, "dp", ("dp", "cp"))
 
     @staticmethod
     def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
-        """Return the axis over all ranks of this pipeline stage: dp, cp and tp. Collective over the world.
+        """Return the axis over all ranks of this pipeline stage: dp, cp and tp. Collective over the
+        world.
 
-        own: create a separate process group, for collectives that run while others are in flight over these axes.
+        own: create a separate process group, for collectives that run while others are in flight
+            over these axes.
         """
         return Axis._together(mesh, "stage", ("dp", "cp", "tp"), own)
 
     @staticmethod
-    def _together(mesh: DeviceMesh | None, name: str, axes: tuple[str, ...], own: bool = False) -> "Axis":
-        """Return the axes as one, of which the last varies fastest. own: create a separate process group."""
+    def _together(
+        mesh: DeviceMesh | None, name: str, axes: tuple[str, ...], own: bool = False
+    ) -> "Axis":
+        """Return the axes as one, of which the last varies fastest. own: create a separate process
+        group."""
         several = [axis for axis in (Axis.of(mesh, each) for each in axes) if axis.size > 1]
         if mesh is None or not several:
             return Axis(name)
         if len(several) == 1 and not own:
             return replace(several[0], name=name)
         names = [axis.name for axis in several]
-        runs = mesh.mesh.movedim([_axes_of(mesh).index(each) for each in names], [*range(-len(names), 0)])
+        runs = mesh.mesh.movedim(
+            [_axes_of(mesh).index(each) for each in names], [*range(-len(names), 0)]
+        )
         rank = 0
         for axis in several:
             rank = rank * axis.size + axis.rank
@@ -106,7 +124,8 @@ class Axis:
         """
         if self.size % size:
             raise UserError(
-                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it must divide them"
+                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it "
+                "must divide them"
             )
         if self.runs is None or size == 1:
             return Axis(new_name)
@@ -130,7 +149,8 @@ class Axis:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather over this axis: [n, ...] on each rank becomes [size * n, ...] in rank order."""
+        """All-gather over this axis: [n, ...] on each rank becomes [size * n, ...] in rank
+        order."""
         return self.start_gather(tensor)()
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
@@ -138,7 +158,8 @@ class Axis:
         return self.start_scatter_sum(tensor)()
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """All-to-all over this axis: rank i receives chunk i of dim 0 of each rank's tensor, in rank order."""
+        """All-to-all over this axis: rank i receives chunk i of dim 0 of each rank's tensor, in
+        rank order."""
         return self.start_exchange(tensor)()
 
     def start_exchange(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -157,20 +178,26 @@ class Axis:
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start sending `tensor` to the next rank of the ring that the axis closes to.
 
-        The returned function waits for the previous rank's tensor, of the same shape, and returns it. Until then, do
-        not write `tensor`.
+        The returned function waits for the previous rank's tensor, of the same shape, and returns
+        it. Until then, do not write `tensor`.
         """
         if self.group is None:
             return lambda: tensor
-        tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        tensor, received = (
+            tensor.contiguous(),
+            torch.empty_like(tensor, memory_format=torch.contiguous_format),
+        )
+        to = (self.rank + 1) % self.size
+        source = (self.rank - 1) % self.size
         receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=source)
         send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to)
-        works = dist.batch_isend_irecv([receive, send])  # on NCCL as one: no rank waits for another's receive
+        # on NCCL as one: no rank waits for another's receive
+        works = dist.batch_isend_irecv([receive, send])
         return lambda: ([wait_for(work) for work in works], tensor, received)[-1]
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
-        """Start `sum_` and return the function that waits for it. Until that returns, do not read or write `tensor`."""
+        """Start `sum_` and return the function that waits for it. Until that returns, do not read
+        or write `tensor`."""
         if self.group is None:
             return lambda: None
         if _on_cpu(tensor):
@@ -203,8 +230,8 @@ class Axis:
         return lambda: (wait_for(work), part)[1]
 
     def start_scatter_sum_(self, flat: Tensor) -> Callable[[], object]:
-        """Start a reduce-scatter SUM in place. When the returned function has returned, this rank's chunk of `flat`
-        contains the sum, and the other chunks are undefined.
+        """Start a reduce-scatter SUM in place. When the returned function has returned, this rank's
+        chunk of `flat` contains the sum, and the other chunks are undefined.
 
         On a CPU this is an all-reduce: gloo's ring all-reduce is faster than its reduce-scatter.
         """
@@ -214,8 +241,8 @@ class Axis:
         return partial(wait_for, work)
 
     def start_gather_(self, flat: Tensor) -> Callable[[], object]:
-        """Start an all-gather in place. This rank's chunk of `flat` is the input; the other chunks are filled in when
-        the returned function has returned."""
+        """Start an all-gather in place. This rank's chunk of `flat` is the input; the other chunks
+        are filled in when the returned function has returned."""
         if self.group is None:
             return lambda: None
         if _on_cpu(flat):
@@ -223,25 +250,33 @@ class Axis:
         work = _all_gather(flat, self.chunk(flat), group=self.group, async_op=True)
         return partial(wait_for, work)
 
-    def start_uneven_exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def start_uneven_exchange(
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
         """Start an all-to-all of flat tensors of one dtype: outgoing[r] goes to rank r.
 
-        sizes: the number of elements that come from each rank. The returned function waits for the received tensors, by
-        rank, and returns them.
+        sizes: the number of elements that come from each rank. The returned function waits for the
+        received tensors, by rank, and returns them.
         """
         if self.group is None:
             return lambda: list(outgoing)
         like = outgoing[0]
         if _on_cpu(like):
-            return gloo.start_uneven_exchange(list(outgoing), [like.new_empty(n) for n in sizes], self.rank, self.group)
-        received, sent_sizes = like.new_empty(sum(sizes)), [len(some) for some in outgoing]
+            return gloo.start_uneven_exchange(
+                list(outgoing), [like.new_empty(n) for n in sizes], self.rank, self.group
+            )
+        received = like.new_empty(sum(sizes))
+        sent_sizes = [len(some) for some in outgoing]
         packed = torch.cat(list(outgoing))
-        work = dist.all_to_all_single(received, packed, list(sizes), sent_sizes, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            received, packed, list(sizes), sent_sizes, group=self.group, async_op=True
+        )
         assert work is not None
         return lambda: (wait_for(work), list(received.split(list(sizes))))[1]
 
     def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """Return `counts` (int64 [size * n]: chunk r is of what goes to rank r), and what `exchange` makes of them.
+        """Return `counts` (int64 [size * n]: chunk r is of what goes to rank r), and what
+        `exchange` makes of them.
 
         The host waits for the device here.
         """
@@ -262,24 +297,31 @@ class Axis:
     def _require_divides(self, tensor: Tensor, dim: int) -> None:
         if tensor.shape[dim] % self.size:
             raise ValueError(
-                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks of {self.name}"
+                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} "
+                f"ranks of {self.name}"
             )
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the mesh's axes. Raises UserError unless each is in AXES, in the order of AXES."""
+    """Return the names of the mesh's axes. Raises UserError unless each is in AXES, in the order of
+    AXES."""
     names = mesh.mesh_dim_names or ()
     if names != tuple(name for name in AXES if name in names) or not names:
         raise UserError(
-            f"the mesh has the axes {', '.join(names) or 'without names'}: name them with mesh_dim_names, some of "
+            f"the mesh has the axes {', '.join(names) or 'without names'}: name them with "
+            "mesh_dim_names, some of "
             f"{', '.join(AXES)} in this order"
         )
     return names
 
 
 # torch 2.13 renamed these two functions and warns about the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def _on_cpu(tensor: Tensor) -> bool:
@@ -294,7 +336,11 @@ def device_of(mesh: DeviceMesh | None) -> torch.device:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return `values` copied to `device`. The copy to a GPU goes through pinned memory and is asynchronous; otherwise
-    the host would wait until the GPU has finished all work queued before it."""
-    pinned = values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values
+    """Return `values` copied to `device`. The copy to a GPU goes through pinned memory and is
+    asynchronous; otherwise the host would wait until the GPU has finished all work queued before
+    it."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        pinned = values.pin_memory()
+    else:
+        pinned = values
     return pinned.to(device, non_blocking=values.device.type == "cpu")

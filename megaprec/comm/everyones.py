@@ -1,8 +1,8 @@
 """All-gather of texts and JSON values, for values that do not fit into tensors of a known shape.
 
-Most ranks say the same as another rank: the replicas of a stage, or all ranks that have nothing to say. Each rank first
-announces the length and the digest of its text, and each text is then sent by one rank only. Memory is therefore that
-of the different texts, however many ranks there are.
+Most ranks say the same as another rank: the replicas of a stage, or all ranks that have nothing to
+say. Each rank first announces the length and the digest of its text, and each text is then sent by
+one rank only. Memory is therefore that of the different texts, however many ranks there are.
 """
 
 import json
@@ -19,29 +19,36 @@ _WORDS = 3  # int64 of an announcement: the length and a digest of 128 bits
 
 
 def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[str, Any]:
-    """All-gather the entries of every rank and return them merged in rank order, later ranks winning. Collective."""
+    """All-gather the entries of every rank and return them merged in rank order, later ranks
+    winning. Collective."""
     merged: dict[str, Any] = {}
-    for said in json.loads(b"[%b]" % b",".join(everyones_texts(json.dumps(mine).encode(), world, device))):
+    for said in json.loads(
+        b"[%b]" % b",".join(everyones_texts(json.dumps(mine).encode(), world, device))
+    ):
         merged |= said
     return merged
 
 
 def everyones_texts(mine: bytes, world: Axis, device: torch.device) -> list[bytes]:
-    """Return the different texts of all ranks, each once, in the order of the last rank that has it. Collective."""
+    """Return the different texts of all ranks, each once, in the order of the last rank that has
+    it. Collective."""
     lengths = _senders(mine, world, device)
     ends = dict(zip(lengths, accumulate(lengths.values()), strict=True))
     start = ends.get(world.rank, 0) - len(mine)
     whole = bytearray(sum(lengths.values()))
     if world.rank in lengths:
         whole[start : start + len(mine)] = mine
-    for first in range(0, len(whole), _ROUND):  # no two ranks have sent to the same place, so a sum joins them
+    for first in range(
+        0, len(whole), _ROUND
+    ):  # no two ranks have sent to the same place, so a sum joins them
         some = torch.frombuffer(whole, dtype=torch.uint8)[first : first + _ROUND]
         some.copy_(world.sum_(some.to(device, copy=True)))
     return [bytes(whole[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
 
 
 def _senders(mine: bytes, world: Axis, device: torch.device) -> dict[int, int]:
-    """Return the length of the text of each rank that is the last one with its text, in rank order."""
+    """Return the length of the text of each rank that is the last one with its text, in rank
+    order."""
     rows = world.gather(_announcement(mine).to(device)).cpu().numpy().tobytes()
     size = 8 * _WORDS
     last = {rows[rank * size : (rank + 1) * size]: rank for rank in range(world.size)}

@@ -1,10 +1,11 @@
 """Collectives between CPU ranks, built from direct point-to-point messages.
 
-gloo's own collectives pass data around a ring in small pieces. That is fastest for the all-reduce of large tensors, but
-small all-reduces, all-gathers and reduce-scatters finish up to twice as soon when every rank sends directly to every
-other rank (docs/performance.md). Sums computed here are accumulated in FP32 or wider and rounded once; with either
-method all ranks get the same bits. Messages of one axis are matched by order, and every rank runs the same program, so
-several collectives may be in flight: each `start_` function returns the function that completes it.
+gloo's own collectives pass data around a ring in small pieces. That is fastest for the all-reduce
+of large tensors, but small all-reduces, all-gathers and reduce-scatters finish up to twice as soon
+when every rank sends directly to every other rank (docs/performance.md). Sums computed here are
+accumulated in FP32 or wider and rounded once; with either method all ranks get the same bits.
+Messages of one axis are matched by order, and every rank runs the same program, so several
+collectives may be in flight: each `start_` function returns the function that completes it.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,9 @@ RING = 1 << 18  # from this many bytes sent by each rank on, gloo's own ring all
 Finish = Callable[[], Tensor]
 
 
-def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None) -> Finish:
+def start_gather(
+    tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None
+) -> Finish:
     """Start an all-gather: [n, ...] on each rank becomes [size * n, ...] in rank order.
 
     into: the tensor that receives the result; `tensor` may be a chunk of it.
@@ -41,8 +44,10 @@ def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tens
 
 
 def start_exchange(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
-    """Start an all-to-all: [size * n, ...] on each rank becomes chunk `rank` of each rank's, in rank order."""
-    chunks, received = tensor.chunk(group.size()), torch.empty_like(tensor)
+    """Start an all-to-all: [size * n, ...] on each rank becomes chunk `rank` of each rank's, in
+    rank order."""
+    chunks = tensor.chunk(group.size())
+    received = torch.empty_like(tensor)
     incoming = received.chunk(group.size())
     works = _exchange(list(chunks), list(incoming), rank, group)
 
@@ -57,7 +62,8 @@ def start_exchange(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finis
 
 def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
     """Start a reduce-scatter SUM: [size * n, ...] on each rank becomes this rank's [n, ...]."""
-    exchanged, size = start_exchange(tensor, rank, group), group.size()
+    exchanged = start_exchange(tensor, rank, group)
+    size = group.size()
     return lambda: exchanged().view(size, tensor.shape[0] // size, *tensor.shape[1:]).sum(0)
 
 
@@ -79,7 +85,8 @@ def max_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
 def start_uneven_exchange(
     outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    """Start an all-to-all: outgoing[r] goes to rank r, incoming[r] comes from it. Sizes may differ, also be zero.
+    """Start an all-to-all: outgoing[r] goes to rank r, incoming[r] comes from it. Sizes may differ,
+    also be zero.
 
     The returned function waits and returns `incoming`, whose own entry is then `outgoing`'s.
     """
@@ -94,14 +101,18 @@ def start_uneven_exchange(
     return finish
 
 
-def _exchange(outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start sending outgoing[r] to each other rank r of the group and receiving incoming[r] from it.
+def _exchange(
+    outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start sending outgoing[r] to each other rank r of the group and receiving incoming[r] from
+    it.
 
     Tensors without elements are not sent; both sides know their sizes.
     """
     works: list[dist.Work | None] = []
     for step in range(1, group.size()):  # each rank begins with a different neighbour
-        to, source = (rank + step) % group.size(), (rank - step) % group.size()
+        to = (rank + step) % group.size()
+        source = (rank - step) % group.size()
         if incoming[source].numel():
             works.append(dist.irecv(incoming[source], group=group, group_src=source))
         if outgoing[to].numel():

@@ -1,13 +1,15 @@
 """The sharding of a parameter, as one frozen value that is attached to the parameter.
 
-A model has *logical tensors*: named, unpadded, the same for every layout. A rank's `Parameter` consists of slices of
-logical tensors, stacked along dim 0 (query, key and value share one weight so that they share one matrix product). A
-`Layout` lists these slices. It is the only source of this fact for initial weights, norms and zero counts, ZeRO shards,
-checkpoints, converters and parity checks.
+A model has *logical tensors*: named, unpadded, the same for every layout. A rank's `Parameter`
+consists of slices of logical tensors, stacked along dim 0 (query, key and value share one weight so
+that they share one matrix product). A `Layout` lists these slices. It is the only source of this
+fact for initial weights, norms and zero counts, ZeRO shards, checkpoints, converters and parity
+checks.
 
-Four facts cannot be seen from a parameter's shape and are stated in its layout: several tp ranks may have the same
-slice (`copies`), the gradient on each copy may be a partial gradient (`partial`), several pipeline ranks may have the
-same parameter (`tied`), and a parameter may be updated from counts in place of a gradient (`balancing`).
+Four facts cannot be seen from a parameter's shape and are stated in its layout: several tp ranks
+may have the same slice (`copies`), the gradient on each copy may be a partial gradient (`partial`),
+several pipeline ranks may have the same parameter (`tied`), and a parameter may be updated from
+counts in place of a gradient (`balancing`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +31,8 @@ class Part:
     shards: number of different slices; tp / shards neighbouring ranks have the same slice.
     shard: index of this slice.
     copies: number of tp ranks that have this slice.
-    copy: index of this rank among them; the rank with copy 0 counts the slice in norms and writes it to checkpoints.
+    copy: index of this rank among them; the rank with copy 0 counts the slice in norms and writes
+        it to checkpoints.
     """
 
     name: str
@@ -41,15 +44,19 @@ class Part:
     copy: int = 0
 
     @staticmethod
-    def cut(name: str, shape: tuple[int, ...], dim: int | None, tp: Axis, shards: int | None = None) -> "Part":
+    def cut(
+        name: str, shape: tuple[int, ...], dim: int | None, tp: Axis, shards: int | None = None
+    ) -> "Part":
         """Return the slice of rank `tp.rank`.
 
-        shards: if smaller than tp.size, neighbouring ranks have the same slice (fewer key/value heads than ranks).
+        shards: if smaller than tp.size, neighbouring ranks have the same slice (fewer key/value
+            heads than ranks).
         """
         shards = 1 if dim is None else (shards or tp.size)
         if tp.size % shards:
             raise ValueError(
-                f"{name}: {shards} slices cannot be shared out evenly among {tp.size} tensor-parallel ranks"
+                f"{name}: {shards} slices cannot be shared out evenly among {tp.size} "
+                "tensor-parallel ranks"
             )
         copies = tp.size // shards
         return Part(name, shape, dim, shards, tp.rank // copies, copies, tp.rank % copies)
@@ -62,23 +69,30 @@ class Part:
     @property
     def padded(self) -> tuple[int, ...]:
         """Return the shape of the slice with padding, the same for every shard."""
-        return self._with_dim(-(-self.shape[self.dim] // self.shards)) if self.dim is not None else self.shape
+        if self.dim is not None:
+            return self._with_dim(-(-self.shape[self.dim] // self.shards))
+        return self.shape
 
     @property
     def start(self) -> int:
         """Return the index along `dim` at which the slice begins."""
-        return 0 if self.dim is None else min(self.shard * self.padded[self.dim], self.shape[self.dim])
+        if self.dim is None:
+            return 0
+        return min(self.shard * self.padded[self.dim], self.shape[self.dim])
 
     @property
     def local(self) -> tuple[int, ...]:
-        """Return the shape of the slice without padding; only the last shards are shorter than `padded`."""
+        """Return the shape of the slice without padding; only the last shards are shorter than
+        `padded`."""
         if self.dim is None:
             return self.shape
         return self._with_dim(min(self.padded[self.dim], self.shape[self.dim] - self.start))
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this slice of the logical tensor `whole` (a view)."""
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.local[self.dim])
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, self.start, self.local[self.dim])
 
     def _with_dim(self, length: int) -> tuple[int, ...]:
         return tuple(length if d == self.dim else n for d, n in enumerate(self.shape))
@@ -90,14 +104,16 @@ class Layout:
 
     parts: slices stacked along dim 0 in this order, each with its padding.
     partial: each copy has a partial gradient; the sum over tp is the gradient.
-    tied: the pipeline ranks that have the same parameter, ascending. Their gradients are summed, and the first of them
-        counts and writes the parameter. Empty if only one pipeline rank has it. A rank that is there twice has two
-        copies, with a gradient each.
+    tied: the pipeline ranks that have the same parameter, ascending. Their gradients are summed,
+        and the first of them counts and writes the parameter. Empty if only one pipeline rank has
+        it. A rank that is there twice has two copies, with a gradient each.
     again: True for the second copy of such a rank.
-    balancing: the update speed of a parameter that balances loads: what accumulates as its gradient are counts, which
-        no loss scale, norm or learning rate concerns (`megaprec.optim.load_balance`). None for all other parameters.
-    expert: True if other ranks of the stage hold other experts in its place: its slices and replicas are then those of
-        `ExpertAxes`, and each of these replicas has a whole gradient of its own rows.
+    balancing: the update speed of a parameter that balances loads: what accumulates as its gradient
+        are counts, which no loss scale, norm or learning rate concerns
+        (`megaprec.optim.load_balance`). None for all other parameters.
+    expert: True if other ranks of the stage hold other experts in its place: its slices and
+        replicas are then those of `ExpertAxes`, and each of these replicas has a whole gradient of
+        its own rows.
     """
 
     parts: tuple[Part, ...]
@@ -112,11 +128,13 @@ class Layout:
         return (self.tied or (pp_rank,)).index(pp_rank) + self.again
 
     def counts(self, pp_rank: int) -> bool:
-        """Return True if this pipeline rank counts the parameter in norms and writes it to checkpoints."""
+        """Return True if this pipeline rank counts the parameter in norms and writes it to
+        checkpoints."""
         return self.holder(pp_rank) == 0
 
     def spans(self) -> Iterator[tuple[Part, int, int]]:
-        """Yield (part, first, last + 1): the elements of each part in the flattened parameter, without padding."""
+        """Yield (part, first, last + 1): the elements of each part in the flattened parameter,
+        without padding."""
         first = 0
         for part in self.parts:
             yield part, first, first + prod(part.local)
@@ -124,12 +142,14 @@ class Layout:
 
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes disagree."""
+    """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes
+    disagree."""
     rows = sum(part.padded[0] for part in layout.parts) if parameter.dim() else 0
     expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
     if tuple(parameter.shape) != expected:
         raise ValueError(
-            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says {expected}"
+            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout "
+            f"says {expected}"
         )
     parameter.megaprec_layout = layout  # type: ignore[attr-defined]
     return parameter
@@ -141,7 +161,8 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     if layout is None:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} has no layout: give it one with "
-            "megaprec.comm.layout.attach_whole(model), or a part of a parallel layer with megaprec.comm.layout.attach"
+            "megaprec.comm.layout.attach_whole(model), or a part of a parallel layer with "
+            "megaprec.comm.layout.attach"
         )
     return layout
 
@@ -152,18 +173,28 @@ def has_layout(parameter: nn.Parameter) -> bool:
 
 
 def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") -> None:
-    """Attach the layout "replicated on every rank of `tp`" to every parameter of `module` that has no layout.
+    """Attach the layout "replicated on every rank of `tp`" to every parameter of `module` that has
+    no layout.
 
-    A parameter's logical name is `prefix` and its path. prefix: pipeline stages need different prefixes, because
-    logical names must be unique in the whole model. Raises UserError for what is no module, and for a parameter of a
-    lazy module, which has no shape before the first forward pass.
+    A parameter's logical name is `prefix` and its path. prefix: pipeline stages need different
+    prefixes, because logical names must be unique in the whole model. Raises UserError for what is
+    no module, and for a parameter of a lazy module, which has no shape before the first forward
+    pass.
     """
     if not isinstance(module, nn.Module):
-        raise UserError(f"attach_whole takes a torch module, not a {type(module).__name__}: call it for each model")
+        raise UserError(
+            f"attach_whole takes a torch module, not a {type(module).__name__}: call it for "
+            "each model"
+        )
     if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
-        raise UserError(f"attach_whole(tp={tp!r:.40}, prefix={prefix!r:.40}): tp must be an Axis, prefix text")
+        raise UserError(
+            f"attach_whole(tp={tp!r:.40}, prefix={prefix!r:.40}): tp must be an Axis, prefix text"
+        )
     if lazy := [name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise UserError(f"{lazy[0]} is of a lazy module and has no shape yet: run the model once before attach_whole")
+        raise UserError(
+            f"{lazy[0]} is of a lazy module and has no shape yet: run the model once before "
+            "attach_whole"
+        )
     for name, parameter in module.named_parameters():
         if not has_layout(parameter):
             part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))

@@ -1,7 +1,8 @@
 """Sums by a fixed binary tree: adjacent pairs, level by level, whatever the number of ranks.
 
-The sum over ranks is the upper part of the tree over all terms, if each rank has added its own terms by the lower part
-and their number is a power of two. So the bits of the sum do not depend on the number of ranks.
+The sum over ranks is the upper part of the tree over all terms, if each rank has added its own
+terms by the lower part and their number is a power of two. So the bits of the sum do not depend on
+the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ def add_by_tree(terms: Sequence[Tensor]) -> Tensor:
 
 
 def start_tree_scatter_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
-    """Start a reduce-scatter by the tree, in place: `Axis.start_scatter_sum_` in a fixed order of additions."""
+    """Start a reduce-scatter by the tree, in place: `Axis.start_scatter_sum_` in a fixed order of
+    additions."""
     if axis.group is None:
         return lambda: None
     arriving = axis.start_exchange(flat)
@@ -33,7 +35,8 @@ def start_tree_scatter_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
 
 
 def start_tree_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
-    """Start an all-reduce by the tree, in place: each rank adds its chunk, and the chunks are then all-gathered."""
+    """Start an all-reduce by the tree, in place: each rank adds its chunk, and the chunks are then
+    all-gathered."""
     finish = start_tree_scatter_sum_(axis, flat)
 
     def finish_and_gather() -> None:

@@ -1,14 +1,18 @@
-"""Virtual ranks: a tensor-parallel axis of fixed size, whatever the number of processes that share it.
+"""Virtual ranks: a tensor-parallel axis of fixed size, whatever the number of processes that share
+it.
 
-The sums of a model that is cut over the tensor axis depend on the cut. Under canonical numerics the model is therefore
-always cut into the same number of virtual ranks, and each process holds `size / processes` neighbouring ones. Every
-product has the same shapes on every number of processes, and every sum over the virtual ranks is one binary tree:
+The sums of a model that is cut over the tensor axis depend on the cut. Under canonical numerics the
+model is therefore always cut into the same number of virtual ranks, and each process holds `size /
+processes` neighbouring ones. Every product has the same shapes on every number of processes, and
+every sum over the virtual ranks is one binary tree:
 
-    adjacent pairs are added, level by level, and an odd last one goes up unchanged: ((0 + 1) + (2 + 3)) + 4
-    nodes are FP32, or float64 for float64 leaves, and the root is rounded to the dtype of the leaves once
+    adjacent pairs are added, level by level, and an odd last one goes up unchanged: ((0 + 1) + (2 +
+    3)) + 4 nodes are FP32, or float64 for float64 leaves, and the root is rounded to the dtype of
+    the leaves once
 
-A process that holds a power of two of the leaves holds a whole subtree: it adds its own leaves first and exchanges one
-node. Any other process exchanges leaves. Maxima are exact in any order, and a concatenation adds nothing.
+A process that holds a power of two of the leaves holds a whole subtree: it adds its own leaves
+first and exchanges one node. Any other process exchanges leaves. Maxima are exact in any order, and
+a concatenation adds nothing.
 """
 
 from collections.abc import Sequence
@@ -24,9 +28,11 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class VirtualAxis:
-    """An axis of `size` virtual ranks over the processes of the axis `real`. Raises UserError unless they divide it.
+    """An axis of `size` virtual ranks over the processes of the axis `real`. Raises UserError
+    unless they divide it.
 
-    Each method takes one tensor of each virtual rank of this process, in their order, and is collective over `real`.
+    Each method takes one tensor of each virtual rank of this process, in their order, and is
+    collective over `real`.
     """
 
     real: Axis
@@ -35,7 +41,8 @@ class VirtualAxis:
     def __post_init__(self) -> None:
         if self.size < 1 or self.size % self.real.size:
             raise UserError(
-                f"{self.size} virtual ranks cannot be shared out evenly among {self.real.size} processes of "
+                f"{self.size} virtual ranks cannot be shared out evenly among "
+                f"{self.real.size} processes of "
                 f"{self.real.name}: their number must be a multiple of the processes"
             )
 
@@ -57,9 +64,13 @@ class VirtualAxis:
         return tree_sum(nodes).to(leaves[0].dtype)
 
     def scatter_sum(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return each virtual rank's chunk of the sum: [size * n, ...] becomes [n, ...] for each."""
+        """Return each virtual rank's chunk of the sum: [size * n, ...] becomes [n, ...] for
+        each."""
         if leaves[0].shape[0] % self.size:
-            raise ValueError(f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} virtual ranks")
+            raise ValueError(
+                f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} "
+                "virtual ranks"
+            )
         if self.real.size == 1:
             chunks = zip(*(leaf.chunk(self.size) for leaf in leaves), strict=True)
             return [tree_sum(some).to(leaves[0].dtype) for some in chunks]
@@ -77,15 +88,20 @@ class VirtualAxis:
         return self.real.gather(torch.cat([*leaves]) if len(leaves) > 1 else leaves[0])
 
     def _nodes(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the nodes that this process contributes to a sum: its subtree's root, or its leaves."""
+        """Return the nodes that this process contributes to a sum: its subtree's root, or its
+        leaves."""
         if len(leaves) != self.held:
-            raise ValueError(f"{len(leaves)} tensors were given for the {self.held} virtual ranks of this process")
+            raise ValueError(
+                f"{len(leaves)} tensors were given for the {self.held} virtual ranks of this "
+                "process"
+            )
         if self.held == 1 or self.held & (self.held - 1):
             return [leaf.contiguous() for leaf in leaves]
         return [tree_sum(leaves)]
 
 
 def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the leaves by the binary tree of adjacent pairs, in FP32, or in float64 for float64 leaves."""
+    """Return the sum of the leaves by the binary tree of adjacent pairs, in FP32, or in float64 for
+    float64 leaves."""
     wide = torch.promote_types(leaves[0].dtype, torch.float32)
     return add_by_tree([leaf.to(wide) for leaf in leaves])

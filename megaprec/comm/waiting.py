@@ -1,8 +1,9 @@
 """Waits for other ranks, noted by the thread that waits.
 
-Whoever watches a rank must know whether it computes or waits for others. It must not look at the call stack of a thread
-that runs (`megaprec/diagnose/call_stack.py` has the reason). So the thread itself notes when a wait begins and ends,
-which takes a microsecond; others read it. Outside of `noted` a thread notes nothing.
+Whoever watches a rank must know whether it computes or waits for others. It must not look at the
+call stack of a thread that runs (`megaprec/diagnose/call_stack.py` has the reason). So the thread
+itself notes when a wait begins and ends, which takes a microsecond; others read it. Outside of
+`noted` a thread notes nothing.
 """
 
 import time
@@ -13,7 +14,8 @@ from typing import NamedTuple, Protocol
 
 
 class _Ledger(NamedTuple):
-    """Seconds of all waits that are over, and the time at which the present one began; None between waits."""
+    """Seconds of all waits that are over, and the time at which the present one began; None between
+    waits."""
 
     over: float = 0.0
     begun: float | None = None
@@ -39,7 +41,8 @@ class Waits:
         return self._ledger.begun is not None
 
     def seconds(self, now: float) -> float:
-        """Return the seconds that the thread has waited so far. now: the present `time.monotonic()`."""
+        """Return the seconds that the thread has waited so far. now: the present
+        `time.monotonic()`."""
         ledger = self._ledger
         if ledger.begun is None:
             return ledger.over
@@ -54,7 +57,8 @@ class Work(Protocol):
         ...
 
 
-# Of a thread, and None for every other thread: the waits of a thread that reads data are none of the main thread's.
+# Of a thread, and None for every other thread: the waits of a thread that reads data are none of
+# the main thread's.
 _waits: ContextVar[Waits | None] = ContextVar("waits", default=None)
 
 
@@ -76,7 +80,8 @@ def wait_for(work: Work) -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Note that this thread waits for other ranks within the context, in which there is no other one."""
+    """Note that this thread waits for other ranks within the context, in which there is no other
+    one."""
     waits = _waits.get()
     if waits is None:
         yield

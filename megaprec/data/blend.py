@@ -1,14 +1,15 @@
 """Blend of several data sets in exact proportions.
 
-A blend repeats a pattern; one period of it gives the data set of each sample. Weights are ratios of whole numbers, so
-there is a period in which each data set has its exact proportion. Within the period samples are scheduled by deadline:
-the j-th sample of a data set with proportion w comes no earlier than position floor(j / w) and before position
-ceil((j + 1) / w). If the proportions add up to one, such a schedule always exists, and earliest deadline first finds it
-(Baruah et al., "Proportionate progress", 1996). So for every n, the number of samples of a data set among the first n
-samples differs from w * n by less than one.
+A blend repeats a pattern; one period of it gives the data set of each sample. Weights are ratios of
+whole numbers, so there is a period in which each data set has its exact proportion. Within the
+period samples are scheduled by deadline: the j-th sample of a data set with proportion w comes no
+earlier than position floor(j / w) and before position ceil((j + 1) / w). If the proportions add up
+to one, such a schedule always exists, and earliest deadline first finds it (Baruah et al.,
+"Proportionate progress", 1996). So for every n, the number of samples of a data set among the first
+n samples differs from w * n by less than one.
 
-The sample at a position is a pure function of the position and the seed: no rank keeps a count. Each data set has its
-own epochs.
+The sample at a position is a pure function of the position and the seed: no rank keeps a count.
+Each data set has its own epochs.
 """
 
 import heapq
@@ -28,19 +29,27 @@ LONGEST_PERIOD = 1_000_000
 
 
 class Blend:
-    """Samples of several data sets, mixed by weight, with the interface of `Samples`. A blend has no epochs.
+    """Samples of several data sets, mixed by weight, with the interface of `Samples`. A blend has
+    no epochs.
 
-    names: name of each data set. totals: number of all samples of each data set, including those not in `parts`.
+    names: name of each data set. totals: number of all samples of each data set, including those
+        not in `parts`.
     """
 
     def __init__(
-        self, parts: Sequence[Samples], weights: Sequence[float], names: Sequence[str], totals: Sequence[int]
+        self,
+        parts: Sequence[Samples],
+        weights: Sequence[float],
+        names: Sequence[str],
+        totals: Sequence[int],
     ) -> None:
-        self.parts, self._names = parts, names
+        self.parts = parts
+        self._names = names
         self._pattern = pattern(shares(weights))
         self._offsets = np.concatenate(([0], np.cumsum(totals)))
         self._per_period = np.bincount(self._pattern, minlength=len(parts))
-        self._before = np.empty_like(self._pattern)  # number of earlier samples of the same data set in the period
+        # number of earlier samples of the same data set in the period
+        self._before = np.empty_like(self._pattern)
         for part, count in enumerate(self._per_period):
             self._before[self._pattern == part] = np.arange(count)
 
@@ -49,12 +58,17 @@ class Blend:
         return sum(map(len, self.parts))
 
     def batch(self, position: int, count: int) -> Batch:
-        """Return the samples at positions [position, position + count); ids continue from one data set to the next."""
+        """Return the samples at positions [position, position + count); ids continue from one data
+        set to the next."""
         periods, places = np.divmod(np.arange(position, position + count), len(self._pattern))
         which = self._pattern[places]
         own = periods * self._per_period[which] + self._before[places]
         found = [(which == part).nonzero()[0] for part in range(len(self.parts))]
-        batches = [self.parts[part].batch(int(own[rows[0]]), len(rows)) for part, rows in enumerate(found) if len(rows)]
+        batches = [
+            self.parts[part].batch(int(own[rows[0]]), len(rows))
+            for part, rows in enumerate(found)
+            if len(rows)
+        ]
         order = torch.from_numpy(np.argsort(np.concatenate(found)))
         ids = torch.cat([b.ids for b in batches])[order] + torch.from_numpy(self._offsets[which])
         return Batch(
@@ -76,7 +90,10 @@ class Blend:
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""
         parts = np.searchsorted(self._offsets, ids.numpy(), side="right") - 1
-        return [f"{self._names[part]}:{int(id) - self._offsets[part]}" for part, id in zip(parts, ids, strict=True)]
+        return [
+            f"{self._names[part]}:{int(id) - self._offsets[part]}"
+            for part, id in zip(parts, ids, strict=True)
+        ]
 
     def taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
@@ -95,7 +112,8 @@ def shares(weights: Sequence[float]) -> list[int]:
     least = [n // math.gcd(*whole) for n in whole]
     if sum(least) > LONGEST_PERIOD:
         raise UserError(
-            f"weights {', '.join(map(repr, weights))} need {sum(least):,} samples, the shortest stretch with exact "
+            f"weights {', '.join(map(repr, weights))} need {sum(least):,} samples, the "
+            "shortest stretch with exact "
             f"proportions; at most {LONGEST_PERIOD:,} are supported: give weights with fewer digits"
         )
     return least
@@ -105,8 +123,11 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     """Return one period of the pattern: the data set at each position, int64 [sum(shares)]."""
     period = sum(shares)
     made = np.empty(period, dtype=np.int64)
-    waiting = [(0, part, 0) for part in range(len(shares))]  # (earliest position, data set, index of its sample)
-    ready: list[tuple[int, int, int]] = []  # (deadline: a position that it must precede, data set, index of its sample)
+    # (earliest position, data set, index of its sample)
+    waiting = [(0, part, 0) for part in range(len(shares))]
+    ready: list[
+        tuple[int, int, int]
+    ] = []  # (deadline: a position that it must precede, data set, index of its sample)
     for position in range(period):
         while waiting and waiting[0][0] <= position:
             _, part, number = heapq.heappop(waiting)

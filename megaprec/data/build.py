@@ -1,11 +1,13 @@
-"""Building of a data set on disk from text: tokenized once, and reused until the text or the tokenizer changes.
+"""Building of a data set on disk from text: tokenized once, and reused until the text or the
+tokenizer changes.
 
-`build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document, with a few chunks
-of text in memory at a time, and records its source and tokenizer in `PREFIX.json`. The number of workers does not
-change a byte. A build that was killed is resumed by the next build of the same text and tokenizer, from the state in
-`PREFIX.resume`. The record has the digest of the text too: a text that was moved, copied or touched is compared by its
-content, once. Programs call `prepare`: it returns the existing data set if the record matches, and otherwise loads or
-trains the tokenizer and builds.
+`build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document,
+with a few chunks of text in memory at a time, and records its source and tokenizer in
+`PREFIX.json`. The number of workers does not change a byte. A build that was killed is resumed by
+the next build of the same text and tokenizer, from the state in `PREFIX.resume`. The record has the
+digest of the text too: a text that was moved, copied or touched is compared by its content, once.
+Programs call `prepare`: it returns the existing data set if the record matches, and otherwise loads
+or trains the tokenizer and builds.
 """
 
 import errno
@@ -34,8 +36,11 @@ from megaprec.durable import named, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
-CHUNK_CHARS = 1 << 20  # of text that is encoded together; the boundaries of chunks change no byte of the result
-PIECE_COST = 64  # characters added to the length of each piece, so that many tiny pieces fill a chunk too
+# of text that is encoded together; the boundaries of chunks change no byte of the result
+CHUNK_CHARS = 1 << 20
+PIECE_COST = (
+    64  # characters added to the length of each piece, so that many tiny pieces fill a chunk too
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RESUME_CHARS = 1 << 26  # of text between two points from which a killed build can resume
 
@@ -47,10 +52,11 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build. `tokenizer` is the path of its file; counts include the end-of-document tokens.
+    """The result of a build. `tokenizer` is the path of its file; counts include the
+    end-of-document tokens.
 
-    bytes: of the text, in UTF-8; None if the data set was built before they were counted. unknown: number of tokens
-    that stand for text which the tokenizer does not know.
+    bytes: of the text, in UTF-8; None if the data set was built before they were counted. unknown:
+    number of tokens that stand for text which the tokenizer does not know.
     """
 
     prefix: Path
@@ -84,14 +90,19 @@ def prepare(
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> BuildResult:
-    """Return the data set of `source` at `prefix`: an existing one built from the same input, or a new one.
+    """Return the data set of `source` at `prefix`: an existing one built from the same input, or a
+    new one.
 
-    Give a tokenizer file, or a `vocab_size` to train one on the source as `PREFIX.model`. Raises UserError if another
-    data set or model has the name and may not be overwritten. Only one process at a time may prepare a prefix.
+    Give a tokenizer file, or a `vocab_size` to train one on the source as `PREFIX.model`. Raises
+    UserError if another data set or model has the name and may not be overwritten. Only one process
+    at a time may prepare a prefix.
     """
     if (tokenizer is None) == (vocab_size is None):
-        raise UserError("give either a tokenizer file or a vocabulary size to train one, not both or neither")
-    given, left = load_tokenizer(tokenizer) if tokenizer else None, beside(prefix, ".model")
+        raise UserError(
+            "give either a tokenizer file or a vocabulary size to train one, not both or neither"
+        )
+    given = load_tokenizer(tokenizer) if tokenizer else None
+    left = beside(prefix, ".model")
     with suppress(*([UserError] if overwrite else [])):  # a damaged one is replaced then
         there = beside(prefix, ".idx").exists() and left.is_file()
         known = given or (load_tokenizer(left) if there else None)
@@ -99,9 +110,13 @@ def prepare(
             return result
     _refuse_overwriting(prefix, overwrite)
     if vocab_size is not None:
-        given = load_tokenizer(train_sentencepiece((text for _, text in source), prefix, vocab_size, overwrite))
+        given = load_tokenizer(
+            train_sentencepiece((text for _, text in source), prefix, vocab_size, overwrite)
+        )
     assert given
-    return build(source, given, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress)
+    return build(
+        source, given, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress
+    )
 
 
 def build(
@@ -115,13 +130,15 @@ def build(
 ) -> BuildResult:
     """Tokenize `source` into `PREFIX.bin/.idx` and write the record `PREFIX.json`.
 
-    workers: maximal number of processes that encode; short texts use fewer. The number changes no byte.
-    on_progress: called as on_progress(documents, chars, tokens) with the totals so far, repeatedly and at the end.
-    Raises UserError if a data set is there and may not be overwritten, or if the source has no text. After any error
-    the files that were there before are unchanged.
+    workers: maximal number of processes that encode; short texts use fewer. The number changes no
+        byte.
+    on_progress: called as on_progress(documents, chars, tokens) with the totals so far, repeatedly
+    and at the end. Raises UserError if a data set is there and may not be overwritten, or if the
+    source has no text. After any error the files that were there before are unchanged.
     """
     _refuse_overwriting(prefix, overwrite)
-    wanted, resume = made_of(source, tokenizer), beside(prefix, ".resume")
+    wanted = made_of(source, tokenizer)
+    resume = beside(prefix, ".resume")
     state = _interrupted_state(prefix, wanted)
     try:
         with named(prefix):
@@ -132,7 +149,8 @@ def build(
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError(
-                f"{prefix}: no room for the data set ({error.strerror}); what was written of it is removed: "
+                f"{prefix}: no room for the data set ({error.strerror}); what was written of "
+                "it is removed: "
                 "free some room or choose another place"
             ) from error
         raise
@@ -142,14 +160,16 @@ def build(
         content = json.dumps(wanted | counts | found, indent=2)
         write_whole(beside(prefix, ".json"), f"{content}\n".encode())
     except OSError:
-        beside(prefix, ".idx").unlink(missing_ok=True)  # without its record, the set could not be built again
+        # without its record, the set could not be built again
+        beside(prefix, ".idx").unlink(missing_ok=True)
         raise
     resume.unlink(missing_ok=True)
     return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **counts)
 
 
 def _digests(prefix: Path) -> dict[str, Any]:
-    """Return the digests of both files, and of the blocks of a large .bin, some of which a run checks at its start."""
+    """Return the digests of both files, and of the blocks of a large .bin, some of which a run
+    checks at its start."""
     files = {suffix: beside(prefix, f".{suffix}") for suffix in ("bin", "idx")}
     digests: dict[str, Any] = {f"{suffix}_sha256": _sha256(file) for suffix, file in files.items()}
     if files["bin"].stat().st_size > intact.WHOLE:
@@ -165,12 +185,13 @@ def reusable(
     vocab_size: int | None = None,
     by_content: bool = False,
 ) -> BuildResult | None:
-    """Return the data set at `prefix` if it exists and was built from this source with this tokenizer, else None.
+    """Return the data set at `prefix` if it exists and was built from this source with this
+    tokenizer, else None.
 
-    vocab_size: if set, the tokenizer must have exactly this size. by_content: a source whose files have another name or
-    time is read, and is the same if its text is; the record then has its name and time too. Only one process at a time
-    may do so. Raises UserError if file sizes show that the data set is damaged; `megaprec.data.intact` checks its
-    content.
+    vocab_size: if set, the tokenizer must have exactly this size. by_content: a source whose files
+    have another name or time is read, and is the same if its text is; the record then has its name
+    and time too. Only one process at a time may do so. Raises UserError if file sizes show that the
+    data set is damaged; `megaprec.data.intact` checks its content.
     """
     idx = beside(prefix, ".idx")
     if not idx.exists():
@@ -179,16 +200,22 @@ def reusable(
         record = intact.read_record(prefix)
         if record is None or not _is_of(record, tokenizer, vocab_size):
             return None
-        if not _is_known(record, source) and not (by_content and _has_the_text(prefix, record, source)):
+        if not _is_known(record, source) and not (
+            by_content and _has_the_text(prefix, record, source)
+        ):
             return None
         if record["tokens"] != (found := IndexedDataset(prefix).num_tokens):
-            raise UserError(f"{prefix} has {found} tokens where {prefix.name}.json says {record['tokens']}")
+            raise UserError(
+                f"{prefix} has {found} tokens where {prefix.name}.json says {record['tokens']}"
+            )
     except UserError as error:
         again = f"remove {idx} and the same command makes it anew"
         raise UserError(*(f"{line}; {again}" for line in error.problems)) from error
     counts = {name: record[name] for name in ("vocab_size", "eos", "documents", "tokens", "chars")}
     unknown = record.get("unknown", 0)  # earlier versions did not count them
-    return BuildResult(prefix, tokenizer.path, **counts, bytes=record.get("bytes"), unknown=unknown, reused=True)
+    return BuildResult(
+        prefix, tokenizer.path, **counts, bytes=record.get("bytes"), unknown=unknown, reused=True
+    )
 
 
 def _is_of(record: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> bool:
@@ -199,7 +226,8 @@ def _is_of(record: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None)
 
 
 def _is_known(record: dict[str, Any], source: Source) -> bool:
-    """Return True if the source has names, sizes and times with which the text of a data set was seen."""
+    """Return True if the source has names, sizes and times with which the text of a data set was
+    seen."""
     identity = source.identity()
     return identity == record["source"] or identity in _same_texts(record)
 
@@ -211,7 +239,8 @@ def _same_texts(record: dict[str, Any]) -> list[Any]:
 
 
 def _has_the_text(prefix: Path, record: dict[str, Any], source: Source) -> bool:
-    """Return True if the source has the text of a data set, and then add its identity to the record."""
+    """Return True if the source has the text of a data set, and then add its identity to the
+    record."""
     digest = record.get("text_sha256")  # of which earlier versions recorded none
     if not isinstance(digest, str) or not has_digest(source, digest, record["chars"]):
         return False
@@ -232,26 +261,32 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _workers(source: Source, wanted: int) -> int:
-    """Return the number of workers to start: as many as wanted, but at most one per chunk of text."""
+    """Return the number of workers to start: as many as wanted, but at most one per chunk of
+    text."""
     return max(1, min(wanted, source.total_bytes() // CHUNK_CHARS))
 
 
 def _chunks(source: Iterable[Piece]) -> Iterator[Chunk]:
     """Yield all text in chunks of several pieces. The chunks depend only on the source."""
-    texts, ends, size = list[str](), list[bool](), 0
+    texts = list[str]()
+    ends = list[bool]()
+    size = 0
     for text, end in _endings(source):
         texts.append(text)
         ends.append(end)
         size += len(text) + PIECE_COST
         if size >= CHUNK_CHARS:
             yield Chunk(texts, ends)
-            texts, ends, size = [], [], 0
+            texts = []
+            ends = []
+            size = 0
     if texts:
         yield Chunk(texts, ends)
 
 
 def _endings(source: Iterable[Piece]) -> Iterator[tuple[str, bool]]:
-    """Yield every non-empty piece, and True if its document ends with it. No document need fit into memory."""
+    """Yield every non-empty piece, and True if its document ends with it. No document need fit into
+    memory."""
     for _, pieces in groupby(source, key=itemgetter(0)):
         texts = (text for _, text in pieces if text)
         last = next(texts, None)
@@ -264,7 +299,8 @@ def _endings(source: Iterable[Piece]) -> Iterator[tuple[str, bool]]:
 
 @dataclass
 class _State:
-    """The progress of a build: chunks written, counts of their content, and the writer's mark (None: not started)."""
+    """The progress of a build: chunks written, counts of their content, and the writer's mark
+    (None: not started)."""
 
     chunks: int
     counts: _Counts
@@ -272,13 +308,21 @@ class _State:
 
 
 def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
-    """Return the state of an interrupted build of exactly the same inputs if it is complete, else the initial one."""
+    """Return the state of an interrupted build of exactly the same inputs if it is complete, else
+    the initial one."""
     try:
         left = parse_json(read_text(beside(prefix, ".resume")))
         mark = Mark(**left["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
-        whole = all(beside(prefix, f"{suffix}.part").stat().st_size >= size for suffix, size in sizes.items())
-        if whole and left["made_of"] == made_of and left["counts"].keys() == asdict(_Counts()).keys():
+        whole = all(
+            beside(prefix, f"{suffix}.part").stat().st_size >= size
+            for suffix, size in sizes.items()
+        )
+        if (
+            whole
+            and left["made_of"] == made_of
+            and left["counts"].keys() == asdict(_Counts()).keys()
+        ):
             return _State(left["chunks"], _Counts(**left["counts"]), mark)
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -295,11 +339,13 @@ def _write(
     workers: int,
     report: Progress,
 ) -> tuple[int, int]:
-    """Write the chunks that are not written yet, update `state`, and periodically save it to `PREFIX.resume`.
+    """Write the chunks that are not written yet, update `state`, and periodically save it to
+    `PREFIX.resume`.
 
     text: the digest, to which all text is added. Returns the smallest and largest id.
     """
-    counts, noted = state.counts, state.counts.chars
+    counts = state.counts
+    noted = state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
         chunks = islice(_chunks(text.reading(source)), state.chunks, None)
         for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _workers(source, workers)):
@@ -312,7 +358,8 @@ def _write(
             counts.bytes += sum(len(text.encode()) for text in chunk.texts)
             report(counts.documents, counts.chars, counts.tokens)
             if counts.chars - noted >= RESUME_CHARS:
-                noted, state.mark = counts.chars, writer.mark()
+                noted = counts.chars
+                state.mark = writer.mark()
                 left = json.dumps({"made_of": made_of, **asdict(state)})
                 write_whole(beside(prefix, ".resume"), left.encode())
         if counts.documents == 0:
@@ -323,7 +370,8 @@ def _write(
 
 
 def _unknown(tokenizer: Tokenizer, ids: NDArray[np.int32], documents: int) -> int:
-    """Return the number of ids that stand for unknown text. documents: number of documents that end among them."""
+    """Return the number of ids that stand for unknown text. documents: number of documents that end
+    among them."""
     if tokenizer.unk is None:
         return 0
     return int((ids == tokenizer.unk).sum()) - (documents if tokenizer.unk == tokenizer.eos else 0)
@@ -332,7 +380,10 @@ def _unknown(tokenizer: Tokenizer, ids: NDArray[np.int32], documents: int) -> in
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
     idx = beside(prefix, ".idx")
     if idx.exists() and not overwrite:
-        raise UserError(f"{idx} exists and was made of another text or tokenizer; choose another prefix or remove it")
+        raise UserError(
+            f"{idx} exists and was made of another text or tokenizer; choose another prefix "
+            "or remove it"
+        )
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,8 @@
-"""The tokens that begin and end the documents of a data set, and a stream with a begin token before each document.
+"""The tokens that begin and end the documents of a data set, and a stream with a begin token before
+each document.
 
-Weights that were trained with a begin token expect it. Files of tokens mostly lack it, and need not be written again:
-`Begun` reads them as if it stood there.
+Weights that were trained with a begin token expect it. Files of tokens mostly lack it, and need not
+be written again: `Begun` reads them as if it stood there.
 """
 
 from bisect import bisect_right
@@ -18,31 +19,36 @@ LOOKED_AT = 100  # documents, spread over all of a data set
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """The ids of the tokens before and after each document, as a model sees them in training; None: there is none."""
+    """The ids of the tokens before and after each document, as a model sees them in training; None:
+    there is none."""
 
     begin: int | None
     end: int | None
 
 
 def share_with(dataset: IndexedDataset, token: int | None, place: int) -> float:
-    """Return the share of the documents that have `token` at `place`: 0, their first token, or -1, their last.
+    """Return the share of the documents that have `token` at `place`: 0, their first token, or -1,
+    their last.
 
     At most `LOOKED_AT` documents are looked at, always the same ones. Empty ones do not count.
     """
     if token is None or dataset.dtype.kind == "f":
         return 0.0
     count = dataset.num_documents
-    numbers = sorted({n * count // LOOKED_AT for n in range(LOOKED_AT)} if count > LOOKED_AT else range(count))
+    numbers = sorted(
+        {n * count // LOOKED_AT for n in range(LOOKED_AT)} if count > LOOKED_AT else range(count)
+    )
     documents = [document for document in map(dataset.document, numbers) if len(document)]
     having = sum(int(document[place]) == token for document in documents)
     return having / len(documents) if documents else 0.0
 
 
 def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
-    """Return the data set with `begin` before each document, or as it is if a model sees that token there anyway.
+    """Return the data set with `begin` before each document, or as it is if a model sees that token
+    there anyway.
 
-    It does if each document has it already, or if it ends the document before. Raises UserError if some documents have
-    it and some do not.
+    It does if each document has it already, or if it ends the document before. Raises UserError if
+    some documents have it and some do not.
     """
     if begin is None or not dataset.num_documents:
         return dataset
@@ -53,17 +59,20 @@ def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
         return dataset
     if share > 0:
         raise UserError(
-            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: build it again from its text "
+            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: "
+            "build it again from its text "
             'without begin tokens, or set data.begin = "none" to take it as it is'
         )
     return Begun(dataset, begin)
 
 
 def document_tokens(dataset: IndexedDataset, begin: int | None, end: int | None) -> DocumentTokens:
-    """Return the tokens before and after documents in training on a data set, as `with_begin` returns it.
+    """Return the tokens before and after documents in training on a data set, as `with_begin`
+    returns it.
 
-    begin: the token that was asked for, or that the tokenizer names. end: the token that ends documents by the
-    tokenizer. Without a begin token, the end of the document before is what stands before a document.
+    begin: the token that was asked for, or that the tokenizer names. end: the token that ends
+    documents by the tokenizer. Without a begin token, the end of the document before is what stands
+    before a document.
     """
     ends = end if share_with(dataset, end, -1) > 0.5 else None
     begins = begin if share_with(dataset, begin, 0) == 1 else ends
@@ -71,9 +80,11 @@ def document_tokens(dataset: IndexedDataset, begin: int | None, end: int | None)
 
 
 class Begun(IndexedDataset):
-    """A data set in which the token `begin` stands before each document, which its files do not hold.
+    """A data set in which the token `begin` stands before each document, which its files do not
+    hold.
 
-    Places and numbers of tokens count these tokens, too. Opening it reads no more than opening its files does.
+    Places and numbers of tokens count these tokens, too. Opening it reads no more than opening its
+    files does.
     """
 
     def __init__(self, stored: IndexedDataset, begin: int) -> None:
@@ -86,14 +97,21 @@ class Begun(IndexedDataset):
         return np.concatenate(([self.begin], super().document(index).astype(np.int64)))
 
     def document_lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each document with its begin token, int64 [num_documents]."""
-        begins = np.append(self._pointers // self.dtype.itemsize, self.num_tokens - self.num_documents)
+        """Return the number of tokens of each document with its begin token, int64
+        [num_documents]."""
+        begins = np.append(
+            self._pointers // self.dtype.itemsize, self.num_tokens - self.num_documents
+        )
         return np.diff(begins[self._documents]) + 1
 
     def tokens(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return tokens [start, start + length) of all documents back to back, int64 [length], as a copy."""
+        """Return tokens [start, start + length) of all documents back to back, int64 [length], as a
+        copy."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
-            raise UserError(f"tokens {start} to {start + length} do not exist; {self.prefix} has {self.num_tokens}")
+            raise UserError(
+                f"tokens {start} to {start + length} do not exist; {self.prefix} has "
+                f"{self.num_tokens}"
+            )
         self.require_ids()
         ids = np.empty(length, np.int64)
         for number, first, last in self._documents_within(start, length):
@@ -106,7 +124,8 @@ class Begun(IndexedDataset):
         return ids
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return the document number of each of the tokens [start, start + length), int64 [length]."""
+        """Return the document number of each of the tokens [start, start + length), int64
+        [length]."""
         numbers = np.empty(length, np.int64)
         for number, first, last in self._documents_within(start, length):
             numbers[first - start : last - start] = number
@@ -125,7 +144,8 @@ class Begun(IndexedDataset):
         return min(low, self.begin), max(high, self.begin)
 
     def first_outside(self, vocab: int) -> int | None:
-        """Return the position of the first token whose id is outside [0, vocab), None if there is none."""
+        """Return the position of the first token whose id is outside [0, vocab), None if there is
+        none."""
         for start in range(0, self.num_tokens, 1 << 20):
             chunk = self.tokens(start, min(1 << 20, self.num_tokens - start))
             outside = np.flatnonzero((chunk < 0) | (chunk >= vocab))
@@ -134,19 +154,24 @@ class Begun(IndexedDataset):
         return None
 
     def _start_of(self, number: int) -> int:
-        """Return the place of the begin token of document `number`; the number of tokens for the one after the last."""
+        """Return the place of the begin token of document `number`; the number of tokens for the
+        one after the last."""
         if number == self.num_documents:
             return self.num_tokens
         sequence = int(self._documents[number])
         stored = self.num_tokens - self.num_documents
-        in_file = stored if sequence == self.num_sequences else int(self._pointers[sequence]) // self.dtype.itemsize
+        if sequence == self.num_sequences:
+            in_file = stored
+        else:
+            in_file = int(self._pointers[sequence]) // self.dtype.itemsize
         return in_file + number
 
     def _document_at(self, token: int) -> int:
         return bisect_right(range(self.num_documents), token, key=self._start_of) - 1
 
     def _documents_within(self, start: int, length: int) -> list[tuple[int, int, int]]:
-        """Return the number of each document of these tokens, and the places of its first token and behind its last."""
+        """Return the number of each document of these tokens, and the places of its first token and
+        behind its last."""
         within = list[tuple[int, int, int]]()
         place = start
         number = self._document_at(start) if length else 0

@@ -1,6 +1,7 @@
 """Encoding of texts to token ids, in this process or, run as a program, in a worker process.
 
-A worker reads requests from standard input and answers each on standard output, until its input ends:
+A worker reads requests from standard input and answers each on standard output, until its input
+ends:
 
     request   u64 P, u64 B       pieces of text and bytes that they take together
               i64[P]             bytes of each piece
@@ -11,8 +12,8 @@ A worker reads requests from standard input and answers each on standard output,
               i32[T]             the tokens
     refusal   u64 REFUSED, u64 B number of bytes; B bytes: why a text cannot be encoded, UTF-8
 
-This module imports no other module of the project, so that a worker starts fast and needs little more memory than its
-tokenizer.
+This module imports no other module of the project, so that a worker starts fast and needs little
+more memory than its tokenizer.
 """
 
 import json
@@ -47,8 +48,8 @@ def sentencepiece_encoder(model: bytes) -> tuple[Encode, sentencepiece.SentenceP
 def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
     """Return the function that encodes a text with a `tokenizer.json`, and the tokenizer.
 
-    A special token spelled out in a text is encoded as plain text, so no text can end its own document. Raises
-    ImportError without the package `tokenizers`.
+    A special token spelled out in a text is encoded as plain text, so no text can end its own
+    document. Raises ImportError without the package `tokenizers`.
     """
     import tokenizers  # noqa: PLC0415 (optional)
 
@@ -72,27 +73,38 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
 
 
 def without_special_tokens(definition: str) -> str:
-    """Return a `tokenizer.json` with the same ids, whose model finds no special token in a text; "" if its own is such.
+    """Return a `tokenizer.json` with the same ids, whose model finds no special token in a text; ""
+    if its own is such.
 
-    The library leaves special tokens to the model, which finds those that are pieces of its vocabulary: Unigram and
-    lists of words do, and BPE if merges make one. Here they have names that no text holds. A token of one character or
-    byte keeps its name, for text would be lost.
+    The library leaves special tokens to the model, which finds those that are pieces of its
+    vocabulary: Unigram and lists of words do, and BPE if merges make one. Here they have names that
+    no text holds. A token of one character or byte keeps its name, for text would be lost.
     """
     said = json.loads(definition)
     model = said["model"]
     special = {one["content"] for one in said.get("added_tokens") or () if one.get("special")}
-    hidden = {token for token in special if len(token) > 1 and not BYTE.fullmatch(token)} & _tokens(model["vocab"])
+    hidden = {token for token in special if len(token) > 1 and not BYTE.fullmatch(token)} & _tokens(
+        model["vocab"]
+    )
     merges = model.get("merges") if hidden and isinstance(model["vocab"], dict) else None
     if merges is not None:
         begin = len(model.get("continuing_subword_prefix") or "")
         pairs = ((one, one.split(" ") if isinstance(one, str) else one) for one in merges)
-        model["merges"] = [one for one, (first, second) in pairs if first + second[begin:] not in hidden]
-    if not hidden or (merges is not None and not model.get("ignore_merges") and len(model["merges"]) == len(merges)):
+        model["merges"] = [
+            one for one, (first, second) in pairs if first + second[begin:] not in hidden
+        ]
+    if not hidden or (
+        merges is not None
+        and not model.get("ignore_merges")
+        and len(model["merges"]) == len(merges)
+    ):
         return ""
     unspoken = uuid.uuid4().hex
     names = {token: f"{unspoken} {token}" for token in hidden}
     if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
+        model["vocab"] = {
+            names.get(token, token): number for token, number in model["vocab"].items()
+        }
     else:
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token"):
@@ -107,15 +119,21 @@ def _tokens(vocab: dict[str, int] | list[tuple[str, float]]) -> set[str]:
 
 
 def is_json(content: bytes) -> bool:
-    """Return True if `content`, the start of a tokenizer file, is JSON (Hugging Face's); else it is SentencePiece's."""
+    """Return True if `content`, the start of a tokenizer file, is JSON (Hugging Face's); else it is
+    SentencePiece's."""
     return content[:64].lstrip().startswith(b"{")
 
 
-def encode_pieces(encode: Encode, texts: Sequence[str], ends: Sequence[bool], eos: int | None) -> Encoded:
-    """Return the ids of all texts back to back (int32), with `eos` after each that ends a document, and the ends of
-    the documents (int64)."""
+def encode_pieces(
+    encode: Encode, texts: Sequence[str], ends: Sequence[bool], eos: int | None
+) -> Encoded:
+    """Return the ids of all texts back to back (int32), with `eos` after each that ends a document,
+    and the ends of the documents (int64)."""
     ending = [] if eos is None else [eos]
-    ids = [np.array(encode(text) + ending * end, np.int32) for text, end in zip(texts, ends, strict=True)]
+    ids = [
+        np.array(encode(text) + ending * end, np.int32)
+        for text, end in zip(texts, ends, strict=True)
+    ]
     until = np.cumsum([len(some) for some in ids], dtype=np.int64)
     return np.concatenate(ids) if ids else np.zeros(0, np.int32), until[np.array(ends, dtype=bool)]
 
@@ -133,7 +151,8 @@ def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) 
 def read_answer(stream: IO[bytes]) -> Encoded:
     """Return a worker's answer; called in the main process.
 
-    Raises EOFError if the worker has ended, and ValueError, with the reason, if a text cannot be encoded.
+    Raises EOFError if the worker has ended, and ValueError, with the reason, if a text cannot be
+    encoded.
     """
     tokens, documents = HEAD.unpack(_read(stream, HEAD.size))
     if tokens == REFUSED:
@@ -143,7 +162,8 @@ def read_answer(stream: IO[bytes]) -> Encoded:
 
 
 def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer requests until there are no more; called in a worker. Raises EOFError if a request is incomplete."""
+    """Answer requests until there are no more; called in a worker. Raises EOFError if a request is
+    incomplete."""
     while head := requests.read(HEAD.size):
         pieces, size = HEAD.unpack(head + _read(requests, HEAD.size - len(head)))
         cuts = np.cumsum(np.frombuffer(_read(requests, 8 * pieces), "<i8"))[:-1]
@@ -172,15 +192,20 @@ def _read(stream: IO[bytes], size: int) -> bytes:
 
 def main(path: str, eos: str) -> None:
     """Run a worker with the tokenizer in file `path`; `eos` is an id or empty."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it and closes this worker's input
+    # the main process handles it and closes this worker's input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with open(path, "rb") as file:
         content = file.read()
-    encode, _ = hugging_face_encoder(content.decode()) if is_json(content) else sentencepiece_encoder(content)
+    if is_json(content):
+        encode, _ = hugging_face_encoder(content.decode())
+    else:
+        encode, _ = sentencepiece_encoder(content)
     try:
         serve(encode, int(eos) if eos else None, sys.stdin.buffer, sys.stdout.buffer)
     except (EOFError, BrokenPipeError):
-        os._exit(1)  # the main process was killed: no reader is left for an error or for buffered output
+        # the main process was killed: no reader is left for an error or for buffered output
+        os._exit(1)
 
 
 if __name__ == "__main__":

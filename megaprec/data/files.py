@@ -1,8 +1,9 @@
 """Atomic files: each is either complete or absent.
 
-A data set is a handful of files with one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`, `PREFIX.json`. Each is
-written under a temporary name (`….part`), flushed to the disk and only then renamed, so that a file with the final name
-is always complete, even after a kill or a power cut; the folder is flushed too, so that the name lasts.
+A data set is a handful of files with one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`,
+`PREFIX.json`. Each is written under a temporary name (`….part`), flushed to the disk and only then
+renamed, so that a file with the final name is always complete, even after a kill or a power cut;
+the folder is flushed too, so that the name lasts.
 
 All processes use the same temporary name, so only one process at a time may write (`alone`).
 """
@@ -20,14 +21,16 @@ from megaprec.durable import make_folder, named, sync
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """Return the path `PREFIX` + `suffix`; a dot in the prefix's own name stays (`v1.2` gives `v1.2.bin`)."""
+    """Return the path `PREFIX` + `suffix`; a dot in the prefix's own name stays (`v1.2` gives
+    `v1.2.bin`)."""
     return prefix.parent / (prefix.name + suffix)
 
 
 def open_part(path: Path, size: int = 0) -> BinaryIO:
     """Open the temporary file that `publish` will rename to `path`, and create the folder.
 
-    size: bytes of a temporary file of an earlier attempt that are kept; writing continues after them.
+    size: bytes of a temporary file of an earlier attempt that are kept; writing continues after
+        them.
     """
     make_folder(path.parent)
     file = beside(path, ".part").open("r+b" if size else "wb")
@@ -38,7 +41,8 @@ def open_part(path: Path, size: int = 0) -> BinaryIO:
 
 
 def publish(part: BinaryIO, path: Path) -> None:
-    """Flush `part` to the disk, close it and give it its final name `path`, replacing what was there.
+    """Flush `part` to the disk, close it and give it its final name `path`, replacing what was
+    there.
 
     Raises OSError with the path.
     """
@@ -51,8 +55,8 @@ def publish(part: BinaryIO, path: Path) -> None:
 
 
 def discard(part: BinaryIO) -> None:
-    """Close and remove a temporary file that will not be published. If it cannot be removed, the next attempt
-    overwrites it.
+    """Close and remove a temporary file that will not be published. If it cannot be removed, the
+    next attempt overwrites it.
     """
     with suppress(OSError):  # on a full disk, closing flushes the buffer and fails
         part.close()
@@ -76,16 +80,20 @@ def write_whole(path: Path, content: bytes) -> None:
 def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
     """Context manager that locks the file `lock` against all other processes, on any machine.
 
-    The file and its folder are created if they are missing. busy: called if another process has the lock; it may raise,
-    otherwise this process waits for the lock. The system releases a lock when its process ends, for whatever reason. On
-    a filesystem without locks there is no protection.
+    The file and its folder are created if they are missing. busy: called if another process has the
+    lock; it may raise, otherwise this process waits for the lock. The system releases a lock when
+    its process ends, for whatever reason. On a filesystem without locks there is no protection.
     """
     make_folder(lock.parent)
     flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
     descriptor = os.open(lock, flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file, but the lock of this folder belongs there", str(lock))
+            raise OSError(
+                errno.EINVAL,
+                "it is no regular file, but the lock of this folder belongs there",
+                str(lock),
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,9 +1,10 @@
 """The check that an index describes its tokens, made once for all ranks and starts.
 
-A large index takes minutes to check from end to end: 20 bytes a sequence, at ten billion sequences 200 GB. The check is
-therefore recorded beside the index, in PREFIX.checked, with the sizes and the time of change of what was checked, and
-the digest of the index. As long as these fit, opening the data set reads a few places only: both ends, and some random
-places between. If anything differs, the whole index is checked again.
+A large index takes minutes to check from end to end: 20 bytes a sequence, at ten billion sequences
+200 GB. The check is therefore recorded beside the index, in PREFIX.checked, with the sizes and the
+time of change of what was checked, and the digest of the index. As long as these fit, opening the
+data set reads a few places only: both ends, and some random places between. If anything differs,
+the whole index is checked again.
 """
 
 import hashlib
@@ -23,14 +24,17 @@ from megaprec.parsing import parse_json, read_regular
 
 CHUNK = 1 << 20  # elements read at a time when a whole file is checked
 LARGE = 1 << 20  # sequences: smaller indexes are checked at every opening, which takes milliseconds
-PLACES, PLACE = 16, 1 << 10  # random places that are read of an index that has been checked, and sequences of each
-SETTLED = 1_000_000_000  # nanoseconds: a file that changed more recently may change again without new times
+# random places that are read of an index that has been checked, and sequences of each
+PLACES = 16
+PLACE = 1 << 10
+# nanoseconds: a file that changed more recently may change again without new times
+SETTLED = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Index:
-    """An index, memory-mapped: lengths i32 [S], pointers i64 [S], document indices i64 [D] and modes i8 [S],
-    which only multimodal sets have.
+    """An index, memory-mapped: lengths i32 [S], pointers i64 [S], document indices i64 [D] and
+    modes i8 [S], which only multimodal sets have.
 
     path: of the index. itemsize: bytes of an id. stored: bytes of the file of ids.
     """
@@ -46,7 +50,8 @@ class Index:
 
 @dataclass(frozen=True)
 class Checked:
-    """The record of a check. size, changed: size and time of change (ns) of the index. stored: bytes of the ids."""
+    """The record of a check. size, changed: size and time of change (ns) of the index. stored:
+    bytes of the ids."""
 
     size: int
     changed: int
@@ -75,12 +80,16 @@ def known_check(path: Path, stored: int) -> Checked | None:
     except (OSError, ValueError, TypeError):
         return None
     now = path.stat()
-    return known if (known.size, known.changed, known.stored) == (now.st_size, now.st_mtime_ns, stored) else None
+    if (known.size, known.changed, known.stored) == (now.st_size, now.st_mtime_ns, stored):
+        return known
+    return None
 
 
 def corrupt(path: Path, why: str) -> UserError:
     """Return the error of a damaged index."""
-    return UserError(f"{path}: corrupt index: {why}; build the data set again or copy both files again")
+    return UserError(
+        f"{path}: corrupt index: {why}; build the data set again or copy both files again"
+    )
 
 
 def _record(path: Path) -> Path:
@@ -88,7 +97,8 @@ def _record(path: Path) -> Path:
 
 
 def _check_and_record(index: Index) -> None:
-    began, before = time.time_ns(), index.path.stat()
+    began = time.time_ns()
+    before = index.path.stat()
     _check_all(index)
     with reading(index.path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -96,15 +106,20 @@ def _check_and_record(index: Index) -> None:
     same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if same and began - after.st_mtime_ns > SETTLED:
         checked = Checked(after.st_size, after.st_mtime_ns, index.stored, digest)
-        with suppress(OSError):  # a folder that may not be written to: the next opening checks again
+        with suppress(
+            OSError
+        ):  # a folder that may not be written to: the next opening checks again
             write_whole(_record(index.path), f"{json.dumps(asdict(checked))}\n".encode())
 
 
 def _check_ends(index: Index) -> None:
-    documents, sequences = index.documents, len(index.lengths)
+    documents = index.documents
+    sequences = len(index.lengths)
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"run from {documents[0]} to {documents[-1]}" if len(documents) else "are empty"
-        raise corrupt(index.path, f"document indices {ends} where they should run from 0 to {sequences}")
+        raise corrupt(
+            index.path, f"document indices {ends} where they should run from 0 to {sequences}"
+        )
 
 
 def _check_all(index: Index) -> None:
@@ -119,7 +134,8 @@ def _check_all(index: Index) -> None:
 
 def _check_places(index: Index) -> None:
     """Check some random places of an index, and that its last sequence ends where the ids do."""
-    draw, sequences = random.SystemRandom(), len(index.lengths)
+    draw = random.SystemRandom()
+    sequences = len(index.lengths)
     last = sequences - PLACE
     for start in (draw.randrange(last) for _ in range(PLACES)):
         _check_sequences(index, start, PLACE + 1, int(index.pointers[start]))
@@ -131,7 +147,8 @@ def _check_places(index: Index) -> None:
 
 
 def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
-    """Check that up to `count` sequences from `start` on follow each other from byte `begin`; return their end."""
+    """Check that up to `count` sequences from `start` on follow each other from byte `begin`;
+    return their end."""
     sizes = index.lengths[start : start + count].astype(np.int64) * index.itemsize
     negative = np.flatnonzero(sizes < 0)
     if len(negative):
@@ -140,7 +157,8 @@ def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
     if len(other):
         at = start + int(other[0])
         raise UserError(
-            f"{index.path}: sequence {at} has mode {index.modes[at]} (an image or the like, of a multimodal set); "
+            f"{index.path}: sequence {at} has mode {index.modes[at]} (an image or the like, "
+            "of a multimodal set); "
             "text only, mode 0, is trained on: build the set from its text"
         )
     begins = begin + np.cumsum(sizes) - sizes
@@ -158,4 +176,6 @@ def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
 def _require_stored(index: Index, end: int) -> None:
     if end != index.stored:
         name = f"{index.path.name.removesuffix('.idx')}.bin"
-        raise corrupt(index.path, f"it describes {end} bytes of tokens where {name} has {index.stored}")
+        raise corrupt(
+            index.path, f"it describes {end} bytes of tokens where {name} has {index.stored}"
+        )

@@ -1,7 +1,7 @@
 """Megatron's `.bin/.idx` format: token ids on disk, memory-mapped for reading.
 
-`PREFIX.bin` contains the token ids of all documents back to back, nothing else. `PREFIX.idx` describes it,
-little-endian and without padding:
+`PREFIX.bin` contains the token ids of all documents back to back, nothing else. `PREFIX.idx`
+describes it, little-endian and without padding:
 
     9 bytes   magic "MMIDIDX\\0\\0"
     u64       version, 1
@@ -13,9 +13,10 @@ little-endian and without padding:
     i64[D]    sequence at which each document begins; the first is 0, the last is S
     i8[S]     mode of each sequence, optional (multimodal sets); must be 0, text
 
-A document is one or more sequences. A set that was written without ends of documents, whose D is 1, is read as
-Megatron reads it: each sequence is a document. Sequences are back to back in every file that Megatron's own tools
-write. This is required here, because then the .bin *is* the training stream and token `i` is found without a search.
+A document is one or more sequences. A set that was written without ends of documents, whose D is 1,
+is read as Megatron reads it: each sequence is a document. Sequences are back to back in every file
+that Megatron's own tools write. This is required here, because then the .bin *is* the training
+stream and token `i` is found without a search.
 """
 
 import os
@@ -41,7 +42,16 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {
     code: np.dtype(name)
-    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
+    for code, name in {
+        1: "u1",
+        2: "i1",
+        3: "<i2",
+        4: "<i4",
+        5: "<i8",
+        6: "<f8",
+        7: "<f4",
+        8: "<u2",
+    }.items()
 }
 UINT16_VOCABULARY = 65500  # Megatron's own limit, a little under 2**16
 LONGEST_SEQUENCE = 2**31 - 1
@@ -49,7 +59,8 @@ LONGEST_SEQUENCE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Mark:
-    """The progress of a writer: bytes of its temporary files, tokens of the open sequence, and the range of the ids."""
+    """The progress of a writer: bytes of its temporary files, tokens of the open sequence, and the
+    range of the ids."""
 
     tokens: int
     lengths: int
@@ -61,30 +72,34 @@ class Mark:
 class IndexedWriter:
     """Writes `PREFIX.bin` and `PREFIX.idx`, streaming; a context manager.
 
-    The ids are stored as uint16 if `vocab_size` < 65500, else as int32. The final names do not exist before the end:
-    leaving the `with` block renames both files into place, the `.idx` last. An exception removes the temporary files.
-    After an interruption or a kill they stay, and a new writer resumes from a `mark` that was taken before. Memory use
-    does not grow with the data.
+    The ids are stored as uint16 if `vocab_size` < 65500, else as int32. The final names do not
+    exist before the end: leaving the `with` block renames both files into place, the `.idx` last.
+    An exception removes the temporary files. After an interruption or a kill they stay, and a new
+    writer resumes from a `mark` that was taken before. Memory use does not grow with the data.
     """
 
     def __init__(self, prefix: Path, vocab_size: int, mark: Mark | None = None) -> None:
-        self._prefix, self._vocab_size = prefix, vocab_size
+        self._prefix = prefix
+        self._vocab_size = vocab_size
         self._code = 8 if vocab_size < UINT16_VOCABULARY else 4
         done = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
         self._bin = open_part(beside(prefix, ".bin"), done.tokens)
         self._lengths = open_part(beside(prefix, ".lengths"), done.lengths)
         self._documents = open_part(beside(prefix, ".documents"), done.documents)
-        self._sequences, self._open = done.lengths // 4, done.open
+        self._sequences = done.lengths // 4
+        self._open = done.open
         self.ids = done.ids[0], done.ids[1]  # the smallest and largest id that was written
         if not done.documents:
             self._documents.write(bytes(8))  # the first document begins at sequence 0
 
     def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append tokens to the open document. Raises UserError if an id is outside [0, vocab_size)."""
+        """Append tokens to the open document. Raises UserError if an id is outside [0,
+        vocab_size)."""
         self.extend(ids, np.zeros(0, np.int64))
 
     def end_document(self) -> None:
-        """Close the open document. It is one sequence, or several if its length does not fit an i32."""
+        """Close the open document. It is one sequence, or several if its length does not fit an
+        i32."""
         self.extend([], np.zeros(1, np.int64))
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
@@ -92,10 +107,11 @@ class IndexedWriter:
         self.extend(ids, np.array([len(ids)]))
 
     def extend(self, ids: Sequence[int] | NDArray[np.integer], ends: NDArray[np.int64]) -> None:
-        """Append tokens of several documents: one ends after the first ends[0] of them, the next after ends[1], ...
+        """Append tokens of several documents: one ends after the first ends[0] of them, the next
+        after ends[1], ...
 
-        Tokens after the last end belong to a document that stays open. Raises UserError if an id is outside
-        [0, vocab_size).
+        Tokens after the last end belong to a document that stays open. Raises UserError if an id is
+        outside [0, vocab_size).
         """
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
         low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else self.ids
@@ -118,7 +134,8 @@ class IndexedWriter:
         wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
         document = self._documents.tell() // 8 - 1 + int(np.searchsorted(ends, wrong, side="right"))
         return UserError(
-            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
+            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a "
+            "vocabulary of "
             f"{self._vocab_size}, "
             f"the first is {tokens[wrong]} in document {document}; give the tokenizer's own size"
         )
@@ -128,16 +145,21 @@ class IndexedWriter:
         self._sequences += len(lengths)
 
     def mark(self) -> Mark:
-        """Flush everything written so far to the disk, and return the mark from which a new writer can resume."""
+        """Flush everything written so far to the disk, and return the mark from which a new writer
+        can resume."""
         for part in self._parts:
             part.flush()
             os.fsync(part.fileno())
-        return Mark(self._bin.tell(), self._lengths.tell(), self._documents.tell(), self._open, self.ids)
+        return Mark(
+            self._bin.tell(), self._lengths.tell(), self._documents.tell(), self._open, self.ids
+        )
 
     def close(self) -> None:
-        """Publish the pair. An older pair of the same name ceases to be readable before it is replaced."""
+        """Publish the pair. An older pair of the same name ceases to be readable before it is
+        replaced."""
         assert not self._open, "a document was begun and not ended"
-        bin_path, idx_path = beside(self._prefix, ".bin"), beside(self._prefix, ".idx")
+        bin_path = beside(self._prefix, ".bin")
+        idx_path = beside(self._prefix, ".idx")
         idx = open_part(idx_path)
         try:
             self._write_index(idx.write)
@@ -157,14 +179,19 @@ class IndexedWriter:
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:
         lengths, documents = (
-            _written(part, dtype) for part, dtype in ((self._lengths, "<i4"), (self._documents, "<i8"))
+            _written(part, dtype)
+            for part, dtype in ((self._lengths, "<i4"), (self._documents, "<i8"))
         )
         write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         for start in range(0, len(lengths), CHUNK):
             write(lengths[start : start + CHUNK].tobytes())
         begin = 0
         for start in range(0, len(lengths), CHUNK):
-            ends = begin + np.cumsum(lengths[start : start + CHUNK], dtype="<i8") * DTYPES[self._code].itemsize
+            ends = (
+                begin
+                + np.cumsum(lengths[start : start + CHUNK], dtype="<i8")
+                * DTYPES[self._code].itemsize
+            )
             write(np.concatenate(([begin], ends[:-1])).astype("<i8").tobytes())
             begin = int(ends[-1])
         for start in range(0, len(documents), CHUNK):
@@ -178,7 +205,10 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         stays = kind is not None and not issubclass(kind, Exception)
         try:
@@ -190,28 +220,45 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A memory-mapped `.bin/.idx` pair. Opening it checks the index (`index_check`); reading touches only the tokens
-    read.
+    """A memory-mapped `.bin/.idx` pair. Opening it checks the index (`index_check`); reading
+    touches only the tokens read.
 
-    again: check the whole index even if a record says that it was checked.
-    Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
-    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`; `notes`: lines for the user.
+    again: check the whole index even if a record says that it was checked. Raises UserError if a
+    file is missing or the index is corrupt, saying what is wrong with it. Attributes: `dtype` of
+    the stored ids, `num_documents`, `num_sequences`, `num_tokens`; `notes`: lines for the user.
     """
 
     def __init__(self, prefix: Path, again: bool = False) -> None:
         self.prefix = prefix
-        idx_path, bin_path = beside(prefix, ".idx"), beside(prefix, ".bin")
+        idx_path = beside(prefix, ".idx")
+        bin_path = beside(prefix, ".bin")
         for path in (idx_path, bin_path):
             if not path.is_file():
-                raise UserError(f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx")
+                raise UserError(
+                    f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx"
+                )
         self.dtype, self._lengths, self._pointers, self._documents, modes = _read_index(idx_path)
         stored = bin_path.stat().st_size
         self.notes: tuple[str, ...] = ()
         if len(self._lengths) and self._documents[:2].tolist() == [0]:
             self._documents = np.arange(len(self._lengths) + 1, dtype=np.int64)
-            self.notes = (f"{idx_path} has no ends of documents: each of its sequences is taken for a document",)
+            self.notes = (
+                (
+                    f"{idx_path} has no ends of documents: each of its sequences is taken for a "
+                    "document"
+                ),
+            )
         require_sound(
-            Index(idx_path, self._lengths, self._pointers, self._documents, modes, self.dtype.itemsize, stored), again
+            Index(
+                idx_path,
+                self._lengths,
+                self._pointers,
+                self._documents,
+                modes,
+                self.dtype.itemsize,
+                stored,
+            ),
+            again,
         )
         self.num_documents = len(self._documents) - 1
         self.num_sequences = len(self._lengths)
@@ -219,55 +266,80 @@ class IndexedDataset:
         self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
 
     def document(self, index: int) -> NDArray[np.generic]:
-        """Return the token ids of document `index` (all its sequences) in the stored dtype, as a read-only view."""
+        """Return the token ids of document `index` (all its sequences) in the stored dtype, as a
+        read-only view."""
         if not 0 <= index < self.num_documents:
-            raise UserError(f"document {index} does not exist; {self.prefix} has {self.num_documents}, counted from 0")
-        first, last = self._documents[index], self._documents[index + 1]
+            raise UserError(
+                f"document {index} does not exist; {self.prefix} has {self.num_documents}, "
+                "counted from 0"
+            )
+        first = self._documents[index]
+        last = self._documents[index + 1]
         return self._stream[self._begin(first) : self._begin(last)]
 
     def document_lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each document, int64 [num_documents]. Memory: 8 bytes a sequence."""
+        """Return the number of tokens of each document, int64 [num_documents]. Memory: 8 bytes a
+        sequence."""
         begins = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(begins[self._documents])
 
     def tokens(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return tokens [start, start + length) of all documents back to back, int64 [length], as a copy."""
+        """Return tokens [start, start + length) of all documents back to back, int64 [length], as a
+        copy."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
-            raise UserError(f"tokens {start} to {start + length} do not exist; {self.prefix} has {self.num_tokens}")
+            raise UserError(
+                f"tokens {start} to {start + length} do not exist; {self.prefix} has "
+                f"{self.num_tokens}"
+            )
         self.require_ids()
         return self._stream[start : start + length].astype(np.int64)
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return the document number of each of the tokens [start, start + length), int64 [length]."""
+        """Return the document number of each of the tokens [start, start + length), int64
+        [length]."""
         first, last = (self._sequence_of(token) for token in (start, start + length - 1))
         begins = self._pointers[first : last + 1] // self.dtype.itemsize
-        sequences = first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
+        sequences = (
+            first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
+        )
         document, end = (bisect_right(self._documents, sequence) for sequence in (first, last))
-        return document - 1 + np.searchsorted(self._documents[document - 1 : end], sequences, side="right") - 1
+        return (
+            document
+            - 1
+            + np.searchsorted(self._documents[document - 1 : end], sequences, side="right")
+            - 1
+        )
 
     def stored_place(self, token: int) -> int:
         """Return the place of a token in the file, which is that in the stream."""
         return token
 
     def _sequence_of(self, token: int) -> int:
-        # numpy's search would copy the whole array, because its elements are not aligned in the file
+        # numpy's search would copy the whole array, because its elements are not aligned in the
+        # file
         return bisect_right(self._pointers, token * self.dtype.itemsize) - 1
 
     def token_range(self) -> tuple[int, int]:
-        """Return the smallest and largest token id, (0, -1) if there is none. Reads the whole file in chunks."""
+        """Return the smallest and largest token id, (0, -1) if there is none. Reads the whole file
+        in chunks."""
         self.require_ids()
         extremes = [
             (int(chunk.min()), int(chunk.max()))
-            for chunk in (self._stream[at : at + CHUNK] for at in range(0, len(self._stream), CHUNK))
+            for chunk in (
+                self._stream[at : at + CHUNK] for at in range(0, len(self._stream), CHUNK)
+            )
         ]
-        return min((low for low, _ in extremes), default=0), max((high for _, high in extremes), default=-1)
+        return min((low for low, _ in extremes), default=0), max(
+            (high for _, high in extremes), default=-1
+        )
 
     def max_token(self) -> int:
         """Return the largest token id; -1 if there is no token."""
         return self.token_range()[1]
 
     def first_outside(self, vocab: int) -> int | None:
-        """Return the position of the first token whose id is outside [0, vocab), None if there is none."""
+        """Return the position of the first token whose id is outside [0, vocab), None if there is
+        none."""
         for start in range(0, self.num_tokens, CHUNK):
             chunk = self._stream[start : start + CHUNK]
             found = np.flatnonzero((chunk < 0) | (chunk >= vocab))
@@ -276,15 +348,19 @@ class IndexedDataset:
         return None
 
     def _begin(self, sequence: np.int64) -> int:
-        """Return the token at which `sequence` begins; the number of tokens for the one after the last."""
+        """Return the token at which `sequence` begins; the number of tokens for the one after the
+        last."""
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def require_ids(self) -> None:
-        """Raise UserError if the dtype of the data set is floating-point, so that its numbers are no token ids."""
+        """Raise UserError if the dtype of the data set is floating-point, so that its numbers are
+        no token ids."""
         if self.dtype.kind == "f":
-            raise UserError(f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids")
+            raise UserError(
+                f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids"
+            )
 
 
 def _written(part: BinaryIO, dtype: str) -> np.ndarray:
@@ -294,13 +370,16 @@ def _written(part: BinaryIO, dtype: str) -> np.ndarray:
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Return `count` elements at byte `offset`, memory-mapped read-only (an empty array if count is 0)."""
-    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+    """Return `count` elements at byte `offset`, memory-mapped read-only (an empty array if count is
+    0)."""
+    if count:
+        return np.memmap(path, dtype, "r", offset, (count,))
+    return np.zeros(0, dtype)
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S], document indices i64 [D] and
-    modes i8 [S], or none.
+    """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S], document indices
+    i64 [D] and modes i8 [S], or none.
 
     Raises UserError if the sizes are inconsistent.
     """
@@ -308,8 +387,10 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
         raise UserError(
-            f"{path}: the format TNTIDX of fairseq and of Megatron's first sets, which is not read; "
-            "convert the set to MMIDIDX with the tools that made it, or build it again from its text"
+            f"{path}: the format TNTIDX of fairseq and of Megatron's first sets, which is not "
+            "read; "
+            "convert the set to MMIDIDX with the tools that made it, or build it again from "
+            "its text"
         )
     if head[: len(MAGIC)] != MAGIC:
         raise corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
@@ -320,14 +401,25 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
         raise corrupt(path, f"version {version} where only {VERSION} is known")
     if code not in DTYPES:
         raise corrupt(path, f"dtype code {code} where 1 to {max(DTYPES)} are known")
-    size, expected = path.stat().st_size, HEADER.size + 12 * sequences + 8 * indices
+    size = path.stat().st_size
+    expected = HEADER.size + 12 * sequences + 8 * indices
     if size not in (expected, expected + sequences):
         state = "truncated" if size < expected else "too long"
         raise corrupt(
-            path, f"{state}: {size} bytes where {sequences} sequences and {indices} document indices take {expected}"
+            path,
+            (
+                f"{state}: {size} bytes where {sequences} sequences and {indices} document "
+                f"indices take {expected}"
+            ),
         )
     pointers_at = HEADER.size + 4 * sequences
     documents = _map(path, np.dtype("<i8"), pointers_at + 8 * sequences, indices)
     lengths = _map(path, np.dtype("<i4"), HEADER.size, sequences)
     modes = _map(path, np.dtype("i1"), expected, size - expected)
-    return DTYPES[code], lengths, _map(path, np.dtype("<i8"), pointers_at, sequences), documents, modes
+    return (
+        DTYPES[code],
+        lengths,
+        _map(path, np.dtype("<i8"), pointers_at, sequences),
+        documents,
+        modes,
+    )

@@ -9,7 +9,8 @@ MOST_ITEM = 1 << 26  # characters of an item, which is parsed whole
 
 
 def once(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return a hook that makes objects; it raises ValueError for one with the field twice, of which one is lost."""
+    """Return a hook that makes objects; it raises ValueError for one with the field twice, of which
+    one is lost."""
 
     def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if sum(key == field for key, _ in pairs) > 1:
@@ -20,7 +21,8 @@ def once(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 
 def items(stream: TextIO, field: str) -> Iterator[Any]:
-    """Yield the items of a list. Raises ValueError, after the items before it, where the text is no JSON list.
+    """Yield the items of a list. Raises ValueError, after the items before it, where the text is no
+    JSON list.
 
     field: must not be given twice in an object.
     """
@@ -44,7 +46,10 @@ class _Ahead:
     """The part of a text that was read but not used yet: `text` from `at` on."""
 
     def __init__(self, stream: TextIO, decoder: json.JSONDecoder) -> None:
-        self.stream, self.decoder, self.text, self.at = stream, decoder, "", 0
+        self.stream = stream
+        self.decoder = decoder
+        self.text = ""
+        self.at = 0
 
     def sign(self) -> str:
         """Return the next sign that is no space; empty at the end of the text."""
@@ -61,24 +66,31 @@ class _Ahead:
         self.at += 1
 
     def value(self) -> Any:
-        """Return the next value. Raises ValueError if there is none, or one of more than `MOST_ITEM` characters."""
+        """Return the next value. Raises ValueError if there is none, or one of more than
+        `MOST_ITEM` characters."""
         self.sign()
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.at)
-                if end < len(self.text) or not self._read():  # a number may go on behind what is read
+                if (
+                    end < len(self.text) or not self._read()
+                ):  # a number may go on behind what is read
                     self.at = end
                     return value
             except json.JSONDecodeError:
                 if len(self.text) - self.at > MOST_ITEM:
-                    raise ValueError(f"an item is not JSON, or has more than {MOST_ITEM:,} characters") from None
+                    raise ValueError(
+                        f"an item is not JSON, or has more than {MOST_ITEM:,} characters"
+                    ) from None
                 if not self._read():
                     raise
 
     def _read(self) -> bool:
-        """Drop what is used and read at least as much as is left. Returns False at the end of the text."""
+        """Drop what is used and read at least as much as is left. Returns False at the end of the
+        text."""
         left = self.text[self.at :]
         more = self.stream.read(max(READ, len(left)))
         if more:
-            self.text, self.at = left + more, 0
+            self.text = left + more
+            self.at = 0
         return bool(more)

@@ -1,13 +1,14 @@
 """Shuffled order of samples, computed by a pseudorandom permutation instead of stored.
 
-The sample at `index` of epoch `epoch` under `seed` is a pure function of these three numbers. A Feistel network is a
-bijection for any round function: a round maps the halves of a number (left, right) -> (right, left ^ f(right)), which
-can be undone. Keyed by (seed, epoch), it permutes the 2**(2h) numbers of two h-bit halves. To permute [0, n) for any n,
-a number outside [0, n) is mapped again until it is inside (cycle walking). This ends because the walk follows a cycle
-that started inside, and takes fewer than four steps on average.
+The sample at `index` of epoch `epoch` under `seed` is a pure function of these three numbers. A
+Feistel network is a bijection for any round function: a round maps the halves of a number (left,
+right) -> (right, left ^ f(right)), which can be undone. Keyed by (seed, epoch), it permutes the
+2**(2h) numbers of two h-bit halves. To permute [0, n) for any n, a number outside [0, n) is mapped
+again until it is inside (cycle walking). This ends because the walk follows a cycle that started
+inside, and takes fewer than four steps on average.
 
-Hence no rank stores or sends an order, a run resumes at any position at once, and the order does not depend on the
-number of ranks or on how a batch is split.
+Hence no rank stores or sends an order, a run resumes at any position at once, and the order does
+not depend on the number of ranks or on how a batch is split.
 """
 
 import hashlib
@@ -18,8 +19,11 @@ from numpy.typing import NDArray
 ROUNDS = 8
 
 
-def order(positions: NDArray[np.int64], samples: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Return the sample numbers in [0, samples) at `positions` of an endless sequence of epochs; int64, same shape.
+def order(
+    positions: NDArray[np.int64], samples: int, seed: int, shuffle: bool = True
+) -> NDArray[np.int64]:
+    """Return the sample numbers in [0, samples) at `positions` of an endless sequence of epochs;
+    int64, same shape.
 
     Position p is number p % samples of epoch p // samples; each epoch shows every sample once.
     Without `shuffle` every epoch is in file order.
@@ -35,7 +39,8 @@ def order(positions: NDArray[np.int64], samples: int, seed: int, shuffle: bool =
 
 
 def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the images of `indices` (each in [0, n)) under the permutation of [0, n) keyed by (seed, epoch)."""
+    """Return the images of `indices` (each in [0, n)) under the permutation of [0, n) keyed by
+    (seed, epoch)."""
     half = np.uint64(((n - 1).bit_length() + 1) // 2)
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
@@ -45,17 +50,21 @@ def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArra
     return images.astype(np.int64)
 
 
-def _feistel(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _feistel(
+    numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
     """Return the images of `numbers` under a permutation of all numbers of 2 * `half` bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = numbers >> half, numbers & mask
+    left = numbers >> half
+    right = numbers & mask
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << half) | right
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return numbers in which each bit depends on all 64 bits of the input (SplitMix64's finaliser; products wrap)."""
+    """Return numbers in which each bit depends on all 64 bits of the input (SplitMix64's finaliser;
+    products wrap)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -1,8 +1,10 @@
-"""Readers of one text file: plain text, JSON lines, a JSON list (each also compressed by gzip or zstd) or Parquet.
+"""Readers of one text file: plain text, JSON lines, a JSON list (each also compressed by gzip or
+zstd) or Parquet.
 
-Each reader yields pieces `(document, text)`; consecutive pieces of one document have the same name. A file that is
-truncated, damaged or not of the format that its name says raises a `UserError` that names the file and the line (for
-Parquet the row, for a list the item), counted from 1. Zstd and Parquet are read with the optional package `pyarrow`.
+Each reader yields pieces `(document, text)`; consecutive pieces of one document have the same name.
+A file that is truncated, damaged or not of the format that its name says raises a `UserError` that
+names the file and the line (for Parquet the row, for a list the item), counted from 1. Zstd and
+Parquet are read with the optional package `pyarrow`.
 """
 
 import codecs
@@ -29,18 +31,29 @@ SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, PARQUET)
 PIECE_CHARS = 1 << 20
 MOST_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
 ROWS = 256  # of a Parquet file that are read together
-# Endings of forms that are not read, and would be one plain text in silence: what the file is, and what to do.
+# Endings of forms that are not read, and would be one plain text in silence: what the file is, and
+# what to do.
 NOT_READ = {
-    **dict.fromkeys((".csv", ".tsv"), "a table: write it as .jsonl; to read it as one text, name it .txt"),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), "marked up: extract its text; to read it with its tags, name it .txt"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive: unpack it and give the folder"),
+    **dict.fromkeys(
+        (".csv", ".tsv"), "a table: write it as .jsonl; to read it as one text, name it .txt"
+    ),
+    **dict.fromkeys(
+        (".html", ".htm", ".xhtml"),
+        "marked up: extract its text; to read it with its tags, name it .txt",
+    ),
+    **dict.fromkeys(
+        (".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive: unpack it and give the folder"
+    ),
     **dict.fromkeys(
         (".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".tbz2", ".txz"),
         "packed in a form that is not read: unpack it, or pack it by gzip or zstd",
     ),
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), "an Arrow table: write it as .parquet or .jsonl"),
+    **dict.fromkeys(
+        (".arrow", ".feather", ".ipc"), "an Arrow table: write it as .parquet or .jsonl"
+    ),
 }
-# First bytes of files that are taken for text by mistake; where they are letters, as many as no text begins with.
+# First bytes of files that are taken for text by mistake; where they are letters, as many as no
+# text begins with.
 MAGIC = {
     b"\x1f\x8b": "it is packed by gzip: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "it is packed by zstd: its name must end in .zst",
@@ -55,9 +68,12 @@ MAGIC = {
     codecs.BOM_UTF16_BE: "it is UTF-16: convert it to UTF-8",
 }
 ZERO = "it is UTF-16 or binary; convert it to UTF-8 or leave it out"
-WHICH = "name the field that holds the text: data.text_field in a run file, --text-field in a command"
+WHICH = (
+    "name the field that holds the text: data.text_field in a run file, --text-field in a command"
+)
 
-ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)  # of a field in JSON, but for escapes such as \u0041
+# of a field in JSON, but for escapes such as \u0041
+ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
 Piece = tuple[str, str]
 Bad = Callable[[UserError], None]
@@ -68,10 +84,13 @@ def stop(error: UserError) -> None:
     raise error
 
 
-def pieces(file: Path, document: str, field: str, skip_undecodable: bool, bad: Bad = stop) -> Iterator[Piece]:
+def pieces(
+    file: Path, document: str, field: str, skip_undecodable: bool, bad: Bad = stop
+) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
 
-    bad: called with the error of each line, item or row that is no document; reading goes on if it returns.
+    bad: called with the error of each line, item or row that is no document; reading goes on if it
+        returns.
     """
     match form(file):
         case ".jsonl":
@@ -85,7 +104,8 @@ def pieces(file: Path, document: str, field: str, skip_undecodable: bool, bad: B
 
 
 def form(file: Path) -> str:
-    """Return the suffix that tells the form of a file, in small letters and without that of the compression."""
+    """Return the suffix that tells the form of a file, in small letters and without that of the
+    compression."""
     suffix = file.suffix.lower()
     suffix = Path(file.stem).suffix.lower() if suffix in PACKED else suffix
     return JSONL if suffix in ALSO_JSONL else suffix
@@ -99,12 +119,15 @@ def require_read(file: Path) -> None:
 
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    if needing := [file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET]:
+    if needing := [
+        file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET
+    ]:
         _pyarrow(needing[0])
 
 
 def is_list(file: Path) -> bool:
-    """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings, notebooks, tables."""
+    """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings,
+    notebooks, tables."""
     with _reading(file, lambda: "1"), _unpacked(file) as stream:
         begins = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
         while not begins and (sign := stream.read(1)):
@@ -119,12 +142,17 @@ def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[
             return
         raise UserError(f"{file} is not UTF-8 text ({other})")
     try:
-        with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream:
+        with (
+            _reading(file, lambda: str(line)),
+            io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream,
+        ):
             while text := stream.read(PIECE_CHARS):
                 text += stream.readline(PIECE_CHARS)
                 if (zero := text.find("\0")) >= 0 and not skip_undecodable:
                     line += text.count("\n", 0, zero)
-                    raise UserError(f"{file} is not UTF-8 text (a zero byte in line {line}: {ZERO})")
+                    raise UserError(
+                        f"{file} is not UTF-8 text (a zero byte in line {line}: {ZERO})"
+                    )
                 line += text.count("\n")
                 yield document, text
     except UnicodeDecodeError as problem:
@@ -145,7 +173,8 @@ def _by_first_bytes(begins: bytes) -> str:
 
 def _undecodable_line(file: Path) -> int:
     """Return the number of the line that holds the first byte that is not UTF-8."""
-    line, decoder = 1, codecs.getincrementaldecoder("utf-8")()
+    line = 1
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with _unpacked(file) as stream:
         while piece := stream.read(PIECE_CHARS):
             try:
@@ -160,7 +189,9 @@ def _jsonl_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[P
     with _reading(file, lambda: str(number + 1)), _unpacked(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
             if len(line) > MOST_LINE:
-                raise UserError(f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document")
+                raise UserError(
+                    f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document"
+                )
             if line.isspace():
                 continue
             where = f"{file}:{number}"
@@ -174,14 +205,17 @@ def _jsonl_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[P
 
 @contextmanager
 def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
-    """Raise UserError for a file that cannot be read or unpacked inside the context. place: the line or item."""
+    """Raise UserError for a file that cannot be read or unpacked inside the context. place: the
+    line or item."""
     try:
         yield
     except (EOFError, zlib.error, OSError) as problem:
         kind = PACKED.get(file.suffix.lower())
         if kind is None or getattr(problem, "errno", None):
             raise UserError(f"{file}:{place()}: cannot be read ({problem})") from problem
-        raise UserError(f"{file}:{place()}: not a whole {kind} file ({problem}); copy it again") from problem
+        raise UserError(
+            f"{file}:{place()}: not a whole {kind} file ({problem}); copy it again"
+        ) from problem
 
 
 def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
@@ -189,14 +223,23 @@ def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Pi
     if not is_list(file):
         if other := _other_form(file):
             raise UserError(f"{file}: not a JSON list ({other})")
-        raise UserError(f"{file}: not a JSON list of texts or of objects with a text; one object a line is .jsonl")
+        raise UserError(
+            f"{file}: not a JSON list of texts or of objects with a text; one object a line "
+            "is .jsonl"
+        )
     number = 0
     try:
-        with _reading(file, lambda: str(number + 1)), io.TextIOWrapper(_unpacked(file), "utf-8-sig") as stream:
+        with (
+            _reading(file, lambda: str(number + 1)),
+            io.TextIOWrapper(_unpacked(file), "utf-8-sig") as stream,
+        ):
             for number, item in enumerate(items(stream, field), 1):
                 where = f"{file}:{number}"
                 try:
-                    text = _unicode(item, where, "the item") if isinstance(item, str) else _field(item, field, where)
+                    if isinstance(item, str):
+                        text = _unicode(item, where, "the item")
+                    else:
+                        text = _field(item, field, where)
                 except UserError as error:
                     bad(error)
                     continue
@@ -204,7 +247,9 @@ def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Pi
     except UserError:
         raise
     except UnicodeDecodeError as problem:
-        raise UserError(f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out") from problem
+        raise UserError(
+            f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out"
+        ) from problem
     except (ValueError, RecursionError) as problem:
         with _unpacked(file) as stream:
             why = ZERO if b"\0" in stream.read(2) else problem
@@ -212,7 +257,8 @@ def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Pi
 
 
 def _cut(document: str, text: str) -> Iterator[Piece]:
-    """Yield a document's text in pieces, cut at line ends where there are some, as those of a text file are."""
+    """Yield a document's text in pieces, cut at line ends where there are some, as those of a text
+    file are."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         line_end = text.find("\n", start + PIECE_CHARS, start + 2 * PIECE_CHARS)
@@ -226,14 +272,17 @@ def _cut(document: str, text: str) -> Iterator[Piece]:
 def _unpacked(file: Path) -> BinaryIO:
     suffix = file.suffix.lower()
     if suffix == ".zst":
-        return io.BufferedReader(_pyarrow(file).input_stream(str(file), compression="zstd"), 1 << 16)
+        return io.BufferedReader(
+            _pyarrow(file).input_stream(str(file), compression="zstd"), 1 << 16
+        )
     return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
 
 
 def _record(line: bytes, field: str, where: str) -> Any:
     """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
-        # Most lines are spared the slower hook: those in which the field cannot be twice, in this or another spelling.
+        # Most lines are spared the slower hook: those in which the field cannot be twice, in this
+        # or another spelling.
         escaped = b"\\u00" in line or not ONE_SPELLING.fullmatch(field)
         if not escaped and line.count(f'"{field}"'.encode()) < 2:
             return json.loads(line)
@@ -241,7 +290,9 @@ def _record(line: bytes, field: str, where: str) -> Any:
     except (ValueError, RecursionError) as problem:
         if other := _by_first_bytes(line) or (ZERO if b"\0" in line else ""):
             raise UserError(f"{where}: not JSON ({other})") from problem
-        raise UserError(f"{where}: not JSON ({problem}); each line must be one JSON object") from problem
+        raise UserError(
+            f"{where}: not JSON ({problem}); each line must be one JSON object"
+        ) from problem
 
 
 def _field(record: Any, field: str, where: str) -> str:
@@ -263,21 +314,31 @@ def _unicode(text: str, where: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise UserError(f"{where}: {what} is no Unicode text (half of a surrogate pair)") from problem
+        raise UserError(
+            f"{where}: {what} is no Unicode text (half of a surrogate pair)"
+        ) from problem
     return text
 
 
 def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
-    arrow, number = _pyarrow(file), 0
+    arrow = _pyarrow(file)
+    number = 0
     try:
         with _parquet(file, arrow, field) as table:
             for batch in table.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                for value in batch.column(batch.schema.get_field_index(field)):  # a.b also is b in a
+                for value in batch.column(
+                    batch.schema.get_field_index(field)
+                ):  # a.b also is b in a
                     number += 1
                     try:
                         text = value.as_py()
                     except UnicodeDecodeError as problem:
-                        bad(UserError(f"{file}:{number}: field {field!r} is not UTF-8 text ({problem.reason})"))
+                        bad(
+                            UserError(
+                                f"{file}:{number}: field {field!r} is not UTF-8 text "
+                                f"({problem.reason})"
+                            )
+                        )
                         continue
                     if text is None:
                         bad(UserError(f"{file}:{number}: field {field!r} is null, not a text"))
@@ -285,7 +346,9 @@ def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator
                     yield from _cut(f"{document}:{number}", text)
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
-        raise UserError(f"{file}:{number + 1}: not a whole Parquet file ({reason}); copy it again") from problem
+        raise UserError(
+            f"{file}:{number + 1}: not a whole Parquet file ({reason}); copy it again"
+        ) from problem
 
 
 def _parquet(file: Path, arrow: Any, field: str) -> Any:
@@ -301,7 +364,9 @@ def _parquet(file: Path, arrow: Any, field: str) -> Any:
         there = ", ".join(schema.names) or "none"
         raise UserError(f"{file}: no field {field!r} (there is: {there}); {WHICH}")
     if (number := schema.names.count(field)) > 1:
-        raise UserError(f"{file}: {number} columns are named {field!r}; rename all but one, or {WHICH}")
+        raise UserError(
+            f"{file}: {number} columns are named {field!r}; rename all but one, or {WHICH}"
+        )
     kind = schema.field(field).type
     text = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(text) or arrow.types.is_large_string(text)):

@@ -1,13 +1,14 @@
 """Samples: the token stream split into training examples.
 
-Sample `i` is the tokens [i * seq, i * seq + seq + 1) of the stream: `seq` inputs and, shifted by one, their `seq`
-targets. Neighbouring samples share one token: the last target of one is the first input of the next. So every token but
-the first is a target exactly once an epoch.
+Sample `i` is the tokens [i * seq, i * seq + seq + 1) of the stream: `seq` inputs and, shifted by
+one, their `seq` targets. Neighbouring samples share one token: the last target of one is the first
+input of the next. So every token but the first is a target exactly once an epoch.
 
-`Resets` tells the model where documents meet within a sample; the tokens of the samples do not change.
+`Resets` tells the model where documents meet within a sample; the tokens of the samples do not
+change.
 
-A run consumes positions 0, 1, 2, … over endless epochs; `order` maps a position to a sample by a pure function. A rank
-asks for its own positions, and the result depends on nothing else.
+A run consumes positions 0, 1, 2, … over endless epochs; `order` maps a position to a sample by a
+pure function. A rank asks for its own positions, and the result depends on nothing else.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ LOOKED_AT = 1 << 20  # tokens at a time that are searched for one that counts
 class Resets:
     """Settings that restart with each document within a sample. The keys are Megatron's.
 
-    attention_mask: a token attends only to its own document. position_ids: positions restart with each document.
-    eod_mask_loss: the first token of a document, which nothing before it predicts, is no target in the loss.
+    attention_mask: a token attends only to its own document. position_ids: positions restart with
+        each document.
+    eod_mask_loss: the first token of a document, which nothing before it predicts, is no target in
+        the loss.
     """
 
     attention_mask: bool = False
@@ -43,10 +46,11 @@ NO_RESETS = Resets()
 class Batch:
     """Training examples, ready for a model.
 
-    tokens, targets: int64 [count, seq]. ids: int64 [count], each sample's number in the whole stream, the same in
-    every epoch and layout. mask: float32 [count, seq], 1 if the target counts in the loss; None if all targets count.
-    documents, positions: int64 [count, seq], for each token the number of its document and its position within the
-    document; both start at 0 in each sample. None without the respective reset.
+    tokens, targets: int64 [count, seq]. ids: int64 [count], each sample's number in the whole
+    stream, the same in every epoch and layout. mask: float32 [count, seq], 1 if the target counts
+    in the loss; None if all targets count.
+    documents, positions: int64 [count, seq], for each token the number of its document and its
+    position within the document; both start at 0 in each sample. None without the respective reset.
     """
 
     tokens: torch.Tensor
@@ -58,7 +62,8 @@ class Batch:
 
 
 class Samples:
-    """The samples [first, first + count) of a data set (by default all that fit), in an order that `seed` determines.
+    """The samples [first, first + count) of a data set (by default all that fit), in an order that
+    `seed` determines.
 
     Raises UserError if there is no sample at all.
     """
@@ -76,8 +81,12 @@ class Samples:
         self._count = count_samples(dataset, seq_length) - first if count is None else count
         if self._count < 1:
             raise _too_short(dataset, seq_length, first + 1)
-        self._dataset, self._seq_length, self._first = dataset, seq_length, first
-        self._seed, self._shuffle, self._resets = seed, shuffle, resets
+        self._dataset = dataset
+        self._seq_length = seq_length
+        self._first = first
+        self._seed = seed
+        self._shuffle = shuffle
+        self._resets = resets
 
     @property
     def dataset(self) -> IndexedDataset:
@@ -89,7 +98,8 @@ class Samples:
         return self._count
 
     def place(self, position: int) -> tuple[IndexedDataset, int, int]:
-        """Return, for the sample at a position of the run, its data set, its number and its first token there."""
+        """Return, for the sample at a position of the run, its data set, its number and its first
+        token there."""
         number = int(self.batch(position, 1).ids)
         return self._dataset, number, number * self._seq_length
 
@@ -98,7 +108,8 @@ class Samples:
         return ids.tolist()
 
     def batch(self, position: int, count: int) -> Batch:
-        """Return the samples at positions [position, position + count) of the run, which may span epochs."""
+        """Return the samples at positions [position, position + count) of the run, which may span
+        epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
         ids = self._first + order(positions, self._count, self._seed, self._shuffle)
         seq = self._seq_length
@@ -106,10 +117,16 @@ class Samples:
         for row, sample in zip(rows, ids, strict=True):
             row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
         text = torch.from_numpy(rows)
-        return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids), *self._structure(ids))
+        return Batch(
+            text[:, :-1].contiguous(),
+            text[:, 1:].contiguous(),
+            torch.from_numpy(ids),
+            *self._structure(ids),
+        )
 
     def require_counted(self, what: str) -> None:
-        """Raise UserError if no target of an epoch counts in the loss. what: what the samples are for, in words."""
+        """Raise UserError if no target of an epoch counts in the loss. what: what the samples are
+        for, in words."""
         if not self._resets.eod_mask_loss:
             return
         end = (self._first + self._count) * self._seq_length
@@ -118,8 +135,10 @@ class Samples:
             if (documents[1:] == documents[:-1]).any():
                 return
         raise UserError(
-            f"no token of the {what} counts in the loss: every document there is one token long, and "
-            "data.eod_mask_loss = true leaves out the first token of each; set it to false, or give longer documents"
+            f"no token of the {what} counts in the loss: every document there is one token "
+            "long, and "
+            "data.eod_mask_loss = true leaves out the first token of each; set it to false, "
+            "or give longer documents"
         )
 
     def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
@@ -127,15 +146,23 @@ class Samples:
         if self._resets == NO_RESETS:
             return None, None, None
         seq = self._seq_length
-        documents = np.stack([self._dataset.documents_of(int(sample) * seq, seq + 1) for sample in ids])
+        documents = np.stack(
+            [self._dataset.documents_of(int(sample) * seq, seq + 1) for sample in ids]
+        )
         same = documents[:, 1:] == documents[:, :-1]
         place = np.arange(seq)
-        begins = np.where(np.concatenate((np.ones_like(same[:, :1]), same[:, :-1]), axis=1), 0, place)
+        begins = np.where(
+            np.concatenate((np.ones_like(same[:, :1]), same[:, :-1]), axis=1), 0, place
+        )
         asked = self._resets
         return (
             torch.from_numpy(same.astype(np.float32)) if asked.eod_mask_loss else None,
-            torch.from_numpy(documents[:, :-1] - documents[:, :1]) if asked.attention_mask else None,
-            torch.from_numpy(place - np.maximum.accumulate(begins, axis=1)) if asked.position_ids else None,
+            torch.from_numpy(documents[:, :-1] - documents[:, :1])
+            if asked.attention_mask
+            else None,
+            torch.from_numpy(place - np.maximum.accumulate(begins, axis=1))
+            if asked.position_ids
+            else None,
         )
 
 
@@ -147,13 +174,17 @@ def split(
     shuffle: bool = True,
     resets: Resets = NO_RESETS,
 ) -> tuple[Samples, Samples | None]:
-    """Return samples for training, and the last `held_out` fraction of the stream, in file order, for evaluation.
+    """Return samples for training, and the last `held_out` fraction of the stream, in file order,
+    for evaluation.
 
-    At least one sample is held out, unless the fraction is 0: then the second value is None. No token is a target in
-    both. Raises UserError if the fraction is outside [0, 1) or the text is too short for one sample of each.
+    At least one sample is held out, unless the fraction is 0: then the second value is None. No
+    token is a target in both. Raises UserError if the fraction is outside [0, 1) or the text is too
+    short for one sample of each.
     """
     if not 0 <= held_out < 1:
-        raise UserError(f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1")
+        raise UserError(
+            f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1"
+        )
     total = count_samples(dataset, seq_length)
     held = held_out_samples(total, held_out)
     needed = 2 if held else 1
@@ -161,7 +192,9 @@ def split(
         raise _too_short(dataset, seq_length, needed)
     train = max(1, total - held)
     samples = Samples(dataset, seq_length, seed, shuffle, 0, train, resets)
-    return samples, Samples(dataset, seq_length, seed, False, train, total - train, resets) if held else None
+    return samples, Samples(
+        dataset, seq_length, seed, False, train, total - train, resets
+    ) if held else None
 
 
 def count_training_samples(dataset: IndexedDataset, seq_length: int, held_out: float) -> int:
@@ -171,17 +204,20 @@ def count_training_samples(dataset: IndexedDataset, seq_length: int, held_out: f
 
 
 def held_out_samples(total: int, fraction: float) -> int:
-    """Return how many of all samples of a stream are kept for evaluation: at least one, unless the fraction is 0."""
+    """Return how many of all samples of a stream are kept for evaluation: at least one, unless the
+    fraction is 0."""
     return max(1, round(total * fraction)) if fraction else 0
 
 
 def count_samples(dataset: IndexedDataset, seq_length: int) -> int:
-    """Return the number of samples that fit into the stream; the last target needs one more token."""
+    """Return the number of samples that fit into the stream; the last target needs one more
+    token."""
     return max(0, dataset.num_tokens - 1) // seq_length
 
 
 def _too_short(dataset: IndexedDataset, seq_length: int, samples: int) -> UserError:
     return UserError(
-        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of sequence length {seq_length} "
+        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of "
+        f"sequence length {seq_length} "
         f"need {samples * seq_length + 1}; give more text or a shorter sequence"
     )

@@ -1,7 +1,8 @@
 """Text sources: the standard library, a file, a folder, JSONL, Parquet.
 
-A source is a stream of pieces `(document, text)`; consecutive pieces of one document have the same name. Large
-files come in pieces of about a million characters, cut at line ends, so that no file need fit into memory.
+A source is a stream of pieces `(document, text)`; consecutive pieces of one document have the same
+name. Large files come in pieces of about a million characters, cut at line ends, so that no file
+need fit into memory.
 
 | given as                        | documents                                                                    |
 |---------------------------------|------------------------------------------------------------------------------|
@@ -14,9 +15,11 @@ files come in pieces of about a million characters, cut at line ends, so that no
 | a folder                        | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out` has the   |
 |                                 | others: other endings, JSON that is no list, names with a leading dot, links  |
 
-All but Parquet may be packed, with `.gz` or `.zst` at the end of the name. Endings may have any case.
+All but Parquet may be packed, with `.gz` or `.zst` at the end of the name. Endings may have any
+case.
 
-Text is UTF-8 and is not changed, line ends included. A folder called `python` is given as `./python`.
+Text is UTF-8 and is not changed, line ends included. A folder called `python` is given as
+`./python`.
 """
 
 import hashlib
@@ -57,10 +60,11 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 class Source:
     """A text source that can be read any number of times; iterating it yields its pieces.
 
-    name: the name that the user gave. files: the files to read, in this order, below `root`. max_chars: number of
-    characters after which reading stops, even within a document. skip_undecodable: skip files that are not UTF-8
-    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason; empty
-    ones, which give no text, are among `files` too.
+    name: the name that the user gave. files: the files to read, in this order, below `root`.
+    max_chars: number of characters after which reading stops, even within a document.
+    skip_undecodable: skip files that are not UTF-8 instead of raising UserError. left_out: number
+    of files of a folder that are not read, by the reason; empty ones, which give no text, are among
+    `files` too.
     """
 
     name: str
@@ -72,21 +76,25 @@ class Source:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yield the pieces. Raises UserError that names all bad files and rows of the source, the first of many."""
+        """Yield the pieces. Raises UserError that names all bad files and rows of the source, the
+        first of many."""
         try:
             yield from self._read(stop)
         except UserError as error:
             raise self._all_faults(error) from error
 
     def _read(self, bad: Bad) -> Iterator[Piece]:
-        """Yield the pieces. bad: called with the error of each document that is none and of each file that ends early.
+        """Yield the pieces. bad: called with the error of each document that is none and of each
+        file that ends early.
 
         Raises the error where `bad` does.
         """
         left = self.max_chars
         for file in self.files:
             try:
-                for name, text in pieces(file, self._document(file), self.text_field, self.skip_undecodable, bad):
+                for name, text in pieces(
+                    file, self._document(file), self.text_field, self.skip_undecodable, bad
+                ):
                     yield name, text[:left]
                     if left is not None:
                         left -= len(text)
@@ -96,9 +104,11 @@ class Source:
                 bad(error)
 
     def _all_faults(self, first: UserError) -> UserError:
-        """Return an error about all bad files and rows: a line for each file and reason, at most SHOWN of them.
+        """Return an error about all bad files and rows: a line for each file and reason, at most
+        SHOWN of them.
 
-        The whole source is read for it, for at most LOOKING seconds. first: the error that reading stopped at.
+        The whole source is read for it, for at most LOOKING seconds. first: the error that reading
+        stopped at.
         """
         told = dict[tuple[str, str], str]()  # file and reason -> the first line with it
         rows = Counter[tuple[str, str]]()
@@ -123,15 +133,19 @@ class Source:
         return UserError(*lines, *rest)
 
     def total_chars(self) -> int | None:
-        """Return an estimate of the number of characters, from file sizes; `max_chars` if a file is packed or a table,
-        whose sizes do not tell."""
-        if any(file.suffix.lower() in PACKED or form(file) in SUFFIXES[len(TEXT) :] for file in self.files):
+        """Return an estimate of the number of characters, from file sizes; `max_chars` if a file is
+        packed or a table, whose sizes do not tell."""
+        if any(
+            file.suffix.lower() in PACKED or form(file) in SUFFIXES[len(TEXT) :]
+            for file in self.files
+        ):
             return self.max_chars
         size = sum(file.stat().st_size for file in self.files)
         return size if self.max_chars is None else min(size, self.max_chars)
 
     def identity(self) -> dict[str, str | int | None]:
-        """Return the identity of this text for the build record; it changes when a file's name, size or time does."""
+        """Return the identity of this text for the build record; it changes when a file's name,
+        size or time does."""
         digest = hashlib.sha256()
         for file in self.files:
             state = file.stat()
@@ -189,9 +203,12 @@ def has_digest(source: Source, digest: str, chars: int) -> bool:
 
 
 def open_source(name: str, *, text_field: str = "text", max_chars: int | None = None) -> Source:
-    """Return the source `name` (see the module's table). Raises UserError if it does not exist or has no text."""
+    """Return the source `name` (see the module's table). Raises UserError if it does not exist or
+    has no text."""
     if max_chars is not None and max_chars < 1:
-        raise UserError(f"a limit of {max_chars} characters leaves no text; give at least 1 or no limit")
+        raise UserError(
+            f"a limit of {max_chars} characters leaves no text; give at least 1 or no limit"
+        )
     if name == "python":
         return _standard_library(max_chars)
     path = Path(home_expanded(name))
@@ -202,13 +219,17 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
             "give 'python', a text file, a folder, a .jsonl, .json or .parquet file"
         )
     if not (path.is_dir() or path.is_file()):
-        raise UserError(f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ...")
+        raise UserError(
+            f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ..."
+        )
     if path.is_file():
         require_read(path)
     files, left_out = _texts(path) if path.is_dir() else ([path], {})
     if not files:
         there = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
-        raise UserError(f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}{there}")
+        raise UserError(
+            f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}{there}"
+        )
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{name} is empty; give a text of some length")
     check_readable(files)
@@ -217,17 +238,22 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
 
 
 def _with_others(line: str, others: int) -> str:
-    """Return the line about a bad row, with the number of other rows of its file that have the same fault."""
+    """Return the line about a bad row, with the number of other rows of its file that have the same
+    fault."""
     return f"{line}; so {others:,} other rows of this file" if others else line
 
 
 def left_out_words(left_out: Mapping[str, int]) -> list[str]:
     """Return the counts of files that are not read: 3 .html, 1 .pdf."""
-    return [f"{count:,} {what}" for what, count in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))]
+    return [
+        f"{count:,} {what}"
+        for what, count in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))
+    ]
 
 
 def _texts(root: Path) -> tuple[list[Path], dict[str, int]]:
-    """Return the files of a folder that are read, by path, and the number of the others by the reason."""
+    """Return the files of a folder that are read, by path, and the number of the others by the
+    reason."""
     files = list[Path]()
     left_out = Counter[str]()
     unreadable = list[str]()
@@ -260,7 +286,10 @@ def _why_left_out(file: Path) -> str:
         return "broken links or devices"
     kind = form(file)
     if kind not in SUFFIXES:
-        return "".join(file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]).lower() or "without ending"
+        return (
+            "".join(file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]).lower()
+            or "without ending"
+        )
     return ".json that is no list" if kind == JSON and not is_list(file) else ""
 
 
@@ -268,14 +297,29 @@ def _standard_library(max_chars: int | None) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in _library_files(root)}
     if not files:
-        raise UserError(f"this Python has no standard library sources in {root}; give a text file or a folder")
+        raise UserError(
+            f"this Python has no standard library sources in {root}; give a text file or a folder"
+        )
     scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return Source("python", root, tuple(files[name] for name in scattered), max_chars=max_chars, skip_undecodable=True)
+    return Source(
+        "python",
+        root,
+        tuple(files[name] for name in scattered),
+        max_chars=max_chars,
+        skip_undecodable=True,
+    )
 
 
 def _library_files(root: Path) -> Iterator[Path]:
-    """Yield the sources below `root`. Installed packages, which may be large, are not even listed."""
+    """Yield the sources below `root`. Installed packages, which may be large, are not even
+    listed."""
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_LIBRARY]
-        sources = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("."))
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in NOT_LIBRARY
+        ]
+        sources = (
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(".")
+        )
         yield from (file for file in sources if file.is_file())

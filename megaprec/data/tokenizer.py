@@ -1,6 +1,7 @@
 """Tokenizers: a SentencePiece model or a Hugging Face `tokenizer.json`.
 
-Tokenizers add no tokens to a text (no begin, no end); the caller appends `eos` to end a document. A special token
+Tokenizers add no tokens to a text (no begin, no end); the caller appends `eos` to end a document. A
+special token
 spelled out in a text, such as `<|endoftext|>`, is encoded as ordinary tokens, so no text can end its document. Ids are
 those of the original libraries: of `sentencepiece`, and of `tokenizers` and `transformers` with
 `split_special_tokens=True`.
@@ -34,7 +35,15 @@ from megaprec.parsing import read_regular
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
-PARTS = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor"}
+PARTS = {
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+}
 PARTS |= {"decoder", "model"}  # all keys of a tokenizer.json that the package tokenizers knows
 RARE = "\U00012000"  # a letter of a script that few texts have
 LOST = {  # what a tokenizer may change in a text -> a text that has it
@@ -55,10 +64,12 @@ PROBE = "".join(LOST.values()) + " The model says: it's 12345, x = [1.5e-3] # na
 
 
 class Tokenizer(Protocol):
-    """The interface of tokenizers for data and generation. `path` is the file that defines the tokenizer completely.
+    """The interface of tokenizers for data and generation. `path` is the file that defines the
+    tokenizer completely.
 
-    eos, bos, pad, unk: ids that end a document, begin one, pad, and stand for what is not known; None if the tokenizer
-    has none. holes: ids below `vocab_size` that no token has. notes: lines for the user on what is not followed.
+    eos, bos, pad, unk: ids that end a document, begin one, pad, and stand for what is not known;
+    None if the tokenizer has none. holes: ids below `vocab_size` that no token has. notes: lines
+    for the user on what is not followed.
     """
 
     path: Path
@@ -80,7 +91,8 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file. If it is named `tokenizer.model`, the settings of transformers beside it count."""
+    """A SentencePiece `.model` file. If it is named `tokenizer.model`, the settings of transformers
+    beside it count."""
 
     holes: frozenset[int] = frozenset()
 
@@ -106,7 +118,9 @@ class SentencePieceTokenizer:
             require_agreeing(path, settings, vocabulary)
             ids = (_id_of(role, settings, vocabulary) for role in ROLES)
             own = (self.eos, self.bos, self.pad)
-            self.eos, self.bos, self.pad = (one if said is None else said for said, one in zip(ids, own, strict=True))
+            self.eos, self.bos, self.pad = (
+                one if said is None else said for said, one in zip(ids, own, strict=True)
+            )
             self.notes = (*settings.notes, *renamed)
         self.notes = (*self.notes, *_losses(self))
 
@@ -115,7 +129,8 @@ class SentencePieceTokenizer:
         return self._encode(_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none. Raises UserError for an id that no token has."""
+        """Text of token ids; special tokens have none. Raises UserError for an id that no token
+        has."""
         return self._processor.decode(_known(self, ids))
 
     def vocabulary(self) -> dict[str, int]:
@@ -127,8 +142,8 @@ class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json` file, read with the optional package `tokenizers`.
 
     `eos`, `bos` and `pad` are the tokens named in the settings beside it (`tokenizer_config.json`,
-    `special_tokens_map.json`). If they name no `eos`, it is the one of USUAL_EOS among the special tokens, or else in
-    the vocabulary.
+    `special_tokens_map.json`). If they name no `eos`, it is the one of USUAL_EOS among the special
+    tokens, or else in the vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +155,10 @@ class HuggingFaceTokenizer:
             raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
         except Exception as problem:  # the library raises bare Exception
             strange = ", ".join(sorted(definition.keys() - PARTS))
-            why = f"it does not know {strange}: give a tokenizer.json without that" if strange else problem
+            if strange:
+                why = f"it does not know {strange}: give a tokenizer.json without that"
+            else:
+                why = problem
             raise UserError(f"{path}: the package tokenizers cannot read it: {why}") from problem
         self.path = path
         vocabulary = self.vocabulary()
@@ -148,21 +166,31 @@ class HuggingFaceTokenizer:
         require_agreeing(path, settings, vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.holes = frozenset(range(self.vocab_size)) - set(vocabulary.values())
-        self.bos, self.pad = (_id_of(role, settings, vocabulary) for role in ("bos_token", "pad_token"))
+        self.bos, self.pad = (
+            _id_of(role, settings, vocabulary) for role in ("bos_token", "pad_token")
+        )
         said = _id_of("eos_token", settings, vocabulary)
-        special = {one["content"] for one in definition.get("added_tokens") or () if one.get("special")}
+        special = {
+            one["content"] for one in definition.get("added_tokens") or () if one.get("special")
+        }
         self.eos = _usual_eos(path, vocabulary, special) if said is None else said
         model = definition["model"]
-        unk = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token") or "")
+        if "unk_id" in model:
+            unk = model.get("unk_id")
+        else:
+            unk = vocabulary.get(model.get("unk_token") or "")
         self.unk: int | None = unk
         unread = unread_keys(definition, self._tokenizer)
-        left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"] if unread else []
+        if unread:
+            left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"]
+        else:
+            left_out = []
         ends = _end_in_texts(path, self.eos, vocabulary, self._encode)
         self.notes = (*settings.notes, *left_out, *_losses(self), *ends)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or if it has what no
-        token is for.
+        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or
+        if it has what no token is for.
         """
         text = _unicode(text)
         try:
@@ -171,7 +199,8 @@ class HuggingFaceTokenizer:
             raise UserError(f"{self.path} cannot encode the text: {problem}") from problem
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none. Raises UserError for an id beyond the vocabulary."""
+        """Text of token ids; special tokens have none. Raises UserError for an id beyond the
+        vocabulary."""
         return self._tokenizer.decode(_known(self, ids), skip_special_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
@@ -193,7 +222,8 @@ def _losses(tokenizer: Tokenizer) -> list[str]:
 
 
 def _leaves_out(tokenizer: Tokenizer) -> bool:
-    """Return True if a character that no token is for is left out, as by a tokenizer without an unknown token."""
+    """Return True if a character that no token is for is left out, as by a tokenizer without an
+    unknown token."""
     try:
         return not tokenizer.encode(RARE)
     except UserError:
@@ -212,7 +242,8 @@ def _comes_back(tokenizer: Tokenizer, text: str) -> bool:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer in this file: JSON is Hugging Face's, anything else SentencePiece's.
 
-    Raises UserError if the file is neither, or if it and the settings beside it do not fit together.
+    Raises UserError if the file is neither, or if it and the settings beside it do not fit
+    together.
     """
     if not path.is_file():
         what = " is a folder" if path.is_dir() else ": no such file"
@@ -223,25 +254,37 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         content = read_regular(path)
         require_tried(path, content)
-        return HuggingFaceTokenizer(path) if is_json(content) else SentencePieceTokenizer(path)
+        if is_json(content):
+            return HuggingFaceTokenizer(path)
+        return SentencePieceTokenizer(path)
     except UserError:
         raise
     except OSError as problem:
-        raise UserError(f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json") from problem
-    except Exception as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
-        raise neither(path, another_kind(path, content[:4096]) or " ".join(str(problem).split())) from problem
+        raise UserError(
+            f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json"
+        ) from problem
+    except (
+        Exception
+    ) as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
+        raise neither(
+            path, another_kind(path, content[:4096]) or " ".join(str(problem).split())
+        ) from problem
 
 
 def same_tokens(one: Path, other: Path) -> bool:
-    """Return True if equal ids mean equal tokens in two files of tokenizers, and a text of many kinds has equal ids.
+    """Return True if equal ids mean equal tokens in two files of tokenizers, and a text of many
+    kinds has equal ids.
 
-    A SentencePiece model and the tokenizer.json that was made of it have the same. Raises UserError.
+    A SentencePiece model and the tokenizer.json that was made of it have the same. Raises
+    UserError.
     """
     if read_whole(one) == read_whole(other):
         return True
     first = load_tokenizer(one)
     second = load_tokenizer(other)
-    return first.vocabulary() == second.vocabulary() and _ids_of_probe(first) == _ids_of_probe(second)
+    return first.vocabulary() == second.vocabulary() and _ids_of_probe(first) == _ids_of_probe(
+        second
+    )
 
 
 def _ids_of_probe(tokenizer: Tokenizer) -> list[int] | None:
@@ -252,7 +295,8 @@ def _ids_of_probe(tokenizer: Tokenizer) -> list[int] | None:
 
 
 def loaded_once(path: Path) -> Tokenizer | None:
-    """Return the tokenizer in this file, loaded only once while it and the settings beside it stay the same.
+    """Return the tokenizer in this file, loaded only once while it and the settings beside it stay
+    the same.
 
     None if there is no file, or none that can be loaded.
     """
@@ -272,12 +316,14 @@ def _id_of(role: str, settings: Settings, vocabulary: Mapping[str, int]) -> int 
 
 
 def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
-    """Return the id of the token that ends a document by its usual name. Raises UserError if there are several."""
+    """Return the id of the token that ends a document by its usual name. Raises UserError if there
+    are several."""
     there = [name for name in USUAL_EOS if name in vocabulary]
     there = [name for name in there if name in special] or there
     if len(there) > 1:
         raise UserError(
-            f"{path} has {' and '.join(there)}, and nothing says which of them ends a document: name it in {CONFIG} "
+            f"{path} has {' and '.join(there)}, and nothing says which of them ends a "
+            f"document: name it in {CONFIG} "
             f'beside it: {{"eos_token": "{there[0]}"}}'
         )
     return vocabulary[there[0]] if there else None
@@ -286,7 +332,8 @@ def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> 
 def _end_in_texts(
     path: Path, eos: int | None, vocabulary: Mapping[str, int], encode: Callable[[str], list[int]]
 ) -> tuple[str, ...]:
-    """Return a note if a text can hold the token that ends a document, which is then no special one."""
+    """Return a note if a text can hold the token that ends a document, which is then no special
+    one."""
     token = next((token for token, id in vocabulary.items() if id == eos), "")
     try:
         found = eos in encode(token)
@@ -305,7 +352,8 @@ def _known(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 def _unicode(text: str) -> str:
-    """Return `text`. Raises UserError if it contains half of a surrogate pair, which no tokenizer can encode."""
+    """Return `text`. Raises UserError if it contains half of a surrogate pair, which no tokenizer
+    can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:

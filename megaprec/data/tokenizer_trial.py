@@ -1,10 +1,12 @@
-"""A separate program that reads the file of a tokenizer and encodes a text, with limits of memory and time.
+"""A separate program that reads the file of a tokenizer and encodes a text, with limits of memory
+and time.
 
     python -P tokenizer_trial.py PATH
 
-The libraries of tokenizers trust their files: odd ones make them panic, abort the process, or take gigabytes and
-minutes. This process ends with 0 if the file does none of that; a file that a library refuses with an
-error is as harmless as one that it reads. It ends with PANIC for a panic, and otherwise by the signal of a limit.
+The libraries of tokenizers trust their files: odd ones make them panic, abort the process, or take
+gigabytes and minutes. This process ends with 0 if the file does none of that; a file that a library
+refuses with an error is as harmless as one that it reads. It ends with PANIC for a panic, and
+otherwise by the signal of a limit.
 
 This module imports no other module of the project, so that it starts fast.
 """
@@ -20,13 +22,20 @@ MEMORY = 2 << 30  # bytes more than the process itself takes, and for each byte 
 PER_BYTE = 60
 SECONDS = 10  # of processor time, and a second more for each SECOND_FOR bytes of the file
 SECOND_FOR = 1 << 20
-TEXT = 'The model says: it\'s 12345, x = [1.5e-3]\r\n\t  # naïve é ﬁ 数字 😀\u2581\x07 {"a": 1} ' + "a" * 2000
+TEXT = (
+    'The model says: it\'s 12345, x = [1.5e-3]\r\n\t  # naïve é ﬁ 数字 😀\u2581\x07 {"a": 1} '
+    + "a" * 2000
+)
 
 
 def limit(size: int) -> None:
-    """Limit this process, which reads a file of `size` bytes: memory and time, and no file to write."""
+    """Limit this process, which reads a file of `size` bytes: memory and time, and no file to
+    write."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = {resource.RLIMIT_AS: taken + MEMORY + PER_BYTE * size, resource.RLIMIT_CPU: SECONDS + size // SECOND_FOR}
+    limits = {
+        resource.RLIMIT_AS: taken + MEMORY + PER_BYTE * size,
+        resource.RLIMIT_CPU: SECONDS + size // SECOND_FOR,
+    }
     limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
     for what, most in limits.items():
         _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered

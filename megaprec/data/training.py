@@ -1,8 +1,9 @@
 """Training of a tokenizer on text, in seconds.
 
-SentencePiece: byte-pair encoding with byte fallback, trained on a bounded sample of lines, without normalization. Runs
-of spaces become pieces, so indentation is cheap; a newline is never in a training line, so it is one token, the byte
-piece <0x0A>. Hugging Face's `tokenizers`: byte-level byte-pair encoding. Both give every text back exactly.
+SentencePiece: byte-pair encoding with byte fallback, trained on a bounded sample of lines, without
+normalization. Runs of spaces become pieces, so indentation is cheap; a newline is never in a
+training line, so it is one token, the byte piece <0x0A>. Hugging Face's `tokenizers`: byte-level
+byte-pair encoding. Both give every text back exactly.
 """
 
 import io
@@ -21,16 +22,21 @@ from megaprec.data.tried_tokenizers import remember
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 
-SAMPLE_CHARS = 4_000_000  # of text to learn a vocabulary from; ten times more changes tokens per text by some 1 %
+# of text to learn a vocabulary from; ten times more changes tokens per text by some 1 %
+SAMPLE_CHARS = 4_000_000
 FIXED_PIECES = 3 + 256  # unknown, begin, end; bytes
 LONGEST_LINE = 1 << 16  # bytes; SentencePiece ignores longer lines
 END = "<|endoftext|>"
-# SentencePiece writes a space as U+2581 and reads this sign back as a space. So a text's own U+2581 is escaped, and so
-# is the character that escapes it: nothing is lost, and all other texts have the same pieces.
+# SentencePiece writes a space as U+2581 and reads this sign back as a space. So a text's own U+2581
+# is escaped, and so is the character that escapes it: nothing is lost, and all other texts have the
+# same pieces.
 SPACE = "\u2581"
 DLE = "\x10"  # data link escape, a control character that texts do not have
 ESCAPES = {SPACE: f"{DLE}_", DLE: f"{DLE}."}
-NORMALIZER, DENORMALIZER, TABLE = 3, 5, 2  # fields of a model, and of both
+# fields of a model, and of both
+NORMALIZER = 3
+DENORMALIZER = 5
+TABLE = 2
 MOST_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of them
 
 
@@ -42,23 +48,29 @@ class ImpossibleVocabulary(UserError):
         self.nearest = nearest
 
 
-def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False) -> Path:
+def train_sentencepiece(
+    texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False
+) -> Path:
     """Learn `vocab_size` pieces from `texts`, write `PREFIX.model` atomically, and return its path.
 
-    The bytes of the model depend only on the texts and the size. Reads all texts once, with about `SAMPLE_CHARS`
-    characters in memory. Raises UserError if the text does not allow this size, or if another model is there and may
-    not be overwritten.
+    The bytes of the model depend only on the texts and the size. Reads all texts once, with about
+    `SAMPLE_CHARS` characters in memory. Raises UserError if the text does not allow this size, or
+    if another model is there and may not be overwritten.
     """
     _require_possible(vocab_size)
     lines = sample_lines(texts)
     if not lines:
-        raise UserError("a tokenizer cannot be learned from a text without a line; give a text of some length")
+        raise UserError(
+            "a tokenizer cannot be learned from a text without a line; give a text of some length"
+        )
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=map(_escaped, lines),
             model_writer=content,  # a file name would be recorded in the model and change its bytes
-            vocab_size=max(vocab_size, FIXED_PIECES),  # so that 0 gives the error of any size too small
+            vocab_size=max(
+                vocab_size, FIXED_PIECES
+            ),  # so that 0 gives the error of any size too small
             model_type="bpe",
             byte_fallback=True,
             character_coverage=0.9995,
@@ -79,13 +91,17 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
 
 
 def _escaped(line: str) -> str:
-    """Return a line as the model has it: rewritten by the rules of `escapes`, one character at a time."""
-    return "".join(ESCAPES.get(character, character) for character in line) if SPACE in line or DLE in line else line
+    """Return a line as the model has it: rewritten by the rules of `escapes`, one character at a
+    time."""
+    if SPACE in line or DLE in line:
+        return "".join(ESCAPES.get(character, character) for character in line)
+    return line
 
 
 @cache
 def escapes() -> tuple[bytes, bytes]:
-    """Return the tables by which SentencePiece rewrites characters before it splits texts, and back.
+    """Return the tables by which SentencePiece rewrites characters before it splits texts, and
+    back.
 
     It states a table only within a model, so a tiny one is trained.
     """
@@ -108,7 +124,9 @@ def escapes() -> tuple[bytes, bytes]:
             minloglevel=2,
         )
     parts = dict(protobuf_fields(tiny.getvalue()))
-    there_table, back_table = (dict(protobuf_fields(parts[part]))[TABLE] for part in (NORMALIZER, DENORMALIZER))
+    there_table, back_table = (
+        dict(protobuf_fields(parts[part]))[TABLE] for part in (NORMALIZER, DENORMALIZER)
+    )
     return there_table, back_table
 
 
@@ -118,7 +136,8 @@ def _numbers(characters: str) -> str:
 
 
 def _lossless() -> bytes:
-    """Return what is appended to a model so that SentencePiece rewrites texts by `escapes`, and back.
+    """Return what is appended to a model so that SentencePiece rewrites texts by `escapes`, and
+    back.
 
     Parts of a message that come later count, so nothing before them has to be changed.
     """
@@ -151,14 +170,20 @@ def _number(value: int) -> bytes:
 def _require_possible(vocab_size: int) -> None:
     """Raise UserError for a vocabulary that no trainer has room for."""
     if vocab_size > MOST_PIECES:
-        raise UserError(f"a vocabulary of {vocab_size} cannot be learned: give at most {MOST_PIECES}")
+        raise UserError(
+            f"a vocabulary of {vocab_size} cannot be learned: give at most {MOST_PIECES}"
+        )
 
 
-def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False) -> Path:
-    """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and return the path.
+def train_hugging_face(
+    texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False
+) -> Path:
+    """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and
+    return the path.
 
     Byte-level byte-pair encoding like GPT-2's; the end of a document is <|endoftext|>, token 0. The file depends only
-    on the texts and the size. Raises UserError as `train_sentencepiece` does, and without the package `tokenizers`.
+    on the texts and the size. Raises UserError as `train_sentencepiece` does, and without the
+    package `tokenizers`.
     """
     try:
         import tokenizers  # noqa: PLC0415 (optional)
@@ -168,19 +193,26 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
     lines = sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if not lines or vocab_size <= len(alphabet):
-        least = f"the bytes and the end of a document alone take {len(alphabet) + 1}; give at least that"
+        least = (
+            f"the bytes and the end of a document alone take {len(alphabet) + 1}; give at least "
+            "that"
+        )
         why = least if lines else "it has no line"
         raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {why}")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     made.train_from_iterator((line + "\n" for line in lines), trainer)
     if (there := made.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"a vocabulary of {vocab_size} cannot be learned from this text: there are only {there} pieces in it; give "
+            f"a vocabulary of {vocab_size} cannot be learned from this text: there are only "
+            f"{there} pieces in it; give "
             "at most that, or more text"
         )
     return _publish(path, made.to_str(pretty=True).encode(), overwrite)
@@ -195,31 +227,41 @@ def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
 
 
 def sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
-    """Return a sample of the lines of `texts`, at most `limit` characters, spread evenly over all of them.
+    """Return a sample of the lines of `texts`, at most `limit` characters, spread evenly over all
+    of them.
 
-    Whenever the sample exceeds the limit, each of its lines is dropped with probability one half, and the probability
-    of taking later lines is halved. The random numbers are seeded, so the sample depends only on the texts.
+    Whenever the sample exceeds the limit, each of its lines is dropped with probability one half,
+    and the probability of taking later lines is halved. The random numbers are seeded, so the
+    sample depends only on the texts.
     """
     dice = random.Random(0)
     kept: list[str] = []
-    chars, probability = 0, 1.0
+    chars = 0
+    probability = 1.0
     for line in (line for text in texts for line in text.split("\n")):
         if line and dice.random() < probability:
             kept.append(line)
             chars += len(line)
         while chars > limit:
             kept = [line for line in kept if dice.random() < 0.5]
-            chars, probability = sum(map(len, kept)), probability / 2
+            chars = sum(map(len, kept))
+            probability = probability / 2
     return kept
 
 
 def _why_untrainable(problem: str) -> tuple[str, int]:
-    """Return SentencePiece's error in the user's terms, and the nearest possible size, 0 if there is none.
+    """Return SentencePiece's error in the user's terms, and the nearest possible size, 0 if there
+    is none.
 
     The original error names options that users cannot set here.
     """
     if found := re.search(r"required_chars\. \d+ vs (\d+)", problem):
-        return f"the bytes and the common characters alone take {found[1]}; give at least that", int(found[1])
+        return (
+            f"the bytes and the common characters alone take {found[1]}; give at least that",
+            int(found[1]),
+        )
     if found := re.search(r"value <= (\d+)", problem):
-        return f"there are only {found[1]} pieces in it; give at most that, or more text", int(found[1])
+        return f"there are only {found[1]} pieces in it; give at most that, or more text", int(
+            found[1]
+        )
     return " ".join(problem.split()), 0

@@ -1,7 +1,7 @@
 """Files of tokenizers that a library reads without a panic, a crash, or gigabytes and minutes.
 
-A file that this machine has not met is tried in a separate process (`tokenizer_trial.py`), which takes some tenths of a
-second; that it passed is remembered by its digest.
+A file that this machine has not met is tried in a separate process (`tokenizer_trial.py`), which
+takes some tenths of a second; that it passed is remembered by its digest.
 """
 
 import hashlib
@@ -19,11 +19,13 @@ from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 
 PROGRAM = Path(tokenizer_trial.__file__)
-PATIENCE = 900  # seconds: on a machine that is busy, the limit of processor time takes longer to be reached
+# seconds: on a machine that is busy, the limit of processor time takes longer to be reached
+PATIENCE = 900
 
 
 def require_tried(path: Path, content: bytes) -> None:
-    """Raise UserError unless a library reads the tokenizer in file `path`, and splits a text, within the limits.
+    """Raise UserError unless a library reads the tokenizer in file `path`, and splits a text,
+    within the limits.
 
     content: of the file. An error that the library raises is no reason: the caller meets it, too.
     """
@@ -34,7 +36,9 @@ def require_tried(path: Path, content: bytes) -> None:
     command = [sys.executable, "-P", str(PROGRAM), str(path.absolute())]
     quiet = {**os.environ, "RUST_BACKTRACE": "0"}
     try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL, env=quiet)
+        done = subprocess.run(
+            command, capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL, env=quiet
+        )
     except subprocess.TimeoutExpired as error:
         raise _refused(path, f"the package {library} did not read it in {PATIENCE} s") from error
     if done.returncode == 0:
@@ -46,11 +50,15 @@ def require_tried(path: Path, content: bytes) -> None:
         -signal.SIGABRT: "aborts, perhaps for want of memory",
     }
     ended = ends.get(done.returncode, f"ended with code {done.returncode}")
-    raise _refused(path, f"the package {library} {ended} when it reads the file and splits a short text with it")
+    raise _refused(
+        path,
+        f"the package {library} {ended} when it reads the file and splits a short text with it",
+    )
 
 
 def remember(content: bytes) -> None:
-    """Remember on this machine that a tokenizer can be read: it was tried, or has just been made by the library."""
+    """Remember on this machine that a tokenizer can be read: it was tried, or has just been made by
+    the library."""
     record = _record(content)
     if record is not None:
         with suppress(OSError):  # without a record it is tried again
@@ -58,7 +66,10 @@ def remember(content: bytes) -> None:
 
 
 def _refused(path: Path, why: str) -> UserError:
-    return UserError(f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by the library")
+    return UserError(
+        f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by "
+        "the library"
+    )
 
 
 def _library(content: bytes) -> str:
@@ -66,7 +77,8 @@ def _library(content: bytes) -> str:
 
 
 def _record(content: bytes) -> Path | None:
-    """Return the path of this machine's record of a tokenizer, read by the installed version of its library.
+    """Return the path of this machine's record of a tokenizer, read by the installed version of its
+    library.
 
     None if there is no home folder for a cache.
     """

@@ -1,7 +1,8 @@
-"""Worker processes that tokenize chunks of text in parallel, with the results in the order of the chunks.
+"""Worker processes that tokenize chunks of text in parallel, with the results in the order of the
+chunks.
 
-Chunks depend only on the text, so the tokens do not depend on the number of workers. At most two chunks per worker are
-in flight, which bounds the memory.
+Chunks depend only on the text, so the tokens do not depend on the number of workers. At most two
+chunks per worker are in flight, which bounds the memory.
 """
 
 import subprocess
@@ -30,14 +31,18 @@ class Chunk:
     ends: list[bool]
 
 
-def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yield each chunk and its ids, in order. With one worker, this process encodes; more workers are new processes.
+def encode_chunks(
+    chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[Chunk, Encoded]]:
+    """Yield each chunk and its ids, in order. With one worker, this process encodes; more workers
+    are new processes.
 
     Raises UserError if a worker is killed, and for a text that has what no token is for.
     """
     if workers == 1:
         yield from (
-            (chunk, encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)) for chunk in chunks
+            (chunk, encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos))
+            for chunk in chunks
         )
         return
     with _processes(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
@@ -69,13 +74,17 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
         code = process.wait()
         raise UserError(
             f"a process that turns text into tokens ended with code {code}"
-            f"{' (killed, perhaps because memory ran out)' if code == -9 else ''}: try fewer workers"
+            f"{' (killed, perhaps because memory ran out)' if code == -9 else ''}: try fewer "
+            "workers"
         ) from error
 
 
 @contextmanager
-def _processes(tokenizer: Tokenizer, workers: int) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
-    """Context manager: a queue of started workers. They end with the block, or with this process, however it ends."""
+def _processes(
+    tokenizer: Tokenizer, workers: int
+) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
+    """Context manager: a queue of started workers. They end with the block, or with this process,
+    however it ends."""
     command = [
         sys.executable,
         "-P",
@@ -83,7 +92,10 @@ def _processes(tokenizer: Tokenizer, workers: int) -> Iterator["SimpleQueue[subp
         str(tokenizer.path),
         "" if tokenizer.eos is None else str(tokenizer.eos),
     ]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(workers)]
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(workers)
+    ]
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
     try:
         for process in started:

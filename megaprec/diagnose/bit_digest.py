@@ -1,9 +1,10 @@
 """A digest of a tensor's bits that depends on their order, computed on the tensor's device.
 
-The bits are read as 64-bit lanes x_i. Each is spread, y_i = x_i + (x_i >> 32), so that its highest bit also counts
-further down, and two sums of y_i times odd constants are taken modulo 2^64: the constants are pseudo-random, differ
-with i and between the sums. One changed bit always changes both sums. Two elements or rows that are swapped change
-them, because their constants differ. Any other change stays unseen with a probability of about 2^-64.
+The bits are read as 64-bit lanes x_i. Each is spread, y_i = x_i + (x_i >> 32), so that its highest
+bit also counts further down, and two sums of y_i times odd constants are taken modulo 2^64: the
+constants are pseudo-random, differ with i and between the sums. One changed bit always changes both
+sums. Two elements or rows that are swapped change them, because their constants differ. Any other
+change stays unseen with a probability of about 2^-64.
 
 Integer sums have no rounding: the digest is the same on every device, in every order of addition.
 """
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from megaprec.comm.random import bits, key
 
-WIDTH = 1 << 15  # lanes of a row; rows have constants of their own, by which those of their lanes are multiplied
+# lanes of a row; rows have constants of their own, by which those of their lanes are multiplied
+WIDTH = 1 << 15
 _ROWS = {"cpu": 1}  # rows processed at once: on a CPU the temporaries then stay in a core's cache
 _ROWS_ELSEWHERE = 128
 
@@ -23,8 +25,8 @@ _ROWS_ELSEWHERE = 128
 def digest(x: Tensor) -> Tensor:
     """Return the digest of the bits of `x`, of any dtype and shape: int64 [2].
 
-    Temporaries are small, unless `x` is not contiguous or does not begin at a multiple of eight bytes: it is then
-    copied.
+    Temporaries are small, unless `x` is not contiguous or does not begin at a multiple of eight
+    bytes: it is then copied.
     """
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     if not x.numel():
@@ -56,7 +58,8 @@ def _lanes(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _of_rows(lanes: Tensor, row: int) -> Tensor:
-    """Return the sums over consecutive rows, of which the first has number `row` and the last may be short."""
+    """Return the sums over consecutive rows, of which the first has number `row` and the last may
+    be short."""
     whole = len(lanes) // WIDTH
     if whole * WIDTH != len(lanes):
         short = _of_row(lanes[whole * WIDTH :], row + whole)

@@ -1,8 +1,9 @@
-"""Digests of the activations at the borders of modules, and of their gradients, in order of computation.
+"""Digests of the activations at the borders of modules, and of their gradients, in order of
+computation.
 
-Two runs of the same computation give the same list. The first entry that differs tells where they parted: the output of
-a module differs although its inputs did not, so the module computed something else. Digests stay on the device until
-they are read, so tracing does not wait for it.
+Two runs of the same computation give the same list. The first entry that differs tells where they
+parted: the output of a module differs although its inputs did not, so the module computed something
+else. Digests stay on the device until they are read, so tracing does not wait for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from megaprec.diagnose.bit_digest import digest
 from megaprec.precision.nested import tensors
 
-FORWARD, BACKWARD = 0, 1
+FORWARD = 0
+BACKWARD = 1
 AFTER = 1_000_000  # index of the first entry after a pass; no pass has as many
 
 
 class Moment(NamedTuple):
-    """The time of an entry; moments of one micro-batch on all its pipeline ranks are in order of computation.
+    """The time of an entry; moments of one micro-batch on all its pipeline ranks are in order of
+    computation.
 
-    direction: FORWARD or BACKWARD. stage: number of the stage, negative in the backward pass. index: within the stage.
+    direction: FORWARD or BACKWARD. stage: number of the stage, negative in the backward pass.
+        index: within the stage.
     """
 
     direction: int
@@ -34,7 +38,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One traced tensor. module: path of the module whose border it is; "" at the ends of a stage."""
+    """One traced tensor. module: path of the module whose border it is; "" at the ends of a
+    stage."""
 
     moment: Moment
     what: str
@@ -43,22 +48,32 @@ class Entry:
 
 
 class BorderTrace:
-    """Traces the forward pass of each stage whose turn it is, and the backward pass that follows from it.
+    """Traces the forward pass of each stage whose turn it is, and the backward pass that follows
+    from it.
 
-    stages: by number. turns: by stage, which of its forward passes inside `recording` is traced, from 0.
+    stages: by number. turns: by stage, which of its forward passes inside `recording` is traced,
+        from 0.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], turns: Mapping[int, int]) -> None:
-        self._stages, self._left = stages, dict(turns)
+        self._stages = stages
+        self._left = dict(turns)
         self._counts: dict[tuple[int, int], int] = {}
         self._inside: int | None = None  # the stage whose forward pass is being traced
-        self._newest: tuple[Tensor | None, int, Tensor] = None, 0, torch.zeros(0)  # of the entry before
+        # of the entry before
+        self._newest: tuple[Tensor | None, int, Tensor] = (
+            None,
+            0,
+            torch.zeros(0),
+        )
         self._entries: list[Entry] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Trace within the context; outside of it the modules have no hooks."""
-        hooks = [hook for number, stage in self._stages.items() for hook in self._hooks(number, stage)]
+        hooks = [
+            hook for number, stage in self._stages.items() for hook in self._hooks(number, stage)
+        ]
         try:
             yield
         finally:
@@ -70,10 +85,19 @@ class BorderTrace:
         """Return the entries so far, in order of their moments."""
         return sorted(self._entries, key=lambda entry: entry.moment)
 
-    def note(self, direction: int, stage: int, what: str, tensor: Tensor, module: str = "", place: int = -1) -> None:
+    def note(
+        self,
+        direction: int,
+        stage: int,
+        what: str,
+        tensor: Tensor,
+        module: str = "",
+        place: int = -1,
+    ) -> None:
         """Add the digest of a tensor, at the present moment.
 
-        place: if given, the tensor's moment is after the whole pass of the stage, in the order of these numbers.
+        place: if given, the tensor's moment is after the whole pass of the stage, in the order of
+            these numbers.
         """
         index = AFTER + place
         if place < 0:
@@ -97,7 +121,9 @@ class BorderTrace:
     def _hooks(self, number: int, stage: nn.Module) -> Iterator[Any]:
         yield stage.register_forward_pre_hook(partial(self._enter, number))
         for path, module in stage.named_modules():
-            if path and type(module).forward is not nn.Module.forward:  # containers have no forward pass
+            if (
+                path and type(module).forward is not nn.Module.forward
+            ):  # containers have no forward pass
                 yield module.register_forward_hook(partial(self._leave, path))
         yield stage.register_forward_hook(partial(self._end, number))
 

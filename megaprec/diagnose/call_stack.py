@@ -1,10 +1,11 @@
-"""The call stack of a rank's main thread, for a thread that watches it: where it is, and if it waits for other ranks.
+"""The call stack of a rank's main thread, for a thread that watches it: where it is, and if it
+waits for other ranks.
 
-Python's `faulthandler` writes the stack down: C code that makes no object, holds none, and keeps the interpreter's
-lock. To walk the frames of another thread is not safe. In Python 3.11 `frame.f_back` makes a frame object, which may
-start the collector of garbage. A finalizer that it runs may release the lock, as those of tensors do; the other thread
-goes on and leaves the frame that is being made an object of. The process then dies of SIGSEGV, or reads what is there
-instead.
+Python's `faulthandler` writes the stack down: C code that makes no object, holds none, and keeps
+the interpreter's lock. To walk the frames of another thread is not safe. In Python 3.11
+`frame.f_back` makes a frame object, which may start the collector of garbage. A finalizer that it
+runs may release the lock, as those of tensors do; the other thread goes on and leaves the frame
+that is being made an object of. The process then dies of SIGSEGV, or reads what is there instead.
 """
 
 import faulthandler
@@ -30,7 +31,8 @@ LINES = 3
 
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")  # as faulthandler writes other than ASCII
+# as faulthandler writes other than ASCII
+ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
 class Call(NamedTuple):
@@ -48,11 +50,14 @@ def short_path(path: str) -> str:
     _, found, library = path.rpartition("site-packages/")
     if found:
         return library
-    return f"lib/{Path(path).name}" if path.startswith((sys.base_prefix, "<frozen")) else path
+    if path.startswith((sys.base_prefix, "<frozen")):
+        return f"lib/{Path(path).name}"
+    return path
 
 
 def main_calls() -> list[Call]:
-    """Return the calls of the main thread, innermost first, a hundred at most; none if the system has no memory."""
+    """Return the calls of the main thread, innermost first, a hundred at most; none if the system
+    has no memory."""
     try:
         with _in_memory() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -70,7 +75,8 @@ def _in_memory() -> BinaryIO:
 
 
 def calls_of(dump: str, thread: int) -> list[Call]:
-    """Return the calls of a thread, by its ident, from what faulthandler has written about all threads."""
+    """Return the calls of a thread, by its ident, from what faulthandler has written about all
+    threads."""
     calls: list[Call] = []
     among_its_own = False
     for line in dump.splitlines():
@@ -87,13 +93,15 @@ def _unescaped(text: str) -> str:
 
 
 def main_stack() -> tuple[bool, list[str]]:
-    """Return True if the main thread is in a transfer between ranks, and its innermost lines outside of libraries."""
+    """Return True if the main thread is in a transfer between ranks, and its innermost lines
+    outside of libraries."""
     return summary(main_calls())
 
 
 def summary(calls: Sequence[Call]) -> tuple[bool, list[str]]:
     """Return what `main_stack` returns, for a thread with these calls."""
-    waits, lines = False, list[str]()
+    waits = False
+    lines = list[str]()
     for call in calls:
         waits |= not lines and call.file.startswith(WAITING)
         if not call.file.startswith(OUTSIDE):

@@ -1,9 +1,10 @@
 """Digests of what a rank holds: weights, masters, moments and reduced gradients, by logical slice.
 
-Whatever several ranks hold must be the same, bit for bit: weights on all replicas, replicated parameters on all
-tensor-parallel ranks, tied ones on their pipeline ranks, and state and reduced gradients where ZeRO-1 does not shard
-them over all replicas. Experts on ranks of their own have other replicas than other weights. State that one rank alone
-holds is compared with the weights: they are the masters, rounded.
+Whatever several ranks hold must be the same, bit for bit: weights on all replicas, replicated
+parameters on all tensor-parallel ranks, tied ones on their pipeline ranks, and state and reduced
+gradients where ZeRO-1 does not shard them over all replicas. Experts on ranks of their own have
+other replicas than other weights. State that one rank alone holds is compared with the weights:
+they are the masters, rounded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,15 +19,18 @@ from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.diagnose.bit_digest import digest
 from megaprec.optim.flat_buffer import Buffer
 
-WEIGHT, GRADIENT = "weight", "gradient"
+WEIGHT = "weight"
+GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)
 class Held:
     """The digest of elements that a rank holds.
 
-    key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of an optimizer state.
-    copies: number of neighbouring tensor-parallel ranks that hold the same. tied: True if other pipeline ranks do too.
+    key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of an
+        optimizer state.
+    copies: number of neighbouring tensor-parallel ranks that hold the same. tied: True if other
+        pipeline ranks do too.
     own: True if replicas that share a copy of the state (ZeRO-1) hold different elements.
     expert: True for weights of experts that lie on ranks of their own.
     """
@@ -41,7 +45,8 @@ class Held:
 
 
 def held(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[Held]:
-    """Return the digests of all weights, states and reduced gradients of a rank, in an order that dp ranks share."""
+    """Return the digests of all weights, states and reduced gradients of a rank, in an order that
+    dp ranks share."""
     found = [of for buffer in buffers for of in (*_weights(buffer), *_own(buffer))]
     return found + list(_frozen(parts))
 
@@ -54,13 +59,21 @@ def _weights(buffer: Buffer) -> Iterator[Held]:
 
 def _own(buffer: Buffer) -> Iterator[Held]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
-    alone = buffer.masters is not None and buffer.masters.data_ptr() != buffer.own(buffer.weights).data_ptr()
-    kept = {"masters": buffer.masters if alone else None, "remainder": buffer.remainder, **buffer.state}
+    alone = (
+        buffer.masters is not None
+        and buffer.masters.data_ptr() != buffer.own(buffer.weights).data_ptr()
+    )
+    kept = {
+        "masters": buffer.masters if alone else None,
+        "remainder": buffer.remainder,
+        **buffer.state,
+    }
     kept[GRADIENT] = buffer.own(buffer.grads)
     layout = layout_of(buffer.parameters[0])
     for kind, values in kept.items():
         for piece in buffer.pieces if values is not None else ():
-            first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+            first = max(piece.start, buffer.first)
+            last = min(piece.stop, buffer.last)
             if values is not None and first < last:
                 place = f" {first - piece.start}:{last - piece.start}"
                 some = values[first - buffer.first : last - buffer.first]
@@ -78,21 +91,28 @@ def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
                     yield _held(WEIGHT, span, values, layout, own=False)
 
 
-def _held(kind: str, part: Part, values: Tensor, layout: Layout, own: bool, place: str = "") -> Held:
+def _held(
+    kind: str, part: Part, values: Tensor, layout: Layout, own: bool, place: str = ""
+) -> Held:
     shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
     key = f"{kind} {part.name}{shard}{place}"
     return Held(key, kind, part.copies, bool(layout.tied), own, digest(values), layout.expert)
 
 
 def strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
-    """Return bool [] by parameter, True if this rank's slice of its weights is not the masters, rounded.
+    """Return bool [] by parameter, True if this rank's slice of its weights is not the masters,
+    rounded.
 
-    steps: number of applied steps, as of the update that rounded them. Masters that are the weights, or that are
-    stored as the weights and a remainder, cannot stray.
+    steps: number of applied steps, as of the update that rounded them. Masters that are the
+    weights, or that are stored as the weights and a remainder, cannot stray.
     """
     found: dict[str, Tensor] = {}
     for buffer in buffers:
-        if buffer.in_codes or buffer.masters is None or buffer.masters.dtype == buffer.weights.dtype:
+        if (
+            buffer.in_codes
+            or buffer.masters is None
+            or buffer.masters.dtype == buffer.weights.dtype
+        ):
             continue
         for tile in buffer.blocks(0, buffer.last - buffer.first):
             rounded = replace(tile, weights=torch.empty_like(tile.weights))
@@ -107,7 +127,8 @@ def strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of a comparison: bool [] each, True if something differs from what another rank holds."""
+    """Result of a comparison: bool [] each, True if something differs from what another rank
+    holds."""
 
     weights: Tensor
     gradients: Tensor
@@ -117,8 +138,8 @@ class Agreement:
 class Holders:
     """The ranks that hold the same weights: those of experts on ranks of their own, or all others.
 
-    replicas: the ranks that hold the same slices. sharing: number of neighbouring ones that share one copy of the
-    state. tp: the ranks that hold the other slices.
+    replicas: the ranks that hold the same slices. sharing: number of neighbouring ones that share
+    one copy of the state. tp: the ranks that hold the other slices.
     """
 
     replicas: Axis
@@ -127,12 +148,18 @@ class Holders:
 
 
 def compare(
-    all_held: Sequence[Held], pp: Axis, others: Holders, experts: Holders | None, device: torch.device
+    all_held: Sequence[Held],
+    pp: Axis,
+    others: Holders,
+    experts: Holders | None,
+    device: torch.device,
 ) -> Agreement:
     """Compare digests with those of the ranks that must hold the same. Collective over all axes."""
     differs = torch.zeros(2, dtype=torch.bool, device=device)
     apart = [] if experts is None else [(experts, True)]
-    for (holders, of_experts), (n, gradients) in product([(others, False), *apart], enumerate((False, True))):
+    for (holders, of_experts), (n, gradients) in product(
+        [(others, False), *apart], enumerate((False, True))
+    ):
         among = [one for one in all_held if one.expert == of_experts]
         some = [one for one in among if (one.kind == GRADIENT) == gradients]
         differs[n] |= _differ(some, holders, sorted({one.copies for one in among} - {1}), device)
@@ -144,8 +171,11 @@ def compare(
     return Agreement(*differs.unbind())
 
 
-def _differ(some: Sequence[Held], holders: Holders, copied: Sequence[int], device: torch.device) -> Tensor:
-    """Return bool [], True if ranks that must hold the same hold something else. copied: numbers of copies over tp."""
+def _differ(
+    some: Sequence[Held], holders: Holders, copied: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return bool [], True if ranks that must hold the same hold something else. copied: numbers of
+    copies over tp."""
     found = torch.zeros((), dtype=torch.bool, device=device)
     for sharded, apart in ((False, 1), (True, holders.sharing)):
         own = [one for one in some if one.own == sharded]
@@ -160,5 +190,8 @@ def _differ(some: Sequence[Held], holders: Holders, copied: Sequence[int], devic
 
 def _folded(some: Sequence[Held], device: torch.device) -> Tensor:
     """Return one digest of many: int64 [1, 2]; zeros if there is none."""
-    digests = torch.stack([one.digest for one in some]) if some else torch.zeros(0, dtype=torch.int64, device=device)
+    if some:
+        digests = torch.stack([one.digest for one in some])
+    else:
+        digests = torch.zeros(0, dtype=torch.int64, device=device)
     return digest(digests).unsqueeze(0)

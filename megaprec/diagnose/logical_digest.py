@@ -1,13 +1,15 @@
-"""Digests of logical tensors that do not depend on the layout: each rank digests its slices, and the sum is the digest.
+"""Digests of logical tensors that do not depend on the layout: each rank digests its slices, and
+the sum is the digest.
 
-The bits of an element are an integer x, spread over 64 bits if it has as many. The digest is two sums of x times a
-constant, modulo 2^64. The constant is the product of one odd pseudo-random number for each coordinate of the element in
-its logical tensor, so a slice along any dim, and any run of a slice, has terms of its own. Integer sums have no
-rounding and no order: added over the ranks that hold them, the terms of all elements give the same 128 bits in every
-layout.
+The bits of an element are an integer x, spread over 64 bits if it has as many. The digest is two
+sums of x times a constant, modulo 2^64. The constant is the product of one odd pseudo-random number
+for each coordinate of the element in its logical tensor, so a slice along any dim, and any run of a
+slice, has terms of its own. Integer sums have no rounding and no order: added over the ranks that
+hold them, the terms of all elements give the same 128 bits in every layout.
 
-One changed bit always changes both sums. Any other change, such as two elements or rows that are swapped, stays unseen
-with a probability of about 2^-64. Negative zero counts as zero: a sum in another order may have either.
+One changed bit always changes both sums. Any other change, such as two elements or rows that are
+swapped, stays unseen with a probability of about 2^-64. Negative zero counts as zero: a sum in
+another order may have either.
 """
 
 from functools import lru_cache
@@ -25,7 +27,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
-    """Return the sums over elements [first, first + len(values)) of the flattened slice `part`: int64 [2].
+    """Return the sums over elements [first, first + len(values)) of the flattened slice `part`:
+    int64 [2].
 
     values: [n], of any floating-point dtype.
     """
@@ -33,14 +36,18 @@ def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
     if not len(values):
         return total
     rows, columns = _constants(_offset(part), part.local or (1,), values.device)
-    width, last = columns.shape[1], first + len(values)
-    begin, end = min(last, -(-first // width) * width), last // width * width
+    width = columns.shape[1]
+    last = first + len(values)
+    begin = min(last, -(-first // width) * width)
+    end = last // width * width
     for start, stop in ((first, begin), (begin, end), (max(begin, end), last)):
         if start < stop:
             row, column = divmod(start, width)
             count = min(width, stop - start)
             table = values[start - first : stop - first].view(-1, count)
-            total += _of_table(table, rows[:, row : row + len(table)], columns[:, column : column + count])
+            total += _of_table(
+                table, rows[:, row : row + len(table)], columns[:, column : column + count]
+            )
     return total
 
 
@@ -50,7 +57,8 @@ def combined(made: Tensor) -> str:
 
 
 def _of_table(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and columns, int64 [2, c]."""
+    """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and
+    columns, int64 [2, c]."""
     step = max(1, (BLOCK if table.device.type == "cpu" else _ELSEWHERE) // table.shape[1])
     total = torch.zeros(2, dtype=torch.int64, device=table.device)
     for first in range(0, len(table), step):
@@ -72,13 +80,18 @@ def _offset(part: Part) -> tuple[int, ...]:
 
 
 @lru_cache(1024)
-def _constants(start: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the constants of the rows and columns of a slice, for both sums: odd int64 [2, rows], [2, columns].
+def _constants(
+    start: tuple[int, ...], size: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the constants of the rows and columns of a slice, for both sums: odd int64 [2, rows],
+    [2, columns].
 
     start, size: of the slice along each dim. A row is one index of all dims but the last.
     """
     dims = range(-len(size), 0)
-    of_dims = [_of_dim(dim, first, count) for dim, first, count in zip(dims, start, size, strict=True)]
+    of_dims = [
+        _of_dim(dim, first, count) for dim, first, count in zip(dims, start, size, strict=True)
+    ]
     rows = torch.ones(2, 1, dtype=torch.int64)
     for one in of_dims[:-1]:
         rows = (rows[:, :, None] * one[:, None, :]).reshape(2, -1)

@@ -6,11 +6,12 @@
         loss.backward()
     print(trace.found)
 
-In the forward pass every module's inputs and outputs are checked, and in the backward pass the gradients of both and of
-its own parameters. The first tensor that is not finite tells where the inf or NaN arose. If it is an output, or the
-gradient of an input, it arose in that module, because the module's own inputs were still finite. If it is an input, or
-the gradient of an output, it arose in the calling module, between its submodules. The trace works for any module:
-outputs may be nested, gradients may be in `grad` or in `main_grad`. Each tensor is checked immediately, which is slow:
+In the forward pass every module's inputs and outputs are checked, and in the backward pass the
+gradients of both and of its own parameters. The first tensor that is not finite tells where the inf
+or NaN arose. If it is an output, or the gradient of an input, it arose in that module, because the
+module's own inputs were still finite. If it is an input, or the gradient of an output, it arose in
+the calling module, between its submodules. The trace works for any module: outputs may be nested,
+gradients may be in `grad` or in `main_grad`. Each tensor is checked immediately, which is slow:
 trace a single micro-batch, not a whole training run.
 """
 
@@ -39,14 +40,16 @@ class Glance:
 class Finding:
     """The first tensor that was not finite.
 
-    module: dotted path of the module in which it arose, "" for the whole model; None if outside the model: in its
-        inputs, or in a computation on its output. kind: the module's class.
+    module: dotted path of the module in which it arose, "" for the whole model; None if outside the
+        model: in its inputs, or in a computation on its output. kind: the module's class.
     parameters: names of the module's own parameters; logical names if they have a layout.
-    what: description of the tensor. dtype: the dtype in which the tensor was computed; for a parameter's gradient the
-        dtype of the parameter, in which its product is computed, not the dtype of accumulation.
-    infs, nans: how many of its `elements` are inf and NaN. largest: the largest magnitude of the other elements.
-    given: the largest magnitude that entered the module: of its inputs or, in the backward pass, of its output's
-        gradient.
+    what: description of the tensor. dtype: the dtype in which the tensor was computed; for a
+        parameter's gradient the dtype of the parameter, in which its product is computed, not the
+        dtype of accumulation.
+    infs, nans: how many of its `elements` are inf and NaN. largest: the largest magnitude of the
+        other elements.
+    given: the largest magnitude that entered the module: of its inputs or, in the backward pass, of
+        its output's gradient.
     """
 
     module: str | None
@@ -66,7 +69,8 @@ class Trace(AbstractContextManager["Trace"]):
     """Context manager that traces `model` during one forward and, optionally, one backward pass.
 
     found: the first tensor that was not finite, None so far. seen: all tensors before it, in order.
-    The gradients of the parameters must be zero or None at the beginning. The trace does not change any number.
+    The gradients of the parameters must be zero or None at the beginning. The trace does not change
+    any number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,12 +83,17 @@ class Trace(AbstractContextManager["Trace"]):
 
     def __enter__(self) -> "Trace":
         for path, module in self._modules.items():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
+            self._hooks.append(
+                module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
+            )
             self._hooks.append(module.register_forward_hook(partial(self._leave, path)))
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -93,8 +102,11 @@ class Trace(AbstractContextManager["Trace"]):
             for path in self._modules:
                 self._look_at_parameters(path)
 
-    def look(self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None) -> float:
-        """Check a tensor that was computed in `module`, by default outside, and return its largest finite magnitude.
+    def look(
+        self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None
+    ) -> float:
+        """Check a tensor that was computed in `module`, by default outside, and return its largest
+        finite magnitude.
 
         dtype: the dtype in which it was computed, if that is not its own.
         """
@@ -107,21 +119,29 @@ class Trace(AbstractContextManager["Trace"]):
             self.found = self._finding(what, values, largest, module, dtype or values.dtype)
         return largest
 
-    def _finding(self, what: str, values: Tensor, largest: float, path: str | None, dtype: torch.dtype) -> Finding:
+    def _finding(
+        self, what: str, values: Tensor, largest: float, path: str | None, dtype: torch.dtype
+    ) -> Finding:
         module = self._modules.get(path) if path is not None else None
         kind = "" if module is None else type(module).__name__
         names = tuple(name for name, _ in self._parameters(path)) if path is not None else ()
-        infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
+        infs = int(values.isinf().sum())
+        nans = int(values.isnan().sum())
         given = self._given.get(path, 0.0) if path is not None else 0.0
         shape = tuple(values.shape)
-        return Finding(path, kind, names, what, shape, dtype, infs, nans, values.numel(), largest, given)
+        return Finding(
+            path, kind, names, what, shape, dtype, infs, nans, values.numel(), largest, given
+        )
 
     def _enter(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         caller = self._running[-1] if self._running else None
         self._running.append(path)
-        looks = [self.look(f"input of {_shown(path)}", tensor, caller) for tensor in _inputs((args, kwargs))]
+        looks = [
+            self.look(f"input of {_shown(path)}", tensor, caller)
+            for tensor in _inputs((args, kwargs))
+        ]
         self._given[path] = max(looks, default=0.0)
         watch = partial(self._watched, hook=partial(self._input_gradient, path))
         return mapped(args, watch), mapped(kwargs, watch)
@@ -131,11 +151,18 @@ class Trace(AbstractContextManager["Trace"]):
         caller = self._running[-1] if self._running else None
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.look(f"output of {_shown(path)}", tensor, path)
-        return mapped(output, partial(self._watched, hook=partial(self._output_gradient, path, caller)))
+        return mapped(
+            output, partial(self._watched, hook=partial(self._output_gradient, path, caller))
+        )
 
     def _watched(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
-        """Return a view of the tensor with a gradient hook. A view, because the tensor may be used elsewhere too."""
-        if not tensor.requires_grad or not torch.is_grad_enabled() or isinstance(tensor, nn.Parameter):
+        """Return a view of the tensor with a gradient hook. A view, because the tensor may be used
+        elsewhere too."""
+        if (
+            not tensor.requires_grad
+            or not torch.is_grad_enabled()
+            or isinstance(tensor, nn.Parameter)
+        ):
             return tensor
         view = tensor.view_as(tensor)
         self._hooks.append(view.register_hook(hook))
@@ -153,14 +180,18 @@ class Trace(AbstractContextManager["Trace"]):
     def _look_at_parameters(self, path: str) -> None:
         for name, parameter in self._parameters(path):
             main_grad = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if main_grad is None else main_grad  # beside main_grad, reading grad may raise
+            # beside main_grad, reading grad may raise
+            gradient = parameter.grad if main_grad is None else main_grad
             if gradient is not None and self.found is None and not gradient.isfinite().all():
                 self.look(f"gradient of {name}", gradient, path, parameter.dtype)
 
     def _parameters(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._modules[path].named_parameters(path, recurse=False):
             layout = getattr(parameter, "megaprec_layout", None)
-            yield name if layout is None else " + ".join(part.name for part in layout.parts), parameter
+            yield (
+                name if layout is None else " + ".join(part.name for part in layout.parts),
+                parameter,
+            )
 
 
 def _shown(path: str) -> str:
@@ -168,7 +199,8 @@ def _shown(path: str) -> str:
 
 
 def _inputs(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point inputs of a module; scalars without gradient, such as the loss scale, are left out."""
+    """Yield the floating-point inputs of a module; scalars without gradient, such as the loss
+    scale, are left out."""
     for tensor in tensors(value):
         if tensor.is_floating_point() and (tensor.dim() or tensor.requires_grad):
             yield tensor

@@ -1,9 +1,10 @@
 """Monitor of skipped steps, which judges if they are normal.
 
-A dynamic loss scale adapts by overflowing now and then, so a skipped step is normal. It is not normal to skip a step
-with the scale already at its minimum, because the next step will overflow as well. A constant scale, or no scale, is
-always at its minimum. A non-finite loss does not depend on the scale, because the loss is scaled after the forward
-pass; there is no point in waiting for the scale to fall to its minimum.
+A dynamic loss scale adapts by overflowing now and then, so a skipped step is normal. It is not
+normal to skip a step with the scale already at its minimum, because the next step will overflow as
+well. A constant scale, or no scale, is always at its minimum. A non-finite loss does not depend on
+the scale, because the loss is scaled after the forward pass; there is no point in waiting for the
+scale to fall to its minimum.
 """
 
 import math
@@ -19,11 +20,13 @@ WINDOW = 1000  # recent steps that are counted
 class OverflowMonitor:
     """Follows the outcomes of a run's steps; the state is the same on every rank.
 
-    patience: number of skips in a row, each of which a lower scale could not prevent, after which training should stop.
+    patience: number of skips in a row, each of which a lower scale could not prevent, after which
+        training should stop.
     """
 
     def __init__(self, scaling: LossScaling, patience: int = 20) -> None:
-        self.scaling, self.patience = scaling, patience
+        self.scaling = scaling
+        self.patience = patience
         self.in_a_row = 0  # skipped steps since the last applied one
         self.at_floor = 0  # skipped steps in a row with the scale at its minimum
         self.bad_losses = 0  # skipped steps in a row whose loss was not finite
@@ -32,7 +35,8 @@ class OverflowMonitor:
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, report: StepReport) -> None:
-        """Record the outcome of the next step. One in which no token counts says nothing about overflows."""
+        """Record the outcome of the next step. One in which no token counts says nothing about
+        overflows."""
         if report.outcome == NO_TOKENS:
             return
         skipped = not report.changed
@@ -48,7 +52,8 @@ class OverflowMonitor:
 
     @property
     def hopeless(self) -> bool:
-        """Return True if training should stop: steps overflow, and the scale cannot fall or a lower one cannot help."""
+        """Return True if training should stop: steps overflow, and the scale cannot fall or a lower
+        one cannot help."""
         return max(self.at_floor, self.bad_losses) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,9 +67,10 @@ class OverflowMonitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a monitor. If its run had been stopped, reset the counters, so that a restarted run can
-        go on for `patience` steps."""
-        self.in_a_row, self.at_floor = state["in_a_row"], state["at_floor"]
+        """Restore the state of a monitor. If its run had been stopped, reset the counters, so that
+        a restarted run can go on for `patience` steps."""
+        self.in_a_row = state["in_a_row"]
+        self.at_floor = state["at_floor"]
         self.bad_losses = state.get("bad_losses", 0)
         self.ever_applied = state["ever_applied"]
         self._recent = deque(state["recent"], maxlen=WINDOW)
@@ -75,22 +81,36 @@ class OverflowMonitor:
         """Return one line of advice for the user, after a skipped step."""
         if self.bad_losses > 1:
             lost = "the loss itself was not finite, which a lower scale cannot help"
-            return f"{self.bad_losses} in a row in which {lost}: this will not recover by itself; {self._cure()}"
+            return (
+                f"{self.bad_losses} in a row in which {lost}: this will not recover by itself; "
+                f"{self._cure()}"
+            )
         if self.at_floor > 1:
             where = {"dynamic": "at the minimum scale", "constant": "at a constant scale"}.get(
                 self.scaling.kind, "and there is no scale to lower"
             )
-            return f"{self.at_floor} in a row {where}: this will not recover by itself; {self._cure()}"
+            return (
+                f"{self.at_floor} in a row {where}: this will not recover by itself; {self._cure()}"
+            )
         count = sum(self._recent)
         if not self._loss_finite:
-            return f"{count} in the last {len(self._recent)} steps: the loss itself is not finite; {self._cure()}"
+            return (
+                f"{count} in the last {len(self._recent)} steps: the loss itself is not finite; "
+                f"{self._cure()}"
+            )
         if not self.ever_applied and self.scaling.kind == "dynamic":
-            return f"{self.in_a_row} in a row at the start: normal, the scale falls until gradients fit"
+            return (
+                f"{self.in_a_row} in a row at the start: normal, the scale falls until gradients "
+                "fit"
+            )
         return f"{count} in the last {len(self._recent)} steps: {self._judge(count)}"
 
     def _cure(self) -> str:
         if self._loss_finite and self.scaling.kind == "constant":
-            return f"lower precision.loss_scale = {self.scaling.initial:g}, or leave it out for a dynamic scale"
+            return (
+                f"lower precision.loss_scale = {self.scaling.initial:g}, or leave it out for a "
+                "dynamic scale"
+            )
         return "lower the learning rate, look at the samples, or train in bf16"
 
     def _judge(self, count: int) -> str:

@@ -1,13 +1,14 @@
 """The position of a rank in its run: written by its main thread, read by its watchdog.
 
-A phase is a part of a run that has a time limit of its own, such as a step or a save. Within a phase, `doing` is the
-instruction or action under way. The executor writes before every instruction, which takes a microsecond.
+A phase is a part of a run that has a time limit of its own, such as a step or a save. Within a
+phase, `doing` is the instruction or action under way. The executor writes before every instruction,
+which takes a microsecond.
 
-The time that a rank computes is counted here too, to find ranks that are slow: watchers read it, and never look at a
-thread that runs.
+The time that a rank computes is counted here too, to find ranks that are slow: watchers read it,
+and never look at a thread that runs.
 
-Each write also goes to memory that other processes of this machine can read, because a process that is stopped can no
-longer tell where it is.
+Each write also goes to memory that other processes of this machine can read, because a process that
+is stopped can no longer tell where it is.
 """
 
 import mmap
@@ -35,15 +36,16 @@ class Phase(StrEnum):
     SAVE = "save"
 
 
-UNLIMITED = frozenset({Phase.PREPARATION, Phase.WAITING})  # tokenizing a large text takes as long as it takes
+# tokenizing a large text takes as long as it takes
+UNLIMITED = frozenset({Phase.PREPARATION, Phase.WAITING})
 RECORD = "record of the step"  # the action of rank 0 that the others do not share
 
 SIZE = 256  # bytes of the shared memory
 
 
 class _Account(NamedTuple):
-    """Seconds computed in steps until `since`, when the rank had waited `waited` seconds in all. since: None where the
-    rank does not compute: outside of steps, and while records are written.
+    """Seconds computed in steps until `since`, when the rank had waited `waited` seconds in all.
+    since: None where the rank does not compute: outside of steps, and while records are written.
     """
 
     before: float = 0.0
@@ -60,18 +62,24 @@ class Position:
     slowest: seconds of the slowest step so far; 0 until the first step is done.
     waits: the waits of the main thread for other ranks, if they are `waiting.noted`.
     begun: number of training steps that this rank has begun.
-    shared: file descriptor of the shared memory; -1 before `share`, and where the system has no such memory.
+    shared: file descriptor of the shared memory; -1 before `share`, and where the system has no
+        such memory.
     """
 
     def __init__(self) -> None:
-        self.phase, self.step, self.doing = Phase.LOADING, 0, object()
+        self.phase = Phase.LOADING
+        self.step = 0
+        self.doing = object()
         self.count = self.entries = 0
-        self.slowest, self.shared = 0.0, -1
+        self.slowest = 0.0
+        self.shared = -1
         self.waits = Waits()
         self.begun = 0
         self._account = _Account()  # replaced as a whole: a reader never sees a half of it
         self._memory: mmap.mmap | None = None
-        self._head, self._texts = b"", dict[object, bytes]()  # what is written: phase and step, then the action
+        # what is written: phase and step, then the action
+        self._head = b""
+        self._texts = dict[object, bytes]()
         self.at("start")
         self._since = time.monotonic()
 
@@ -93,8 +101,11 @@ class Position:
         if self.phase is Phase.STEP:
             self.slowest = max(self.slowest, now - self._since)
         if step is not None and phase is Phase.STEP:
-            self.begun += max(0, step - self.step) if self.begun else 1  # a resumed run begins with a later step
-        self.phase, self._since, self.count = phase, now, -1
+            # a resumed run begins with a later step
+            self.begun += max(0, step - self.step) if self.begun else 1
+        self.phase = phase
+        self._since = now
+        self.count = -1
         self.step = self.step if step is None else step
         self._keep_account(now, phase is Phase.STEP)
         self.entries += 1
@@ -102,12 +113,14 @@ class Position:
         self.at("")
 
     def record(self) -> None:
-        """Note that the record of the step is written now, which is no part of the step's computation."""
+        """Note that the record of the step is written now, which is no part of the step's
+        computation."""
         self._keep_account(time.monotonic(), computes=False)
         self.at(RECORD)
 
     def computed(self) -> float:
-        """Return the seconds that this rank has computed in training steps: not those in which it waited for others."""
+        """Return the seconds that this rank has computed in training steps: not those in which it
+        waited for others."""
         return self._computed_at(time.monotonic())
 
     def _computed_at(self, now: float) -> float:
@@ -145,10 +158,13 @@ def in_words(doing: object) -> str:
 
 
 def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
-    """Return phase, step and action of another process of this machine, from its shared memory; None if unreadable."""
+    """Return phase, step and action of another process of this machine, from its shared memory;
+    None if unreadable."""
     try:
         with open(f"/proc/{pid}/fd/{shared}", "rb") as memory:
-            phase, step, doing = memory.read(SIZE).decode(errors="replace").partition("\n")[0].split("\t")
+            phase, step, doing = (
+                memory.read(SIZE).decode(errors="replace").partition("\n")[0].split("\t")
+            )
     except (OSError, ValueError):
         return None
     return phase, int(step), doing

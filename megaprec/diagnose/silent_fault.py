@@ -1,13 +1,15 @@
-"""The verdict about ranks that computed or hold something wrong: which rank it was, and where it began.
+"""The verdict about ranks that computed or hold something wrong: which rank it was, and where it
+began.
 
-Every rank gives a `Testimony`: digests of what it holds, of the messages that it sent and received, and traces of one
-micro-batch. The micro-batch was computed in the training step ("real") and again on another replica ("again"). If these
-differ, every replica computes it twice more ("first", "second"). A replica that differs from itself, or from the
-majority of replicas, is at fault; if all agree now, the fault was transient, and the one that differs from the
-majority is the one that erred then. Two replicas that differ steadily accuse each other: nothing tells which is right.
+Every rank gives a `Testimony`: digests of what it holds, of the messages that it sent and received,
+and traces of one micro-batch. The micro-batch was computed in the training step ("real") and again
+on another replica ("again"). If these differ, every replica computes it twice more ("first",
+"second"). A replica that differs from itself, or from the majority of replicas, is at fault; if all
+agree now, the fault was transient, and the one that differs from the majority is the one that erred
+then. Two replicas that differ steadily accuse each other: nothing tells which is right.
 
-Within a replica, the first difference in order of computation names the rank. Tensor-parallel ranks that see it at the
-same moment, after a sum of their parts, are all named.
+Within a replica, the first difference in order of computation names the rank. Tensor-parallel ranks
+that see it at the same moment, after a sum of their parts, are all named.
 """
 
 from collections import Counter
@@ -27,8 +29,9 @@ Replica = Mapping[tuple[int, int], Trace]  # traces of a replica's ranks, by (pp
 class Testimony:
     """The digests that one rank contributes to the verdict.
 
-    place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose weights are not their
-    masters, rounded. messages: digests by message and side, "sent" or "received". traces: by name.
+    place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose weights
+    are not their masters, rounded. messages: digests by message and side, "sent" or "received".
+    traces: by name.
     """
 
     rank: int
@@ -44,7 +47,9 @@ class Testimony:
     def read(said: Mapping[str, Any]) -> "Testimony":
         """Return the testimony of which `asdict` made JSON values."""
         traces = {
-            name: tuple((Moment(*moment), what, module, bits) for moment, what, module, bits in trace)
+            name: tuple(
+                (Moment(*moment), what, module, bits) for moment, what, module, bits in trace
+            )
             for name, trace in said["traces"].items()
         }
         return Testimony(**{**said, "place": tuple(said["place"]), "traces": traces})
@@ -59,10 +64,11 @@ def rows(entries: Iterable[Entry]) -> Trace:
 class Fault:
     """A fault, and who is to blame for it.
 
-    kind: "weights", "message", "computation", "gradients". what: the tensor in which it is first seen. module: its
-    module, "" if there is none. direction: "forward", "backward" or "". ranks, hosts: those to blame. certain: False if
-    only some of them are, and nothing tells which. transient: True if it did not happen again. sound: True if all that
-    the ranks hold agrees, so that it can be saved.
+    kind: "weights", "message", "computation", "gradients". what: the tensor in which it is first
+    seen. module: its module, "" if there is none. direction: "forward", "backward" or "". ranks,
+    hosts: those to blame. certain: False if only some of them are, and nothing tells which.
+    transient: True if it did not happen again. sound: True if all that the ranks hold agrees, so
+    that it can be saved.
     """
 
     kind: str
@@ -80,22 +86,29 @@ class Fault:
         return {**asdict(self), "ranks": list(self.ranks), "hosts": list(self.hosts)}
 
     def __str__(self) -> str:
-        names = [f"rank {rank} on host {host}" for rank, host in zip(self.ranks, self.hosts, strict=True)]
+        names = [
+            f"rank {rank} on host {host}" for rank, host in zip(self.ranks, self.hosts, strict=True)
+        ]
         who = (" and " if self.certain and self.kind != "message" else " or ").join(names)
         if self.kind == "weights":
             return f"{who} holds wrong bits of {self.what}"
         if self.kind == "message":
             return f"{self.what} was not received as it was sent: {who}"
         again = ", and right when computed again" if self.transient else ""
-        return f"{who} computed {self.what} wrongly in the {self.direction or 'reduction'} pass{again}"
+        return (
+            f"{who} computed {self.what} wrongly in the {self.direction or 'reduction'} pass{again}"
+        )
 
 
-def judge(said: Sequence[Testimony], suspect: int | None, comparable: bool, exact: bool) -> Fault | None:
-    """Return the verdict; None if the micro-batch cannot be judged, because its computation is not deterministic.
+def judge(
+    said: Sequence[Testimony], suspect: int | None, comparable: bool, exact: bool
+) -> Fault | None:
+    """Return the verdict; None if the micro-batch cannot be judged, because its computation is not
+    deterministic.
 
-    said: the testimonies of all ranks, by rank. suspect: the data-parallel rank whose micro-batch was not computed
-    again as it was; None if there is none. comparable: True if all replicas compute alike. exact: True if a sound rank
-    is known to compute the same bits each time.
+    said: the testimonies of all ranks, by rank. suspect: the data-parallel rank whose micro-batch
+    was not computed again as it was; None if there is none. comparable: True if all replicas
+    compute alike. exact: True if a sound rank is known to compute the same bits each time.
     """
     unequal = _unequal(said, [one.weights for one in said])
     alone = [one for one in said if one.strayed]
@@ -103,10 +116,17 @@ def judge(said: Sequence[Testimony], suspect: int | None, comparable: bool, exac
     if unequal is not None:
         what, blamed, certain = unequal
         if not certain and alone:
-            blamed, certain = alone, True
+            blamed = alone
+            certain = True
         return _fault("weights", what, blamed, certain, sound)
     if alone:
-        return _fault("weights", f"weight {alone[0].strayed[0]}, which are not its masters rounded", alone, True, sound)
+        return _fault(
+            "weights",
+            f"weight {alone[0].strayed[0]}, which are not its masters rounded",
+            alone,
+            True,
+            sound,
+        )
     if (lost := _lost_message(said)) is not None:
         return lost
     if suspect is not None:
@@ -117,16 +137,24 @@ def judge(said: Sequence[Testimony], suspect: int | None, comparable: bool, exac
 
 
 def _fault(
-    kind: str, what: str, blamed: Sequence[Testimony], certain: bool, sound: bool, transient: bool = False
+    kind: str,
+    what: str,
+    blamed: Sequence[Testimony],
+    certain: bool,
+    sound: bool,
+    transient: bool = False,
 ) -> Fault:
     hosts = tuple(one.host for one in blamed)
-    return Fault(kind, what, "", "", tuple(one.rank for one in blamed), hosts, certain, transient, sound)
+    return Fault(
+        kind, what, "", "", tuple(one.rank for one in blamed), hosts, certain, transient, sound
+    )
 
 
 def _unequal(
     said: Sequence[Testimony], digests: Sequence[Mapping[str, str]]
 ) -> tuple[str, Sequence[Testimony], bool] | None:
-    """Return the first thing that ranks hold unequally, who is to blame, and True if a majority says so."""
+    """Return the first thing that ranks hold unequally, who is to blame, and True if a majority
+    says so."""
     for key in dict.fromkeys(key for one in digests for key in one):
         holders = [(one, held[key]) for one, held in zip(said, digests, strict=True) if key in held]
         (common, count), *others = Counter(bits for _, bits in holders).most_common()
@@ -137,7 +165,8 @@ def _unequal(
 
 
 def _lost_message(said: Sequence[Testimony]) -> Fault | None:
-    """Return the fault of the first message that was received with other bits than it was sent with."""
+    """Return the fault of the first message that was received with other bits than it was sent
+    with."""
     sent = {
         (one.place[1:], name): (one, both["sent"])
         for one in said
@@ -152,7 +181,9 @@ def _lost_message(said: Sequence[Testimony]) -> Fault | None:
     return None
 
 
-def _computation(said: Sequence[Testimony], suspect: int, comparable: bool, exact: bool) -> Fault | None:
+def _computation(
+    said: Sequence[Testimony], suspect: int, comparable: bool, exact: bool
+) -> Fault | None:
     count = 1 + max(one.place[1] for one in said)
     able = range(count) if comparable else [suspect]
     first, second = ({r: _replica(said, r, name) for r in able} for name in ("first", "second"))
@@ -165,18 +196,27 @@ def _computation(said: Sequence[Testimony], suspect: int, comparable: bool, exac
     judge = max(able, key=lambda r: standing[r])
     if 2 * standing[judge] <= len(able):
         one, other, *_ = able
-        return _blame(said, [(one, first[one], first[other]), (other, first[other], first[one])], certain=False)
+        return _blame(
+            said,
+            [(one, first[one], first[other]), (other, first[other], first[one])],
+            certain=False,
+        )
     wrong = [(r, first[r], first[judge]) for r in able if first[r] != first[judge]]
     if wrong:
         return _blame(said, wrong)
     borrower = (suspect + 1) % count if comparable else suspect
-    was = [(suspect, _replica(said, suspect, "real")), (borrower, _replica(said, borrower, "again"))]
+    was = [
+        (suspect, _replica(said, suspect, "real")),
+        (borrower, _replica(said, borrower, "again")),
+    ]
     erred = [(r, trace, first[judge]) for r, trace in was if trace != first[judge]]
     return _blame(said, erred, transient=True) if erred else None
 
 
 def _replica(said: Sequence[Testimony], replica: int, name: str) -> Replica:
-    return {(one.place[0], one.place[2]): one.traces[name] for one in said if one.place[1] == replica}
+    return {
+        (one.place[0], one.place[2]): one.traces[name] for one in said if one.place[1] == replica
+    }
 
 
 def _blame(
@@ -192,12 +232,14 @@ def _blame(
     blamed = [one for one in said if one.place in places]
     moment, what, module, _ = row
     direction = "backward" if moment.direction == BACKWARD else "forward"
-    ranks, hosts = tuple(one.rank for one in blamed), tuple(one.host for one in blamed)
+    ranks = tuple(one.rank for one in blamed)
+    hosts = tuple(one.host for one in blamed)
     return Fault("computation", what, module, direction, ranks, hosts, certain, transient, True)
 
 
 def _first_difference(trace: Replica, right: Replica) -> tuple[Row, list[tuple[int, int]]]:
-    """Return the first row in which two replicas differ, and the places of the ranks that differ at that moment."""
+    """Return the first row in which two replicas differ, and the places of the ranks that differ at
+    that moment."""
     firsts: dict[tuple[int, int], Row] = {}
     for place, mine in trace.items():
         theirs = right[place]

@@ -1,7 +1,8 @@
 """Digests of the whole state that a run resumes from, by logical tensor, the same in every layout.
 
-The state is the master weights, the moments and delayed FP8 scales with their histories. Of an element that several
-ranks hold, the copy that is counted in norms is digested. Parameters that are not trained are not part of it.
+The state is the master weights, the moments and delayed FP8 scales with their histories. Of an
+element that several ranks hold, the copy that is counted in norms is digested. Parameters that are
+not trained are not part of it.
 """
 
 import json
@@ -23,16 +24,20 @@ Digests = dict[str, dict[str, str]]
 
 
 class StateDigest:
-    """The digests of an optimizer's state and of the FP8 state of its model. fp8: None if there is none."""
+    """The digests of an optimizer's state and of the FP8 state of its model. fp8: None if there is
+    none."""
 
     def __init__(self, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> None:
-        self._optimizer, self._fp8 = optimizer, fp8
+        self._optimizer = optimizer
+        self._fp8 = fp8
         self._names: list[str] | None = None  # of all ranks, "kind/logical name"
 
     @torch.no_grad()
     def make(self) -> Digests:
-        """Return the digests, the same on every rank. Collective over the world; waits for the device."""
-        world, device = self._optimizer.world, self._optimizer.device
+        """Return the digests, the same on every rank. Collective over the world; waits for the
+        device."""
+        world = self._optimizer.world
+        device = self._optimizer.device
         own: dict[str, Tensor] = {}
         for name, terms in self._terms():
             own[name] = own[name] + terms if name in own else terms
@@ -47,22 +52,29 @@ class StateDigest:
         return found
 
     def _terms(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ("kind/logical name", int64 [2]) of what this rank counts; a name may occur repeatedly."""
+        """Yield ("kind/logical name", int64 [2]) of what this rank counts; a name may occur
+        repeatedly."""
         for buffer in self._optimizer.all_buffers():
             for piece in buffer.pieces:
-                first, last = max(piece.start, buffer.share[0]), min(piece.stop, buffer.share[1])
+                first = max(piece.start, buffer.share[0])
+                last = min(piece.stop, buffer.share[1])
                 if piece.counts and first < last:
                     for kind, values in _kept(buffer, first, last):
-                        yield f"{kind}/{piece.part.name}", digest_terms(values, piece.part, first - piece.start)
+                        yield (
+                            f"{kind}/{piece.part.name}",
+                            digest_terms(values, piece.part, first - piece.start),
+                        )
                 else:
                     yield from _not_counted(buffer, piece, self._optimizer.device)
         if self._fp8 is not None and self._fp8.names:
             yield from self._fp8_terms(self._fp8)
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
-        """Yield the terms of scales and histories: a row for each data-parallel rank that has its own."""
+        """Yield the terms of scales and histories: a row for each data-parallel rank that has its
+        own."""
         fp8.roll()
-        axis, optimizer = fp8.dp, self._optimizer
+        axis = fp8.dp
+        optimizer = self._optimizer
         counts = optimizer.tp.rank == 0 and (axis.size > 1 or optimizer.dp.rank == 0)
         for number, name in enumerate(fp8.names):
             kept = torch.cat((fp8.bank.scale[number : number + 1], fp8.bank.history[:, number]))
@@ -72,7 +84,8 @@ class StateDigest:
 
 def _kept(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
-    low, high = first - buffer.first, last - buffer.first
+    low = first - buffer.first
+    high = last - buffer.first
     if buffer.masters is not None:
         yield "weight", buffer.masters[low:high]
     else:
@@ -82,7 +95,9 @@ def _kept(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tensor]]
         yield kind, values[low:high]
 
 
-def _not_counted(buffer: Buffer, piece: Piece, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _not_counted(
+    buffer: Buffer, piece: Piece, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     for kind in buffer.saved_names:
         yield f"{kind}/{piece.part.name}", torch.zeros(2, dtype=torch.int64, device=device)
 

@@ -11,7 +11,8 @@ from megaprec.optim.step_report import StepReport
 
 
 class StepPosition(StepObserver):
-    """Notes the moments of the optimizer's step in `position`. After a skipped step a replay may follow."""
+    """Notes the moments of the optimizer's step in `position`. After a skipped step a replay may
+    follow."""
 
     def __init__(self, position: Position) -> None:
         self.position = position

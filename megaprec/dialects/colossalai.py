@@ -1,4 +1,5 @@
-"""Dialect of Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, its modes of half precision, and the Booster's plugins.
+"""Dialect of Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, its modes of half precision, and
+the Booster's plugins.
 
 TORCH     FP32 parameters under torch's autocast to FP16, with torch's gradient scaler.
 APEX      NVIDIA apex's optimization levels. O0 is FP32, O1 autocast as above, O2 FP16 parameters with FP32 masters,
@@ -14,8 +15,9 @@ NAIVE     the later name of PARALLEL, with other defaults: no maximal or minimal
     initial_scale = 65536.0
     [precision.colossalai.plugin]       see megaprec.dialects.colossalai_plugins
 
-Colossal-AI forbids TORCH and APEX with tensor and pipeline parallelism. Here all modes work with both, because overflow
-detection is reduced over the whole world. apex's `keep_batchnorm_fp32` applies to all norms of a model, of any kind.
+Colossal-AI forbids TORCH and APEX with tensor and pipeline parallelism. Here all modes work with
+both, because overflow detection is reduced over the whole world. apex's `keep_batchnorm_fp32`
+applies to all norms of a model, of any kind.
 """
 
 from collections.abc import Mapping
@@ -26,14 +28,29 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.colossalai_plugins import FP8_TRAVEL, Plugin, express_plugin, plugin_class, resolve_plugin
+from megaprec.dialects.colossalai_plugins import (
+    FP8_TRAVEL,
+    Plugin,
+    express_plugin,
+    plugin_class,
+    resolve_plugin,
+)
 from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
-from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
+from megaprec.dialects.scaling import (
+    CEILING,
+    FLOOR,
+    SCALER_KEYS,
+    GradScaler,
+    cap,
+    torch_scaling,
+    torch_words,
+)
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 
-SYSTEM, PREFIX = "Colossal-AI", "precision.colossalai"
+SYSTEM = "Colossal-AI"
+PREFIX = "precision.colossalai"
 _SCALE = Field(ge=FLOOR, le=CEILING)
 
 
@@ -53,7 +70,8 @@ class Torch(GradScaler):
 
 
 def _dynamic(value: object) -> object:
-    """Return a loss scale as a number, or as "dynamic"; apex also takes a number as text (apex/amp/frontend.py)."""
+    """Return a loss scale as a number, or as "dynamic"; apex also takes a number as text
+    (apex/amp/frontend.py)."""
     if not isinstance(value, str) or value == "dynamic":
         return value
     try:
@@ -63,7 +81,9 @@ def _dynamic(value: object) -> object:
 
 
 def _yes_no(value: object) -> object:
-    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"True": True, "False": False}.get(value, value)
+    return value
 
 
 class Apex(Keys):
@@ -85,7 +105,8 @@ class Apex(Keys):
 
 
 class Parallel(Keys):
-    """Keys of AMP_TYPE.PARALLEL. max_scale is in Colossal-AI's code, though not in its documentation."""
+    """Keys of AMP_TYPE.PARALLEL. max_scale is in Colossal-AI's code, though not in its
+    documentation."""
 
     mode: Any = AMP_TYPE.PARALLEL
     clip_grad: float = Field(default=0, ge=0)
@@ -157,7 +178,8 @@ O1_LEAVES_OPEN = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """Return the plan and settings of `config`, a mapping with Colossal-AI's field `fp16`. Raises UserError.
+    """Return the plan and settings of `config`, a mapping with Colossal-AI's field `fp16`. Raises
+    UserError.
 
     places: full dotted key -> the file or command line in which the key was set.
     """
@@ -172,14 +194,18 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         reading.done()
     mode = _mode(reading, fp16)
     if mode == AMP_TYPE.PARALLEL and asked.clip_grad_norm is not None and "clip_grad" in fp16:
-        reading.refuse("clip_grad_norm", asked.clip_grad_norm, "fp16.clip_grad is there too: keep one of them")
+        reading.refuse(
+            "clip_grad_norm", asked.clip_grad_norm, "fp16.clip_grad is there too: keep one of them"
+        )
     resolved = {
         AMP_TYPE.TORCH: _torch,
         AMP_TYPE.APEX: _apex,
         AMP_TYPE.PARALLEL: _parallel,
         AMP_TYPE.NAIVE: _naive,
     }[mode](reading, fp16)
-    return resolved if "optimizer.clip" in resolved.settings else _clipped(reading, asked, resolved)
+    if "optimizer.clip" in resolved.settings:
+        return resolved
+    return _clipped(reading, asked, resolved)
 
 
 def _clipped(reading: Reading, asked: Config, resolved: Resolved) -> Resolved:
@@ -195,35 +221,53 @@ def _refuse_stub(reading: Reading, asked: Config) -> None:
 
 
 def _plugged(reading: Reading, asked: Config) -> Resolved:
-    """Return a plugin's plan. The Booster's `mixed_precision` is used only if the plugin does not decide precision."""
+    """Return a plugin's plan. The Booster's `mixed_precision` is used only if the plugin does not
+    decide precision."""
     plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
     key = "max_norm is its key" if isinstance(plugin, Plugin) else "which here clips nothing"
     clipping = reading.idle(asked, ("clip_grad_norm",), f"beside a plugin; {key}")
     if asked.fp16 is not None and isinstance(plugin, Plugin):
-        reading.refuse("fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant")
+        reading.refuse(
+            "fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant"
+        )
     if isinstance(plugin, Plugin):
         resolved = resolve_plugin(reading, plugin)
-        note = "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
-        return replace(resolved, notes=(*resolved.notes, *([note] if asked.mixed_precision else []), *clipping))
+        note = (
+            "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
+        )
+        return replace(
+            resolved, notes=(*resolved.notes, *([note] if asked.mixed_precision else []), *clipping)
+        )
     _refuse_stub(reading, asked)
     unclipped = {"optimizer.clip": reading.always(0.0)}
     notes = (*((FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()), *clipping)
     if asked.fp16 is None and asked.mixed_precision is None:
         reading.done()
-        plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision"))
+        plain = all_of(
+            ("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision")
+        )
         return reading.resolved(plain, unclipped, notes)
     resolved = _torch(reading, asked.fp16 or {"mode": "TORCH"})
-    return replace(resolved, settings={**resolved.settings, **unclipped}, notes=(*resolved.notes, *notes))
+    return replace(
+        resolved, settings={**resolved.settings, **unclipped}, notes=(*resolved.notes, *notes)
+    )
 
 
 def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
-    mode, modes = fp16.get("mode"), AMP_TYPE.__members__
+    mode = fp16.get("mode")
+    modes = AMP_TYPE.__members__
     name = mode.name if isinstance(mode, AMP_TYPE) else str(mode).rpartition(".")[2].upper()
     if mode is None:
         other = "; DeepSpeed's file is one for megaprec import-args" if "enabled" in fp16 else ""
-        reading.problems.append(f"{PREFIX}.fp16.mode is missing: use one of {', '.join(modes)}{other} ({SYSTEM})")
+        reading.problems.append(
+            f"{PREFIX}.fp16.mode is missing: use one of {', '.join(modes)}{other} ({SYSTEM})"
+        )
     elif name not in modes:
-        reading.refuse("fp16.mode", mode, f"no such mode; there are {', '.join(modes)}{did_you_mean(name, modes)}")
+        reading.refuse(
+            "fp16.mode",
+            mode,
+            f"no such mode; there are {', '.join(modes)}{did_you_mean(name, modes)}",
+        )
     reading.done()
     return modes[name]
 
@@ -236,9 +280,12 @@ def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 
 
 def _autocast(reading: Reading) -> dict[str, Decision]:
-    """Return the decisions of autocast: FP32 parameters and activations between layers, matrix products in FP16."""
+    """Return the decisions of autocast: FP32 parameters and activations between layers, matrix
+    products in FP16."""
     wide = reading.by(torch.float32, "fp16.mode")
-    held = all_of(("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
+    held = all_of(
+        ("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce"), wide
+    )
     return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
 
 
@@ -258,10 +305,15 @@ def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
         asked.hysteresis,
         cap(asked.max_scale),
     )
-    decisions = _halved(reading) | {"scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))}
+    decisions = _halved(reading) | {
+        "scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
+    }
     given = f"{PREFIX}.clip_grad_norm" in reading.given
     settings = {} if given else {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
-    notes = ("log_num_zeros_in_grad: here every step counts them",) if asked.log_num_zeros_in_grad else ()
+    if asked.log_num_zeros_in_grad:
+        notes = ("log_num_zeros_in_grad: here every step counts them",)
+    else:
+        notes = ()
     return reading.resolved(decisions, settings, notes)
 
 
@@ -271,7 +323,8 @@ _PARALLEL_SCALE += ("growth_interval", "hysteresis", "max_scale")
 
 def _naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     asked = reading.read(Naive, fp16, "fp16")
-    floor, ceiling = asked.min_scale or FLOOR, asked.max_scale or CEILING
+    floor = asked.min_scale or FLOOR
+    ceiling = asked.max_scale or CEILING
     if not floor <= asked.initial_scale <= ceiling:
         why = f"must lie between min_scale {floor:g} and max_scale {ceiling:g}"
         reading.refuse("fp16.initial_scale", asked.initial_scale, why)
@@ -286,7 +339,8 @@ def _naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 
 def _halved(reading: Reading) -> dict[str, Decision]:
     """Return the decisions of an FP16 model with FP32 masters."""
-    half, wide = reading.by(torch.float16, "fp16.mode"), reading.always(torch.float32)
+    half = reading.by(torch.float16, "fp16.mode")
+    wide = reading.always(torch.float32)
     narrow = all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half)
     return narrow | all_of(("masters", "moments", "output"), wide)
 
@@ -296,12 +350,15 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     _apex_contradictions(reading, asked)
     reading.done()
     if not asked.enabled:
-        plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled"))
+        plain = all_of(
+            ("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled")
+        )
         return reading.resolved(plain, {})
     given = {key: value for key, value in asked if key in LEVELS["O1"] and value is not None}
     level = {**LEVELS[asked.opt_level], **given}
     scaling = reading.by(
-        _apex_scaling(asked, level["loss_scale"]), *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE))
+        _apex_scaling(asked, level["loss_scale"]),
+        *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE)),
     )
     if level["patch_torch_functions"]:
         decisions = _autocast(reading)
@@ -313,7 +370,9 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     notes = ("num_losses: a run has one loss, so one scaler",) if asked.num_losses > 1 else ()
     if level["loss_scale"] != "dynamic":
         bounds = ("min_loss_scale", "max_loss_scale")
-        notes += reading.idle(asked, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16")
+        notes += reading.idle(
+            asked, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16"
+        )
     return reading.resolved(decisions | {"scaling": scaling}, {}, notes if asked.verbosity else ())
 
 
@@ -321,7 +380,8 @@ _APEX_SCALE = ("loss_scale", "min_loss_scale", "max_loss_scale")
 
 
 def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
-    """Return the decisions of a model that is cast as a whole, except for its norms if they stay in FP32."""
+    """Return the decisions of a model that is cast as a whole, except for its norms if they stay in
+    FP32."""
     cast: torch.dtype = level["cast_model_type"] or torch.float32
     held = reading.by(cast, "fp16.opt_level", "fp16.cast_model_type")
     masters = torch.float32 if level["master_weights"] else cast
@@ -332,7 +392,9 @@ def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
         "gradients": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
         "moments": reading.by(moments, "fp16.opt_level", "fp16.master_weights"),
         "keep_fp32": reading.by(
-            NORMS if level["keep_batchnorm_fp32"] else (), "fp16.opt_level", "fp16.keep_batchnorm_fp32"
+            NORMS if level["keep_batchnorm_fp32"] else (),
+            "fp16.opt_level",
+            "fp16.keep_batchnorm_fp32",
         ),
         "output": reading.by(torch.float32, "fp16.opt_level"),
     }
@@ -343,13 +405,19 @@ def _apex_scaling(asked: Apex, scale: float | str) -> LossScaling:
         initial = min(2.0**16, asked.max_loss_scale)
         floor = asked.min_loss_scale or FLOOR
         return LossScaling(
-            "dynamic", initial, floor, growth_interval=2000, hysteresis=1, maximum=cap(asked.max_loss_scale)
+            "dynamic",
+            initial,
+            floor,
+            growth_interval=2000,
+            hysteresis=1,
+            maximum=cap(asked.max_loss_scale),
         )
     return LossScaling() if scale == 1.0 else LossScaling("constant", float(scale))
 
 
 def _apex_contradictions(reading: Reading, asked: Apex) -> None:
-    """Record the contradictions between a level and the properties set beside it, which apex refuses."""
+    """Record the contradictions between a level and the properties set beside it, which apex
+    refuses."""
     if asked.opt_level == "O1":
         for key in O1_LEAVES_OPEN:
             value = getattr(asked, key)
@@ -357,7 +425,9 @@ def _apex_contradictions(reading: Reading, asked: Apex) -> None:
                 why = "O1 casts functions, not the model: leave it out, or use opt_level O2 or O3"
                 reading.refuse(f"fp16.{key}", value, why)
     elif asked.patch_torch_functions:
-        reading.refuse("fp16.patch_torch_functions", True, f"belongs to opt_level O1, not {asked.opt_level}")
+        reading.refuse(
+            "fp16.patch_torch_functions", True, f"belongs to opt_level O1, not {asked.opt_level}"
+        )
     lowest = asked.min_loss_scale
     if lowest is not None and lowest > min(2.0**16, asked.max_loss_scale):
         why = f"is more than the scale starts with, {min(2.0**16, asked.max_loss_scale):g}"
@@ -375,12 +445,23 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     words = _apex_scaling_words(scaling)
     plain = {"mode": "APEX", "opt_level": "O1"} | words
     cast = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)} | words
-    cast |= {"keep_batchnorm_fp32": bool(plan.keep_fp32), "master_weights": plan.masters == torch.float32}
+    cast |= {
+        "keep_batchnorm_fp32": bool(plan.keep_fp32),
+        "master_weights": plan.masters == torch.float32,
+    }
     cast |= {"cast_model_outputs": name_of(plan.output)}
     unpatched = plain | {"patch_torch_functions": False}
-    modes = [torch_mode, plain, plain | {"cast_model_outputs": name_of(plan.output)}, unpatched, cast]
+    modes = [
+        torch_mode,
+        plain,
+        plain | {"cast_model_outputs": name_of(plan.output)},
+        unpatched,
+        cast,
+    ]
     clip = {"clip_grad_norm": settings["optimizer.clip"]} if "optimizer.clip" in settings else {}
-    plugged = dict(zip(_PARALLEL_SCALE, values, strict=True)) | {"max_norm": settings.get("optimizer.clip", 0.0)}
+    plugged = dict(zip(_PARALLEL_SCALE, values, strict=True)) | {
+        "max_norm": settings.get("optimizer.clip", 0.0)
+    }
     sharded = bool(settings.get("parallel.zero", False))
     plugins = [express_plugin(plugged, half, sharded) for half in ("fp16", "bf16", "fp32")]
     return [{"fp16": parallel}, *({"fp16": mode} | clip for mode in modes), *plugins]

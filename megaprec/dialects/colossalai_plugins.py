@@ -1,14 +1,16 @@
-"""Dialect of the plugins of Colossal-AI's Booster, by which its later versions configure half precision.
+"""Dialect of the plugins of Colossal-AI's Booster, by which its later versions configure half
+precision.
 
     [precision.colossalai.plugin]
     kind = "HybridParallelPlugin"       or LowLevelZeroPlugin, GeminiPlugin, TorchDDPPlugin
     precision = "bf16"                  default: fp16
     max_norm = 1.0                      default: 0, no clipping
 
-A plugin casts the model to FP16 or BF16 and keeps FP32 masters and moments; gradients are accumulated and reduced in
-the model's dtype, or reduced in `communication_dtype` under ZeRO. FP16 has Megatron's dynamic scale with a maximum.
-With TorchDDPPlugin the Booster's argument `mixed_precision` decides; the other plugins override it. Defaults are those
-of Colossal-AI's booster/plugin/*.py, and differ between plugins.
+A plugin casts the model to FP16 or BF16 and keeps FP32 masters and moments; gradients are
+accumulated and reduced in the model's dtype, or reduced in `communication_dtype` under ZeRO. FP16
+has Megatron's dynamic scale with a maximum. With TorchDDPPlugin the Booster's argument
+`mixed_precision` decides; the other plugins override it. Defaults are those of Colossal-AI's
+booster/plugin/*.py, and differ between plugins.
 """
 
 from collections.abc import Mapping
@@ -24,9 +26,19 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
 
 TABLE = "plugin"
-FP8_TRAVEL = "plugin.fp8_communication: not supported here; gradients are communicated in precision.reduce"
+FP8_TRAVEL = (
+    "plugin.fp8_communication: not supported here; gradients are communicated in precision.reduce"
+)
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale")
+SCALE = (
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+)
 
 
 class Plugin(Keys):
@@ -92,7 +104,8 @@ PLUGINS: Mapping[str, type[Keys]] = {
 
 
 def plugin_class(reading: Reading, values: object) -> type[Keys]:
-    """Return the class of keys of the plugin that `values` names. Raises UserError for an unknown name."""
+    """Return the class of keys of the plugin that `values` names. Raises UserError for an unknown
+    name."""
     kind = values.get("kind", "") if isinstance(values, Mapping) else ""
     if kind not in PLUGINS:
         would = f"no such plugin; there are {', '.join(PLUGINS)}{did_you_mean(str(kind), PLUGINS)}"
@@ -106,14 +119,18 @@ def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
     _contradictions(reading, asked)
     reading.done()
     half = reading.by(HALVES[asked.precision], f"{TABLE}.precision")
-    masters = reading.by(torch.float32 if getattr(asked, "master_weights", True) else half.value, *_masters(asked))
+    masters = reading.by(
+        torch.float32 if getattr(asked, "master_weights", True) else half.value, *_masters(asked)
+    )
     decisions = {
         **all_of(("compute", "pipeline", "parameters", "gradients"), half),
         "reduce": _reduce(reading, asked, half),
         "masters": masters,
         "moments": masters if masters.value != torch.float16 else reading.always(torch.float32),
         "output": _output(reading, asked, half),
-        "cast_inputs": reading.by("root" if getattr(asked, "cast_inputs", True) else "none", f"{TABLE}.cast_inputs"),
+        "cast_inputs": reading.by(
+            "root" if getattr(asked, "cast_inputs", True) else "none", f"{TABLE}.cast_inputs"
+        ),
         "scaling": _scaling(reading, asked),
         "fp8": reading.by(FP8Recipe("current") if asked.use_fp8 else None, f"{TABLE}.use_fp8"),
     }
@@ -121,7 +138,9 @@ def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
     if asked.precision != "fp16":
         notes += reading.idle(asked, SCALE, "without FP16, which alone has a loss scale", TABLE)
     if isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0:
-        notes += reading.idle(asked, ("communication_dtype",), "without ZeRO, zero_stage 1 or 2", TABLE)
+        notes += reading.idle(
+            asked, ("communication_dtype",), "without ZeRO, zero_stage 1 or 2", TABLE
+        )
     return reading.resolved(decisions, _settings(reading, asked), notes)
 
 
@@ -131,7 +150,8 @@ def _masters(asked: Plugin) -> tuple[str, ...]:
 
 
 def _reduce(reading: Reading, asked: Plugin, half: Decision) -> Decision:
-    """Return the dtype of gradient reduction: the model's dtype, or `communication_dtype` under ZeRO."""
+    """Return the dtype of gradient reduction: the model's dtype, or `communication_dtype` under
+    ZeRO."""
     told = getattr(asked, "communication_dtype", None)
     if told is None or (isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0):
         return half
@@ -149,7 +169,9 @@ def _scaling(reading: Reading, asked: Plugin) -> Decision:
     if asked.precision != "fp16":
         return reading.by(LossScaling(), f"{TABLE}.precision")
     steps = (asked.growth_factor, asked.backoff_factor, asked.growth_interval, asked.hysteresis)
-    scaling = LossScaling("dynamic", asked.initial_scale, asked.min_scale, *steps, cap(asked.max_scale))
+    scaling = LossScaling(
+        "dynamic", asked.initial_scale, asked.min_scale, *steps, cap(asked.max_scale)
+    )
     return reading.by(scaling, *(f"{TABLE}.{key}" for key in SCALE))
 
 
@@ -173,14 +195,21 @@ def _contradictions(reading: Reading, asked: Plugin) -> None:
         reading.refuse(f"{TABLE}.initial_scale", asked.initial_scale, why)
     sharded = getattr(asked, "zero_stage", 0)
     if asked.precision == "fp32" and (sharded or isinstance(asked, GeminiPlugin)):
-        reading.refuse(f"{TABLE}.precision", "fp32", 'this plugin or ZeRO stage needs "fp16" or "bf16"')
+        reading.refuse(
+            f"{TABLE}.precision", "fp32", 'this plugin or ZeRO stage needs "fp16" or "bf16"'
+        )
     if sharded == 2 and (getattr(asked, "pp_size", None) or 1) > 1:
-        why = "Colossal-AI has stages 0 and 1 alone with pipeline parallelism, pp_size above 1: use 1"
+        why = (
+            "Colossal-AI has stages 0 and 1 alone with pipeline parallelism, pp_size above 1: use 1"
+        )
         reading.refuse(f"{TABLE}.zero_stage", 2, why)
 
 
 def express_plugin(values: Mapping[str, Any], half: str, sharded: bool) -> dict[str, Any]:
-    """Return HybridParallelPlugin's keys for a precision, with `values` of its scale and clipping."""
+    """Return HybridParallelPlugin's keys for a precision, with `values` of its scale and
+    clipping."""
     stage = 1 if sharded and half != "fp32" else 0
     scale = {key: value for key, value in values.items() if half == "fp16" or key == "max_norm"}
-    return {"plugin": {"kind": "HybridParallelPlugin", "precision": half, "zero_stage": stage} | scale}
+    return {
+        "plugin": {"kind": "HybridParallelPlugin", "precision": half, "zero_stage": stage} | scale
+    }

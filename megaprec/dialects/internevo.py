@@ -1,7 +1,7 @@
 """Dialect of InternEvo: `model = dict(...)` with its dtype, and the scaler and clipping beside it.
 
-The whole model is in `dtype`: weights, gradients and their reduction; masters and moments are FP32. FP16 and BF16 both
-have a dynamic loss scale. "torch.tf32" is FP32 whose products may use TF32.
+The whole model is in `dtype`: weights, gradients and their reduction; masters and moments are FP32.
+FP16 and BF16 both have a dynamic loss scale. "torch.tf32" is FP32 whose products may use TF32.
 
     [precision.internevo]                           model = dict(...)
     dtype = "torch.bfloat16"                        default: torch.float16
@@ -12,11 +12,13 @@ have a dynamic loss scale. "torch.tf32" is FP32 whose products may use TF32.
                                                     reduce_bucket_size
     [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
 
-A dict with a size describes a whole model, see `internevo_model`; without a size the run file describes the model.
-In float32 and tf32, flash attention gets query, key and value in BF16; without flash attention, scores and
-probabilities are rounded to the dtype (`internlm/model/modules/multi_head_attention.py`). So are the tables of
-positions (`modules/embedding.py`). megaprec differs from InternEvo in three oversights: it also clips TF32 and FP32
-gradients, it counts a NaN as an overflow, and its clip_grad_norm = 0 turns off clipping only.
+A dict with a size describes a whole model, see `internevo_model`; without a size the run file
+describes the model. In float32 and tf32, flash attention gets query, key and value in BF16; without
+flash attention, scores and probabilities are rounded to the dtype
+(`internlm/model/modules/multi_head_attention.py`). So are the tables of positions
+(`modules/embedding.py`). megaprec differs from InternEvo in three oversights: it also clips TF32
+and FP32 gradients, it counts a NaN as an overflow, and its clip_grad_norm = 0 turns off clipping
+only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,14 +27,21 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from megaprec.dialects.internevo_model import Model, express_model, has_flash, model_notes, model_settings
+from megaprec.dialects.internevo_model import (
+    Model,
+    express_model,
+    has_flash,
+    model_notes,
+    model_settings,
+)
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
 
-SYSTEM, PREFIX = "InternEvo", "precision.internevo"
+SYSTEM = "InternEvo"
+PREFIX = "precision.internevo"
 
 
 class GradScaler(Keys):
@@ -65,8 +74,8 @@ class HybridZeroOptimizer(Keys):
 class Parallel(Keys):
     """Keys of `parallel = dict(...)`, each a size or dict(size=...).
 
-    zero1: number of data-parallel ranks over which the optimizer state is sharded. sequence_parallel: of older files,
-    which a mode of `tensor` says since.
+    zero1: number of data-parallel ranks over which the optimizer state is sharded.
+    sequence_parallel: of older files, which a mode of `tensor` says since.
     """
 
     zero1: Any = -1
@@ -77,32 +86,46 @@ class Parallel(Keys):
 
 
 SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
-SCALE_KEYS += ("grad_scaler.hysteresis", "grad_scaler.fp16.initial_scale", "grad_scaler.fp16.min_scale")
+SCALE_KEYS += (
+    "grad_scaler.hysteresis",
+    "grad_scaler.fp16.initial_scale",
+    "grad_scaler.fp16.min_scale",
+)
 SCALE_KEYS += ("grad_scaler.fp16.growth_interval",)
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """Return the plan and settings of `config`, a model dict with the other tables inside. Raises UserError.
+    """Return the plan and settings of `config`, a model dict with the other tables inside. Raises
+    UserError.
 
     places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
     model = reading.read(Model, config or {})
     scaling = _scaling(reading, model)
-    settings = {key: said for key, said in _settings(reading, model).items() if not _hangs_on_unknown(reading, key)}
+    settings = {
+        key: said
+        for key, said in _settings(reading, model).items()
+        if not _hangs_on_unknown(reading, key)
+    }
     reading.done()
     dtype = reading.by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
     wide = reading.always(torch.float32)
     residual = reading.by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
-    half = torch.bfloat16 if dtype.value == torch.float32 else dtype.value  # flash attention knows no FP32
+    # flash attention knows no FP32
+    half = torch.bfloat16 if dtype.value == torch.float32 else dtype.value
     attention = reading.by(half if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype")
-    scores = reading.by(torch.float32 if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype")
+    scores = reading.by(
+        torch.float32 if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype"
+    )
     decisions = {
         **all_of(("compute", "parameters", "gradients", "reduce", "buffers"), dtype),
         "attention": attention,
         "scores": scores,
         **all_of(("masters", "moments", "sensitive"), wide),
-        "output": reading.by(torch.float32 if model.output_to_fp32 else dtype.value, "output_to_fp32"),
+        "output": reading.by(
+            torch.float32 if model.output_to_fp32 else dtype.value, "output_to_fp32"
+        ),
         **all_of(("residual", "pipeline"), residual),
         "tf32": reading.by(model.dtype == "tf32", "dtype"),
         "keep_fp32": reading.by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
@@ -112,18 +135,26 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 
 def _hangs_on_unknown(reading: Reading, key: str) -> bool:
-    """Return True if a run-file key would follow from InternEvo's default only because its actual value is unknown."""
-    return any(f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key)
+    """Return True if a run-file key would follow from InternEvo's default only because its actual
+    value is unknown."""
+    return any(
+        f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key
+    )
 
 
-DEFAULTED = {"hybrid_zero_optimizer.clip_grad_norm": "optimizer.clip", "parallel.zero1": "parallel.zero"}
+DEFAULTED = {
+    "hybrid_zero_optimizer.clip_grad_norm": "optimizer.clip",
+    "parallel.zero1": "parallel.zero",
+}
 
 
 def _scaling(reading: Reading, model: Model) -> Decision:
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
     for key in sorted(key for key in reading.unknown if key.startswith(f"{PREFIX}.grad_scaler")):
-        reading.refuse(key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers depend on it: set {key} = ...")
+        reading.refuse(
+            key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers depend on it: set {key} = ..."
+        )
     if not start.min_scale <= start.initial_scale <= scaler.max_scale:
         why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
         reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
@@ -171,45 +202,68 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
         keys = (f"{here}.overlap_sync_grad", f"{here}.overlap_sync_param")
         settings["parallel.overlap"] = reading.by(overlap, *keys)
     if asked.reduce_bucket_size is not None:
-        settings["parallel.bucket"] = reading.by(asked.reduce_bucket_size, f"{here}.reduce_bucket_size")
+        settings["parallel.bucket"] = reading.by(
+            asked.reduce_bucket_size, f"{here}.reduce_bucket_size"
+        )
     return settings
 
 
 def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
-    """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
+    """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that
+    many of them."""
     settings: dict[str, Decision] = {}
     _require_known(reading, asked)
     for name in ("tensor", "pipeline"):
-        if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
-            settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
+        if (
+            getattr(asked, name) is not None
+            and (size := _size(reading, name, getattr(asked, name))) is not None
+        ):
+            settings[f"parallel.{name}"] = reading.by(
+                size, f"parallel.{name}", f"parallel.{name}.size"
+            )
     mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
     if mode is UNKNOWN:
         reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
     elif mode not in SEQUENCE:
-        reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
+        reading.refuse(
+            "parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}"
+        )
     elif SEQUENCE[mode] or asked.sequence_parallel:
-        keys = ("parallel.tensor", "parallel.tensor.mode") if SEQUENCE[mode] else ("parallel.sequence_parallel",)
+        if SEQUENCE[mode]:
+            keys = ("parallel.tensor", "parallel.tensor.mode")
+        else:
+            keys = ("parallel.sequence_parallel",)
         settings["parallel.sequence"] = reading.by(True, *keys)
     if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
-        reading.refuse("parallel.weight", asked.weight, "weight parallelism is not supported: use 1")
+        reading.refuse(
+            "parallel.weight", asked.weight, "weight parallelism is not supported: use 1"
+        )
     if (size := _size(reading, "zero1", asked.zero1)) is not None:
         settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
         if size > 1:
-            settings["parallel.zero_size"] = reading.by(size, "parallel.zero1", "parallel.zero1.size")
+            settings["parallel.zero_size"] = reading.by(
+                size, "parallel.zero1", "parallel.zero1.size"
+            )
     return settings
 
 
 def _require_known(reading: Reading, asked: Parallel) -> None:
     """Record a problem for each key of the tables in `parallel` that InternEvo does not have."""
     for name, more in PARALLEL_KEYS.items():
-        table, known = getattr(asked, name), ("size", *more)
+        table = getattr(asked, name)
+        known = ("size", *more)
         for key in table if isinstance(table, Mapping) else ():
             if key not in known:
                 would = did_you_mean(str(key), known) or f"; there are {', '.join(known)}"
                 reading.refuse(f"parallel.{name}.{key}", table[key], f"no such key{would}")
 
 
-SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelism -> sequence parallelism
+# mode of tensor parallelism -> sequence parallelism
+SEQUENCE = {
+    "mtp": False,
+    "msp": True,
+    "fsp": True,
+}
 
 
 def _size(reading: Reading, name: str, value: Any) -> int | None:
@@ -228,21 +282,33 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     if f"{PREFIX}.dtype" not in reading.given:
         notes.append("dtype is not given: InternEvo takes torch.float16")
     if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown)):
-        notes.append(f"{unknown}: the value is not known, so the run file must set what depends on it")
-    given = {key for key in ("embed_split_hidden", "parallel_output") if f"{PREFIX}.{key}" in reading.given}
-    layout = [key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output]
+        notes.append(
+            f"{unknown}: the value is not known, so the run file must set what depends on it"
+        )
+    given = {
+        key
+        for key in ("embed_split_hidden", "parallel_output")
+        if f"{PREFIX}.{key}" in reading.given
+    }
+    layout = [
+        key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output
+    ]
     if layout:
         notes.append(
-            f"{', '.join(layout)}: the same numbers either way; here the vocabulary of embedding and logits "
+            f"{', '.join(layout)}: the same numbers either way; here the vocabulary of "
+            "embedding and logits "
             "is sharded over tensor ranks"
         )
     if f"{PREFIX}.dropout_selective_checkpoint" in reading.given:
         notes.append(
-            "dropout_selective_checkpoint: the same numbers either way; here parallel.recompute decides what is "
+            "dropout_selective_checkpoint: the same numbers either way; here "
+            "parallel.recompute decides what is "
             "recomputed"
         )
     if communication := [*_about_communication(model.parallel)]:
-        notes.append(f"{', '.join(communication)}: how ranks communicate, with the same numbers either way")
+        notes.append(
+            f"{', '.join(communication)}: how ranks communicate, with the same numbers either way"
+        )
     if model.dtype in ("float32", "tf32"):
         scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
         why = "in float32 and tf32, which have no loss scale"
@@ -254,7 +320,8 @@ def _notes(reading: Reading, model: Model) -> list[str]:
 
 
 def _about_communication(parallel: object) -> Iterator[str]:
-    """Yield the keys in `parallel` that concern only the timing and memory of communication, not its content."""
+    """Yield the keys in `parallel` that concern only the timing and memory of communication, not
+    its content."""
     for table, keys in COMMUNICATION.items():
         given = parallel.get(table) if isinstance(parallel, Mapping) else None
         for key in keys if isinstance(given, Mapping) else ():
@@ -262,13 +329,22 @@ def _about_communication(parallel: object) -> Iterator[str]:
                 yield f"parallel.{table}.{key}"
 
 
-COMMUNICATION = {"zero1": ("fsdp",), "pipeline": ("interleaved_overlap",), "weight": ("overlap", "memory_pool")}
-PARALLEL_KEYS = {"tensor": ("mode",), **COMMUNICATION}  # of the tables in `parallel`, besides their size
+COMMUNICATION = {
+    "zero1": ("fsdp",),
+    "pipeline": ("interleaved_overlap",),
+    "weight": ("overlap", "memory_pool"),
+}
+# of the tables in `parallel`, besides their size
+PARALLEL_KEYS = {
+    "tensor": ("mode",),
+    **COMMUNICATION,
+}
 
+# InternEvo's key -> ours, of the same value
 _SAME = {
     "num_chunks": "parallel.chunks",
     "checkpoint": "parallel.recompute_fraction",
-}  # InternEvo's key -> ours, of the same value
+}
 _OF_OPTIMIZER = {
     "clip_grad_norm": "optimizer.clip",
     "overlap_sync_grad": "parallel.overlap",
@@ -279,9 +355,12 @@ _OF_OPTIMIZER = {
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one configuration, the nearest to a plan and to the run-file keys in `settings`."""
-    scaling, wide = plan.scaling, plan.compute == torch.float32
+    scaling = plan.scaling
+    wide = plan.compute == torch.float32
     names = {torch.float16: "torch.float16", torch.bfloat16: "torch.bfloat16"}
-    config: dict[str, Any] = {"dtype": names.get(plan.compute, "torch.tf32" if plan.tf32 else "torch.float32")}
+    config: dict[str, Any] = {
+        "dtype": names.get(plan.compute, "torch.tf32" if plan.tf32 else "torch.float32")
+    }
     if plan.residual == torch.float32 and not wide:
         config["residual_in_fp32"] = True
     if plan.keep_fp32:
@@ -302,9 +381,15 @@ def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in _SAME.items():
         if settings.get(name):
             config[key] = settings[name]
-    if optimizer := {key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings}:
+    if optimizer := {
+        key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings
+    }:
         config["hybrid_zero_optimizer"] = optimizer
-    sizes = {name: settings[f"parallel.{name}"] for name in ("tensor", "pipeline") if f"parallel.{name}" in settings}
+    sizes = {
+        name: settings[f"parallel.{name}"]
+        for name in ("tensor", "pipeline")
+        if f"parallel.{name}" in settings
+    }
     parallel: dict[str, Any] = {name: {"size": size} for name, size in sizes.items()}
     if settings.get("parallel.sequence"):
         parallel["tensor"] = {"size": sizes.get("tensor", 1), "mode": "msp"}

@@ -1,14 +1,15 @@
 """Translation of InternEvo's `model = dict(...)` to run-file keys of [model], and back.
 
-A dict with one of SIZES describes a whole model. Keys that it omits have InternEvo's defaults, never megaprec's, and no
-key of [model] may contradict them. A dict without any of SIZES leaves the architecture to the run file's [model]: keys
-about training are allowed, keys that describe a model are refused.
+A dict with one of SIZES describes a whole model. Keys that it omits have InternEvo's defaults,
+never megaprec's, and no key of [model] may contradict them. A dict without any of SIZES leaves the
+architecture to the run file's [model]: keys about training are allowed, keys that describe a model
+are refused.
 
-Three model types are supported, as `internlm/model/modeling_internlm.py`, `modeling_internlm2.py` and
-`modeling_llama.py` at c628a8c build them: INTERNLM, whose attention always has biases and as many key/value heads as
-heads, INTERNLM2_PUBLIC and LLAMA2. In all three, rotary positions apply to whole heads, a norm precedes each branch,
-the feed-forward has no biases, its gated width is rounded up to a multiple of 256 (`modules/mlp.py`), and embedding and
-head are not tied.
+Three model types are supported, as `internlm/model/modeling_internlm.py`, `modeling_internlm2.py`
+and `modeling_llama.py` at c628a8c build them: INTERNLM, whose attention always has biases and as
+many key/value heads as heads, INTERNLM2_PUBLIC and LLAMA2. In all three, rotary positions apply to
+whole heads, a norm precedes each branch, the feed-forward has no biases, its gated width is rounded
+up to a multiple of 256 (`modules/mlp.py`), and embedding and head are not tied.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,7 +50,8 @@ def _fraction(value: object) -> object:
 
 
 class Model(Keys):
-    """Keys of `model = dict(...)` with InternEvo's defaults, and keys of other tables that concern the model."""
+    """Keys of `model = dict(...)` with InternEvo's defaults, and keys of other tables that concern
+    the model."""
 
     model_type: Annotated[str, BeforeValidator(_model_type)] = "INTERNLM"
     dtype: Annotated[str, BeforeValidator(_dtype)] = "float16"
@@ -100,6 +102,7 @@ class Model(Keys):
     parallel: Any = None
 
 
+# key -> key of model.init
 STDS = {
     "embedding_init_std": "embedding",
     "out_head_init_std": "head",
@@ -107,7 +110,7 @@ STDS = {
     "attn_other_init_std": "output",
     "ffn_uplayer_init_std": "up",
     "ffn_other_init_std": "down",
-}  # key -> key of model.init
+}
 _ONLY_LATER = {"num_kv_attention_heads", "no_bias", "adapt_hf", "deepnorm", "init_type", *STDS}
 LACKS = {
     "INTERNLM": _ONLY_LATER | {"norm_head"},
@@ -115,18 +118,32 @@ LACKS = {
     "LLAMA2": {"norm_head", "max_position_embeddings", "use_dynamic_ntk_rope"},
 }
 """Model type -> keys that its `build_model_with_cfg` does not take."""
-DESCRIBING = ("num_kv_attention_heads", "mlp_ratio", "use_swiglu", "norm_type", "layer_norm_epsilon", "no_bias")
-DESCRIBING += ("rope_base", "use_dynamic_ntk_rope", "max_position_embeddings", "adapt_hf", "apply_post_layer_norm")
+DESCRIBING = (
+    "num_kv_attention_heads",
+    "mlp_ratio",
+    "use_swiglu",
+    "norm_type",
+    "layer_norm_epsilon",
+    "no_bias",
+)
+DESCRIBING += (
+    "rope_base",
+    "use_dynamic_ntk_rope",
+    "max_position_embeddings",
+    "adapt_hf",
+    "apply_post_layer_norm",
+)
 DESCRIBING += ("use_scaled_init", *STDS, "init_type")
 """Keys that describe a model, in addition to SIZES."""
 NUMERIC = ("model_type", "dtype", "use_flash_attn", "residual_in_fp32", "use_fp32_norm")
 """Keys whose values must be known to make a plan."""
+# if true
 REFUSED = {
     "norm_head": "a head whose rows are normalised is not supported",
     "output_tf32": "a head in FP32 with TF32 products in a 16-bit model is not supported",
     "is_reward": "a reward model has no vocabulary to be trained on",
     "deepnorm": "InternEvo refuses it too",
-}  # if true
+}
 EXPERTS = ("num_experts", "moe_use_residual", "moe_type")
 NORMS = {"rmsnorm": "rms", "layernorm": "layer"}
 ALWAYS: Mapping[str, Any] = {
@@ -164,24 +181,34 @@ def is_there(reading: Reading, key: str) -> bool:
 
 
 def gated(model: Model) -> bool:
-    """Return True if the feed-forward has three matrices, as it always has in InternEvo without flash attention."""
+    """Return True if the feed-forward has three matrices, as it always has in InternEvo without
+    flash attention."""
     return model.use_swiglu or not model.use_flash_attn
 
 
 def _refuse(reading: Reading, model: Model) -> None:
-    """Refuse keys that the model type lacks, that no model here supports, or that describe only part of a model."""
-    kind, whole = model.model_type, describes(reading)
+    """Refuse keys that the model type lacks, that no model here supports, or that describe only
+    part of a model."""
+    kind = model.model_type
+    whole = describes(reading)
     for key in (key for key in NUMERIC if f"{reading.prefix}.{key}" in reading.unknown):
         reading.refuse(key, UNKNOWN, f"numbers depend on it: set {reading.prefix}.{key} = ...")
     for key in (key for key in Model.model_fields if is_there(reading, key)):
         value = getattr(model, key)
         if key in EXPERTS:
-            reading.refuse(key, value, "mixtures of experts, model type INTERNLM_MoE, are not supported")
+            reading.refuse(
+                key, value, "mixtures of experts, model type INTERNLM_MoE, are not supported"
+            )
         elif key in LACKS[kind]:
             have = ", ".join(name for name, lacks in LACKS.items() if key not in lacks)
-            reading.refuse(key, value, f"model type {kind} has no such key in InternEvo, only {have}")
+            reading.refuse(
+                key, value, f"model type {kind} has no such key in InternEvo, only {have}"
+            )
         elif key in DESCRIBING and not whole:
-            why = f"describes a model, but none of {', '.join(SIZES)} is set beside it: set it in [model]"
+            why = (
+                f"describes a model, but none of {', '.join(SIZES)} is set beside it: set it in "
+                "[model]"
+            )
             reading.refuse(key, value, f"{why}, or describe the whole model here")
         elif key in REFUSED and value:
             reading.refuse(key, value, REFUSED[key])
@@ -193,13 +220,18 @@ def _refuse(reading: Reading, model: Model) -> None:
 
 
 def _refuse_heads(reading: Reading, model: Model) -> None:
-    heads, kv_heads = model.num_attention_heads, model.num_kv_attention_heads or model.num_attention_heads
-    if any(f"{reading.prefix}.{key}" in reading.unknown for key in (*SIZES, "num_kv_attention_heads")):
+    heads = model.num_attention_heads
+    kv_heads = model.num_kv_attention_heads or model.num_attention_heads
+    if any(
+        f"{reading.prefix}.{key}" in reading.unknown for key in (*SIZES, "num_kv_attention_heads")
+    ):
         return
     if describes(reading) and model.hidden_size % heads:
         reading.refuse("num_attention_heads", heads, f"must divide hidden_size {model.hidden_size}")
     if describes(reading) and heads % kv_heads:
-        reading.refuse("num_kv_attention_heads", kv_heads, f"must divide num_attention_heads {heads}")
+        reading.refuse(
+            "num_kv_attention_heads", kv_heads, f"must divide num_attention_heads {heads}"
+        )
 
 
 def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
@@ -209,7 +241,9 @@ def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
         scale = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
         settings |= {"model.embedding_grad_scale": scale, "model.head_grad_scale": scale}
     if f"{reading.prefix}.attn_drop_rate" in reading.given:
-        settings["model.attention_dropout"] = reading.by(float(model.attn_drop_rate), "attn_drop_rate")
+        settings["model.attention_dropout"] = reading.by(
+            float(model.attn_drop_rate), "attn_drop_rate"
+        )
     if f"{reading.prefix}.drop_rate" in reading.given:
         settings["model.dropout"] = reading.by(float(model.drop_rate), "drop_rate")
         settings["model.dropout_at"] = reading.by("stream", "drop_rate")
@@ -217,13 +251,19 @@ def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
 
 
 def _described(reading: Reading, model: Model) -> dict[str, Decision]:
-    """Return a whole model, by run-file key, without keys that depend on unknown values; the run file sets those."""
-    settings = {f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()}
+    """Return a whole model, by run-file key, without keys that depend on unknown values; the run
+    file sets those."""
+    settings = {
+        f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()
+    }
     for name, (value, keys) in _architecture(model).items():
         if not any(f"{reading.prefix}.{key}" in reading.unknown for key in keys):
             settings[f"model.{name}"] = _decided(reading, value, keys)
     settings["model.dropout_at"] = reading.always("stream")
-    if not any(f"{reading.prefix}.{key}" in reading.unknown for key in ("use_scaled_init", "use_swiglu", *STDS)):
+    if not any(
+        f"{reading.prefix}.{key}" in reading.unknown
+        for key in ("use_scaled_init", "use_swiglu", *STDS)
+    ):
         settings["model.init"] = reading.by(initial(model), "use_scaled_init", *STDS)
     return settings
 
@@ -233,23 +273,33 @@ def _decided(reading: Reading, value: Any, keys: tuple[str, ...]) -> Decision:
 
     Its origin also names the first key's default, if only other keys are set.
     """
-    first, said = reading.by(value, keys[0]), reading.by(value, *keys)
+    first = reading.by(value, keys[0])
+    said = reading.by(value, *keys)
     together = said.given and not first.given
-    return Decision(value, f"{first.origin}, {said.origin}" if together else said.origin, given=True)
+    return Decision(
+        value, f"{first.origin}, {said.origin}" if together else said.origin, given=True
+    )
 
 
 def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return key of [model] -> its value, and the keys that determine it."""
-    heads, biased = model.num_attention_heads, model.model_type == "INTERNLM" or not model.no_bias
+    heads = model.num_attention_heads
+    biased = model.model_type == "INTERNLM" or not model.no_bias
     width = int(model.hidden_size * model.mlp_ratio)
     ffn = -(-width // FFN_MULTIPLE) * FFN_MULTIPLE if gated(model) else width
     longest = {"kind": "dynamic", "original_max_position_embeddings": model.max_position_embeddings}
-    biases = biased, ("no_bias", "model_type") if model.model_type != "INTERNLM" else ("model_type",)
+    biases = (
+        biased,
+        ("no_bias", "model_type") if model.model_type != "INTERNLM" else ("model_type",),
+    )
     return {
         "layers": (model.num_layers, ("num_layers",)),
         "hidden": (model.hidden_size, ("hidden_size",)),
         "heads": (heads, ("num_attention_heads",)),
-        "kv_heads": (model.num_kv_attention_heads or heads, ("num_attention_heads", "num_kv_attention_heads")),
+        "kv_heads": (
+            model.num_kv_attention_heads or heads,
+            ("num_attention_heads", "num_kv_attention_heads"),
+        ),
         "head_dim": (model.hidden_size // heads, ("hidden_size", "num_attention_heads")),
         "mlp": ("swiglu" if gated(model) else "gelu", ("use_swiglu", "use_flash_attn")),
         "ffn": (ffn, ("mlp_ratio", "hidden_size", "use_swiglu", "use_flash_attn")),
@@ -270,7 +320,14 @@ def initial(model: Model) -> dict[str, Any]:
     """Return the key model.init that reproduces `reset_parameters` of the model type."""
     if model.model_type == "INTERNLM":
         closing = 0.006 if model.use_scaled_init else 0.0015
-        stds = {"embedding": 0.0052, "head": 0.0052, "qkv": 0.006, "output": closing, "up": 0.006, "down": closing}
+        stds = {
+            "embedding": 0.0052,
+            "head": 0.0052,
+            "qkv": 0.006,
+            "output": closing,
+            "up": 0.006,
+            "down": closing,
+        }
     else:
         stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
     if gated(model) and not model.use_swiglu:
@@ -280,37 +337,64 @@ def initial(model: Model) -> dict[str, Any]:
 
 def model_notes(reading: Reading, model: Model) -> Iterator[str]:
     """Yield notes about ambiguous keys of the model and about differences from InternEvo."""
-    kind, whole = model.model_type, describes(reading)
+    kind = model.model_type
+    whole = describes(reading)
     if not whole and is_there(reading, "model_type"):
         yield "model_type: no size is given, so the run file's [model] decides the model"
     if not model.use_flash_attn:
-        yield "use_flash_attn: without it InternEvo adds -10000 to masked scores; here they are excluded exactly"
-    if kind != "INTERNLM" and whole and not (kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf):
         yield (
-            "adapt_hf is not set: InternEvo rotates neighbouring features of a head, megaprec features of its two "
+            "use_flash_attn: without it InternEvo adds -10000 to masked scores; here they are "
+            "excluded exactly"
+        )
+    if (
+        kind != "INTERNLM"
+        and whole
+        and not (kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf)
+    ):
+        yield (
+            "adapt_hf is not set: InternEvo rotates neighbouring features of a head, "
+            "megaprec features of its two "
             "halves; the same model with rows of query and key in another order"
         )
     if model.use_dynamic_ntk_rope:
-        yield "use_dynamic_ntk_rope: InternEvo scales by the longest document of a batch, here by the whole sequence"
+        yield (
+            "use_dynamic_ntk_rope: InternEvo scales by the longest document of a batch, here by "
+            "the whole sequence"
+        )
     if gated(model) and not model.use_swiglu and model.use_scaled_init and whole:
         yield (
-            "use_swiglu: without flash attention InternEvo reduces the initial std of all matrices of the feed-forward "
+            "use_swiglu: without flash attention InternEvo reduces the initial std of all "
+            "matrices of the feed-forward "
             "by depth, megaprec only that of the last"
         )
     if kind != "INTERNLM" and 0 < model.checkpoint < 1:
-        yield f"checkpoint: model type {kind} rounds the number of layers up, here down; the same numbers either way"
+        yield (
+            f"checkpoint: model type {kind} rounds the number of layers up, here down; the same "
+            "numbers either way"
+        )
     if kind != "INTERNLM" and model.residual_in_fp32 and not model.use_fp32_norm:
-        yield ("residual_in_fp32: InternEvo rounds the residual stream before the norm of attention, megaprec does not")
+        yield (
+            "residual_in_fp32: InternEvo rounds the residual stream before the norm of "
+            "attention, megaprec does not"
+        )
     if model.apply_post_layer_norm:
-        yield "apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same"
+        yield (
+            "apply_post_layer_norm: InternEvo accepts it and normalises before each layer all "
+            "the same"
+        )
 
 
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dict nearest to the keys of [model] in `settings`; it describes no model if there are no sizes."""
+    """Return the dict nearest to the keys of [model] in `settings`; it describes no model if there
+    are no sizes."""
     config = {key: settings[name] for key, name in _TRAINED.items() if name in settings}
     if settings.get("model.embedding_grad_scale", 1) != 1:
         config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
-    m = {name.removeprefix("model."): value for name, value in settings.items() if name.startswith("model.")}
+    m = {
+        name.removeprefix("model."): value
+        for name, value in settings.items()
+        if name.startswith("model.")
+    }
     if not any(m.get(name) for name in ("layers", "hidden", "heads", "vocab")):
         return config
     config |= {key: m[name] for key, name in _SIZES.items() if m.get(name)}
@@ -320,18 +404,27 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
         config["use_swiglu"] = False
     if m.get("ffn") and m.get("hidden"):
         ratio = m["ffn"] / m["hidden"]
-        config["mlp_ratio"] = ratio if int(m["hidden"] * ratio) == m["ffn"] else (m["ffn"] + 0.5) / m["hidden"]
+        if int(m["hidden"] * ratio) == m["ffn"]:
+            config["mlp_ratio"] = ratio
+        else:
+            config["mlp_ratio"] = (m["ffn"] + 0.5) / m["hidden"]
     return config | _typed(m, Model.model_construct(**config, use_flash_attn=has_flash(plan)))
 
 
 _TRAINED = {"drop_rate": "model.dropout", "attn_drop_rate": "model.attention_dropout"}
-_SIZES = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "vocab_size": "vocab"}
+_SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "vocab_size": "vocab",
+}
 _SIZES |= {"layer_norm_epsilon": "norm_eps", "rope_base": "rope_base"}
 
 
 def _typed(m: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
     """Return the nearest model type and the keys that depend on it."""
-    scaling, init = dict(m.get("rope_scaling") or {}), dict(m.get("init") or {})
+    scaling = dict(m.get("rope_scaling") or {})
+    init = dict(m.get("init") or {})
     config: dict[str, Any] = {}
     if scaling.get("kind") == "dynamic":
         longest = scaling["original_max_position_embeddings"]

@@ -1,8 +1,8 @@
 """Dialect of NeMo: the fields of MegatronMixedPrecision, and the recipes that set them.
 
-Parameters are half-precision copies of FP32 masters, refreshed after each step; moments are FP32. The dtype of gradient
-accumulation and reduction follows from `grad_reduce_in_fp32`, which recipes set: FP32 for BF16, FP16 for FP16. FP8
-changes the products of linear layers, not the loss scale.
+Parameters are half-precision copies of FP32 masters, refreshed after each step; moments are FP32.
+The dtype of gradient accumulation and reduction follows from `grad_reduce_in_fp32`, which recipes
+set: FP32 for BF16, FP16 for FP16. FP8 changes the products of linear layers, not the loss scale.
 
     [precision.nemo]
     recipe = "bf16_with_fp8_mixed"      or: precision = "bf16-mixed", with the plugin's own defaults
@@ -11,8 +11,8 @@ changes the products of linear layers, not the loss scale.
     clip_grad = 1.0                     a field of OptimizerConfig, like use_distributed_optimizer
     [precision.nemo.v1]                 the YAML of NeMo 1: see megaprec.dialects.nemo_v1
 
-In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name says, although NeMo
-itself never uses it. FP4 is not supported.
+In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name
+says, although NeMo itself never uses it. FP4 is not supported.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,43 +23,80 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.nemo_v1 import resolve_v1
-from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.reading import (
+    NO_MARGIN,
+    Decision,
+    Dtype,
+    Keys,
+    Reading,
+    Resolved,
+    all_of,
+    name_of,
+)
 from megaprec.dialects.scaling import CEILING, FLOOR
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 
-SYSTEM, PREFIX = "NeMo", "precision.nemo"
+SYSTEM = "NeMo"
+PREFIX = "precision.nemo"
 HALVES = {
     **dict.fromkeys(("fp16", "fp16-mixed", "16", "16-mixed"), torch.float16),
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
     **dict.fromkeys(("fp32", "32"), torch.float32),
 }
-KINDS: Mapping[str, Kind] = {"delayed": "delayed", "tensorwise": "current", "blockwise": "blockwise", "mxfp8": "mx"}
-FP8_KEYS = ("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-FP8_KEYS += ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention")
+KINDS: Mapping[str, Kind] = {
+    "delayed": "delayed",
+    "tensorwise": "current",
+    "blockwise": "blockwise",
+    "mxfp8": "mx",
+}
+FP8_KEYS = (
+    "fp8_recipe",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)
+FP8_KEYS += (
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "fp8_dot_product_attention",
+)
 FP8_KEYS += ("fp8_multi_head_attention", "fp8_params", "fp8_param_gather")
-SCALE_KEYS = ("fp16_initial_loss_scale", "fp16_min_loss_scale", "fp16_loss_scale_window", "fp16_hysteresis")
+SCALE_KEYS = (
+    "fp16_initial_loss_scale",
+    "fp16_min_loss_scale",
+    "fp16_loss_scale_window",
+    "fp16_hysteresis",
+)
 
 
 def _precision(value: object) -> object:
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(name, str) and name not in HALVES:
-        raise ValueError(f"no such precision: use one of {', '.join(HALVES)}{did_you_mean(name, HALVES)}")
+        raise ValueError(
+            f"no such precision: use one of {', '.join(HALVES)}{did_you_mean(name, HALVES)}"
+        )
     return name
 
 
 def _recipe_name(value: object) -> object:
-    """Return the value of a member of megatron.core's Fp8Recipe, which is the plugin's name of the recipe."""
+    """Return the value of a member of megatron.core's Fp8Recipe, which is the plugin's name of the
+    recipe."""
     if isinstance(value, Enum):
         return value.value
-    return value.rpartition(".")[2] if isinstance(value, str) and "Fp8Recipe." in value else value
+    if isinstance(value, str) and "Fp8Recipe." in value:
+        return value.rpartition(".")[2]
+    return value
 
 
 class MegatronMixedPrecision(Keys):
     """The plugin's fields, and those of OptimizerConfig that matter.
 
-    pipeline_dtype None: bfloat16 with BF16, float32 otherwise. autocast_dtype None: the dtype of `precision`.
+    pipeline_dtype None: bfloat16 with BF16, float32 otherwise. autocast_dtype None: the dtype of
+        `precision`.
     """
 
     recipe: str | None = None
@@ -70,9 +107,9 @@ class MegatronMixedPrecision(Keys):
     autocast_enabled: bool = False
     grad_reduce_in_fp32: bool = True
     fp8: Literal["hybrid", "e4m3"] | None = None
-    fp8_recipe: Annotated[Literal["delayed", "tensorwise", "mxfp8", "blockwise"], BeforeValidator(_recipe_name)] = (
-        "delayed"
-    )
+    fp8_recipe: Annotated[
+        Literal["delayed", "tensorwise", "mxfp8", "blockwise"], BeforeValidator(_recipe_name)
+    ] = "delayed"
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
     num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
@@ -102,7 +139,11 @@ class MegatronMixedPrecision(Keys):
     v1: Any = None
 
 
-_BF16 = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+_BF16 = {
+    "precision": "bf16-mixed",
+    "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
+}
 _FP16 = {"precision": "16-mixed", "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
 _HALVES: Mapping[str, dict[str, Any]] = {
     "bf16": _BF16 | {"autocast_enabled": False, "grad_reduce_in_fp32": True},
@@ -147,7 +188,8 @@ def _recipe(name: str) -> Callable[..., MegatronMixedPrecision]:
     def made(**fields: Any) -> MegatronMixedPrecision:
         return MegatronMixedPrecision(recipe=name, **fields)
 
-    made.__name__, made.__doc__ = name, f"NeMo's recipe `{name}`, with some fields of the plugin changed."
+    made.__name__ = name
+    made.__doc__ = f"NeMo's recipe `{name}`, with some fields of the plugin changed."
     return made
 
 
@@ -158,9 +200,11 @@ fp16_with_fp8_mixed = _recipe("fp16_with_fp8_mixed")
 
 
 def resolve(
-    config: Mapping[str, Any] | MegatronMixedPrecision | None, places: Mapping[str, str] | None = None
+    config: Mapping[str, Any] | MegatronMixedPrecision | None,
+    places: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Return the plan and settings of `config`: the plugin's fields, or a recipe with changes. Raises UserError.
+    """Return the plan and settings of `config`: the plugin's fields, or a recipe with changes.
+    Raises UserError.
 
     places: full dotted key -> the file or command line in which the key was set.
     """
@@ -168,7 +212,11 @@ def resolve(
     read = reading.read(MegatronMixedPrecision, config or {})
     if read.v1 is not None:
         for key in sorted(read.model_fields_set - {"v1"}):
-            reading.refuse(key, getattr(read, key), "v1, NeMo 1's YAML, is there too: keep the one that is meant")
+            reading.refuse(
+                key,
+                getattr(read, key),
+                "v1, NeMo 1's YAML, is there too: keep the one that is meant",
+            )
         return resolve_v1(reading, read.v1)
     asked = _filled(reading, read)
     half = HALVES[asked.precision or "32"]
@@ -181,7 +229,8 @@ def resolve(
         held = reading.by(asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled")
     else:
         compute = held
-    wide = torch.promote_types(held.value, compute.value) == held.value  # autocast leaves sums as wide as parameters
+    # autocast leaves sums as wide as parameters
+    wide = torch.promote_types(held.value, compute.value) == held.value
     summed = torch.float32 if asked.grad_reduce_in_fp32 else held.value
     decisions = {
         "compute": compute,
@@ -194,25 +243,34 @@ def resolve(
         "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
     }
     return reading.resolved(
-        decisions, _settings(reading, asked), (*_notes(reading, asked), *_idle(reading, asked, half))
+        decisions,
+        _settings(reading, asked),
+        (*_notes(reading, asked), *_idle(reading, asked, half)),
     )
 
 
 def _settings(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
-    """Return the run-file keys that fields of OptimizerConfig decide, for the fields that are set."""
+    """Return the run-file keys that fields of OptimizerConfig decide, for the fields that are
+    set."""
     values = {"optimizer.clip": ("clip_grad", asked.clip_grad)}
     values["parallel.zero"] = ("use_distributed_optimizer", asked.use_distributed_optimizer)
-    return {name: reading.by(value, key) for name, (key, value) in values.items() if value is not None}
+    return {
+        name: reading.by(value, key) for name, (key, value) in values.items() if value is not None
+    }
 
 
 def _filled(reading: Reading, asked: MegatronMixedPrecision) -> MegatronMixedPrecision:
     """Return `asked` with the recipe's values for the fields that are not set."""
     if asked.recipe is None:
         if asked.precision is None and f"{PREFIX}.precision" not in "".join(reading.problems):
-            reading.refuse("precision", None, f"must be given, one of {', '.join(HALVES)}, or a recipe instead")
+            reading.refuse(
+                "precision", None, f"must be given, one of {', '.join(HALVES)}, or a recipe instead"
+            )
         return asked
     if asked.recipe not in RECIPES:
-        would = f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(asked.recipe, RECIPES)}"
+        would = (
+            f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(asked.recipe, RECIPES)}"
+        )
         reading.refuse("recipe", asked.recipe, would)
         return asked
     given = {name: getattr(asked, name) for name in asked.model_fields_set}
@@ -228,8 +286,15 @@ def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch
         if dtype not in (None, torch.float32, half) and asked.precision:
             would = "float32" if half == torch.float32 else f"float32 or {name_of(half)}"
             reading.refuse(name, dtype, f'contradicts precision = "{asked.precision}": use {would}')
-    if None not in (asked.fp8_params, asked.fp8_param_gather) and asked.fp8_params != asked.fp8_param_gather:
-        reading.refuse("fp8_params", asked.fp8_params, "fp8_param_gather, its newer name, has the opposite value")
+    if (
+        None not in (asked.fp8_params, asked.fp8_param_gather)
+        and asked.fp8_params != asked.fp8_param_gather
+    ):
+        reading.refuse(
+            "fp8_params",
+            asked.fp8_params,
+            "fp8_param_gather, its newer name, has the opposite value",
+        )
     if asked.fp4 is not None:
         also = ", and fp8 is given too: at most one of them" if asked.fp8 else ""
         reading.refuse("fp4", asked.fp4, f"there is no FP4 in megaprec; use fp8{also}")
@@ -239,18 +304,26 @@ def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch
     state = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     wide = [key for key in state if getattr(asked, key) not in (None, torch.float32)]
     if wide and not asked.use_precision_aware_optimizer:
-        reading.refuse(wide[0], getattr(asked, wide[0]), "needs use_precision_aware_optimizer = true")
+        reading.refuse(
+            wide[0], getattr(asked, wide[0]), "needs use_precision_aware_optimizer = true"
+        )
     if asked.main_params_dtype not in (None, torch.float32):
         reading.refuse("main_params_dtype", asked.main_params_dtype, "masters are float32 here")
     if (asked.exp_avg_dtype or torch.float32) != (asked.exp_avg_sq_dtype or torch.float32):
-        why = f"both moments have one dtype here: make it that of exp_avg_dtype, {asked.exp_avg_dtype}"
+        why = (
+            "both moments have one dtype here: make it that of exp_avg_dtype, "
+            f"{asked.exp_avg_dtype}"
+        )
         reading.refuse("exp_avg_sq_dtype", asked.exp_avg_sq_dtype, why)
     if asked.fp16_min_loss_scale > asked.fp16_initial_loss_scale:
-        reading.refuse("fp16_min_loss_scale", asked.fp16_min_loss_scale, "is more than fp16_initial_loss_scale")
+        reading.refuse(
+            "fp16_min_loss_scale", asked.fp16_min_loss_scale, "is more than fp16_initial_loss_scale"
+        )
 
 
 def _state_dtypes(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
-    """Return the dtypes of masters, moments and gradients: FP32, unless set for the precision-aware optimizer."""
+    """Return the dtypes of masters, moments and gradients: FP32, unless set for the precision-aware
+    optimizer."""
     decisions = all_of(("masters", "moments"), reading.always(torch.float32))
     if not asked.use_precision_aware_optimizer:
         return decisions
@@ -303,11 +376,16 @@ def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
     idle = [key for key in changed if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
     notes = [f"{', '.join(idle)} without fp8: they change nothing"] if idle else []
     if asked.fp8 and asked.fp8_margin and asked.fp8_recipe != "delayed":
-        notes.append(f'fp8_margin = {asked.fp8_margin} with fp8_recipe = "{asked.fp8_recipe}": {NO_MARGIN}')
+        notes.append(
+            f'fp8_margin = {asked.fp8_margin} with fp8_recipe = "{asked.fp8_recipe}": {NO_MARGIN}'
+        )
     if asked.autocast_enabled:
         notes.append("autocast_enabled: NeMo accepts it but never uses it; here it takes effect")
     if asked.reuse_grad_buf_for_mxfp8_param_ag:
-        notes.append("reuse_grad_buf_for_mxfp8_param_ag is about memory: it changes no number and nothing here")
+        notes.append(
+            "reuse_grad_buf_for_mxfp8_param_ag is about memory: it changes no number and "
+            "nothing here"
+        )
     return tuple(notes)
 
 
@@ -315,24 +393,35 @@ def _idle(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) ->
     """Return notes on keys that are set and change nothing beside the others."""
     notes: tuple[str, ...] = ()
     if half != torch.float16:
-        notes += reading.idle(asked, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale")
+        notes += reading.idle(
+            asked, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale"
+        )
     elif asked.fp16_loss_scale is not None:
         notes += reading.idle(asked, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
     if half == torch.float32:
         notes += reading.idle(asked, ("fp16_loss_scale",), "in FP32")
     if not asked.autocast_enabled:
-        apart = [key for key in ("params_dtype", "autocast_dtype") if getattr(asked, key) not in (None, half)]
+        apart = [
+            key
+            for key in ("params_dtype", "autocast_dtype")
+            if getattr(asked, key) not in (None, half)
+        ]
         notes += reading.idle(
-            asked, apart, "without autocast_enabled: parameters and products are in the precision's dtype"
+            asked,
+            apart,
+            "without autocast_enabled: parameters and products are in the precision's dtype",
         )
     if asked.fp8 and not asked.first_last_layers_bf16:
         wide = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         notes += reading.idle(asked, wide, "without first_last_layers_bf16")
-    return notes + (reading.idle(asked, ("fp4_recipe",), "without fp4") if asked.fp4 is None else ())
+    return notes + (
+        reading.idle(asked, ("fp4_recipe",), "without fp4") if asked.fp4 is None else ()
+    )
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return configurations that approximate a plan and run-file keys in `settings`: plain, and under autocast."""
+    """Return configurations that approximate a plan and run-file keys in `settings`: plain, and
+    under autocast."""
     common: dict[str, Any] = {"pipeline_dtype": name_of(plan.pipeline)}
     words = (("optimizer.clip", "clip_grad"), ("parallel.zero", "use_distributed_optimizer"))
     common |= {key: settings[name] for name, key in words if name in settings}
@@ -358,7 +447,9 @@ def _fp8_words(recipe: FP8Recipe | None) -> dict[str, Any]:
         return {}
     words = {
         "fp8": recipe.format,
-        "fp8_recipe": next((name for name, kind in KINDS.items() if kind == recipe.kind), "tensorwise"),
+        "fp8_recipe": next(
+            (name for name, kind in KINDS.items() if kind == recipe.kind), "tensorwise"
+        ),
         "fp8_margin": recipe.margin,
         "fp8_amax_history_len": recipe.history_length,
         "fp8_amax_compute_algo": recipe.amax_algo,

@@ -1,4 +1,5 @@
-"""Dialect of NeMo 1: `trainer.precision`, `model.megatron_amp_O2` and related keys of its Megatron models' YAML.
+"""Dialect of NeMo 1: `trainer.precision`, `model.megatron_amp_O2` and related keys of its Megatron
+models' YAML.
 
     [precision.nemo.v1]
     precision = "bf16-mixed"            trainer.precision
@@ -7,9 +8,10 @@
     optim_dtype = "fp32"                model.optim.dtype, of masters and moments of distributed_fused_adam
     gradient_clip_val = 1.0             default: none
 
-With O2 parameters are BF16, with FP32 masters and gradient accumulation; NeMo 1 does not train FP16 with O2. The loss
-scale of FP16 has no minimum or maximum, and each good step refills its hysteresis (nlp/parts/nlp_overrides.py:
-GradScaler). FP8 has delayed scales (nlp/models/language_modeling/megatron_gpt_model.py).
+With O2 parameters are BF16, with FP32 masters and gradient accumulation; NeMo 1 does not train FP16
+with O2. The loss scale of FP16 has no minimum or maximum, and each good step refills its hysteresis
+(nlp/parts/nlp_overrides.py: GradScaler). FP8 has delayed scales
+(nlp/models/language_modeling/megatron_gpt_model.py).
 """
 
 from typing import Annotated, Any, Literal
@@ -30,7 +32,14 @@ DTYPES = {
 }
 NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTRIBUTED = ("distributed_fused_adam", "mcore_distributed_optim")
-FP8_KEYS = ("fp8", "fp8_e4m3", "fp8_hybrid", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+FP8_KEYS = (
+    "fp8",
+    "fp8_e4m3",
+    "fp8_hybrid",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+)
 FP8_KEYS += ("fp8_params", "fp8_wgrad", "reduce_amax")
 SCALE_KEYS = ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis")
 
@@ -43,7 +52,8 @@ def _precision(value: object) -> object:
 
 
 class Nemo1(Keys):
-    """Keys of trainer and model in one table. optim_name, optim_dtype and grad_sync_dtype: keys of `model.optim`."""
+    """Keys of trainer and model in one table. optim_name, optim_dtype and grad_sync_dtype: keys of
+    `model.optim`."""
 
     precision: Annotated[str, BeforeValidator(_precision)] = "32"
     megatron_amp_O2: bool = False
@@ -73,17 +83,24 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     half = DTYPES[asked.precision]
     _contradictions(reading, asked, half)
     reading.done()
-    compute, held = _by(reading, half, "precision"), _by(reading, half, "megatron_amp_O2", "precision")
+    compute = _by(reading, half, "precision")
+    held = _by(reading, half, "megatron_amp_O2", "precision")
     if not asked.megatron_amp_O2:
         held = _by(reading, torch.float32, "megatron_amp_O2")
     state = NAMED[asked.optim_dtype or "fp32"]
-    fused = asked.megatron_amp_O2 and half == torch.bfloat16 and asked.optim_name == "distributed_fused_adam"
+    fused = (
+        asked.megatron_amp_O2
+        and half == torch.bfloat16
+        and asked.optim_name == "distributed_fused_adam"
+    )
     synced = NAMED[asked.grad_sync_dtype] if asked.grad_sync_dtype else state
     wide = asked.fp32_residual_connection or held.value == torch.float32
     decisions = {
         "compute": compute,
         "parameters": held,
-        "residual": _by(reading, torch.float32, "fp32_residual_connection", "megatron_amp_O2") if wide else compute,
+        "residual": _by(reading, torch.float32, "fp32_residual_connection", "megatron_amp_O2")
+        if wide
+        else compute,
         "pipeline": compute,
         "reduce": _by(reading, synced, "grad_sync_dtype", "optim_dtype"),
         "gradients": reading.always(torch.float32),
@@ -106,7 +123,8 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
 
 
 def _summed(reading: Reading, asked: Nemo1, synced: torch.dtype) -> dict[str, Decision]:
-    """Return the dtype of gradient accumulation under Megatron-core's distributed optimizer: that of reduction."""
+    """Return the dtype of gradient accumulation under Megatron-core's distributed optimizer: that
+    of reduction."""
     if asked.optim_name != "mcore_distributed_optim":
         return {}
     return {"gradients": _by(reading, synced, "grad_sync_dtype", "optim_name")}
@@ -121,7 +139,9 @@ def _contradictions(reading: Reading, asked: Nemo1, half: torch.dtype) -> None:
         why = "NeMo 1 does not train FP16 with O2: use bf16, or megatron_amp_O2 = false"
         reading.refuse(f"{TABLE}.megatron_amp_O2", True, why)
     if asked.optim_dtype is not None and asked.optim_name != "distributed_fused_adam":
-        reading.refuse(f"{TABLE}.optim_dtype", asked.optim_dtype, "only distributed_fused_adam has a dtype")
+        reading.refuse(
+            f"{TABLE}.optim_dtype", asked.optim_dtype, "only distributed_fused_adam has a dtype"
+        )
     if asked.fp8 and not (asked.fp8_e4m3 or asked.fp8_hybrid):
         reading.refuse(f"{TABLE}.fp8", True, "needs fp8_hybrid or fp8_e4m3 beside it")
 
@@ -129,7 +149,8 @@ def _contradictions(reading: Reading, asked: Nemo1, half: torch.dtype) -> None:
 def _scaling(reading: Reading, asked: Nemo1, half: torch.dtype) -> Decision:
     if half != torch.float16:
         return _by(reading, LossScaling(), "precision")
-    growth, hysteresis = asked.native_amp_growth_interval, asked.hysteresis
+    growth = asked.native_amp_growth_interval
+    hysteresis = asked.hysteresis
     scaling = LossScaling(
         "dynamic",
         asked.native_amp_init_scale,

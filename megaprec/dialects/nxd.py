@@ -1,7 +1,8 @@
 """Dialect of NeuronX Distributed (NxD): Standard Mixed Precision on Trainium and Inferentia.
 
-BF16 without a loss scale. With ZeRO-1, weights have FP32 masters, and gradients are accumulated and reduced in FP32, by
-default. In the legacy mode, without both, weights are updated in BF16 with stochastic rounding.
+BF16 without a loss scale. With ZeRO-1, weights have FP32 masters, and gradients are accumulated and
+reduced in FP32, by default. In the legacy mode, without both, weights are updated in BF16 with
+stochastic rounding.
 
     [precision.nxd]                     mixed_precision_config of NxD's configuration
     use_master_weights = true           default: true with ZeRO-1
@@ -16,8 +17,9 @@ default. In the legacy mode, without both, weights are updated in BF16 with stoc
     XLA_USE_BF16 = "0"                  "1" makes every FP32 tensor BF16
     XLA_DOWNCAST_BF16 = "1"             "1" makes every FP32 tensor BF16 and every FP64 tensor FP32
 
-A file of neuronx-distributed-training gives `precision_type` instead: its `precision.type`, which sets the keys above.
-NxD itself ignores max_grad_norm under ZeRO-1 and clips at 1.0; megaprec uses it.
+A file of neuronx-distributed-training gives `precision_type` instead: its `precision.type`, which
+sets the keys above. NxD itself ignores max_grad_norm under ZeRO-1 and clips at 1.0; megaprec uses
+it.
 """
 
 from collections.abc import Mapping
@@ -29,8 +31,11 @@ from pydantic import Field
 from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
 from megaprec.precision.plan import PrecisionPlan
 
-SYSTEM, PREFIX = "NxD", "precision.nxd"
-MASTERS, ACCUMULATE, IN_CHECKPOINT = "use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"
+SYSTEM = "NxD"
+PREFIX = "precision.nxd"
+MASTERS = "use_master_weights"
+ACCUMULATE = "use_fp32_grad_acc"
+IN_CHECKPOINT = "use_master_weights_in_ckpt"
 ZERO = "optimizer_config.zero_one_enabled"
 
 
@@ -43,7 +48,13 @@ class MixedPrecisionConfig(Keys):
     optimizer_config: Any = None
     environment: Any = None
     precision_type: Literal[
-        "mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "bf16SR", "fp32", "autocast", "manual"
+        "mixed_precision",
+        "mixed_precisionSR",
+        "mixed_precision_SR",
+        "bf16SR",
+        "fp32",
+        "autocast",
+        "manual",
     ] = "manual"
 
 
@@ -66,7 +77,8 @@ class Environment(Keys):
     XLA_DOWNCAST_BF16: Switch = "0"
 
 
-STOCHASTIC, ALL_BF16 = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN", "environment.XLA_USE_BF16"
+STOCHASTIC = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN"
+ALL_BF16 = "environment.XLA_USE_BF16"
 TYPE = "precision_type"
 FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
 ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
@@ -74,7 +86,8 @@ ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """Return the plan and settings of `config`, a mixed_precision_config that contains an optimizer_config.
+    """Return the plan and settings of `config`, a mixed_precision_config that contains an
+    optimizer_config.
 
     places: full dotted key -> the file or command line in which the key was set. Raises UserError.
     """
@@ -84,29 +97,41 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     environment = reading.read(Environment, precision.environment or {}, "environment")
     zero = optimizer.zero_one_enabled
     masters, accumulates = (_follows(precision, key, zero) for key in (MASTERS, ACCUMULATE))
-    _contradictions(reading, precision, environment, {MASTERS: masters, ACCUMULATE: accumulates}, zero)
+    _contradictions(
+        reading, precision, environment, {MASTERS: masters, ACCUMULATE: accumulates}, zero
+    )
     reading.done()
-    dtype = reading.by(torch.float32 if precision.precision_type == "fp32" else torch.bfloat16, TYPE)
+    dtype = reading.by(
+        torch.float32 if precision.precision_type == "fp32" else torch.bfloat16, TYPE
+    )
     if precision.precision_type == "manual":
         dtype = reading.always(torch.bfloat16)
     decisions = {
         **all_of(("compute", "pipeline", "parameters"), dtype),
         **all_of(("masters", "moments"), reading.by(_wide(masters, dtype.value), MASTERS, TYPE)),
-        **all_of(("gradients", "reduce"), reading.by(_wide(accumulates, dtype.value), ACCUMULATE, TYPE)),
+        **all_of(
+            ("gradients", "reduce"), reading.by(_wide(accumulates, dtype.value), ACCUMULATE, TYPE)
+        ),
         "rounding": _rounding(reading, precision, environment, masters or accumulates),
         "masters_in_checkpoint": reading.by(precision.use_master_weights_in_ckpt, IN_CHECKPOINT),
         "sensitive": reading.always(torch.float32),
     }
-    norm = "optimizer_config.max_grad_norm" if optimizer.grad_clipping else "optimizer_config.grad_clipping"
+    if optimizer.grad_clipping:
+        norm = "optimizer_config.max_grad_norm"
+    else:
+        norm = "optimizer_config.grad_clipping"
     settings = {
         "parallel.zero": reading.by(zero, ZERO),
-        "optimizer.clip": reading.by(optimizer.max_grad_norm if optimizer.grad_clipping else 0.0, norm),
+        "optimizer.clip": reading.by(
+            optimizer.max_grad_norm if optimizer.grad_clipping else 0.0, norm
+        ),
     }
     return reading.resolved(decisions, settings, _notes(reading, precision))
 
 
 def _follows(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
-    """Return True if a part of mixed precision is on: by its key, else by the precision type or ZeRO-1."""
+    """Return True if a part of mixed precision is on: by its key, else by the precision type or
+    ZeRO-1."""
     if precision.precision_type != "manual":
         return zero and precision.precision_type in FOLLOWS_ZERO
     given = getattr(precision, key)
@@ -114,19 +139,31 @@ def _follows(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
 
 
 def _contradictions(
-    reading: Reading, precision: MixedPrecisionConfig, environment: Environment, on: Mapping[str, bool], zero: bool
+    reading: Reading,
+    precision: MixedPrecisionConfig,
+    environment: Environment,
+    on: Mapping[str, bool],
+    zero: bool,
 ) -> None:
     in_checkpoint = precision.use_master_weights_in_ckpt
-    for key in (key for key, value in {**on, IN_CHECKPOINT: in_checkpoint}.items() if value and not zero):
+    for key in (
+        key for key, value in {**on, IN_CHECKPOINT: in_checkpoint}.items() if value and not zero
+    ):
         reading.refuse(key, True, f"needs ZeRO-1: set {PREFIX}.{ZERO} = true")
     if zero and in_checkpoint and not on[MASTERS]:
-        reading.refuse(IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true")
+        reading.refuse(
+            IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true"
+        )
     if environment.XLA_USE_BF16 == "1" and any(on.values()):
         part = next(key for key, value in on.items() if value)
-        reading.refuse(ALL_BF16, "1", f'makes every FP32 tensor BF16, which contradicts {part}: set it to "0"')
+        reading.refuse(
+            ALL_BF16, "1", f'makes every FP32 tensor BF16, which contradicts {part}: set it to "0"'
+        )
 
 
-def _rounding(reading: Reading, precision: MixedPrecisionConfig, environment: Environment, is_mixed: bool) -> Decision:
+def _rounding(
+    reading: Reading, precision: MixedPrecisionConfig, environment: Environment, is_mixed: bool
+) -> Decision:
     """Return the rounding that the precision type or the environment sets.
 
     By default the legacy mode rounds stochastically and mixed precision to nearest.
@@ -143,7 +180,9 @@ def _rounding(reading: Reading, precision: MixedPrecisionConfig, environment: En
 def _notes(reading: Reading, precision: MixedPrecisionConfig) -> tuple[str, ...]:
     if precision.precision_type == "manual":
         return ()
-    idle = [key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.given]
+    idle = [
+        key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.given
+    ]
     why = f'precision_type = "{precision.precision_type}" decides: they are used only with "manual"'
     return (f"{', '.join(idle)}: {why}",) if idle else ()
 
@@ -154,14 +193,21 @@ def _wide(on: bool, otherwise: torch.dtype) -> torch.dtype:
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return configurations that approximate a plan and the run-file keys in `settings`."""
-    masters, accumulates = plan.masters == torch.float32, plan.gradients == torch.float32
+    masters = plan.masters == torch.float32
+    accumulates = plan.gradients == torch.float32
     legacy = plan.rounding == "stochastic" and not masters
     zero = settings.get("parallel.zero", not legacy)
     optimizer: dict[str, Any] = {"zero_one_enabled": zero}
     if "optimizer.clip" in settings:
         clip = settings["optimizer.clip"]
-        optimizer |= {"grad_clipping": True, "max_grad_norm": clip} if clip else {"grad_clipping": False}
-    asked = {MASTERS: masters and zero, ACCUMULATE: accumulates and zero, "optimizer_config": optimizer}
+        optimizer |= (
+            {"grad_clipping": True, "max_grad_norm": clip} if clip else {"grad_clipping": False}
+        )
+    asked = {
+        MASTERS: masters and zero,
+        ACCUMULATE: accumulates and zero,
+        "optimizer_config": optimizer,
+    }
     asked[IN_CHECKPOINT] = plan.masters_in_checkpoint and masters and zero
     rounding = {STOCHASTIC.partition(".")[2]: "1" if plan.rounding == "stochastic" else "0"}
     whole = {"precision_type": "fp32", "optimizer_config": optimizer}

@@ -1,4 +1,5 @@
-"""Keys of torch's gradient scaler, common to Colossal-AI's TORCH mode and FSDP: no minimal scale, no hysteresis."""
+"""Keys of torch's gradient scaler, common to Colossal-AI's TORCH mode and FSDP: no minimal scale,
+no hysteresis."""
 
 from typing import Any
 
@@ -34,7 +35,13 @@ def torch_scaling(asked: GradScaler) -> LossScaling:
     if not asked.enabled:
         return LossScaling()
     return LossScaling(
-        "dynamic", asked.init_scale, FLOOR, asked.growth_factor, asked.backoff_factor, asked.growth_interval, 1
+        "dynamic",
+        asked.init_scale,
+        FLOOR,
+        asked.growth_factor,
+        asked.backoff_factor,
+        asked.growth_interval,
+        1,
     )
 
 
@@ -43,4 +50,7 @@ def torch_words(scaling: LossScaling) -> dict[str, Any]:
     if scaling.kind == "none":
         return {"enabled": False}
     words = {"init_scale": scaling.initial, "growth_factor": scaling.growth_factor}
-    return words | {"backoff_factor": scaling.backoff_factor, "growth_interval": scaling.growth_interval}
+    return words | {
+        "backoff_factor": scaling.backoff_factor,
+        "growth_interval": scaling.growth_interval,
+    }

@@ -1,8 +1,10 @@
-"""Dialect of SageMaker model parallelism (SMP) v2: FSDP's mixed precision, with Transformer Engine's FP8 on top.
+"""Dialect of SageMaker model parallelism (SMP) v2: FSDP's mixed precision, with Transformer
+Engine's FP8 on top.
 
-FSDP keeps the parameters as the model was built, in FP32, and casts the gathered parameters. So masters and moments are
-FP32, weights and products are in `param_dtype`, gradients are reduced in `reduce_dtype` and accumulated in FP32, unless
-`keep_low_precision_grads` is set. Layers without FP8 follow the mixed-precision policy.
+FSDP keeps the parameters as the model was built, in FP32, and casts the gathered parameters. So
+masters and moments are FP32, weights and products are in `param_dtype`, gradients are reduced in
+`reduce_dtype` and accumulated in FP32, unless `keep_low_precision_grads` is set. Layers without FP8
+follow the mixed-precision policy.
 
     [precision.smp]
     max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip if it is not given,
@@ -18,7 +20,8 @@ FP32, weights and products are in `param_dtype`, gradients are reduced in `reduc
     recipe = "DelayedScaling"            the default; or Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling
     amax_history_len = 32
 
-In Python the same classes are arguments: `resolve({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)})`.
+In Python the same classes are arguments: `resolve({"mixed_precision":
+MixedPrecision(param_dtype=torch.bfloat16)})`.
 """
 
 from collections.abc import Mapping
@@ -29,13 +32,24 @@ import torch
 import torch.distributed as dist
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
+from megaprec.dialects.reading import (
+    NO_MARGIN,
+    Decision,
+    Dtype,
+    Keys,
+    Reading,
+    Resolved,
+    all_of,
+    member,
+    name_of,
+)
 from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import PrecisionPlan
 
-SYSTEM, PREFIX = "SageMaker SMP", "precision.smp"
+SYSTEM = "SageMaker SMP"
+PREFIX = "precision.smp"
 CAST = {(False, False): "none", (False, True): "root", (True, False): "inner", (True, True): "all"}
 
 
@@ -54,7 +68,8 @@ class MixedPrecision(Keys):
 
 
 class MixedPrecisionPolicy(Keys):
-    """FSDP2's policy. None means the same as in FSDP1; output_dtype None leaves outputs in the compute dtype."""
+    """FSDP2's policy. None means the same as in FSDP1; output_dtype None leaves outputs in the
+    compute dtype."""
 
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
@@ -63,7 +78,8 @@ class MixedPrecisionPolicy(Keys):
 
 
 class Format(Enum):
-    """Transformer Engine's FP8 formats: E4M3 for all tensors, or E4M3 forward and E5M2 for gradients."""
+    """Transformer Engine's FP8 formats: E4M3 for all tensors, or E4M3 forward and E5M2 for
+    gradients."""
 
     E4M3 = "e4m3"
     HYBRID = "hybrid"
@@ -72,7 +88,10 @@ class Format(Enum):
 def _amax_algo(value: object) -> object:
     if value in ("max", "most_recent") or callable(value):
         return value
-    raise ValueError('must be "max", "most_recent" or a function of a history [length, n] that returns amaxes [n]')
+    raise ValueError(
+        'must be "max", "most_recent" or a function of a history [length, n] that returns '
+        "amaxes [n]"
+    )
 
 
 def _function(value: object) -> object:
@@ -87,13 +106,17 @@ def _group(value: object) -> object:
         if dist.get_world_size(value) == dist.get_world_size():
             return "world"
         raise ValueError(
-            f"a group of {dist.get_world_size(value)} ranks: must be the world's, as amaxes have one scale"
+            f"a group of {dist.get_world_size(value)} ranks: must be the world's, as amaxes "
+            "have one scale"
         )
-    return "world" if isinstance(value, str) and value.endswith("world_process_group") else value
+    if isinstance(value, str) and value.endswith("world_process_group"):
+        return "world"
+    return value
 
 
 class DelayedScaling(Keys):
-    """Transformer Engine's recipe with scales from amaxes of earlier passes. interval: only in older releases, 1."""
+    """Transformer Engine's recipe with scales from amaxes of earlier passes. interval: only in
+    older releases, 1."""
 
     recipe: Literal["DelayedScaling"] = "DelayedScaling"
     margin: int = 0
@@ -141,7 +164,8 @@ class MXFP8BlockScaling(Keys):
 
 
 RECIPES: Mapping[str, type[Keys]] = {
-    kind.__name__: kind for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+    kind.__name__: kind
+    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
 }
 KINDS: Mapping[str, Kind] = {
     "DelayedScaling": "delayed",
@@ -152,7 +176,8 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Fp8Autocast(Keys):
-    """Arguments of `fp8_autocast`. fp8_group None is the world, the only group that is supported."""
+    """Arguments of `fp8_autocast`. fp8_group None is the world, the only group that is
+    supported."""
 
     enabled: bool = True
     calibrating: bool = False
@@ -173,14 +198,21 @@ class Smp(Keys):
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
 ) -> Fp8Autocast:
-    """Return the arguments of Transformer Engine's function of this name, in its order, as a value for `resolve`."""
-    return Fp8Autocast(enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group)  # pyright: ignore[reportArgumentType]
+    """Return the arguments of Transformer Engine's function of this name, in its order, as a value
+    for `resolve`."""
+    return Fp8Autocast(
+        enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group
+    )  # pyright: ignore[reportArgumentType]
 
 
 def autocast(
-    enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Any = None,
+    amax_reduction_group: Any = None,
 ) -> Fp8Autocast:
-    """Return the arguments of `fp8_autocast` by the name and argument names of newer versions of Transformer Engine."""
+    """Return the arguments of `fp8_autocast` by the name and argument names of newer versions of
+    Transformer Engine."""
     return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group)
 
 
@@ -192,12 +224,16 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     reading = Reading(SYSTEM, PREFIX, places)
     tables = reading.read(Smp, config or {})
     if tables.mixed_precision is not None and tables.mp_policy is not None:
-        reading.refuse("mp_policy", "{...}", "mixed_precision is there too: FSDP1 and FSDP2 exclude each other")
+        reading.refuse(
+            "mp_policy", "{...}", "mixed_precision is there too: FSDP1 and FSDP2 exclude each other"
+        )
     read = _policy if tables.mp_policy is not None else _mixed_precision
     decisions, notes = read(reading, tables)
     if tables.grad_scaler is not None:
         scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
-        decisions["scaling"] = reading.by(torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS))
+        decisions["scaling"] = reading.by(
+            torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS)
+        )
     if tables.fp8_autocast is not None:
         decisions["fp8"], more = _fp8(reading, tables.fp8_autocast)
         notes += more
@@ -207,7 +243,10 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         clip["optimizer.clip"] = reading.by(tables.max_grad_norm, "max_grad_norm")
     if tables.max_grad_norm == 0:
         notes += (
-            "max_grad_norm = 0: no clipping, as for transformers' Trainer; FSDP's clip_grad_norm_(0) erases gradients",
+            (
+                "max_grad_norm = 0: no clipping, as for transformers' Trainer; FSDP's "
+                "clip_grad_norm_(0) erases gradients"
+            ),
         )
     return reading.resolved(decisions, clip, notes)
 
@@ -219,9 +258,13 @@ def _mixed_precision(reading: Reading, tables: Smp) -> tuple[dict[str, Decision]
     reduce: torch.dtype = decisions["reduce"].value
     low = asked.keep_low_precision_grads and reduce != torch.float32
     if low and reduce != decisions["parameters"].value:
-        reading.refuse(f"{table}.keep_low_precision_grads", True, "needs reduce_dtype to be param_dtype")
+        reading.refuse(
+            f"{table}.keep_low_precision_grads", True, "needs reduce_dtype to be param_dtype"
+        )
     decisions |= {
-        "gradients": reading.by(reduce if low else torch.float32, f"{table}.keep_low_precision_grads"),
+        "gradients": reading.by(
+            reduce if low else torch.float32, f"{table}.keep_low_precision_grads"
+        ),
         "buffers": reading.by(asked.buffer_dtype or torch.float32, f"{table}.buffer_dtype"),
         "output": reading.by(decisions["compute"].value, f"{table}.param_dtype"),
         "cast_inputs": reading.by(
@@ -239,16 +282,26 @@ def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[s
     decisions = _common(reading, table, asked.param_dtype, asked.reduce_dtype)
     output = reading.by(asked.output_dtype or decisions["compute"].value, f"{table}.output_dtype")
     inputs = "all" if asked.cast_forward_inputs else "none"
-    decisions |= {"output": output, "cast_inputs": reading.by(inputs, f"{table}.cast_forward_inputs")}
+    decisions |= {
+        "output": output,
+        "cast_inputs": reading.by(inputs, f"{table}.cast_forward_inputs"),
+    }
     doubtful = asked.param_dtype not in (None, torch.float32) and asked.reduce_dtype is None
-    note = "mp_policy.reduce_dtype is not given: releases of PyTorch differ, here it is param_dtype; better give it"
+    note = (
+        "mp_policy.reduce_dtype is not given: releases of PyTorch differ, here it is "
+        "param_dtype; better give it"
+    )
     return decisions, (note,) if doubtful else ()
 
 
-def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Decision]:
+def _common(
+    reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None
+) -> dict[str, Decision]:
     """Return the decisions that are common to FSDP1 and FSDP2."""
     held = reading.by(param or torch.float32, f"{table}.param_dtype")
-    reduced = reading.by(reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype")
+    reduced = reading.by(
+        reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype"
+    )
     return {
         **all_of(("compute", "pipeline", "parameters"), held),
         **all_of(("masters", "moments", "gradients"), reading.always(torch.float32)),
@@ -257,18 +310,28 @@ def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: tor
 
 
 def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
-    """Return the FP8 recipe of `fp8_autocast`, None if it neither computes in FP8 nor calibrates; and notes."""
+    """Return the FP8 recipe of `fp8_autocast`, None if it neither computes in FP8 nor calibrates;
+    and notes."""
     asked = reading.read(Fp8Autocast, values, "fp8_autocast")
-    table, recipe = "fp8_autocast.fp8_recipe", asked.fp8_recipe or {}
+    table = "fp8_autocast.fp8_recipe"
+    recipe = asked.fp8_recipe or {}
     values = {"recipe": recipe} if isinstance(recipe, str) else recipe
-    name = values.get("recipe", "DelayedScaling") if isinstance(values, Mapping) else type(values).__name__
+    if isinstance(values, Mapping):
+        name = values.get("recipe", "DelayedScaling")
+    else:
+        name = type(values).__name__
     if name not in RECIPES:
         would = f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(str(name), RECIPES)}"
         reading.refuse(f"{table}.recipe", name, would)
         return reading.always(None), ()
     made = reading.read(RECIPES[name], values, table)
     on = asked.enabled or asked.calibrating
-    keys = ["enabled", "calibrating", "fp8_recipe", *(f"fp8_recipe.{key}" for key in RECIPES[name].model_fields)]
+    keys = [
+        "enabled",
+        "calibrating",
+        "fp8_recipe",
+        *(f"fp8_recipe.{key}" for key in RECIPES[name].model_fields),
+    ]
     recipe = _recipe(name, dict(made), not asked.enabled) if on else None
     margin = made.margin if isinstance(made, MXFP8BlockScaling) else 0
     notes = (f"{table}.margin = {margin} of {name}: {NO_MARGIN}",) if margin else ()
@@ -284,7 +347,9 @@ def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
         amax_algo=made.get("amax_compute_algo", "max"),
         scale_algo=made.get("scaling_factor_compute_algo"),
         reduce_amax=made.get("reduce_amax", True),
-        power_2_scales=made.get("use_power_2_scales", name == "Float8BlockScaling" and not made["use_f32_scales"]),
+        power_2_scales=made.get(
+            "use_power_2_scales", name == "Float8BlockScaling" and not made["use_f32_scales"]
+        ),
         weight_gradients=not made.get("override_linear_precision", (False,))[-1],
         dot_product_attention=made["fp8_dpa"],
         multi_head_attention=made["fp8_mha"],
@@ -293,14 +358,19 @@ def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return two configurations that approximate a plan and the run-file keys in `settings`: for FSDP1 and FSDP2."""
+    """Return two configurations that approximate a plan and the run-file keys in `settings`: for
+    FSDP1 and FSDP2."""
     held = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
     inner, root = next(flags for flags, name in CAST.items() if name == plan.cast_inputs)
     low = plan.gradients != torch.float32 and plan.gradients == plan.reduce
     first = held | {"buffer_dtype": name_of(plan.buffers), "keep_low_precision_grads": low}
     first |= {"cast_forward_inputs": inner, "cast_root_forward_inputs": root}
     second = held | {"output_dtype": name_of(plan.output), "cast_forward_inputs": inner}
-    common: dict[str, Any] = {"max_grad_norm": settings["optimizer.clip"]} if settings.get("optimizer.clip") else {}
+    common: dict[str, Any]
+    if settings.get("optimizer.clip"):
+        common = {"max_grad_norm": settings["optimizer.clip"]}
+    else:
+        common = {}
     if plan.scaling.kind != "none":
         common["grad_scaler"] = torch_words(plan.scaling)
     if plan.fp8 is not None:
@@ -310,7 +380,9 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
 
 def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
     """Return the nearest arguments of `fp8_autocast`."""
-    name = next((name for name, kind in KINDS.items() if kind == recipe.kind), "Float8CurrentScaling")
+    name = next(
+        (name for name, kind in KINDS.items() if kind == recipe.kind), "Float8CurrentScaling"
+    )
     words = {
         "margin": recipe.margin,
         "fp8_format": recipe.format.upper(),
@@ -324,6 +396,10 @@ def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
         "fp8_mha": recipe.multi_head_attention,
         "override_linear_precision": [False, False, not recipe.weight_gradients],
     }
-    known = {k: value for k, value in words.items() if k in RECIPES[name].model_fields and value is not None}
+    known = {
+        k: value
+        for k, value in words.items()
+        if k in RECIPES[name].model_fields and value is not None
+    }
     enabled = {"enabled": False, "calibrating": True} if recipe.calibrating else {"enabled": True}
     return enabled | {"fp8_recipe": {"recipe": name} | known}

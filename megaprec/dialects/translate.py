@@ -1,8 +1,9 @@
 """The five dialects by name, and translation of a plan to another system's configuration.
 
-A dialect is two functions: `resolve`, from its system's configuration to a plan, and `express`, back to configurations
-that approximate a plan. Losses in translation are found by resolving the nearest configuration again: every field in
-which the result differs from the plan is one that the system cannot express.
+A dialect is two functions: `resolve`, from its system's configuration to a plan, and `express`,
+back to configurations that approximate a plan. Losses in translation are found by resolving the
+nearest configuration again: every field in which the result differs from the plan is one that the
+system cannot express.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ class Dialect(Protocol):
     def SYSTEM(self) -> str: ...
     @property
     def PREFIX(self) -> str: ...
-    def resolve(self, config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved: ...
+    def resolve(
+        self, config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None
+    ) -> Resolved: ...
     def express(self, plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]: ...
 
 
@@ -45,7 +48,8 @@ BESIDE = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 class Translation:
     """A configuration of another system and its losses.
 
-    config: the configuration. unsaid: a line for each field that it cannot express, with the value that it has instead.
+    config: the configuration. unsaid: a line for each field that it cannot express, with the value
+        that it has instead.
     """
 
     config: Mapping[str, Any]
@@ -53,13 +57,15 @@ class Translation:
 
 
 def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Translation:
-    """Return the plan and the run-file keys in `settings` as a configuration of the dialect `to`, as exact as possible.
+    """Return the plan and the run-file keys in `settings` as a configuration of the dialect `to`,
+    as exact as possible.
 
     Of the run-file keys that a system lacks, only those of ZeRO and clipping are listed as unsaid.
 
     Raises UserError if no configuration of that system is valid.
     """
-    dialect, tried = DIALECTS[to], list[Translation]()
+    dialect = DIALECTS[to]
+    tried = list[Translation]()
     problems: list[str] = []
     for config in dialect.express(plan, settings):
         try:
@@ -67,7 +73,11 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
         except UserError as error:
             problems += error.problems
         else:
-            tried.append(Translation(config, (*differences(plan, resolved.plan), *_settings(settings, resolved))))
+            tried.append(
+                Translation(
+                    config, (*differences(plan, resolved.plan), *_settings(settings, resolved))
+                )
+            )
     if not tried:
         raise UserError(f"{dialect.SYSTEM} cannot express this plan:", *dict.fromkeys(problems))
     return min(tried, key=lambda translation: len(translation.unsaid))
@@ -87,13 +97,22 @@ def _settings(given: Mapping[str, Any], resolved: Resolved) -> list[str]:
         for key, value in asked.items()
         if key not in said and key in BESIDE
     ]
-    lines += [f"{k} = {shown(asked[k])}; it has {shown(v)}" for k, v in said.items() if k in asked and asked[k] != v]
-    return lines + [f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked]
+    lines += [
+        f"{k} = {shown(asked[k])}; it has {shown(v)}"
+        for k, v in said.items()
+        if k in asked and asked[k] != v
+    ]
+    return lines + [
+        f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked
+    ]
 
 
 def _keys(value: Any) -> Any:
-    """Return a table as the keys in it that are not at their defaults; any other value unchanged."""
-    return value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
+    """Return a table as the keys in it that are not at their defaults; any other value
+    unchanged."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_defaults=True)
+    return value
 
 
 def shown(value: Any) -> str:
@@ -112,7 +131,12 @@ def shown(value: Any) -> str:
 
 
 def _changed(value: Any) -> str:
-    """Return the non-default fields of a small frozen value: "dynamic, initial 65536, hysteresis 1"."""
+    """Return the non-default fields of a small frozen value: "dynamic, initial 65536, hysteresis
+    1"."""
     defaults = {f.name: f.default for f in fields(value)}
-    parts = [f"{name} {shown(getattr(value, name))}" for name in defaults if getattr(value, name) != defaults[name]]
+    parts = [
+        f"{name} {shown(getattr(value, name))}"
+        for name in defaults
+        if getattr(value, name) != defaults[name]
+    ]
     return ", ".join([value.kind, *(part for part in parts if not part.startswith("kind "))])

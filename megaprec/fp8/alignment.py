@@ -1,6 +1,7 @@
 """Alignment of weights for FP8 hardware: tensor cores read eight-bit numbers in groups.
 
-The first dim of a weight must be a multiple of 8 and the last of 16; with blocks, both must be multiples of the block.
+The first dim of a weight must be a multiple of 8 and the last of 16; with blocks, both must be
+multiples of the block.
 """
 
 from megaprec.precision.fp8_recipe import Kind
@@ -15,11 +16,14 @@ ALIGNMENT: dict[Kind, tuple[int, int]] = {
 
 
 def misfit(kind: Kind, outputs: int, inputs: int) -> str:
-    """Return why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it does."""
+    """Return why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it
+    does."""
     sizes = {"outputs": outputs, "inputs": inputs}
     wrong = [
         f"{size} {name} (dim {dim}) are no multiple of {multiple}"
-        for dim, ((name, size), multiple) in enumerate(zip(sizes.items(), ALIGNMENT[kind], strict=True))
+        for dim, ((name, size), multiple) in enumerate(
+            zip(sizes.items(), ALIGNMENT[kind], strict=True)
+        )
         if size % multiple
     ]
     return " and ".join(wrong)

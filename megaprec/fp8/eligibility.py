@@ -1,4 +1,5 @@
-"""Eligibility of weights: for each weight, whether its matrix products run in FP8, and the reason if they do not."""
+"""Eligibility of weights: for each weight, whether its matrix products run in FP8, and the reason
+if they do not."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 class Eligibility:
     """The precision of the matrix products with one weight.
 
-    name: of the first logical tensor that is stacked in the weight. shape: [n, k], as a rank holds it.
+    name: of the first logical tensor that is stacked in the weight. shape: [n, k], as a rank holds
+        it.
     fallback_reason: why the products stay in the compute dtype; empty if they run in FP8.
     """
 
@@ -28,7 +30,8 @@ class Eligibility:
 
 
 def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligibility:
-    """Return the eligibility, under `recipe`, of a weight that is made of `parts`, in a model of so many layers.
+    """Return the eligibility, under `recipe`, of a weight that is made of `parts`, in a model of so
+    many layers.
 
     Raises UserError for patterns that match only some of the parts.
     """
@@ -37,7 +40,10 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     asked = {asked_for(recipe, part.name, layers) for part in parts}
     if "" in asked and len(asked) > 1:
         names = " and ".join(part.name for part in parts)
-        raise UserError(f"fp8.wide: {names} are one weight, but patterns match only a part of it: match all or none")
+        raise UserError(
+            f"fp8.wide: {names} are one weight, but patterns match only a part of it: match "
+            "all or none"
+        )
     if why := next(iter(sorted(asked))):
         return Eligibility(name, shape, why)
     unfit = misfit(recipe.kind, *shape)
@@ -47,7 +53,8 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
 
 
 def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
-    """Return the key that keeps the products with this weight in high precision; empty if there is none."""
+    """Return the key that keeps the products with this weight in high precision; empty if there is
+    none."""
     if pattern := next((pattern for pattern in recipe.wide if fnmatchcase(name, pattern)), None):
         return f'fp8.wide has "{pattern}"'
     found = _LAYER.search(name)
@@ -59,14 +66,16 @@ def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
 
 
 def not_computed(recipe: FP8Recipe) -> dict[str, str]:
-    """Return the fields of `recipe` that are read and translated but not computed: field -> the behaviour instead."""
+    """Return the fields of `recipe` that are read and translated but not computed: field -> the
+    behaviour instead."""
     reasons = {
         "dot_product_attention": "the products inside attention are computed in the compute dtype",
         "multi_head_attention": "the activations in attention have the compute dtype",
     }
     if recipe.kind in ("rowwise", "mx"):
         reasons["parameters"] = (
-            f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and its columns, and both "
+            f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and "
+            "its columns, and both "
             "together take as much memory as bf16"
         )
     return {key: why for key, why in reasons.items() if getattr(recipe, key)}

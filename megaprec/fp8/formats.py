@@ -3,11 +3,12 @@
     E4M3   sign, 4 bits of exponent, 3 of mantissa: up to 448, no infinity, one NaN a sign
     E5M2   sign, 5 bits of exponent, 2 of mantissa: up to 57344, with infinity and NaN as in half precision
 
-("FP8 Formats for Deep Learning", Micikevicius et al., 2022.) Rounding is to nearest, ties to even, and subnormals are
-kept. A finite number beyond the largest becomes the largest: only the scale was too high, and one large number should
-not cost a step. A number that was infinite or NaN before scaling stays non-finite (NaN in E4M3, which has no infinity),
-so that loss scaling still detects an overflow. Transformer Engine saturates infinities too, and torch's own cast does
-one or the other depending on the release; here both cases are handled before torch casts.
+("FP8 Formats for Deep Learning", Micikevicius et al., 2022.) Rounding is to nearest, ties to even,
+and subnormals are kept. A finite number beyond the largest becomes the largest: only the scale was
+too high, and one large number should not cost a step. A number that was infinite or NaN before
+scaling stays non-finite (NaN in E4M3, which has no infinity), so that loss scaling still detects an
+overflow. Transformer Engine saturates infinities too, and torch's own cast does one or the other
+depending on the release; here both cases are handled before torch casts.
 """
 
 from typing import Literal
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from megaprec.precision.fp8_recipe import FP8Recipe
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 Role = Literal["input", "weight", "gradient"]
 
 
 def format_of(recipe: FP8Recipe, role: Role) -> torch.dtype:
-    """Return the format of a factor of a linear layer's products: input, weight or gradient of the output."""
+    """Return the format of a factor of a linear layer's products: input, weight or gradient of the
+    output."""
     return E5M2 if role == "gradient" and recipe.format == "hybrid" else E4M3
 
 
@@ -39,4 +42,6 @@ def cast(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
     """
     scaled = values.float() if scale is None else values.float() * scale
     saturated = scaled.clamp(-limit(dtype), limit(dtype))
-    return torch.where(values.isinf(), values.float() if dtype == E5M2 else torch.nan, saturated).to(dtype)
+    return torch.where(
+        values.isinf(), values.float() if dtype == E5M2 else torch.nan, saturated
+    ).to(dtype)

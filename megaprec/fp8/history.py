@@ -1,12 +1,13 @@
 """Delayed scaling: the scales of many tensors, computed together from the amaxes of earlier steps.
 
-A tensor is scaled before its own amax is known, by the amaxes of earlier steps; its own amax is recorded for later
-steps. One bank holds all tensors of a pipeline stage, one column each, so that the ranks that share them need a single
-all-reduce, whatever the order in which their modules ran.
+A tensor is scaled before its own amax is known, by the amaxes of earlier steps; its own amax is
+recorded for later steps. One bank holds all tensors of a pipeline stage, one column each, so that
+the ranks that share them need a single all-reduce, whatever the order in which their modules ran.
 
-A step is what Transformer Engine calls an outermost autocast: the history advances once after it, regardless of the
-number of micro-batches. Evaluation and recomputation record nothing. With the recipe's `history = "te"` each pass of a
-micro-batch counts as a step, and a non-finite amax stays in the window; while it is there, the scale does not change.
+A step is what Transformer Engine calls an outermost autocast: the history advances once after it,
+regardless of the number of micro-batches. Evaluation and recomputation record nothing. With the
+recipe's `history = "te"` each pass of a micro-batch counts as a step, and a non-finite amax stays
+in the window; while it is there, the scale does not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +23,15 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 class AmaxHistory:
     """Scales and past amaxes of n tensors. All of its tensors are changed in place.
 
-    scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 for steps that have not happened yet.
-    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], True for tensors that were inf
-    or NaN in the previous step. Only `scale` and `history` need to be saved.
+    scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 for steps that
+        have not happened yet.
+    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], True for
+    tensors that were inf or NaN in the previous step. Only `scale` and `history` need to be saved.
     """
 
-    def __init__(self, recipe: FP8Recipe, formats: Sequence[torch.dtype], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, recipe: FP8Recipe, formats: Sequence[torch.dtype], device: torch.device | str = "cpu"
+    ) -> None:
         """Allocate the history. formats: of each tensor's codes, from `format_of`."""
         n = len(formats)
         self.recipe = recipe
@@ -38,15 +42,17 @@ class AmaxHistory:
         self._largest = torch.tensor([limit(dtype) for dtype in formats], device=device)
 
     def record(self, i: int, amax: Tensor) -> None:
-        """Record the amax, float32 of one element, of tensor `i` in one of the step's micro-batches."""
+        """Record the amax, float32 of one element, of tensor `i` in one of the step's
+        micro-batches."""
         self.now[i] = torch.maximum(self.now[i], amax.squeeze())
 
     def roll(self, agree: Callable[[Tensor], None]) -> None:
         """End a step: advance the history and compute the scales of the next one.
 
-        agree: reduces a float32 [n] to its maximum over the ranks that share these tensors, in place. A tensor that did
-        not run on any rank, or that was all zeros, neither advances nor changes its scale. Nor does a non-finite one,
-        which `overflowed` then marks; but with `history = "te"` its history advances.
+        agree: reduces a float32 [n] to its maximum over the ranks that share these tensors, in
+        place. A tensor that did not run on any rank, or that was all zeros, neither advances nor
+        changes its scale. Nor does a non-finite one, which `overflowed` then marks; but with
+        `history = "te"` its history advances.
         """
         self.now.nan_to_num_(torch.inf, torch.inf)  # an all-reduced maximum may drop a NaN
         agree(self.now)
@@ -54,7 +60,9 @@ class AmaxHistory:
         moves = self.now > 0
         if self.recipe.history == "step":
             moves &= ~self.overflowed
-        self.history.copy_(torch.where(moves, torch.cat([self.history[1:], self.now[None]]), self.history))
+        self.history.copy_(
+            torch.where(moves, torch.cat([self.history[1:], self.now[None]]), self.history)
+        )
         scale = self._scale(self._amax())
         self.scale.copy_(torch.where(moves, scale, self.scale))
         self.now.zero_()
@@ -63,7 +71,9 @@ class AmaxHistory:
         recipe = self.recipe
         if recipe.scale_algo is not None:
             return recipe.scale_algo(amax, self.scale, self._largest, recipe)
-        return scale_of(amax, self._largest * 2.0**-recipe.margin, self.scale, recipe.power_2_scales)
+        return scale_of(
+            amax, self._largest * 2.0**-recipe.margin, self.scale, recipe.power_2_scales
+        )
 
     def _amax(self) -> Tensor:
         algo = self.recipe.amax_algo

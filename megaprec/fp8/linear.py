@@ -1,12 +1,14 @@
-"""The three matrix products of a linear layer in FP8, with the interface of those in `megaprec.precision.gemm`.
+"""The three matrix products of a linear layer in FP8, with the interface of those in
+`megaprec.precision.gemm`.
 
     product                      factors                           sums over
     y          = x @ W.T         input E4M3, weight E4M3           k, inputs
     grad of x  = grad @ W        gradient E5M2 *, weight E4M3      n, outputs
     grad of W  = grad.T @ x      gradient E5M2 *, input E4M3       m, tokens          * or E4M3
 
-Codes are always summed over their last dim, so every factor has two sets of codes, one of the matrix and one of its
-transpose. The two sets are equal where a tensor has one scale. The codes of the transposed x are kept for the backward
+Codes are always summed over their last dim, so every factor has two sets of codes, one of the
+matrix and one of its transpose. The two sets are equal where a tensor has one scale. The codes of
+the transposed x are kept for the backward
 pass: one byte per element.
 """
 
@@ -31,12 +33,14 @@ from megaprec.precision.gemm_provider import Factor
 
 @dataclass(frozen=True)
 class FP8Gemm:
-    """The products with one weight: in FP8 if the autocast of their forward pass says so, else those of `wide`.
+    """The products with one weight: in FP8 if the autocast of their forward pass says so, else
+    those of `wide`.
 
-    cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe tokens of its own.
+    cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe
+        tokens of its own.
     held: the codes of a weight that is stored in FP8 only.
-    scales, moment: of the forward pass, if scales change within a step. The output and the input's gradient have
-    high-precision dtypes.
+    scales, moment: of the forward pass, if scales change within a step. The output and the input's
+    gradient have high-precision dtypes.
     """
 
     state: FP8State
@@ -50,7 +54,8 @@ class FP8Gemm:
     moment: int = 0
 
     def now(self) -> "FP8Gemm":
-        """Bind the products to the current autocast and scales, so that a later backward pass uses them too."""
+        """Bind the products to the current autocast and scales, so that a later backward pass uses
+        them too."""
         if not self.state.by_microbatch:
             return replace(self, scope=self.state.scope)
         roles: tuple[Role, ...] = ("input", "weight")
@@ -65,7 +70,13 @@ class FP8Gemm:
                 self._record(weight, "weight")
             return self.wide.forward(x, self._widened(weight))
         codes, turned = self._codes(x, "input")
-        y = multiply(codes, self._weight(weight, first=True)[0], self.wide.out, fast=True, backend=self._recipe.backend)
+        y = multiply(
+            codes,
+            self._weight(weight, first=True)[0],
+            self.wide.out,
+            fast=True,
+            backend=self._recipe.backend,
+        )
         return y, self._kept(x, turned)
 
     def keep(self, x: Tensor) -> Factor:
@@ -75,7 +86,8 @@ class FP8Gemm:
         return self._kept(x, self._casts_of(x, "input")[1])
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """Return grad [m, n] in the form for the input's gradient and in the form for the weight's gradient."""
+        """Return grad [m, n] in the form for the input's gradient and in the form for the weight's
+        gradient."""
         if not self.scope.computes:
             self._record(grad, "gradient")
             return self.wide.gradient(grad)
@@ -86,21 +98,29 @@ class FP8Gemm:
         """Compute the gradient of x [m, k], of `dtype`, with weight [n, k]."""
         if not self.scope.computes:
             return self.wide.input_gradient(grad, self._widened(weight), dtype)
-        return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype, backend=self._recipe.backend)
+        return multiply(
+            self._restored(grad, "gradient"),
+            self._weight(weight)[1],
+            dtype,
+            backend=self._recipe.backend,
+        )
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """Compute the gradient of the weight [n, k]."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return self.wide.weight_gradient(grad, x)
-        gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
+        gradient = self._restored(grad, "gradient")
+        kept = self._restored(x, "input")
         return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """Add the weight's gradient to total [n, k], unrounded if `total` is float32. first: overwrite it instead."""
+        """Add the weight's gradient to total [n, k], unrounded if `total` is float32. first:
+        overwrite it instead."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             self.wide.add_weight_gradient_(total, grad, x, first)
         else:
-            gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
+            gradient = self._restored(grad, "gradient")
+            kept = self._restored(x, "input")
             add_product_(total, gradient, kept, self._recipe.backend, first)
 
     @property
@@ -110,11 +130,15 @@ class FP8Gemm:
 
     def _weight(self, weight: Tensor, first: bool = False) -> Casts:
         make = partial(self._casts, weight.detach(), first)
-        return self.state.cast_of(f"{self.reach.name} of rank {self.tp.rank}", weight, self.moment, make)
+        return self.state.cast_of(
+            f"{self.reach.name} of rank {self.tp.rank}", weight, self.moment, make
+        )
 
     def _casts(self, weight: Tensor, first: bool) -> Casts:
         if self.held is None or not self._kept_in_codes(weight):
-            return self._codes(weight, "weight") if first else self._casts_of(weight, "weight")
+            if first:
+                return self._codes(weight, "weight")
+            return self._casts_of(weight, "weight")
         codes = self.held.codes(weight)
         return codes, codes.t()
 
@@ -128,17 +152,28 @@ class FP8Gemm:
         return self.held is not None and weight.dtype == self.held.dtype
 
     def _codes(self, x: Tensor, role: Role) -> Casts:
-        """Return `_casts_of` for a tensor that is used for the first time in a pass: its amax is recorded."""
+        """Return `_casts_of` for a tensor that is used for the first time in a pass: its amax is
+        recorded."""
         if self._recipe.kind == "delayed":
             self._record(x, role)
         return self._casts_of(x, role)
 
     def _casts_of(self, x: Tensor, role: Role) -> Casts:
-        """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe says."""
-        recipe, scale, agree = self._recipe, None, None
+        """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe
+        says."""
+        recipe = self._recipe
+        scale = None
+        agree = None
         if recipe.kind == "delayed":
-            scale = self.scales[role] if role in self.scales else self.state.scale(self.reach.name, role)
-        elif {"input": self.cut in (1, None), "gradient": self.cut in (0, None), "weight": self.cut is not None}[role]:
+            if role in self.scales:
+                scale = self.scales[role]
+            else:
+                scale = self.state.scale(self.reach.name, role)
+        elif {
+            "input": self.cut in (1, None),
+            "gradient": self.cut in (0, None),
+            "weight": self.cut is not None,
+        }[role]:
             agree = self._agree if self.tp.size > 1 else None
         casts = quantize_both(x, recipe, role, scale=scale, agree=agree)
         self.state.note_lost(self.reach.name, role, x, casts[0])

@@ -1,14 +1,17 @@
-"""Weights that are stored in FP8 only: one byte per element and one or a few scales, both between and during steps.
+"""Weights that are stored in FP8 only: one byte per element and one or a few scales, both between
+and during steps.
 
-The optimizer's masters are their only high-precision copy. At the start of a pass the masters are rounded, if they or
-their scales have changed. Under ZeRO-1 each rank rounds its own slice, and codes are all-gathered. A scale belongs to a
-whole logical tensor or to a block of it, and a slice may end inside either. The ranks that shard the masters therefore
-first all-reduce the amaxes, and if one scale serves a tensor that is sharded over tp, the tp ranks do so too. The codes
-are then equal to those that one process would compute from all masters, and to those that a product would compute from
-weights in FP32.
+The optimizer's masters are their only high-precision copy. At the start of a pass the masters are
+rounded, if they or their scales have changed. Under ZeRO-1 each rank rounds its own slice, and
+codes are all-gathered. A scale belongs to a whole logical tensor or to a block of it, and a slice
+may end inside either. The ranks that shard the masters therefore first all-reduce the amaxes, and
+if one scale serves a tensor that is sharded over tp, the tp ranks do so too. The codes are then
+equal to those that one process would compute from all masters, and to those that a product would
+compute from weights in FP32.
 
-Each matrix is stored once, so its codes must serve products along its rows and along its columns. Row-wise and MX
-scales, which differ between the two, are refused (`megaprec.fp8.eligibility.not_computed`).
+Each matrix is stored once, so its codes must serve products along its rows and along its columns.
+Row-wise and MX scales, which differ between the two, are refused
+(`megaprec.fp8.eligibility.not_computed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,34 +29,43 @@ from megaprec.fp8.state import FP8State
 
 
 class FP8Param:
-    """The format and the scales of a weight [n, k] whose parameter holds only codes once a buffer has it.
+    """The format and the scales of a weight [n, k] whose parameter holds only codes once a buffer
+    has it.
 
-    dtype: of the codes. block: how many rows and columns share a scale. inverse: the inverse scales, [n / block[0], k /
-    block[1]] rounded up, float32; changed in place.
+    dtype: of the codes. block: how many rows and columns share a scale. inverse: the inverse
+    scales, [n / block[0], k / block[1]] rounded up, float32; changed in place.
     """
 
     def __init__(self, state: FP8State, reach: Eligibility) -> None:
         assert state.recipe is not None
-        self.state, self.name, self.shape = state, reach.name, torch.Size(reach.shape)
+        self.state = state
+        self.name = reach.name
+        self.shape = torch.Size(reach.shape)
         self.dtype = format_of(state.recipe, "weight")
         self.block = block_of(state.recipe, "weight", self.shape)
-        self.inverse = torch.ones([-(-size // of) for size, of in zip(self.shape, self.block, strict=True)])
+        self.inverse = torch.ones(
+            [-(-size // of) for size, of in zip(self.shape, self.block, strict=True)]
+        )
 
     @property
     def in_blocks(self) -> bool:
-        """Return True if scales belong to blocks, which no two tp ranks share, and not to a whole tensor."""
+        """Return True if scales belong to blocks, which no two tp ranks share, and not to a whole
+        tensor."""
         return self.state.recipe is not None and self.state.recipe.kind == "blockwise"
 
     def codes(self, weight: Tensor) -> Codes:
-        """Return the parameter's values with their scales. Raise RuntimeError if these are older than the masters."""
+        """Return the parameter's values with their scales. Raise RuntimeError if these are older
+        than the masters."""
         if self.state.outdated:
             raise RuntimeError(
-                f"{self.name} is stored in FP8, and its codes are out of date: call the model inside `autocast`"
+                f"{self.name} is stored in FP8, and its codes are out of date: call the model "
+                "inside `autocast`"
             )
         return Codes(weight, self.inverse, self.block)
 
     def scales(self, amax: Tensor, records: bool) -> Tensor:
-        """Return the scales for masters with these amaxes of blocks; float32 of the shape of `amax`."""
+        """Return the scales for masters with these amaxes of blocks; float32 of the shape of
+        `amax`."""
         recipe = self.state.recipe
         assert recipe is not None
         if recipe.kind != "delayed":
@@ -64,19 +76,24 @@ class FP8Param:
 
 
 def hold(parameter: nn.Parameter, held: FP8Param) -> None:
-    """Mark the parameter to be stored in codes. Until a buffer takes it over it stays in high precision."""
+    """Mark the parameter to be stored in codes. Until a buffer takes it over it stays in high
+    precision."""
     parameter.megaprec_fp8 = held  # type: ignore[attr-defined]
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Mark the parameter to be stored in high precision after all. To be called before a buffer takes it over."""
+    """Mark the parameter to be stored in high precision after all. To be called before a buffer
+    takes it over."""
     if hasattr(parameter, "megaprec_fp8"):
         delattr(parameter, "megaprec_fp8")
 
 
 def fp8_param_of(parameter: nn.Parameter) -> FP8Param | None:
-    """Return the mark of `hold`, or None for a parameter without a gradient, which has no masters."""
-    return getattr(parameter, "megaprec_fp8", None) if parameter.requires_grad else None
+    """Return the mark of `hold`, or None for a parameter without a gradient, which has no
+    masters."""
+    if parameter.requires_grad:
+        return getattr(parameter, "megaprec_fp8", None)
+    return None
 
 
 @dataclass(frozen=True)
@@ -97,16 +114,23 @@ class FP8ParamShard:
 
     def encode(self, amax: Tensor, records: bool) -> None:
         """Compute scales from the amaxes of all ranks, and codes of this rank's masters."""
-        scales, end = self.param.scales(amax, records), self.start + len(self.masters)
+        scales = self.param.scales(amax, records)
+        end = self.start + len(self.masters)
         self.param.inverse.copy_(scales.reciprocal())
         if len(self.masters):
-            codes = cast(self._spread_out(), self.param.dtype, spread(scales, self.param.block, self.param.shape))
+            codes = cast(
+                self._spread_out(),
+                self.param.dtype,
+                spread(scales, self.param.block, self.param.shape),
+            )
             self.codes[self.start : end] = codes.view(-1)[self.start : end]
 
     def lost(self) -> Tensor:
         """Return `counts_lost` of this rank's masters."""
         values = self.codes.view(self.param.shape)
-        counts = counts_lost(self._spread_out(), Codes(values, self.param.inverse, self.param.block))
+        counts = counts_lost(
+            self._spread_out(), Codes(values, self.param.inverse, self.param.block)
+        )
         counts[1] = len(self.masters)
         return counts
 
@@ -122,12 +146,16 @@ class FP8ParamShard:
 def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
     """Return the amaxes of whole weights, or of their blocks, from those of each rank's shard.
 
-    Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole tensor.
+    Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole
+    tensor.
     """
     own = [one.amax() for one in owned]
     packed = torch.cat([amax.view(-1) for amax in own])
     shards.max_(packed)
-    amaxes = [part.view_as(amax) for part, amax in zip(packed.split([a.numel() for a in own]), own, strict=True)]
+    amaxes = [
+        part.view_as(amax)
+        for part, amax in zip(packed.split([a.numel() for a in own]), own, strict=True)
+    ]
     if any(one.param.in_blocks for one in owned):
         return amaxes
     tp.max_(packed)
@@ -139,9 +167,11 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
 
 @dataclass(frozen=True)
 class FP8Group:
-    """Weights that are stored in FP8, whose masters are sharded over `shards`, and which are cut over `tp`.
+    """Weights that are stored in FP8, whose masters are sharded over `shards`, and which are cut
+    over `tp`.
 
-    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the buffer.
+    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the
+        buffer.
     """
 
     by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]]
@@ -155,17 +185,21 @@ class FP8Group:
 
 
 class FP8Masters:
-    """The masters that this rank owns of all weights that are stored in FP8, and the computation of their codes.
+    """The masters that this rank owns of all weights that are stored in FP8, and the computation of
+    their codes.
 
     The states of these weights call `renew` at the start of a pass.
 
-    groups: the weights whose masters are sharded and cut over the same ranks; those of experts may have ranks of their
-    own. settle: called when all-gathers of all buffers have started.
+    groups: the weights whose masters are sharded and cut over the same ranks; those of experts may
+    have ranks of their own. settle: called when all-gathers of all buffers have started.
     """
 
     def __init__(self, groups: Sequence[FP8Group], settle: Callable[[], object]) -> None:
-        self._groups, self._settle = groups, settle
-        self._states = list(dict.fromkeys(one.param.state for group in groups for one in group.owned))
+        self._groups = groups
+        self._settle = settle
+        self._states = list(
+            dict.fromkeys(one.param.state for group in groups for one in group.owned)
+        )
         for state in self._states:
             state.renew = self.renew
 

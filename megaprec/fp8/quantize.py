@@ -1,8 +1,8 @@
 """Quantization of high-precision numbers to eight-bit codes, and back.
 
-A product sums over one dim of each factor. If numbers share a scale along that dim only in blocks, a matrix that is
-summed over its last dim in one product and over its first in another is rounded twice, each time from the
-high-precision numbers:
+A product sums over one dim of each factor. If numbers share a scale along that dim only in blocks,
+a matrix that is summed over its last dim in one product and over its first in another is rounded
+twice, each time from the high-precision numbers:
 
     kind         numbers that share a scale                      both dims from one set of codes
     delayed      all                                             yes
@@ -11,7 +11,8 @@ high-precision numbers:
     blockwise    128 in a row; of weights 128 x 128              weights only
     mx           32 in a row                                     no
 
-`Codes` are always summed over their last dim: a sum over the first dim uses the codes of the transposed matrix.
+`Codes` are always summed over their last dim: a sum over the first dim uses the codes of the
+    transposed matrix.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 class Codes:
     """A matrix [m, k] in FP8, to be summed over k.
 
-    values: float8_e4m3fn or float8_e5m2 [m, k]. inverse: the inverse scales, [m / block[0], k / block[1]] rounded up;
-    float32, of MX float8_e8m0fnu. block: how many rows and columns share one.
+    values: float8_e4m3fn or float8_e5m2 [m, k]. inverse: the inverse scales, [m / block[0], k /
+    block[1]] rounded up; float32, of MX float8_e8m0fnu. block: how many rows and columns share one.
     """
 
     values: Tensor
@@ -40,7 +41,8 @@ class Codes:
     block: tuple[int, int]
 
     def t(self) -> "Codes":
-        """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels read along rows."""
+        """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels
+        read along rows."""
         values = self.values.t().contiguous() if self.values.is_cuda else self.values.t()
         return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
 
@@ -58,10 +60,12 @@ def quantize(
 ) -> Codes:
     """Return x [m, k], fp32, bf16 or fp16, in codes to be summed over k.
 
-    scale: float32 of one element, for delayed scaling only. agree: reduces an amax [1, 1] in place to its maximum over
-    the ranks that hold parts of x, for current scaling; the other kinds share no scale between ranks.
+    scale: float32 of one element, for delayed scaling only. agree: reduces an amax [1, 1] in place
+    to its maximum over the ranks that hold parts of x, for current scaling; the other kinds share
+    no scale between ranks.
     """
-    dtype, block = format_of(recipe, role), block_of(recipe, role, x.shape)
+    dtype = format_of(recipe, role)
+    block = block_of(recipe, role, x.shape)
     if recipe.kind == "delayed":
         assert scale is not None, "delayed scaling needs the scale of its history"
         return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
@@ -84,7 +88,8 @@ def quantize_both(
     scale: Tensor | None = None,
     agree: Callable[[Tensor], None] | None = None,
 ) -> tuple[Codes, Codes]:
-    """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where it can."""
+    """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
+    it can."""
     if recipe.backend == "transformer_engine" and x.numel():
         scale = _current_scale(x, recipe, role, agree) if scale is None else scale
         return _by_transformer_engine(x, recipe, role, scale)
@@ -92,13 +97,17 @@ def quantize_both(
     return codes, codes.t() if serves_both(recipe, role) else quantize(x.t(), recipe, role)
 
 
-def _by_transformer_engine(x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor) -> tuple[Codes, Codes]:
+def _by_transformer_engine(
+    x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor
+) -> tuple[Codes, Codes]:
     m, k = x.shape
     values, turned, inverse = encode(x, format_of(recipe, role), scale)
     return Codes(values, inverse, (m, k)), Codes(turned, inverse, (k, m))
 
 
-def _current_scale(x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Tensor], None] | None) -> Tensor:
+def _current_scale(
+    x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Tensor], None] | None
+) -> Tensor:
     """Return the scale of all of x: float32 [1, 1]."""
     amax = amax_of(x)
     if agree is not None:
@@ -113,20 +122,24 @@ def serves_both(recipe: FP8Recipe, role: Role) -> bool:
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
     """Return how many rows and columns of a matrix of this shape share a scale."""
-    m, k = max(1, shape[0]), max(1, shape[1])
+    m = max(1, shape[0])
+    k = max(1, shape[1])
     blocks = {"rowwise": (1, k), "blockwise": (128 if role == "weight" else 1, 128), "mx": (1, 32)}
     return blocks.get(recipe.kind, (m, k))
 
 
 def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the largest magnitudes of x [m, k] in blocks, float32 [m / block[0], k / block[1]] rounded up.
+    """Return the largest magnitudes of x [m, k] in blocks, float32 [m / block[0], k / block[1]]
+    rounded up.
 
-    block None: one block. The amax of a block with a NaN is NaN. The amax of an empty matrix as a whole is 0.
+    block None: one block. The amax of a block with a NaN is NaN. The amax of an empty matrix as a
+        whole is 0.
     """
     m, k = x.shape
     if block is None or (block[0] >= m and block[1] >= k):
         return _amax(x).float().view(1, 1)
-    rows, columns = -(-m // block[0]), -(-k // block[1])
+    rows = -(-m // block[0])
+    columns = -(-k // block[1])
     whole = F.pad(x, (0, columns * block[1] - k, 0, rows * block[0] - m))
     return whole.abs().reshape(rows, block[0], columns, block[1]).amax((1, 3)).float()
 
@@ -149,18 +162,23 @@ def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor
 def lost(x: Tensor, codes: Codes) -> Tensor:
     """Return the fractions of x [m, k] that its codes lose: float32 [2].
 
-    First the fraction that was more than half a step above the largest number; then the fraction of the nonzero
-    elements that became zero.
+    First the fraction that was more than half a step above the largest number; then the fraction of
+    the nonzero elements that became zero.
     """
     saturated, elements, vanished, others = counts_lost(x, codes).unbind()
     return torch.stack([saturated / elements.clamp(min=1), vanished / others.clamp(min=1)]).float()
 
 
 def counts_lost(x: Tensor, codes: Codes) -> Tensor:
-    """Return the counts behind `lost`, float64 [4]: saturated, all, vanished and nonzero elements."""
+    """Return the counts behind `lost`, float64 [4]: saturated, all, vanished and nonzero
+    elements."""
     dtype = codes.values.dtype
     largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)  # 1.75 is the largest mantissa
-    saturated = (x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)) & x.isfinite()
+    saturated = (
+        x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)
+    ) & x.isfinite()
     there = x != 0
     vanished = there & (codes.values.float() == 0)
-    return torch.stack([part.sum() for part in (saturated, torch.ones_like(there), vanished, there)]).double()
+    return torch.stack(
+        [part.sum() for part in (saturated, torch.ones_like(there), vanished, there)]
+    ).double()

@@ -1,18 +1,22 @@
-"""The FP8 state that all layers of a rank share: scales, the amaxes that determine them, and casts of weights.
+"""The FP8 state that all layers of a rank share: scales, the amaxes that determine them, and casts
+of weights.
 
-A *pass* lasts from entering to leaving the outermost `autocast`: a whole training step with all of its micro-batches,
-or whatever a user's program puts inside. All of a pass sees the same scales, so the result does not depend on the order
-of micro-batches in a layout or schedule, and recomputation gives the same bits. Training passes record amaxes;
-evaluations and replays of a step do not. The next training pass begins by advancing the history, and so does saving. A
-step that is then skipped has advanced it too, because its amaxes are valid for the unchanged weights, and amaxes that
+A *pass* lasts from entering to leaving the outermost `autocast`: a whole training step with all of
+its micro-batches, or whatever a user's program puts inside. All of a pass sees the same scales, so
+the result does not depend on the order of micro-batches in a layout or schedule, and recomputation
+gives the same bits. Training passes record amaxes; evaluations and replays of a step do not. The
+next training pass begins by advancing the history, and so does saving. A step that is then skipped
+has advanced it too, because its amaxes are valid for the unchanged weights, and amaxes that
 overflowed change no scale.
 
-With the recipe's `history = "te"` the history advances within a pass, after each forward and each backward pass of a
-micro-batch (`advance`). Each forward pass then stores its scales, and its backward pass casts with the same scales.
+With the recipe's `history = "te"` the history advances within a pass, after each forward and each
+backward pass of a micro-batch (`advance`). Each forward pass then stores its scales, and its
+backward pass casts with the same scales.
 
-Delayed amaxes are reduced when the history advances, in one all-reduce over the tp and dp ranks of the stage, never
-over pp: no other stage has these tensors. Current amaxes are reduced over tp when the tensor is cast, if it is sharded
-over tp. Thus each logical tensor has one scale, whatever the layout.
+Delayed amaxes are reduced when the history advances, in one all-reduce over the tp and dp ranks of
+the stage, never over pp: no other stage has these tensors. Current amaxes are reduced over tp when
+the tensor is cast, if it is sharded over tp. Thus each logical tensor has one scale, whatever the
+layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +47,8 @@ Casts = tuple[Codes, Codes]
 class Scope:
     """The settings of an autocast.
 
-    computes: True if products run in FP8; otherwise amaxes are at most recorded. records: True if amaxes are recorded.
+    computes: True if products run in FP8; otherwise amaxes are at most recorded. records: True if
+        amaxes are recorded.
     """
 
     computes: bool = False
@@ -57,11 +62,12 @@ class FP8State:
     """The FP8 state of all layers of a rank.
 
     Layers register when they are built, in the same order on all ranks of a stage.
-    renew: a function of the owner of weights that are stored in FP8 only. It is called at the start of a pass, computes
-    their codes with the present scales, and records their amaxes if its argument is True.
+    renew: a function of the owner of weights that are stored in FP8 only. It is called at the start
+    of a pass, computes their codes with the present scales, and records their amaxes if its
+    argument is True.
     recipe: None for a model without FP8; the state then has no effect. layers: of the whole model.
-    tp: the tensor-parallel axis. stage: the ranks that reduce delayed amaxes. dp: the ranks whose amaxes differ, if
-    delayed amaxes are not reduced over dp.
+    tp: the tensor-parallel axis. stage: the ranks that reduce delayed amaxes. dp: the ranks whose
+    amaxes differ, if delayed amaxes are not reduced over dp.
     """
 
     def __init__(
@@ -73,8 +79,11 @@ class FP8State:
         dp: Axis | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.recipe, self.layers, self.device = recipe, layers, device
-        self.tp, self.dp = tp or Axis("tp"), dp or Axis("dp")
+        self.recipe = recipe
+        self.layers = layers
+        self.device = device
+        self.tp = tp or Axis("tp")
+        self.dp = dp or Axis("dp")
         self.stage = stage or self.tp
         self.reached: list[Eligibility] = []
         self.scope = OFF
@@ -82,7 +91,9 @@ class FP8State:
         self.renew: Callable[[bool], None] | None = None
         self.outdated = True  # True if masters have changed since the last call of `renew`
         self.moment = 0  # number of advances of the history within passes
-        self._before: tuple[Tensor, Tensor] | None = None  # scales and history at the start of the last training pass
+        self._before: tuple[Tensor, Tensor] | None = (
+            None  # scales and history at the start of the last training pass
+        )
         self._pending = False  # True if amaxes may have been recorded since the last roll
         self._inside = False
         self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
@@ -92,10 +103,13 @@ class FP8State:
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
         """Return the state for a rank of a mesh. Collective over the world.
 
-        Raises UserError for a recipe with settings that are not computed, or for a backend that is not available.
+        Raises UserError for a recipe with settings that are not computed, or for a backend that is
+        not available.
         """
         if recipe is not None and (lacking := not_computed(recipe)):
-            raise UserError(*(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items()))
+            raise UserError(
+                *(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items())
+            )
         if recipe is not None and recipe.backend == "transformer_engine":
             transformer_engine.require()
         tp = Axis.of(mesh, "tp")
@@ -103,12 +117,17 @@ class FP8State:
             return FP8State(recipe, layers, tp, tp, Axis.of(mesh, "dp"), device_of(mesh))
         if not recipe.reduce_amax:
             return FP8State(recipe, layers, tp, tp, Axis.replicas(mesh), device_of(mesh))
-        return FP8State(recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh))
+        return FP8State(
+            recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh)
+        )
 
     def register(self, parts: Sequence[Part]) -> Eligibility:
-        """Register the weight that `parts` are stacked in, and return whether its products run in FP8."""
+        """Register the weight that `parts` are stacked in, and return whether its products run in
+        FP8."""
         if "names" in self.__dict__:
-            raise RuntimeError(f"{parts[0].name} was registered after the first pass: build all layers before")
+            raise RuntimeError(
+                f"{parts[0].name} was registered after the first pass: build all layers before"
+            )
         assert self.recipe is not None
         reached = eligibility(self.recipe, parts, self.layers)
         if reached not in self.reached:  # virtual ranks of one process have the same weights
@@ -116,7 +135,8 @@ class FP8State:
         return reached
 
     def leave_out(self, reached: Eligibility, why: str) -> None:
-        """Exclude a registered weight's products from FP8, for the reason `why`. To be called before the first pass."""
+        """Exclude a registered weight's products from FP8, for the reason `why`. To be called
+        before the first pass."""
         self.reached[self.reached.index(reached)] = replace(reached, fallback_reason=why)
 
     @cached_property
@@ -124,14 +144,21 @@ class FP8State:
         """Return the tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
         delayed = self.recipe is not None and self.recipe.kind == "delayed"
         return tuple(
-            f"{one.name}.{role}" for one in self.reached if delayed and not one.fallback_reason for role in ROLES
+            f"{one.name}.{role}"
+            for one in self.reached
+            if delayed and not one.fallback_reason
+            for role in ROLES
         )
 
     @cached_property
     def bank(self) -> AmaxHistory:
         """Return the scales and amaxes of the tensors in `names`."""
         assert self.recipe is not None
-        return AmaxHistory(self.recipe, [format_of(self.recipe, role) for role in ROLES] * self.products, self.device)
+        return AmaxHistory(
+            self.recipe,
+            [format_of(self.recipe, role) for role in ROLES] * self.products,
+            self.device,
+        )
 
     @property
     def narrow(self) -> set[str]:
@@ -156,15 +183,16 @@ class FP8State:
         self.bank.record(self._place[f"{name}.{role}"], amax)
 
     def cast_of(self, name: str, weight: Tensor, moment: int, make: Callable[[], Casts]) -> Casts:
-        """Return the weight's casts of this pass, computed once for each moment and each version of the weight.
+        """Return the weight's casts of this pass, computed once for each moment and each version of
+        the weight.
 
-        name: unique among the weights of this process.
-        Every change of a weight must increment its version (`Buffer.start_collect` does so for the optimizers of this
-        project).
+        name: unique among the weights of this process. Every change of a weight must increment its
+        version (`Buffer.start_collect` does so for the optimizers of this project).
         """
         made, casts = self._casts.get(name, ((-1, -1), None))
         if casts is None or made != (weight._version, moment):
-            made, casts = (weight._version, moment), make()
+            made = (weight._version, moment)
+            casts = make()
             self._casts[name] = made, casts
         return casts
 
@@ -176,30 +204,38 @@ class FP8State:
         fp8_recipe: FP8Recipe | None = None,
         fp8_group: Axis | None = None,
     ) -> Iterator[None]:
-        """Run the products of the layers that share this state in FP8, as in Transformer Engine's `fp8_autocast`.
+        """Run the products of the layers that share this state in FP8, as in Transformer Engine's
+        `fp8_autocast`.
 
-        enabled: True for FP8. calibrating: True to record amaxes even if FP8 is not enabled. Inner autocasts apply
-        inside their block, and the outermost one is the pass; if gradients are enabled it is a training pass. Backward
-        passes follow the settings of their forward passes, wherever they run. fp8_recipe, fp8_group: those of the
-        state, if given. Raises ValueError for others.
+        enabled: True for FP8. calibrating: True to record amaxes even if FP8 is not enabled. Inner
+        autocasts apply inside their block, and the outermost one is the pass; if gradients are
+        enabled it is a training pass. Backward passes follow the settings of their forward passes,
+        wherever they run. fp8_recipe, fp8_group: those of the state, if given. Raises ValueError
+        for others.
         """
         if fp8_recipe not in (None, self.recipe) or fp8_group not in (None, self.stage):
-            raise ValueError("recipe and group are fixed when the layers are built: give others to FP8State")
+            raise ValueError(
+                "recipe and group are fixed when the layers are built: give others to FP8State"
+            )
         with self._entered(enabled, torch.is_grad_enabled() and (enabled or calibrating)):
             yield
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Repeat the last training pass with its scales. Nothing is recorded, or all of it in the same way."""
+        """Repeat the last training pass with its scales. Nothing is recorded, or all of it in the
+        same way."""
         if self.by_microbatch and self._before is not None and self.names:
-            for kept, before in zip((self.bank.scale, self.bank.history), self._before, strict=True):
+            for kept, before in zip(
+                (self.bank.scale, self.bank.history), self._before, strict=True
+            ):
                 kept.copy_(before)
         with self._entered(True, self.by_microbatch):
             yield
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the losses of casts inside: `counts_lost` by tensor ("<logical name of the weight>.<role>"), summed."""
+        """Yield the losses of casts inside: `counts_lost` by tensor ("<logical name of the
+        weight>.<role>"), summed."""
         self._lost = {}
         try:
             yield self._lost
@@ -210,11 +246,14 @@ class FP8State:
         """Count the losses of a cast, inside `watching` only."""
         if self._lost is not None:
             counts = counts_lost(x, codes)
-            self._lost[f"{name}.{role}"] = counts + self._lost.get(f"{name}.{role}", torch.zeros_like(counts))
+            self._lost[f"{name}.{role}"] = counts + self._lost.get(
+                f"{name}.{role}", torch.zeros_like(counts)
+            )
 
     @contextmanager
     def _entered(self, enabled: bool, records: bool) -> Iterator[None]:
-        outer, inside = self.scope, self._inside
+        outer = self.scope
+        inside = self._inside
         if not inside:
             self._begin(records)
         self._inside, self.scope = True, self._scope(enabled, records)
@@ -223,12 +262,16 @@ class FP8State:
             if not inside and records:
                 self.advance()
         finally:
-            self._inside, self.scope = inside, outer
+            self._inside = inside
+            self.scope = outer
 
     def _begin(self, records: bool) -> None:
         self._casts.clear()
         if records and self.by_microbatch:
-            self._before = (self.bank.scale.clone(), self.bank.history.clone()) if self.names else None
+            if self.names:
+                self._before = (self.bank.scale.clone(), self.bank.history.clone())
+            else:
+                self._before = None
         elif records:
             self.roll()
             self._pending = True
@@ -244,7 +287,8 @@ class FP8State:
 
     @torch.no_grad()
     def roll(self) -> None:
-        """Compute the scales of the next training pass, if there was a training pass since the last call.
+        """Compute the scales of the next training pass, if there was a training pass since the last
+        call.
 
         Collective over `stage`.
         """
@@ -258,7 +302,8 @@ class FP8State:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Forget the amaxes that were recorded since the last call of `roll`, as if there had been no pass."""
+        """Forget the amaxes that were recorded since the last call of `roll`, as if there had been
+        no pass."""
         self._pending = False
         if self.names:
             self.bank.now.zero_()
@@ -275,10 +320,11 @@ class FP8State:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """End a micro-batch's forward or backward pass, if the history advances then. Collective over `stage`.
+        """End a micro-batch's forward or backward pass, if the history advances then. Collective
+        over `stage`.
 
-        To be called after each pass if passes of several micro-batches overlap; otherwise the end of an autocast is
-        sufficient.
+        To be called after each pass if passes of several micro-batches overlap; otherwise the end
+        of an autocast is sufficient.
         """
         if self.by_microbatch and self.names:
             self.bank.roll(self._agree)

@@ -1,15 +1,17 @@
-"""Casts and products by Transformer Engine, if a recipe asks for it: on a GPU, for tensors with one scale.
+"""Casts and products by Transformer Engine, if a recipe asks for it: on a GPU, for tensors with one
+scale.
 
-Only arithmetic is left to Transformer Engine. Scales and histories are computed, reduced and saved by this project, so
-their documentation holds for both backends. Three names of its Python interface are used, which are equal in releases
-2.11 to 2.20:
+Only arithmetic is left to Transformer Engine. Scales and histories are computed, reduced and saved
+by this project, so their documentation holds for both backends. Three names of its Python interface
+are used, which are equal in releases 2.11 to 2.20:
 
     Float8Quantizer   x and a scale into codes, their transpose and the amax, in one kernel; public, documented
     Float8Tensor      codes and their inverse scale, for a product; public, documented
     general_gemm      the product of two of them; called by all of its own layers, but not documented
 
-Its casts turn an infinity into the largest number. So that an overflow still reaches the gradients, the inverse scale
-of a tensor with an infinity is set to NaN here, which makes the whole product NaN.
+Its casts turn an infinity into the largest number. So that an overflow still reaches the gradients,
+the inverse scale of a tensor with an infinity is set to NaN here, which makes the whole product
+NaN.
 """
 
 import importlib
@@ -35,36 +37,47 @@ def require() -> None:
     except ModuleNotFoundError as error:
         raise UserError(_problem(f"it is not installed (no module {error.name})")) from error
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        raise UserError(_problem(f"it cannot be imported ({str(error).splitlines()[0]})")) from error
+        raise UserError(
+            _problem(f"it cannot be imported ({str(error).splitlines()[0]})")
+        ) from error
     found = re.match(r"(\d+)\.(\d+)", version)
     if not found or not RELEASES[0] <= (int(found[1]), int(found[2])) <= RELEASES[1]:
         raise UserError(_problem(f"its release is {version}"))
 
 
 def encode(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes of x * scale, [m, k] of `dtype`, the codes of its transpose, and the inverse scale.
+    """Return the codes of x * scale, [m, k] of `dtype`, the codes of its transpose, and the inverse
+    scale.
 
-    x: [m, k], fp32, bf16 or fp16. scale: float32 of one element. The inverse scale is float32 [1, 1]; NaN if something
-    in x is infinite.
+    x: [m, k], fp32, bf16 or fp16. scale: float32 of one element. The inverse scale is float32 [1,
+    1]; NaN if something in x is infinite.
     """
     amax = torch.zeros(1, device=x.device)
     quantizer = _pytorch().Float8Quantizer(scale.reshape(1), amax, _named(dtype))
     with torch.no_grad():
         made = quantizer.quantize(x).get_metadata()
-    values, turned = made["data"].view(dtype), made["data_transpose"]
+    values = made["data"].view(dtype)
+    turned = made["data_transpose"]
     # Transformer Engine makes no transpose for GPUs whose kernels read along columns too.
     turned = values.t().contiguous() if turned is None else turned.view(dtype)
     return values, turned, scale.reciprocal().where(amax.isfinite(), torch.nan).view(1, 1)
 
 
-def product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: torch.dtype, fast: bool) -> Tensor:
-    """Return a @ b.T [m, n] of `out` from codes a [m, k], b [n, k] and their inverse scales, float32 of one element.
+def product(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: torch.dtype, fast: bool
+) -> Tensor:
+    """Return a @ b.T [m, n] of `out` from codes a [m, k], b [n, k] and their inverse scales,
+    float32 of one element.
 
     m, n and k: multiples of 16. fast: tensor cores may sum with fewer bits.
     """
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    first, second = _wrapped(b, b_inverse, out), _wrapped(a, a_inverse, out)  # its operands are column-major
-    return extensions.general_gemm(first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast)[0]
+    # its operands are column-major
+    first = _wrapped(b, b_inverse, out)
+    second = _wrapped(a, a_inverse, out)
+    return extensions.general_gemm(
+        first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast
+    )[0]
 
 
 def _wrapped(values: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:

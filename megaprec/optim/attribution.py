@@ -1,10 +1,13 @@
-"""The parameters and the moment at which a step became non-finite, searched for only after a step was skipped.
+"""The parameters and the moment at which a step became non-finite, searched for only after a step
+was skipped.
 
-Each rank examines the gradients that it holds and names its worst logical tensors. These few lines are exchanged as
-JSON, so that every rank knows the findings of all ranks. A finite step costs nothing.
+Each rank examines the gradients that it holds and names its worst logical tensors. These few lines
+are exchanged as JSON, so that every rank knows the findings of all ranks. A finite step costs
+nothing.
 
-At that point the gradients are already summed over micro-batches and ranks. A caller that can run the step again finds
-the micro-batch at fault: `Onset` checks the named tensors after each micro-batch.
+At that point the gradients are already summed over micro-batches and ranks. A caller that can run
+the step again finds the micro-batch at fault: `Onset` checks the named tensors after each
+micro-batch.
 """
 
 import json
@@ -26,14 +29,21 @@ _NEVER = 1 << 60  # later than any moment
 
 
 def attribute_nonfinite(
-    buffers: Sequence[Buffer], pp: Axis, tp_rank: int | None, world: Axis, device: torch.device, most: int = 5
+    buffers: Sequence[Buffer],
+    pp: Axis,
+    tp_rank: int | None,
+    world: Axis,
+    device: torch.device,
+    most: int = 5,
 ) -> tuple[Offender, ...]:
-    """Return the logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
+    """Return the logical tensors with the most non-finite gradient elements, worst first, the same
+    on every rank.
 
-    The gradients still include the loss scale. Each dp rank first reads the part of the gradients that it alone counts,
-    with ZeRO-1 or without it. Only if all these parts are finite does each rank read all the gradients that it holds,
-    because then a replica's copy is the bad one. tp_rank: of this process; None: a slice's virtual rank is named
-    instead. Collective over the whole mesh.
+    The gradients still include the loss scale. Each dp rank first reads the part of the gradients
+    that it alone counts, with ZeRO-1 or without it. Only if all these parts are finite does each
+    rank read all the gradients that it holds, because then a replica's copy is the bad one.
+    tp_rank: of this process; None: a slice's virtual rank is named instead. Collective over the
+    whole mesh.
     """
     shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp_rank, most)
     if found := _merge(_everyones(shares, world, device), most):
@@ -45,15 +55,22 @@ def attribute_nonfinite(
 Found = tuple[int, Offender]  # the number identifies the examined slice of the tensor
 
 
-def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None, most: int) -> list[Found]:
+def _worst(
+    ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None, most: int
+) -> list[Found]:
     return sorted(_bad(ranges, stage, tp_rank), key=lambda found: -found[1].bad)[:most]
 
 
-def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None) -> Iterator[Found]:
+def _bad(
+    ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None
+) -> Iterator[Found]:
     for buffer, low, high in ranges:
         for piece in buffer.pieces:
-            first, last = max(piece.start, low), min(piece.stop, high)
-            values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
+            first = max(piece.start, low)
+            last = min(piece.stop, high)
+            values = buffer.own(buffer.grads)[
+                first - buffer.first : max(first, last) - buffer.first
+            ]
             if len(values) and not sum_of_squares(values).isfinite():
                 place = piece.part.shard * prod(piece.part.padded) + first - piece.start
                 rank = piece.part.rank if tp_rank is None or buffer.of_experts else tp_rank
@@ -61,26 +78,36 @@ def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | N
 
 
 class Onset:
-    """The first moment, in a step that is run again, at which each offender was not finite on some rank.
+    """The first moment, in a step that is run again, at which each offender was not finite on some
+    rank.
 
-    Each rank watches its own data of the offenders before gradients are reduced: `loss`, which is accumulated in place,
-    float64 [], or [micro-batches] under canonical numerics, and slices of gradient buffers. All holders of a slice are
-    watched (tp ranks with partial gradients, pipeline stages with tied copies), because their values are summed.
+    Each rank watches its own data of the offenders before gradients are reduced: `loss`, which is
+    accumulated in place, float64 [], or [micro-batches] under canonical numerics, and slices of
+    gradient buffers. All holders of a slice are watched (tp ranks with partial gradients, pipeline
+    stages with tied copies), because their values are summed.
     """
 
-    def __init__(self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor) -> None:
-        self._watched = [[loss.view(-1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders]
+    def __init__(
+        self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor
+    ) -> None:
+        self._watched = [
+            [loss.view(-1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders
+        ]
         self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
 
     def look(self, moment: int) -> None:
-        """Record `moment`, a number that grows with time, for the offenders that are no longer finite."""
+        """Record `moment`, a number that grows with time, for the offenders that are no longer
+        finite."""
         for number, slices in enumerate(self._watched):
             for values in slices:
                 first = self._first[number]
-                first.copy_(torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment)))
+                first.copy_(
+                    torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment))
+                )
 
     def agreed(self, world: Axis) -> list[int | None]:
-        """Return the earliest moment that any rank recorded for each offender, or None if there is none. Collective."""
+        """Return the earliest moment that any rank recorded for each offender, or None if there is
+        none. Collective."""
         first = world.max_(self._first.neg()).neg()
         return [None if moment == _NEVER else moment for moment in first.tolist()]
 
@@ -100,11 +127,20 @@ def _held(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor]:
 def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
     finite = values[values.isfinite()]
     largest = finite.abs().max().item() if len(finite) else 0.0
-    return Offender(name, stage, tp_rank, int(values.isinf().sum()), int(values.isnan().sum()), values.numel(), largest)
+    return Offender(
+        name,
+        stage,
+        tp_rank,
+        int(values.isinf().sum()),
+        int(values.isnan().sum()),
+        values.numel(),
+        largest,
+    )
 
 
 def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list[Found]:
-    """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as fit into _LINE."""
+    """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as
+    fit into _LINE."""
     lines = [json.dumps([first, asdict(offender)]).encode() + b"\n" for first, offender in mine]
     while sum(map(len, lines)) > _LINE:
         lines.pop()
@@ -113,7 +149,8 @@ def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list
 
 
 def _merge(found: Iterable[Found], most: int) -> tuple[Offender, ...]:
-    """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint slices are added."""
+    """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint
+    slices are added."""
     slices: dict[tuple[str, int, int], dict[int, Offender]] = {}
     for first, o in found:
         known = slices.setdefault((o.name, o.stage, o.tp_rank), {})

@@ -1,4 +1,5 @@
-"""The cut of a model's parameters into buckets: those that share a flat buffer, a reduction and an all-gather."""
+"""The cut of a model's parameters into buckets: those that share a flat buffer, a reduction and an
+all-gather."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,24 +10,33 @@ from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import param_dtype
 from megaprec.precision.plan import PrecisionPlan
 
-Moments = Callable[[nn.Parameter], Sequence[str]]  # the names of the moments that are kept of a parameter
+# the names of the moments that are kept of a parameter
+Moments = Callable[[nn.Parameter], Sequence[str]]
 
 
 def buckets(
-    parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int, moments: Moments = lambda _: ()
+    parameters: Sequence[nn.Parameter],
+    plan: PrecisionPlan,
+    size: int,
+    moments: Moments = lambda _: (),
 ) -> list[list[nn.Parameter]]:
     """Return lists of parameters that share a buffer.
 
-    Parameters of a buffer are of one kind and have the same `moments`. Buffers have at least `size` elements, except
-    the last of a kind, and are ordered by their first parameter. Tied parameters get buffers of their own, so that
-    every holder cuts them into the same slices. So do experts on ranks of their own, parameters that torch has sharded
-    over more ranks than the tensor-parallel ones, and parameters that balance loads.
+    Parameters of a buffer are of one kind and have the same `moments`. Buffers have at least `size`
+    elements, except the last of a kind, and are ordered by their first parameter. Tied parameters
+    get buffers of their own, so that every holder cuts them into the same slices. So do experts on
+    ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
+    ones, and parameters that balance loads.
     """
-    last: dict[tuple[object, ...], list[nn.Parameter]] = {}  # the bucket of each kind that is being filled
+    last: dict[
+        tuple[object, ...], list[nn.Parameter]
+    ] = {}  # the bucket of each kind that is being filled
     elements = Counter[tuple[object, ...]]()
     found = []
     for parameter in parameters:
-        layout, first, kept = layout_of(parameter), layout_of(parameter).parts[0], moments(parameter)
+        layout = layout_of(parameter)
+        first = layout_of(parameter).parts[0]
+        kept = moments(parameter)
         ranks = first.shards * first.copies
         marks = layout.tied, layout.again, layout.expert, layout.balancing
         kind = (*marks, param_dtype(parameter, plan), ranks, kept)
@@ -40,7 +50,8 @@ def buckets(
 
 
 def bucket_elements(asked: int, dp: int) -> int:
-    """Return the elements of a bucket: `asked`, or for 0 as many as keep its messages large over `dp` ranks.
+    """Return the elements of a bucket: `asked`, or for 0 as many as keep its messages large over
+    `dp` ranks.
 
     Each of them sends and receives a part of a bucket, so buckets grow with dp, as in Megatron-LM
     (megatron/core/distributed/distributed_data_parallel.py).

@@ -1,4 +1,5 @@
-"""Settings under which sums over micro-batches and data-parallel ranks cannot have the same bits in every layout."""
+"""Settings under which sums over micro-batches and data-parallel ranks cannot have the same bits in
+every layout."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,33 +13,43 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
 def conflicts(plan: PrecisionPlan, dp: int) -> Iterator[str]:
-    """Yield a line for each setting that is incompatible with canonical sums. dp: number of data-parallel ranks."""
+    """Yield a line for each setting that is incompatible with canonical sums. dp: number of
+    data-parallel ranks."""
     if dp & (dp - 1):
         yield (
-            f"canonical numerics add gradients by a binary tree, so the number of data-parallel ranks must be a power "
+            "canonical numerics add gradients by a binary tree, so the number of "
+            "data-parallel ranks must be a power "
             f"of two, not {dp}"
         )
     if plan.reduce != plan.gradients:
         yield (
-            f"canonical numerics add gradients over data-parallel ranks in the dtype in which they are accumulated, "
+            "canonical numerics add gradients over data-parallel ranks in the dtype in which "
+            "they are accumulated, "
             f"{dtype_name(plan.gradients)}: leave precision.reduce = {dtype_name(plan.reduce)} out"
         )
 
 
-def require_canonical(parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool) -> None:
+def require_canonical(
+    parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
+) -> None:
     """Raise UserError if the sums over these parameters' gradients would depend on the layout."""
     problems = [*conflicts(plan, dp.size)]
     if tp.size > 1:
-        problems.append(f"canonical = True: the sums over {tp.size} tensor-parallel ranks depend on their number")
+        problems.append(
+            f"canonical = True: the sums over {tp.size} tensor-parallel ranks depend on their "
+            "number"
+        )
     if average:
         problems.append(
-            "canonical = True: the average over data-parallel ranks rounds small gradients by their number: divide "
+            "canonical = True: the average over data-parallel ranks rounds small gradients "
+            "by their number: divide "
             "each loss by the samples of all ranks, and give average = False"
         )
     for name, parameter in ((layout_of(p).parts[0].name, p) for p in parameters_of(parts)):
         if is_dtensor(parameter):
             problems.append(
-                f"canonical = True: the gradients of {name} are summed by fully_shard: leave fully_shard out, because "
+                f"canonical = True: the gradients of {name} are summed by fully_shard: leave "
+                "fully_shard out, because "
                 "the optimizer shards its state over dp by itself"
             )
             break

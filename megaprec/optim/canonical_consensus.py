@@ -1,11 +1,14 @@
-"""The agreement of all ranks under canonical numerics: norm and loss have the same bits in every layout.
+"""The agreement of all ranks under canonical numerics: norm and loss have the same bits in every
+layout.
 
-Sums of squares are exact (`megaprec.optim.exact_sum`), whatever slices a rank holds. So are sums of p-th powers: the
-gradients are first divided by a power of two that is above the largest of all ranks, because powers overflow. A power
-is computed on blocks of one fixed length, the last one padded with zeros: a vectorized function computes the end of a
-tensor of any other length with other instructions, so that its last bits would depend on the slice.
+Sums of squares are exact (`megaprec.optim.exact_sum`), whatever slices a rank holds. So are sums of
+p-th powers: the gradients are first divided by a power of two that is above the largest of all
+ranks, because powers overflow. A power is computed on blocks of one fixed length, the last one
+padded with zeros: a vectorized function computes the end of a tensor of any other length with other
+instructions, so that its last bits would depend on the slice.
 
-Losses are exchanged in one slot for each micro-batch of the global batch, and their sum is exact too.
+Losses are exchanged in one slot for each micro-batch of the global batch, and their sum is exact
+too.
 """
 
 import math
@@ -26,7 +29,8 @@ _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are nu
 
 
 class CanonicalConsensus(StepConsensus):
-    """A StepConsensus whose norm and loss do not depend on the layout. Losses are given in slots, see `in_slots`."""
+    """A StepConsensus whose norm and loss do not depend on the layout. Losses are given in slots,
+    see `in_slots`."""
 
     def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
         super().__init__(pp, world, p if p == math.inf else 2.0, device)
@@ -36,10 +40,11 @@ class CanonicalConsensus(StepConsensus):
     def measured(
         self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return two arguments of `pack`; the sum of squares is 0, or not finite if an element or a copy is not.
+        """Return two arguments of `pack`; the sum of squares is 0, or not finite if an element or a
+        copy is not.
 
-        The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their unit. Collective for
-        a norm that needs the largest of all ranks.
+        The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their
+        unit. Collective for a norm that needs the largest of all ranks.
         """
         counted = statistics(gradients, copies, self.device, kernels)
         if self.order == math.inf:
@@ -65,27 +70,36 @@ class CanonicalConsensus(StepConsensus):
         gradients: int = 1,
         counted_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global batch]."""
+        """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global
+        batch]."""
         assert loss is not None
         powers, largest = (norm, norm[:0]) if self._exact else (norm.view(-1)[:0], norm)
-        usual = super().pack(counted, loss.sum(), scaler, parameters, largest, stop, gradients, counted_tokens)
+        usual = super().pack(
+            counted, loss.sum(), scaler, parameters, largest, stop, gradients, counted_tokens
+        )
         return torch.cat((usual, powers, loss))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains. The host waits for it."""
-        usual, powers, losses = summed.tensor_split((sum(self.lengths), sum(self.lengths) + self._exact))
+        usual, powers, losses = summed.tensor_split(
+            (sum(self.lengths), sum(self.lengths) + self._exact)
+        )
         agreed = replace(super().read(usual), loss=self._scalar(total_loss(losses)))
         if not self._exact:
             return agreed
         exponent = powers[-1].item() / self.world.size
-        root = total(powers[:-1]) ** (1 / self.order) if self.order != 2 else math.sqrt(total(powers[:-1]))
+        if self.order != 2:
+            root = total(powers[:-1]) ** (1 / self.order)
+        else:
+            root = math.sqrt(total(powers[:-1]))
         return replace(agreed, norm=self._scalar(root * 2.0**exponent))
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def _exponent(self, gradients: Sequence[Tensor]) -> int:
-        """Return n such that all gradients of all ranks are less than 2^n. Collective over the world."""
+        """Return n such that all gradients of all ranks are less than 2^n. Collective over the
+        world."""
         largest = self.world.max_(_largest(gradients, self.device)).item()
         if not math.isfinite(largest):
             return 0
@@ -93,7 +107,8 @@ class CanonicalConsensus(StepConsensus):
 
 
 def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) -> Tensor:
-    """Return float64 [count x dp ranks]: the losses [count] of this rank's micro-batches in their slots, and zeros.
+    """Return float64 [count x dp ranks]: the losses [count] of this rank's micro-batches in their
+    slots, and zeros.
 
     Raises UserError for another number of losses.
     """
@@ -101,7 +116,8 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
     if loss is not None:
         if loss.numel() != count:
             raise UserError(
-                f"canonical sums: {loss.numel()} losses were given for {count} micro-batches: give the loss of each "
+                f"canonical sums: {loss.numel()} losses were given for {count} micro-batches: "
+                "give the loss of each "
                 "micro-batch, in their order, as one tensor"
             )
         slots[dp.rank] = loss.detach().reshape(-1)
@@ -116,7 +132,8 @@ def total_loss(slots: Tensor) -> float:
 
 
 def summed_loss(loss: Tensor, dp: Axis, world: Axis) -> float:
-    """Return the sum of the losses of all ranks: of scalars, or the exact one of losses [micro-batches]. Collective."""
+    """Return the sum of the losses of all ranks: of scalars, or the exact one of losses
+    [micro-batches]. Collective."""
     if loss.dim() == 0:
         return world.sum_(loss).item()
     return total_loss(world.sum_(in_slots(loss, len(loss), dp, loss.device)))
@@ -136,6 +153,11 @@ def _powers(block: Tensor, exponent: int, p: float, length: int) -> Tensor:
 
 
 def _largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude, float64 []; NaN if an element is NaN, 0 if there is no element."""
-    found = [torch.stack((values.amax(), -values.amin())).double() for values in gradients if len(values)]
-    return torch.cat(found).amax() if found else torch.zeros((), dtype=torch.float64, device=device)
+    """Return the largest magnitude, float64 []; NaN if an element is NaN, 0 if there is no
+    element."""
+    found = [
+        torch.stack((values.amax(), -values.amin())).double() for values in gradients if len(values)
+    ]
+    if found:
+        return torch.cat(found).amax()
+    return torch.zeros((), dtype=torch.float64, device=device)

@@ -1,14 +1,15 @@
 """Exact sums: the same bits for every order of the numbers and every division among ranks.
 
-A sum in floating point depends on the order of its terms, because each addition is rounded. Here nothing is rounded
-before the end. Each number is cut into digits in the base 2^37, at fixed places over the whole range of float64: the
-nearest multiple of the digit's unit is taken away from the number, and the rest goes on to the next lower digit, until
-nothing is left. A digit is an integer of at most 2^37 units, so float64 adds up to 2^15 of them without rounding. The
-sum of each such block is added to one long integer, whose limbs are exchanged between ranks by an all-reduce, which is
-exact in any order. `total` rounds once.
+A sum in floating point depends on the order of its terms, because each addition is rounded. Here
+nothing is rounded before the end. Each number is cut into digits in the base 2^37, at fixed places
+over the whole range of float64: the nearest multiple of the digit's unit is taken away from the
+number, and the rest goes on to the next lower digit, until nothing is left. A digit is an integer
+of at most 2^37 units, so float64 adds up to 2^15 of them without rounding. The sum of each such
+block is added to one long integer, whose limbs are exchanged between ranks by an all-reduce, which
+is exact in any order. `total` rounds once.
 
-The idea of pre-rounding is that of Demmel and Nguyen (Fast Reproducible Floating-Point Summation, 2013); their sums
-keep a few digits below the largest number, these keep all of them.
+The idea of pre-rounding is that of Demmel and Nguyen (Fast Reproducible Floating-Point Summation,
+2013); their sums keep a few digits below the largest number, these keep all of them.
 """
 
 import math
@@ -18,22 +19,29 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 
-BLOCK = 1 << 15  # numbers whose digits are added in float64 without rounding; they stay in a core's cache
-_WIDTH, _LOWEST = 37, -1074  # bits of a digit; exponent of the lowest unit, the smallest number of float64
+# numbers whose digits are added in float64 without rounding; they stay in a core's cache
+BLOCK = 1 << 15
+# bits of a digit; exponent of the lowest unit, the smallest number of float64
+_WIDTH = 37
+_LOWEST = -1074
 _LIMIT = 2.0**998  # the end of the highest digit; numbers from here on count as infinite
-_LIMB, _LIMBS = 32, 68  # bits and number of the limbs that are exchanged: sums over 2^20 ranks are exact in float64
+# bits and number of the limbs that are exchanged: sums over 2^20 ranks are exact in float64
+_LIMB = 32
+_LIMBS = 68
 LENGTH = _LIMBS + 1  # numbers in the exchanged form of a sum
 _ROWS = 256  # blocks that a GPU processes together, because each launch has a cost
 
 
 class ExactSum:
-    """A sum of float64 numbers on `device`, to which any number of tensors are added. The host waits for the device.
+    """A sum of float64 numbers on `device`, to which any number of tensors are added. The host
+    waits for the device.
 
     length: the most numbers that are processed together; 0: a length that suits the device.
     """
 
     def __init__(self, device: torch.device, length: int = 0) -> None:
-        self.device, self.length = device, length or (BLOCK if device.type == "cpu" else _ROWS * BLOCK)
+        self.device = device
+        self.length = length or (BLOCK if device.type == "cpu" else _ROWS * BLOCK)
         self._units = 0  # of 2^_LOWEST
         self._infinite = 0.0  # the sum of the numbers that are not finite
         self._taken = torch.empty(self.length, dtype=torch.float64, device=device)
@@ -54,7 +62,8 @@ class ExactSum:
             self._cut(values, _digit_of(largest))
 
     def _set_aside(self, values: Tensor) -> float:
-        """Add the numbers that are not finite, put zeros in their places and return the largest that is left."""
+        """Add the numbers that are not finite, put zeros in their places and return the largest
+        that is left."""
         finite = values.abs() < _LIMIT
         self._infinite += float(values[~finite].mul(math.inf).sum())
         values.masked_fill_(~finite, 0.0)
@@ -65,7 +74,8 @@ class ExactSum:
         taken = self._taken[: len(rest)]
         while True:
             place = _WIDTH * digit
-            middle = math.ldexp(1.5, place + _LOWEST + 52)  # numbers of this size are multiples of the digit's unit
+            # numbers of this size are multiples of the digit's unit
+            middle = math.ldexp(1.5, place + _LOWEST + 52)
             torch.add(rest, middle, out=taken).sub_(middle)
             rest.sub_(taken)
             self._units += sum(_units(block, place) for block in _blocks(taken)) << place
@@ -75,15 +85,19 @@ class ExactSum:
 
     def numbers(self) -> Tensor:
         """Return the sum as float64 [LENGTH], to be summed over ranks in any order."""
-        limbs, left = [], self._units
+        limbs = []
+        left = self._units
         for _ in range(_LIMBS - 1):
             limbs.append(float(left & ((1 << _LIMB) - 1)))
             left >>= _LIMB
-        return torch.tensor([*limbs, float(left), self._infinite], dtype=torch.float64).to(self.device)
+        return torch.tensor([*limbs, float(left), self._infinite], dtype=torch.float64).to(
+            self.device
+        )
 
 
 def total(numbers: Tensor) -> float:
-    """Return the sum from its `numbers`, added over all ranks: the exact sum, rounded once. The host waits for it.
+    """Return the sum from its `numbers`, added over all ranks: the exact sum, rounded once. The
+    host waits for it.
 
     It is inf or NaN if a number is, or if it is too large for float64.
     """
@@ -98,10 +112,13 @@ def total(numbers: Tensor) -> float:
 
 
 def exact_total(values: Tensor, axis: Axis) -> Tensor:
-    """Return the exact sum of the numbers of each rank, rounded once: float64 []. Collective over `axis`."""
+    """Return the exact sum of the numbers of each rank, rounded once: float64 []. Collective over
+    `axis`."""
     own = ExactSum(values.device)
     own.add(values)
-    return torch.full((), total(axis.sum_(own.numbers())), dtype=torch.float64, device=values.device)
+    return torch.full(
+        (), total(axis.sum_(own.numbers())), dtype=torch.float64, device=values.device
+    )
 
 
 def _digit_of(largest: float) -> int:
@@ -118,6 +135,7 @@ def _blocks(taken: Tensor) -> list[float]:
 
 
 def _units(sum_of_block: float, place: int) -> int:
-    """Return a sum of multiples of a digit's unit as an integer. One factor for both steps could overflow."""
+    """Return a sum of multiples of a digit's unit as an integer. One factor for both steps could
+    overflow."""
     exponent = -(place + _LOWEST)
     return int(math.ldexp(math.ldexp(sum_of_block, exponent // 2), exponent - exponent // 2))

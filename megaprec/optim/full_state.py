@@ -1,6 +1,8 @@
-"""The whole state of an optimizer as logical tensors, on every rank: for models that fit, and for inspection.
+"""The whole state of an optimizer as logical tensors, on every rank: for models that fit, and for
+inspection.
 
-Exactly one rank counts each logical element and contributes it; a sum over the mesh assembles the tensor.
+Exactly one rank counts each logical element and contributes it; a sum over the mesh assembles the
+tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +17,11 @@ from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.precision.plan import DTYPES, dtype_name
 
 
-def gather_tensors(buffers: Sequence[Buffer], world: Axis, device: torch.device) -> dict[str, Tensor]:
-    """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective over the world."""
+def gather_tensors(
+    buffers: Sequence[Buffer], world: Axis, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
+    over the world."""
     mine: dict[str, list[tuple[Buffer, Piece, Tensor]]] = {}
     described: dict[str, tuple[list[int], str]] = {}
     for buffer in buffers:
@@ -35,20 +40,28 @@ def gather_tensors(buffers: Sequence[Buffer], world: Axis, device: torch.device)
 
 
 def _fill(whole: Tensor, buffer: Buffer, piece: Piece, values: Tensor) -> None:
-    """Write the elements of `piece` that this rank counts, from this rank's slice `values`, into the logical tensor."""
-    first, last = max(piece.start, buffer.share[0]), min(piece.stop, buffer.share[1])
+    """Write the elements of `piece` that this rank counts, from this rank's slice `values`, into
+    the logical tensor."""
+    first = max(piece.start, buffer.share[0])
+    last = min(piece.stop, buffer.share[1])
     if not piece.counts or first >= last:
         return
     local = whole.new_zeros(piece.stop - piece.start)
-    local[first - piece.start : last - piece.start] = values[first - buffer.first : last - buffer.first]
+    local[first - piece.start : last - piece.start] = values[
+        first - buffer.first : last - buffer.first
+    ]
     piece.part.take(whole).add_(local.view(piece.part.local))
 
 
-def load_tensors(tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: Axis, device: torch.device) -> None:
-    """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a tensor does not fit."""
+def load_tensors(
+    tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: Axis, device: torch.device
+) -> None:
+    """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
+    tensor does not fit."""
     needed = list(_needed(buffers))
     wrong = [
-        f"{key} is {list(piece.part.shape)} in the model, {list(tensors[key].shape) if key in tensors else 'not'} in "
+        f"{key} is {list(piece.part.shape)} in the model, "
+        f"{list(tensors[key].shape) if key in tensors else 'not'} in "
         "the state"
         for key, _, piece in needed
         if key not in tensors or tuple(tensors[key].shape) != piece.part.shape
@@ -61,11 +74,17 @@ def load_tensors(tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: A
     known = everyones({key: None for key, _, _ in needed}, world, device)
     wrong += [f"{key} of the state is not in the model" for key in tensors if key not in known]
     if world.max_(torch.tensor(float(len(wrong)), device=device)):
-        raise UserError("the state is of another model", *(wrong[:5] or ["another rank says which tensors differ"]))
+        raise UserError(
+            "the state is of another model",
+            *(wrong[:5] or ["another rank says which tensors differ"]),
+        )
     for key, buffer, piece in needed:
-        first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+        first = max(piece.start, buffer.first)
+        last = min(piece.stop, buffer.last)
         if first < last:
-            values = piece.part.take(tensors[key]).reshape(-1)[first - piece.start : last - piece.start]
+            values = piece.part.take(tensors[key]).reshape(-1)[
+                first - piece.start : last - piece.start
+            ]
             buffer.restore(key.partition("/")[0], first - buffer.first, values)
 
 

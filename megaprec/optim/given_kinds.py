@@ -1,7 +1,9 @@
-"""Checks of the kinds of what the optimizer is built from: modules, plan, mesh, rule, groups and switches.
+"""Checks of the kinds of what the optimizer is built from: modules, plan, mesh, rule, groups and
+switches.
 
-Python looks at no annotation. A text "no" would count as true, a generator of modules would be empty when it is read a
-second time, and a model without its list would be taken for a list of its layers.
+Python looks at no annotation. A text "no" would count as true, a generator of modules would be
+empty when it is read a second time, and a model without its list would be taken for a list of its
+layers.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,17 @@ from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
 from megaprec.precision.plan import PrecisionPlan
 
-_BY_LAYERS = ("compute", "residual", "pipeline", "attention", "parameters", "sensitive", "scores", "fp8", "tf32")
+_BY_LAYERS = (
+    "compute",
+    "residual",
+    "pipeline",
+    "attention",
+    "parameters",
+    "sensitive",
+    "scores",
+    "fp8",
+    "tf32",
+)
 
 
 def require_kinds(
@@ -32,26 +44,42 @@ def require_kinds(
     experts: object,
     **switches: object,
 ) -> None:
-    """Raise UserError, naming all that are wrong, for arguments of another kind, and for layers of another plan.
+    """Raise UserError, naming all that are wrong, for arguments of another kind, and for layers of
+    another plan.
 
-    switches: those that are True or False; `average` may be left open. Also raised in inference mode, where the
-    optimizer's memory could not be trained.
+    switches: those that are True or False; `average` may be left open. Also raised in inference
+    mode, where the optimizer's memory could not be trained.
     """
     if torch.is_inference_mode_enabled():
-        raise UserError("the optimizer is built under torch.inference_mode, whose tensors no backward pass can use")
-    listed = isinstance(parts, list | tuple | nn.ModuleList) and all(isinstance(part, nn.Module) for part in parts)
+        raise UserError(
+            "the optimizer is built under torch.inference_mode, whose tensors no backward "
+            "pass can use"
+        )
+    listed = isinstance(parts, list | tuple | nn.ModuleList) and all(
+        isinstance(part, nn.Module) for part in parts
+    )
     is_rule = not isinstance(rule, type) and hasattr(rule, "names") and hasattr(rule, "update_")
     rules = {
-        f"parts = {quoted(parts)}: must be a list of torch modules, like [model]; parameters are found in them": listed,
-        f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(plan, PrecisionPlan),
+        (
+            f"parts = {quoted(parts)}: must be a list of torch modules, like [model]; parameters "
+            "are found in them"
+        ): listed,
+        f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(
+            plan, PrecisionPlan
+        ),
         f"mesh = {quoted(mesh)}: must be a DeviceMesh or None": isinstance(mesh, DeviceMesh | None),
         f"rule = {quoted(rule)}: must be an update rule, like megaprec.AdamW(betas=(0.9, 0.95)) or "
         "megaprec.TorchRule(torch.optim.RAdam)": is_rule,
-        f"groups = {quoted(groups)}: must be a list of megaprec.Group(pattern, lr=..., weight_decay=...)": _are(
-            groups, Group
+        (
+            f"groups = {quoted(groups)}: must be a list of megaprec.Group(pattern, lr=..., "
+            "weight_decay=...)"
+        ): _are(groups, Group),
+        f"observers = {quoted(observers)}: must be a list of StepObservers": _are(
+            observers, StepObserver
         ),
-        f"observers = {quoted(observers)}: must be a list of StepObservers": _are(observers, StepObserver),
-        f"virtual = {quoted(virtual)}: must be a VirtualAxis or None": isinstance(virtual, VirtualAxis | None),
+        f"virtual = {quoted(virtual)}: must be a VirtualAxis or None": isinstance(
+            virtual, VirtualAxis | None
+        ),
         f"experts = {quoted(experts)}: must be the experts= of a Context, or None": isinstance(
             experts, ExpertAxes | None
         ),
@@ -73,8 +101,8 @@ def _are(values: object, kind: type) -> bool:
 def _require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
     """Raise UserError, naming a module, if layers were built with a context of another plan.
 
-    They would compute in dtypes of their own, from weights that the optimizer holds in others. Contexts of parts that
-    are marked to stay in FP32 are left out.
+    They would compute in dtypes of their own, from weights that the optimizer holds in others.
+    Contexts of parts that are marked to stay in FP32 are left out.
     """
     for part in parts:
         for path, module in part.named_modules():
@@ -84,6 +112,7 @@ def _require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
             for name in _BY_LAYERS:
                 if (theirs := getattr(own, name)) != (mine := getattr(plan, name)):
                     raise UserError(
-                        f"{path or type(module).__name__} was built with a plan that has {name} = {theirs}, but the "
+                        f"{path or type(module).__name__} was built with a plan that has "
+                        f"{name} = {theirs}, but the "
                         f"optimizer's has {mine}: give Context and optimizer the same plan"
                     )

@@ -1,10 +1,12 @@
-"""Communication that overlaps with compute: the reduction of gradients and the all-gather of weights.
+"""Communication that overlaps with compute: the reduction of gradients and the all-gather of
+weights.
 
-A backward pass runs from the last layer to the first, so the gradients of the last layers are final long before the
-pass ends. `GradReducer` starts to reduce a buffer after its last gradient has been accumulated. All ranks start their
-buffers in one fixed order, whatever the order in which the buffers become ready, because collectives are matched by
-order. All-gathering weights under ZeRO-1 is the reverse: the next forward pass needs the first layers first, so
-`ParamGatherer` makes each layer wait only for the buffers that hold its own weights.
+A backward pass runs from the last layer to the first, so the gradients of the last layers are final
+long before the pass ends. `GradReducer` starts to reduce a buffer after its last gradient has been
+accumulated. All ranks start their buffers in one fixed order, whatever the order in which the
+buffers become ready, because collectives are matched by order. All-gathering weights under ZeRO-1
+is the reverse: the next forward pass needs the first layers first, so `ParamGatherer` makes each
+layer wait only for the buffers that hold its own weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,34 +35,51 @@ class ReadsLate(Protocol):
     """
 
     def read_late(self) -> Mapping[nn.Module, Sequence[nn.Parameter]]:
-        """Return, for modules that run after the layers, the weights that are read in or after their forward only."""
+        """Return, for modules that run after the layers, the weights that are read in or after
+        their forward only."""
         ...
 
 
 class GradReducer:
     """The reduction of gradients over tp and dp, by model chunk.
 
-    chunks: the buffers of each model chunk, in the order of the forward pass. early: True to start the reduction during
-    the last backward pass, so that it overlaps with later work; otherwise it is complete when `reduce` returns.
+    chunks: the buffers of each model chunk, in the order of the forward pass. early: True to start
+    the reduction during the last backward pass, so that it overlaps with later work; otherwise it
+    is complete when `reduce` returns.
     microbatches: the sums over micro-batches, if they are by a tree, which are completed first.
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Buffer]], tp: Axis, early: bool, microbatches: MicrobatchSums | None = None
+        self,
+        chunks: Sequence[Sequence[Buffer]],
+        tp: Axis,
+        early: bool,
+        microbatches: MicrobatchSums | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.num_microbatches = 0  # of the last step that was reduced, if they are summed by a tree
-        self._chunks, self.tp, self._early = [list(reversed(chunk)) for chunk in chunks], tp, early
-        self._ends: dict[int, list[Callable[[], None]]] = {}  # wait functions of the started reductions, by chunk
+        self._chunks = [list(reversed(chunk)) for chunk in chunks]
+        self.tp = tp
+        self._early = early
+        self._ends: dict[
+            int, list[Callable[[], None]]
+        ] = {}  # wait functions of the started reductions, by chunk
         self._reduced: set[int] = set()
         self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: not final
-        self.before: Callable[[Buffer], None] | None = None  # called with a buffer that is about to be reduced
-        self._nodes: list[object] = []  # autograd does not keep the nodes alive, and the hooks die with them
+        self.before: Callable[[Buffer], None] | None = (
+            None  # called with a buffer that is about to be reduced
+        )
+        self._nodes: list[
+            object
+        ] = []  # autograd does not keep the nodes alive, and the hooks die with them
         for n, buffers in enumerate(self._chunks) if early else ():
-            self._nodes += [self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters]
+            self._nodes += [
+                self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters
+            ]
 
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
-        """Call `arrived` when a backward pass has finished the gradient; return the autograd node to keep."""
+        """Call `arrived` when a backward pass has finished the gradient; return the autograd node
+        to keep."""
         with torch.enable_grad():
             used = parameter.view_as(parameter).grad_fn
         assert used is not None
@@ -76,15 +95,18 @@ class GradReducer:
         return node
 
     def expect(self, chunk: int) -> None:
-        """Announce that the next backward pass is the last one that accumulates gradients of `chunk`."""
+        """Announce that the next backward pass is the last one that accumulates gradients of
+        `chunk`."""
         if self._early:
             self._awaited[chunk] = [set(buffer.parameters) for buffer in self._chunks[chunk]]
             self._begin_ready(chunk)
 
     @torch.no_grad()
     def _begin_ready(self, chunk: int) -> None:
-        """Start the reductions of all buffers whose gradients are final and whose predecessors have started."""
-        ends, awaited = self._ends.setdefault(chunk, []), self._awaited.get(chunk)
+        """Start the reductions of all buffers whose gradients are final and whose predecessors have
+        started."""
+        ends = self._ends.setdefault(chunk, [])
+        awaited = self._awaited.get(chunk)
         while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
             buffer = self._chunks[chunk][len(ends)]
             if self.microbatches is not None:
@@ -97,10 +119,12 @@ class GradReducer:
             ends.append(buffer.start_reduce())
 
     def reduce(self, chunk: int) -> None:
-        """Start the remaining reductions of `chunk`, whose gradients are final. To be called once per step."""
+        """Start the remaining reductions of `chunk`, whose gradients are final. To be called once
+        per step."""
         if chunk in self._reduced:
             raise RuntimeError(
-                f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
+                f"model chunk {chunk} was reduced twice in one step: its gradients would be "
+                "summed twice"
             )
         self._reduced.add(chunk)
         self._awaited.pop(chunk, None)
@@ -148,9 +172,10 @@ def _over() -> None:
 class ParamGatherer:
     """The running all-gathers of weights, and the modules that wait for them.
 
-    A layer, which is a module in a list or dict of modules, waits for the weights of itself and its submodules. The
-    model part as a whole, whose forward runs before, waits for all other weights, except those that it reads late
-    (`ReadsLate`). Code outside a layer's forward must therefore not read the layer's weights before `wait`.
+    A layer, which is a module in a list or dict of modules, waits for the weights of itself and its
+    submodules. The model part as a whole, whose forward runs before, waits for all other weights,
+    except those that it reads late (`ReadsLate`). Code outside a layer's forward must therefore not
+    read the layer's weights before `wait`.
     """
 
     def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool) -> None:
@@ -160,7 +185,8 @@ class ParamGatherer:
             _follow(part, buffers, self._wait_for)
 
     def begin(self, buffer: Buffer) -> None:
-        """Start to all-gather the weights of a buffer in which this rank's slice has been updated."""
+        """Start to all-gather the weights of a buffer in which this rank's slice has been
+        updated."""
         self._under_way[buffer] = buffer.start_collect()
 
     def wait(self) -> None:
@@ -168,7 +194,8 @@ class ParamGatherer:
         self._wait_for(list(self._under_way))
 
     def settle(self) -> None:
-        """End an update: wait for all weights, unless the next forward pass waits layer by layer."""
+        """End an update: wait for all weights, unless the next forward pass waits layer by
+        layer."""
         if not self._early:
             self.wait()
 
@@ -182,12 +209,18 @@ def _follow(part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> No
     """Make the layers of `part`, and `part` itself, wait for their weights when they are called."""
     layers = [layer for m in part.modules() if isinstance(m, _CONTAINERS) for layer in m.children()]
     waits = {layer: set(layer.parameters()) for layer in layers}
-    waits |= {module: set(late) for module, late in part.read_late().items()} if isinstance(part, ReadsLate) else {}
+    waits |= (
+        {module: set(late) for module, late in part.read_late().items()}
+        if isinstance(part, ReadsLate)
+        else {}
+    )
     waits[part] = set(part.parameters()).difference(*waits.values())
     for module, parameters in waits.items():
         needed = [buffer for buffer in buffers if parameters.intersection(buffer.parameters)]
         module.register_forward_pre_hook(partial(_before_forward, wait_for, needed))
 
 
-def _before_forward(wait_for: WaitFor, needed: Sequence[Buffer], module: nn.Module, args: object) -> None:
+def _before_forward(
+    wait_for: WaitFor, needed: Sequence[Buffer], module: nn.Module, args: object
+) -> None:
     wait_for(needed)

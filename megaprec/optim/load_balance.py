@@ -1,14 +1,16 @@
-"""The update of parameters that balance loads, such as the bias by which a router's choice of experts is corrected.
+"""The update of parameters that balance loads, such as the bias by which a router's choice of
+experts is corrected.
 
-Such a parameter has no loss. The sum of its "gradients" over micro-batches and dp are the counts of a step: how many
-tokens each expert was given. The update moves every element by one speed, up if its count is below the mean of its
-layer, down if above, and not at all if equal:
+Such a parameter has no loss. The sum of its "gradients" over micro-batches and dp are the counts of
+a step: how many tokens each expert was given. The update moves every element by one speed, up if
+its count is below the mean of its layer, down if above, and not at all if equal:
 
     new = old + speed * sign(mean of the counts - count)
 
-Counts are whole numbers, which FP32 sums exactly up to 2^24 of one expert in one step, and they are compared with their
-mean exactly. So the result has the same bits in every layout. A skipped step leaves the parameter as it was. (DeepSeek-
-V3, arXiv 2412.19437, section 2.1.2; Megatron-core updates the bias in a skipped step too: `finalize_model_grads.py`.)
+Counts are whole numbers, which FP32 sums exactly up to 2^24 of one expert in one step, and they are
+compared with their mean exactly. So the result has the same bits in every layout. A skipped step
+leaves the parameter as it was. (DeepSeek- V3, arXiv 2412.19437, section 2.1.2; Megatron-core
+updates the bias in a skipped step too: `finalize_model_grads.py`.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +37,8 @@ class LoadBalance:
         return (tile for tiles in self._tiles for tile, _ in tiles)
 
     def apply(self, step_of: Callable[[Factors], Step], done: Callable[[Buffer], None]) -> None:
-        """Update all parameters, or change nothing if the step's `found` is 1. done: called with each updated buffer.
+        """Update all parameters, or change nothing if the step's `found` is 1. done: called with
+        each updated buffer.
 
         step_of: as for `MatrixUpdates`; neither learning rate nor weight decay applies here.
         """
@@ -57,6 +60,7 @@ def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
 
 
 def corrections(counts: Tensor) -> Tensor:
-    """Return 1 where a count is below the mean, -1 where above, 0 where equal. counts: whole numbers, [n]."""
+    """Return 1 where a count is below the mean, -1 where above, 0 where equal. counts: whole
+    numbers, [n]."""
     wide = counts.double()
     return (wide.sum() - wide * len(wide)).sign()

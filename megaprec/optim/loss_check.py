@@ -1,8 +1,9 @@
 """The check that ranks which compute one loss together have given `step` one loss.
 
-All tensor-parallel ranks of a group hold the whole loss of their samples, so a step counts that of the first one. A
-loss of a part of the outputs, as of a head of style "column", is another one on each rank, and its gradient is that of
-no loss of the model. A loss that is broadcast to all stages of a pipeline would be counted once for each stage.
+All tensor-parallel ranks of a group hold the whole loss of their samples, so a step counts that of
+the first one. A loss of a part of the outputs, as of a head of style "column", is another one on
+each rank, and its gradient is that of no loss of the model. A loss that is broadcast to all stages
+of a pipeline would be counted once for each stage.
 """
 
 from math import inf, nan
@@ -14,14 +15,17 @@ from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 
 _ROUNDING = 1e-3  # a share of a loss, by which ranks may differ
-_SMALLEST = 1e-6  # a difference that rounding may leave of a loss whose terms cancel, as those of a policy
+_SMALLEST = (
+    1e-6  # a difference that rounding may leave of a loss whose terms cancel, as those of a policy
+)
 
 
 def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.device) -> None:
-    """Raise UserError on every rank if the ranks of a tensor-parallel group have given different losses.
+    """Raise UserError on every rank if the ranks of a tensor-parallel group have given different
+    losses.
 
-    Rounding is allowed for, and losses that are not finite are not compared. Only the first rank of a group may have
-    one, the others None or 0. Collective over the world.
+    Rounding is allowed for, and losses that are not finite are not compared. Only the first rank of
+    a group may have one, the others None or 0. Collective over the world.
     """
     if tp.size == 1:
         return
@@ -40,15 +44,21 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     apart &= compared.isfinite() & (first.isfinite() | lacks_first)
     if world.max_(apart.double()):
         raise UserError(
-            "the losses of a tensor-parallel group's ranks differ, as of a head of style 'column', each of whose ranks "
-            "has a part of the outputs: use parallel.vocab_parallel_loss(head) or parallel.join(output, tp, -1), and "
-            "random numbers that are the same on all ranks of the group; give step the whole loss on each of them, or "
+            "the losses of a tensor-parallel group's ranks differ, as of a head of style "
+            "'column', each of whose ranks "
+            "has a part of the outputs: use parallel.vocab_parallel_loss(head) or "
+            "parallel.join(output, tp, -1), and "
+            "random numbers that are the same on all ranks of the group; give step the whole "
+            "loss on each of them, or "
             "on the first; nothing was changed"
         )
 
 
-def require_loss_of_one_stage(loss: Tensor | None, pp: Axis, world: Axis, device: torch.device) -> None:
-    """Raise UserError on every rank if all stages of a pipeline have given one and the same loss, not 0.
+def require_loss_of_one_stage(
+    loss: Tensor | None, pp: Axis, world: Axis, device: torch.device
+) -> None:
+    """Raise UserError on every rank if all stages of a pipeline have given one and the same loss,
+    not 0.
 
     Losses that differ are added, as those of the routers of each stage. Collective over the world.
     """
@@ -60,7 +70,8 @@ def require_loss_of_one_stage(loss: Tensor | None, pp: Axis, world: Axis, device
     repeated = of_stages[0].isfinite() & (of_stages[0] != 0) & (of_stages == of_stages[0]).all()
     if world.max_(repeated.double()):
         raise UserError(
-            "all stages of a pipeline gave step the same loss, which would be counted once for each: give it on "
+            "all stages of a pipeline gave step the same loss, which would be counted once "
+            "for each: give it on "
             "the ranks of the last stage, and None on the others; nothing was changed"
         )
 

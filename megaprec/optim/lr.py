@@ -1,16 +1,16 @@
 """The learning rate as a function of training progress.
 
-`at(n)` returns the rate of the next step after n steps, or samples, of training. The caller chooses one of the two, and
-`warmup`, `total` and `decay` must count the same unit. Nothing is remembered between calls, so a resumed run and a run
-in another layout see the same rates.
+`at(n)` returns the rate of the next step after n steps, or samples, of training. The caller chooses
+one of the two, and `warmup`, `total` and `decay` must count the same unit. Nothing is remembered
+between calls, so a resumed run and a run in another layout see the same rates.
 
-The formulas are Megatron-LM's, including its first step: the warm-up rate is peak * n / warmup, so the step after n = 0
-has rate 0 and changes only Adam's moments. After `total` the rate is `final`.
+The formulas are Megatron-LM's, including its first step: the warm-up rate is peak * n / warmup, so
+the step after n = 0 has rate 0 and changes only Adam's moments. After `total` the rate is `final`.
 
 - constant: the peak.
 - linear, cosine: from the peak, at the end of warm-up, down to final at `total`.
-- wsd (warm-up, stable, decay): the peak until `decay` before `total`, then down to final; as in Megatron by
-  the factor 2 * 0.5**r - 1, where r is the completed fraction of the decay.
+- wsd (warm-up, stable, decay): the peak until `decay` before `total`, then down to final; as in
+  Megatron by the factor 2 * 0.5**r - 1, where r is the completed fraction of the decay.
 """
 
 import math
@@ -28,8 +28,9 @@ Kind = Literal["constant", "linear", "cosine", "wsd"]
 class LRSchedule:
     """A learning-rate schedule; `warmup`, `total` and `decay` are all in steps or all in samples.
 
-    `peak` and `final` are the highest and the lowest learning rate; `decay` is the length of the final phase of "wsd"
-    and is ignored by the other kinds. Raises UserError that names all inconsistent values.
+    `peak` and `final` are the highest and the lowest learning rate; `decay` is the length of the
+    final phase of "wsd" and is ignored by the other kinds. Raises UserError that names all
+    inconsistent values.
     """
 
     kind: Kind
@@ -57,16 +58,26 @@ class LRSchedule:
         """Return the position of the rate between final (0) and peak (1) after warm-up."""
         if self.kind == "wsd":
             into_tail = n - (self.total - self.decay)
-            return 1.0 if into_tail <= 0 else 2 * 0.5 ** (into_tail / self.decay) - 1
+            if into_tail <= 0:
+                return 1.0
+            return 2 * 0.5 ** (into_tail / self.decay) - 1
         done = (n - self.warmup) / (self.total - self.warmup)
-        return 1 - done if self.kind == "linear" else 0.5 * (math.cos(math.pi * done) + 1)
+        if self.kind == "linear":
+            return 1 - done
+        return 0.5 * (math.cos(math.pi * done) + 1)
 
     def _problems(self) -> Iterator[str]:
         if self.total < 1:
             yield f"total {self.total}: a run takes at least 1"
         elif not 0 <= self.warmup <= self.total:
-            yield f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the schedule"
+            yield (
+                f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the "
+                "schedule"
+            )
         elif self.kind == "wsd" and not 1 <= self.decay <= self.total - self.warmup:
-            yield f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, the length after warm-up'
+            yield (
+                f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, the '
+                "length after warm-up"
+            )
         if not 0 <= self.final <= self.peak:
             yield f"final {self.final:g}: must be between 0 and the peak, {self.peak:g}"

@@ -1,16 +1,18 @@
-"""Main gradients: the sum of a parameter's gradients over the micro-batches of a step, in a view of a buffer.
+"""Main gradients: the sum of a parameter's gradients over the micro-batches of a step, in a view of
+a buffer.
 
-The `main_grad` memory is not cleared between steps, which would cost one more pass over all of it. The first gradient
-of a step overwrites the old values, and later ones are added. Code that adds to only some elements, for instance to
-some rows of a table, has the view cleared first; and the views of parameters that received no gradient are cleared
-before gradients are reduced over ranks.
+The `main_grad` memory is not cleared between steps, which would cost one more pass over all of it.
+The first gradient of a step overwrites the old values, and later ones are added. Code that adds to
+only some elements, for instance to some rows of a table, has the view cleared first; and the views
+of parameters that received no gradient are cleared before gradients are reduced over ranks.
 
-`parameter.grad`, the destination of autograd's gradients, is empty outside a backward pass. Code that reads it there,
-to clip or to unscale, would find nothing and continue with a norm of 0; code that discards or replaces it would do so
-in vain. A `Guarded` parameter raises an error instead.
+`parameter.grad`, the destination of autograd's gradients, is empty outside a backward pass. Code
+that reads it there, to clip or to unscale, would find nothing and continue with a norm of 0; code
+that discards or replaces it would do so in vain. A `Guarded` parameter raises an error instead.
 
-Layers add gradients to `main_grad` by themselves, in the backward pass of an autograd function. `destination` says
-whether they may: `torch.autograd.grad` runs the same function, but asks for other gradients or wants them returned.
+Layers add gradients to `main_grad` by themselves, in the backward pass of an autograd function.
+`destination` says whether they may: `torch.autograd.grad` runs the same function, but asks for
+other gradients or wants them returned.
 """
 
 from collections.abc import Iterable
@@ -28,7 +30,9 @@ from megaprec.errors import UserError
 
 _grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
 
-THREAD = "megaprec_thread"  # attribute of a parameter: the thread whose gradients of this step it has
+THREAD = (
+    "megaprec_thread"  # attribute of a parameter: the thread whose gradients of this step it has
+)
 SEVERAL = "several"  # in its place
 
 
@@ -41,16 +45,20 @@ class Destination(Enum):
 
 
 class Guarded(nn.Parameter):
-    """A parameter whose `grad` raises UserError while its gradients of this step are in `main_grad`."""
+    """A parameter whose `grad` raises UserError while its gradients of this step are in
+    `main_grad`."""
 
     @property
     def grad(self) -> Tensor | None:
         if has_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError(
-                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: the optimizer clips by "
-                "itself (clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm "
-                "(step) and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
+                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: "
+                "the optimizer clips by "
+                "itself (clip=), scales the loss (loss * optimizer.scale, no "
+                "torch.amp.GradScaler), reports the norm "
+                "(step) and clears (optimizer.zero_grad); the sum on this rank, still "
+                "scaled, is in main_grad"
             )
         return _grad.__get__(self)
 
@@ -65,7 +73,8 @@ class Guarded(nn.Parameter):
         _grad.__set__(self, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer.
+        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the
+        optimizer.
 
         A parameter that `copy.deepcopy` has made has no layout.
         """
@@ -80,7 +89,8 @@ def _require_none_of_this_step(parameter: nn.Parameter) -> None:
     if has_gradient(parameter):
         name = layout_of(parameter).parts[0].name
         raise UserError(
-            f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in main_grad, which that "
+            f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in "
+            "main_grad, which that "
             "neither discards nor replaces: call optimizer.zero_grad() first"
         )
 
@@ -101,7 +111,9 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
 @cache
 def _guarded(kind: type[nn.Parameter]) -> type[Guarded]:
     """Return the class of guarded parameters of this kind, which may be a user's own."""
-    return Guarded if kind is nn.Parameter else new_class(f"Guarded{kind.__name__}", (Guarded, kind))
+    if kind is nn.Parameter:
+        return Guarded
+    return new_class(f"Guarded{kind.__name__}", (Guarded, kind))
 
 
 def has_main_grad(parameter: nn.Parameter) -> bool:
@@ -112,8 +124,8 @@ def has_main_grad(parameter: nn.Parameter) -> bool:
 def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     """Return where the backward function of `ctx` is to put the gradient of a parameter.
 
-    number: of the parameter among those arguments that are tensors.
-    Raises UserError for what a gradient that is added to `main_grad` cannot be: seen by a hook, or differentiated.
+    number: of the parameter among those arguments that are tensors. Raises UserError for what a
+    gradient that is added to `main_grad` cannot be: seen by a hook, or differentiated.
     """
     if not has_main_grad(parameter):
         return Destination.AUTOGRAD
@@ -121,38 +133,51 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     try:
         if node is None or not torch._C._will_engine_execute_node(node):
             return Destination.NOWHERE
-    except RuntimeError:  # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
+    except (
+        RuntimeError
+    ):  # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
         return Destination.AUTOGRAD
     if parameter._backward_hooks:
         raise UserError(
-            f"{layout_of(parameter).parts[0].name} has a hook (register_hook), which is never called with a gradient, "
-            "because its layer adds gradients to main_grad by itself: change main_grad before the step, or use a layer "
+            f"{layout_of(parameter).parts[0].name} has a hook (register_hook), which is never "
+            "called with a gradient, "
+            "because its layer adds gradients to main_grad by itself: change main_grad "
+            "before the step, or use a layer "
             "of torch.nn"
         )
     if torch.is_grad_enabled():
         raise UserError(
-            f"backward(create_graph=True) reaches {layout_of(parameter).parts[0].name}, whose gradient is added to "
-            "main_grad and cannot be differentiated: use layers of torch.nn for a loss that contains gradients"
+            f"backward(create_graph=True) reaches {layout_of(parameter).parts[0].name}, whose "
+            "gradient is added to "
+            "main_grad and cannot be differentiated: use layers of torch.nn for a loss that "
+            "contains gradients"
         )
     return Destination.MAIN
 
 
 def will_read_again(ctx: Any, *weights: Tensor) -> None:
-    """Note in the forward pass that the backward pass of `ctx` reads these weights too, which must be the same then."""
-    ctx.weights_read = [(weight, weight._version) for weight in weights if not weight.is_inference()]
+    """Note in the forward pass that the backward pass of `ctx` reads these weights too, which must
+    be the same then."""
+    ctx.weights_read = [
+        (weight, weight._version) for weight in weights if not weight.is_inference()
+    ]
 
 
 def require_as_read(ctx: Any) -> None:
-    """Raise UserError if weights that the forward pass read were changed since: the gradient would be of neither.
+    """Raise UserError if weights that the forward pass read were changed since: the gradient would
+    be of neither.
 
-    autograd looks at the versions of what it saves for a layer of torch; layers that read weights by themselves do so.
+    autograd looks at the versions of what it saves for a layer of torch; layers that read weights
+    by themselves do so.
     """
     for weight, version in ctx.weights_read:
         if weight._version != version:
             name = layout_of(weight).parts[0].name if has_layout(weight) else "a weight"
             raise UserError(
-                f"{name} was changed between a forward pass and its backward pass, by a step of the optimizer or by "
-                "someone who wrote to it: call backward for every loss before the step, or compute the loss anew"
+                f"{name} was changed between a forward pass and its backward pass, by a step "
+                "of the optimizer or by "
+                "someone who wrote to it: call backward for every loss before the step, or "
+                "compute the loss anew"
             )
 
 
@@ -162,23 +187,28 @@ def has_gradient(parameter: nn.Parameter) -> bool:
 
 
 def set_gradient(parameter: nn.Parameter, given: bool) -> None:
-    """Mark the parameter as having a gradient in `main_grad` or none; the next gradient then overwrites the view."""
+    """Mark the parameter as having a gradient in `main_grad` or none; the next gradient then
+    overwrites the view."""
     parameter.megaprec_given = given  # type: ignore[attr-defined]
     if not given:
         vars(parameter).pop(THREAD, None)
 
 
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
-    """Return `main_grad`, and True if the next gradient is the first of the step and must overwrite the old values.
+    """Return `main_grad`, and True if the next gradient is the first of the step and must overwrite
+    the old values.
 
-    The parameter is marked as having a gradient. Raises UserError if the sum over the ranks of its gradients has begun,
-    and if another thread has added to it.
+    The parameter is marked as having a gradient. Raises UserError if the sum over the ranks of its
+    gradients has begun, and if another thread has added to it.
     """
     if getattr(parameter, "megaprec_summed", False):
         raise UserError(
-            f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its gradients over the ranks has "
-            "begun, which this rank alone would add: call optimizer.expect before the last backward pass of a step "
-            "only, and optimizer.reduce after it; optimizer.zero_grad() discards a step, also a refused one"
+            f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its "
+            "gradients over the ranks has "
+            "begun, which this rank alone would add: call optimizer.expect before the last "
+            "backward pass of a step "
+            "only, and optimizer.reduce after it; optimizer.zero_grad() discards a step, "
+            "also a refused one"
         )
     _require_one_thread(parameter)
     first = not has_gradient(parameter)
@@ -187,7 +217,8 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
 
 
 def cleared(parameter: nn.Parameter) -> Tensor:
-    """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as having a gradient."""
+    """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as
+    having a gradient."""
     main, first = begin_accumulation(parameter)
     return main.zero_() if first else main
 
@@ -199,11 +230,14 @@ def _accumulate_in_thread(parameter: nn.Parameter) -> None:
 
 
 def _require_one_thread(parameter: nn.Parameter) -> None:
-    """Raise UserError if another thread, which still runs, has added to the gradient of this step: one could be lost.
+    """Raise UserError if another thread, which still runs, has added to the gradient of this step:
+    one could be lost.
 
-    autograd computes on a CPU in the thread that calls it, but on a GPU in one thread of the device.
+    autograd computes on a CPU in the thread that calls it, but on a GPU in one thread of the
+    device.
     """
-    own, kept = current_thread(), vars(parameter)
+    own = current_thread()
+    kept = vars(parameter)
     if not parameter.is_cpu or (other := kept.setdefault(THREAD, own)) is own:
         return
     if other is not SEVERAL and not other.is_alive():
@@ -211,13 +245,16 @@ def _require_one_thread(parameter: nn.Parameter) -> None:
         return
     kept[THREAD] = SEVERAL
     raise UserError(
-        f"{layout_of(parameter).parts[0].name} gets gradients of one step from several threads, of which one can "
-        "overwrite the other: call backward from one thread, and optimizer.zero_grad() to discard this step"
+        f"{layout_of(parameter).parts[0].name} gets gradients of one step from several "
+        "threads, of which one can "
+        "overwrite the other: call backward from one thread, and optimizer.zero_grad() to "
+        "discard this step"
     )
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
-    """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate by themselves leave no `grad`."""
+    """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate by themselves
+    leave no `grad`."""
     if (grad := _grad.__get__(parameter)) is not None:
         _grad.__set__(parameter, None)
         grad = grad.detach() if grad.requires_grad else grad  # of backward(create_graph=True)
@@ -227,12 +264,15 @@ def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
 
 
 def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
-    """Accumulate gradients that were assigned to `grad`, and clear `main_grad` where no gradient of this step arrived.
+    """Accumulate gradients that were assigned to `grad`, and clear `main_grad` where no gradient of
+    this step arrived.
 
     A cleared `main_grad` does not count as a gradient.
     """
     for parameter in parameters:
-        if vars(parameter).get(THREAD) is SEVERAL:  # the thread that was told may have kept it to itself
+        if (
+            vars(parameter).get(THREAD) is SEVERAL
+        ):  # the thread that was told may have kept it to itself
             _require_one_thread(parameter)
         accumulate_autograd_grad(parameter)
         if not has_gradient(parameter):
@@ -240,7 +280,8 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def close_accumulation(parameters: Iterable[nn.Parameter], closed: bool) -> None:
-    """Mark the parameters as taking no gradient, since their sum over the ranks has begun, or as taking them again."""
+    """Mark the parameters as taking no gradient, since their sum over the ranks has begun, or as
+    taking them again."""
     for parameter in parameters:
         parameter.megaprec_summed = closed  # type: ignore[attr-defined]
 

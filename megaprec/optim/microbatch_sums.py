@@ -1,16 +1,20 @@
-"""The sum of gradients over micro-batches by a fixed tree, so that its bits do not depend on the layout.
+"""The sum of gradients over micro-batches by a fixed tree, so that its bits do not depend on the
+layout.
 
-The G micro-batches of a global batch are the leaves of one tree, and each data-parallel rank has a run of them:
+The G micro-batches of a global batch are the leaves of one tree, and each data-parallel rank has a
+run of them:
 
     running sums   over G / D neighbouring micro-batches, where D is the largest power of two that divides G
     the tree       over the D running sums: adjacent pairs, level by level
 
-If the number of dp ranks is a power of two, it divides D, and the gradient of a rank is one node of the tree. The sum
-over dp is the rest of the tree (`megaprec.comm.tree`). With pipeline schedules the micro-batches may end in any order.
+If the number of dp ranks is a power of two, it divides D, and the gradient of a rank is one node of
+the tree. The sum over dp is the rest of the tree (`megaprec.comm.tree`). With pipeline schedules
+the micro-batches may end in any order.
 
-The gradient of a micro-batch overwrites `main_grad`. At the end of the micro-batch it is added to the node that waits
-for it, or is set aside. So log2(D / dp) more gradients are kept, and one more where G / D is above one. A parameter
-without a gradient in a micro-batch (an expert without tokens) adds nothing.
+The gradient of a micro-batch overwrites `main_grad`. At the end of the micro-batch it is added to
+the node that waits for it, or is set aside. So log2(D / dp) more gradients are kept, and one more
+where G / D is above one. A parameter without a gradient in a micro-batch (an expert without tokens)
+adds nothing.
 """
 
 from collections.abc import Sequence
@@ -25,7 +29,8 @@ from megaprec.optim.main_grad import accumulate_autograd_grad, has_gradient, set
 
 
 class MicrobatchTree:
-    """The tree over one rank's `count` micro-batches for one tensor, in which their values arrive one by one."""
+    """The tree over one rank's `count` micro-batches for one tensor, in which their values arrive
+    one by one."""
 
     def __init__(self, arriving: Tensor) -> None:
         self.arriving = arriving
@@ -34,16 +39,21 @@ class MicrobatchTree:
 
     def begin(self, count: int) -> None:
         """Begin a new sum over `count` micro-batches."""
-        self.count, self.run = count, _run(count)
+        self.count = count
+        self.run = _run(count)
         self.ended: set[int] = set()
-        self._nodes: dict[int, tuple[int, Tensor | None]] = {}  # by first micro-batch: last + 1 and sum
+        self._nodes: dict[
+            int, tuple[int, Tensor | None]
+        ] = {}  # by first micro-batch: last + 1 and sum
 
     def end(self, microbatch: int, given: bool) -> bool:
-        """Add what has arrived, if anything is `given`. Return True if `arriving` now has the sum of all.
+        """Add what has arrived, if anything is `given`. Return True if `arriving` now has the sum
+        of all.
 
         After the last micro-batch False means that none had a value.
         """
-        first, last = microbatch, microbatch + 1
+        first = microbatch
+        last = microbatch + 1
         values = self.arriving if given else None
         self.ended.add(microbatch)
         while last - first < self.count:
@@ -52,7 +62,8 @@ class MicrobatchTree:
                 self._nodes[first] = last, self._set_aside(values)
                 return False
             values = self._added(self._nodes.pop(start)[1], values)
-            first, last = min(first, start), max(last, stop)
+            first = min(first, start)
+            last = max(last, stop)
         if values is not None and values is not self.arriving:
             self._take_back(self.arriving.copy_(values), values)
         return values is not None
@@ -89,7 +100,8 @@ class MicrobatchTree:
 
 
 def sums_set_aside(count: int) -> int:
-    """Return how many more gradients are kept while `count` micro-batches are added in their order."""
+    """Return how many more gradients are kept while `count` micro-batches are added in their
+    order."""
     return (count // _run(count)).bit_length() - 1 + (_run(count) > 1)
 
 
@@ -113,19 +125,20 @@ class MicrobatchSums:
     def end(self, microbatch: int, count: int, chunk: int, complete: bool) -> None:
         """Take the gradients of a micro-batch in a chunk, out of `count` on this rank.
 
-        complete: False if further gradients of the micro-batch follow for other parameters. Raises UserError for
-        numbers that contradict those of the step so far, and for a parameter that has gradients on both sides of an
-        incomplete end.
+        complete: False if further gradients of the micro-batch follow for other parameters. Raises
+        UserError for numbers that contradict those of the step so far, and for a parameter that has
+        gradients on both sides of an incomplete end.
         """
         self._expect(microbatch, count)
         parameters = [p for p in self._parameters[chunk] if p not in self._whole]
         self._take(parameters, microbatch, complete)
 
     def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
-        """Complete the sums of these parameters, whose gradients are final; the sums are then in `main_grad`.
+        """Complete the sums of these parameters, whose gradients are final; the sums are then in
+        `main_grad`.
 
-        in_flight: True within the backward pass of the last micro-batch, whose end has not been announced. Raises
-        UserError if the end of a micro-batch is missing.
+        in_flight: True within the backward pass of the last micro-batch, whose end has not been
+        announced. Raises UserError if the end of a micro-batch is missing.
         """
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
@@ -136,8 +149,12 @@ class MicrobatchSums:
             if len(missing) == 1:
                 self._take(left, missing.pop(), True)
         for parameter in left:
-            if parameter not in self._whole and (self._trees[parameter].ended or has_gradient(parameter)):
-                raise UserError(_unannounced(parameter, len(self._trees[parameter].ended), self.count))
+            if parameter not in self._whole and (
+                self._trees[parameter].ended or has_gradient(parameter)
+            ):
+                raise UserError(
+                    _unannounced(parameter, len(self._trees[parameter].ended), self.count)
+                )
 
     def forget(self) -> None:
         """Discard all sums, to begin a new step."""
@@ -152,9 +169,14 @@ class MicrobatchSums:
 
     def _expect(self, microbatch: int, count: int) -> None:
         if not 0 <= microbatch < count:
-            raise UserError(f"micro-batch {microbatch} of {count}: micro-batches are numbered from 0 to {count - 1}")
+            raise UserError(
+                f"micro-batch {microbatch} of {count}: micro-batches are numbered from 0 to "
+                f"{count - 1}"
+            )
         if self.count and count != self.count:
-            raise UserError(f"a step of {self.count} micro-batches was told the end of one of {count}")
+            raise UserError(
+                f"a step of {self.count} micro-batches was told the end of one of {count}"
+            )
         self.count = count
 
     def _take(self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool) -> None:
@@ -162,7 +184,8 @@ class MicrobatchSums:
             accumulate_autograd_grad(parameter)
         given = [p for p in parameters if has_gradient(p)]
         for parameter in parameters if complete else given:
-            tree, has = self._trees[parameter], has_gradient(parameter)
+            tree = self._trees[parameter]
+            has = has_gradient(parameter)
             if not tree.ended:
                 tree.begin(self.count)
             if microbatch in tree.ended:
@@ -177,14 +200,17 @@ class MicrobatchSums:
 def _unannounced(parameter: nn.Parameter, ended: int, count: int) -> str:
     told = f"the ends of {ended} of {count} micro-batches" if count else "no end of a micro-batch"
     return (
-        f"canonical sums: {layout_of(parameter).parts[0].name} is to be summed over micro-batches, but the optimizer "
+        f"canonical sums: {layout_of(parameter).parts[0].name} is to be summed over "
+        "micro-batches, but the optimizer "
         f"was told {told}: call optimizer.end_microbatch(number, count) after each backward pass"
     )
 
 
 def _twice(parameter: nn.Parameter, microbatch: int) -> str:
     return (
-        f"canonical sums: {layout_of(parameter).parts[0].name} has two gradients in micro-batch {microbatch}, whose "
-        "order depends on the schedule: call optimizer.end_microbatch once for each micro-batch, and give weights that "
+        f"canonical sums: {layout_of(parameter).parts[0].name} has two gradients in "
+        f"micro-batch {microbatch}, whose "
+        "order depends on the schedule: call optimizer.end_microbatch once for each "
+        "micro-batch, and give weights that "
         "are used in two places a parameter for each"
     )

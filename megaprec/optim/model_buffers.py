@@ -1,8 +1,8 @@
 """The model chunks of a rank, laid out in flat buffers.
 
-Parameters of one kind (same dtype, same tied ranks, sharded over as many ranks) share buffers. Two kinds of weights are
-not simply views of a buffer: a DTensor is represented by a `StandIn`, and a weight that is stored in FP8 has codes,
-which `FP8Masters` computes at the start of a pass.
+Parameters of one kind (same dtype, same tied ranks, sharded over as many ranks) share buffers. Two
+kinds of weights are not simply views of a buffer: a DTensor is represented by a `StandIn`, and a
+weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +33,16 @@ from megaprec.precision.plan import PrecisionPlan
 
 
 class ModelBuffers:
-    """The buffers of all parameters of `parts`. Tensors that are not trained are moved to the ranks' device.
+    """The buffers of all parameters of `parts`. Tensors that are not trained are moved to the
+    ranks' device.
 
-    chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks share. tied: the
-    buffers whose gradients are summed over pipeline ranks, each with its axis. twins: pairs of buffers of this rank
-    whose gradients are summed. untrained: what is in no buffer. stand_ins: for DTensors. virtual: as for the optimizer.
-    shards, average, canonical, seed: as in `Buffer`. moments: names of the moments of a parameter; those of a buffer
-    have the same. bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed this
-    number.
+    chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks
+    share. tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
+    twins: pairs of buffers of this rank whose gradients are summed. untrained: what is in no
+    buffer. stand_ins: for DTensors. virtual: as for the optimizer.
+    shards, average, canonical, seed: as in `Buffer`. moments: names of the moments of a parameter;
+    those of a buffer have the same. bucket: elements of a buffer, as `bucket_elements` takes them;
+    its last parameter may exceed this number.
     """
 
     def __init__(
@@ -58,17 +60,24 @@ class ModelBuffers:
         canonical: bool = False,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._canonical, self._virtual = canonical, virtual
+        self._canonical = canonical
+        self._virtual = virtual
         self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
         self._bucket = bucket_elements(bucket, ranks.dp.size)
-        self._plan, self._ranks, self._shards, self._groups = plan, ranks, shards, groups
-        self._moments, self._seed, self._average = moments, seed, average
+        self._plan = plan
+        self._ranks = ranks
+        self._shards = shards
+        self._groups = groups
+        self._moments = moments
+        self._seed = seed
+        self._average = average
         self._model = TrainedModel(parts)
         spread = {p: StandIn(p, plan, ranks.device) for p in parameters_of(parts) if is_dtensor(p)}
         self.stand_ins = tuple(spread.values())
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         self.chunks: list[list[Buffer]] = []
-        taken, marked = set[nn.Parameter](), parameters_of_marked(parts)
+        taken = set[nn.Parameter]()
+        marked = parameters_of_marked(parts)
         for part in parts:
             trained = list(parameters_of([part]))
             laid = [spread[p].parameter if p in spread else p for p in trained if p not in taken]
@@ -76,7 +85,9 @@ class ModelBuffers:
             self.chunks.append([self._buffer(alike) for alike in self._buckets(laid)])
             move_rest(part, plan, ranks.device, marked)
         self.all = [buffer for chunk in self.chunks for buffer in chunk]
-        self.untrained = Untrained(parts, ranks.pp.rank, lambda layout: self._replicas(layout).every.rank == 0)
+        self.untrained = Untrained(
+            parts, ranks.pp.rank, lambda layout: self._replicas(layout).every.rank == 0
+        )
         tied = [buffer for buffer in self.all if layout_of(buffer.parameters[0]).tied]
         again = [buffer for buffer in tied if layout_of(buffer.parameters[0]).again]
         firsts = {_names(buffer): buffer for buffer in tied if buffer not in again}
@@ -85,18 +96,21 @@ class ModelBuffers:
         self.tied = [(buffer, axes[layout_of(buffer.parameters[0]).tied]) for buffer in alone]
 
     def _buckets(self, laid: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the same sizes."""
+        """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the
+        same sizes."""
         if self._virtual is None:
             return buckets(laid, self._plan, self._bucket, self._moments)
-        of_ranks = ([p for p in laid if layout_of(p).parts[0].rank == v] for v in self._virtual.ranks)
+        of_ranks = (
+            [p for p in laid if layout_of(p).parts[0].rank == v] for v in self._virtual.ranks
+        )
         cut = (buckets(own, self._plan, self._bucket, self._moments) for own in of_ranks)
         return [alike for same in zip(*cut, strict=True) for alike in same]
 
     def _buffer(self, alike: Sequence[nn.Parameter]) -> Buffer:
         """Return a buffer for these parameters.
 
-        The slices of DTensors are neither reduced nor sharded again. Counts of loads are whole on every rank, because
-        their update needs all counts of a layer.
+        The slices of DTensors are neither reduced nor sharded again. Counts of loads are whole on
+        every rank, because their update needs all counts of a layer.
         """
         spread = any(alike[0] is one.parameter for one in self.stand_ins)
         own = Replicas(Axis("dp"), Axis("zero")) if spread else self._replicas(layout_of(alike[0]))
@@ -119,7 +133,8 @@ class ModelBuffers:
         return Replicas(self._ranks.dp, self._shards if layout.balancing is None else Axis("zero"))
 
     def sum_copies(self) -> None:
-        """Sum gradients that are reduced over dp over the copies of a parameter: virtual ranks' and tied ones."""
+        """Sum gradients that are reduced over dp over the copies of a parameter: virtual ranks' and
+        tied ones."""
         if self._virtual is not None:
             sum_partial_slices(self.all, self._virtual)
         for buffer, axis in self.tied:
@@ -128,19 +143,33 @@ class ModelBuffers:
             first.own(first.grads).add_(second.own(second.grads))
             second.own(second.grads).copy_(first.own(first.grads))
 
-    def fp8_masters(self, begin: Callable[[Buffer], None], settle: Callable[[], None]) -> FP8Masters | None:
-        """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered like other weights.
+    def fp8_masters(
+        self, begin: Callable[[Buffer], None], settle: Callable[[], None]
+    ) -> FP8Masters | None:
+        """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered
+        like other weights.
 
         begin, settle: of the `ParamGatherer`.
         """
-        experts, groups = self._experts, list[FP8Group]()
+        experts = self._experts
+        groups = list[FP8Group]()
         for apart in (False, True):
-            among = [buffer for buffer in self.all if buffer.in_codes and self._lies_apart(buffer) is apart]
-            shards, tp = self._shards, self._ranks.tp
+            among = [
+                buffer
+                for buffer in self.all
+                if buffer.in_codes and self._lies_apart(buffer) is apart
+            ]
+            shards = self._shards
+            tp = self._ranks.tp
             if apart and experts is not None and self._ranks.experts is not None:
-                shards, tp = experts.sharing, self._ranks.experts.tp
+                shards = experts.sharing
+                tp = self._ranks.experts.tp
             if among:
-                groups.append(FP8Group([(buffer.owned, partial(begin, buffer)) for buffer in among], shards, tp))
+                groups.append(
+                    FP8Group(
+                        [(buffer.owned, partial(begin, buffer)) for buffer in among], shards, tp
+                    )
+                )
         return FP8Masters(groups, settle) if groups else None
 
     def _lies_apart(self, buffer: Buffer) -> bool:
@@ -148,21 +177,31 @@ class ModelBuffers:
         return self._experts is not None and layout_of(buffer.parameters[0]).expert
 
     def num_elements(self, world: Axis) -> tuple[int, int]:
-        """Return the numbers of elements of the whole model that are trained, and frozen. Collective over `world`."""
+        """Return the numbers of elements of the whole model that are trained, and frozen.
+        Collective over `world`."""
         own = sum(last - first for buffer in self.all for first, last in buffer.counted())
-        count = torch.tensor([own, self.untrained.num_saved()], dtype=torch.float64, device=self._ranks.device)
+        count = torch.tensor(
+            [own, self.untrained.num_saved()], dtype=torch.float64, device=self._ranks.device
+        )
         trained, frozen = map(int, world.sum_(count).tolist())
         if not trained:
-            raise UserError("the model has no parameter that is to be trained: all are frozen, or there are none")
+            raise UserError(
+                "the model has no parameter that is to be trained: all are frozen, or there "
+                "are none"
+            )
         return trained, frozen
 
     def counted(self) -> Iterator[torch.Tensor]:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
-        yield from (buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.counted())
+        yield from (
+            buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.counted()
+        )
 
     def copies(self) -> Iterator[torch.Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
-        yield from (buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.copies())
+        yield from (
+            buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.copies()
+        )
 
     def _trained(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
@@ -171,8 +210,8 @@ class ModelBuffers:
     def take_up_model(self, everything: bool, steps: torch.Tensor) -> None:
         """Take weights that someone has written to as they are now.
 
-        everything, steps: as in `Buffer.take_up`. Raises an error that names parameters if the model is not the one
-        that the buffers were made for.
+        everything, steps: as in `Buffer.take_up`. Raises an error that names parameters if the
+        model is not the one that the buffers were made for.
         """
         self._model.require_same()
         require_in_place(self.all)

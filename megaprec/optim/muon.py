@@ -1,7 +1,8 @@
-"""Muon: momentum orthogonalized by Newton-Schulz, for the matrices of hidden layers, and AdamW for the rest.
+"""Muon: momentum orthogonalized by Newton-Schulz, for the matrices of hidden layers, and AdamW for
+the rest.
 
-This is the rule as settings and formulas, and the moments that it keeps of each parameter. Whole logical matrices are
-brought together and updated by `megaprec.optim.matrix_updates`.
+This is the rule as settings and formulas, and the moments that it keeps of each parameter. Whole
+logical matrices are brought together and updated by `megaprec.optim.matrix_updates`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,16 +31,18 @@ Scale = Literal["moonshot", "keller-jordan"]
 class Muon(Stateless):
     """Momentum orthogonalized by Newton-Schulz for logical matrices, AdamW for all other tensors.
 
-    With gradient G of a logical matrix [m, n], momentum B and weights W, in a step of learning rate r and decay d:
+    With gradient G of a logical matrix [m, n], momentum B and weights W, in a step of learning rate
+    r and decay d:
 
         B  <-  momentum * B + (1 - momentum) * G
         O   =  orthogonalized(momentum * B + (1 - momentum) * G), without nesterov orthogonalized(B)
         W  <-  (1 - r * d) * W - r * factor * O
 
-    Products of `orthogonalized` are rounded to `ns_dtype`: bf16, fp32, fp64, or "" for bf16, which is fp64 if the
-    masters are FP64. scale: name of the factor, "moonshot" for 0.2 * sqrt(max(m, n)) or "keller-jordan" for
-    sqrt(max(1, m / n)). by_adamw: patterns of logical names of matrices that `adamw` updates, as it updates every
-    tensor that has not two dims. The rule is elementwise only in B; `update_` is that of `adamw`.
+    Products of `orthogonalized` are rounded to `ns_dtype`: bf16, fp32, fp64, or "" for bf16, which
+    is fp64 if the masters are FP64. scale: name of the factor, "moonshot" for 0.2 * sqrt(max(m, n))
+    or "keller-jordan" for sqrt(max(1, m / n)). by_adamw: patterns of logical names of matrices that
+    `adamw` updates, as it updates every tensor that has not two dims. The rule is elementwise only
+    in B; `update_` is that of `adamw`.
     """
 
     momentum: float = 0.95
@@ -54,19 +57,28 @@ class Muon(Stateless):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_adamw", _texts("by_adamw", self.by_adamw))
-        object.__setattr__(self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients))
+        object.__setattr__(
+            self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients)
+        )
         problems = {
             f"momentum = {self.momentum!r} must lie from 0 to below 1": is_number(self.momentum)
             and 0 <= self.momentum < 1,
             f"nesterov = {self.nesterov!r} must be true or false": isinstance(self.nesterov, bool),
-            f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99": type(self.ns_steps) is int
+            f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99": type(self.ns_steps)
+            is int
             and 1 <= self.ns_steps < 100,
-            f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0": is_number(self.ns_eps)
+            f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0": is_number(
+                self.ns_eps
+            )
             and self.ns_eps > 0,
-            f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64": self.ns_dtype in ("", *_ITERATES),
-            f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}": self.scale in tuple(FACTORS),
+            f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64": self.ns_dtype
+            in ("", *_ITERATES),
+            f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}": self.scale
+            in tuple(FACTORS),
         }
-        if wrong := [f"optimizer.options for 'muon': {said}" for said, right in problems.items() if not right]:
+        if wrong := [
+            f"optimizer.options for 'muon': {said}" for said, right in problems.items() if not right
+        ]:
             raise UserError(*wrong)
 
     @property
@@ -74,8 +86,11 @@ class Muon(Stateless):
         return (MUON_MOMENTUM, *self.adamw.names)
 
     def updates(self, part: Part) -> bool:
-        """Return True if this logical tensor is updated by orthogonalized momentum, False if by `adamw`."""
-        return len(part.shape) == 2 and not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
+        """Return True if this logical tensor is updated by orthogonalized momentum, False if by
+        `adamw`."""
+        return len(part.shape) == 2 and not any(
+            fnmatchcase(part.name, pattern) for pattern in self.by_adamw
+        )
 
     def factor(self, shape: Sequence[int]) -> float:
         """Return the factor of the learning rate for a logical matrix of this shape."""
@@ -118,7 +133,8 @@ def _numbers(key: str, values: object) -> Coefficients:
 def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     """Return the names of the moments that a rule keeps of a parameter.
 
-    Raises UserError if Muon updates some of the logical tensors that are stacked in the parameter, and AdamW others.
+    Raises UserError if Muon updates some of the logical tensors that are stacked in the parameter,
+    and AdamW others.
     """
     if layout_of(parameter).balancing is not None:
         return ()
@@ -129,7 +145,8 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     if by_muon and len(by_muon) < len(parts):
         others = " and ".join(part.name for part in parts if part.name not in by_muon)
         raise UserError(
-            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {others} are one parameter, which Muon and AdamW "
+            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {others} are one "
+            "parameter, which Muon and AdamW "
             "would share: match all or none"
         )
     return rule.names[:1] if by_muon else rule.names[1:]

@@ -1,9 +1,11 @@
-"""C kernels for the optimizer step on a CPU: one pass over memory for the statistics, one for AdamW.
+"""C kernels for the optimizer step on a CPU: one pass over memory for the statistics, one for
+AdamW.
 
-torch's operators read the gradients twice for norm and zeros, and are launched again for each block of an update that
-has to stay in the cache. `native.c` reads memory once for each of the two. It is compiled at first use for this
-machine, with `cc` or the compiler in the variable CC. The library is stored in the user's cache folder under a name
-derived from everything that it depends on, so that any number of ranks may compile it at once.
+torch's operators read the gradients twice for norm and zeros, and are launched again for each block
+of an update that has to stay in the cache. `native.c` reads memory once for each of the two. It is
+compiled at first use for this machine, with `cc` or the compiler in the variable CC. The library is
+stored in the user's cache folder under a name derived from everything that it depends on, so that
+any number of ranks may compile it at once.
 """
 
 import ctypes
@@ -23,8 +25,16 @@ from megaprec.optim.update_rules import AdamW, Step, UpdateRule
 from megaprec.optim.update_tile import Tile
 
 _SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp")
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fopenmp",
+)
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_long
 
 
 class _Numbers(ctypes.Structure):
@@ -32,7 +42,16 @@ class _Numbers(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_float)
-        for name in ("divisor", "decay", "beta1_rest", "beta2", "beta2_rest", "root", "eps", "step_size")
+        for name in (
+            "divisor",
+            "decay",
+            "beta1_rest",
+            "beta2",
+            "beta2_rest",
+            "root",
+            "eps",
+            "step_size",
+        )
     )
 
 
@@ -41,7 +60,8 @@ class Kernels:
 
     def __init__(self) -> None:
         library = ctypes.CDLL(str(_built()))
-        self._statistics, self._adamw = library.megaprec_statistics, library.megaprec_adamw
+        self._statistics = library.megaprec_statistics
+        self._adamw = library.megaprec_adamw
         self._statistics.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, ctypes.c_int]
         self._adamw.argtypes = [*[_POINTER] * 5, _LONG, _Numbers, ctypes.c_int]
         self._statistics.restype = self._adamw.restype = None
@@ -49,17 +69,28 @@ class Kernels:
 
     def reads(self, values: Tensor) -> bool:
         """Return True if `statistics` supports these values."""
-        return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+        return (
+            values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+        )
 
     def statistics(self, values: Tensor) -> Tensor:
-        """Return float64 [2] of flat FP32 values on a CPU: the sum of squares and the number of zeros, including -0.0.
+        """Return float64 [2] of flat FP32 values on a CPU: the sum of squares and the number of
+        zeros, including -0.0.
 
-        The sum is finite exactly if all values are. The result does not depend on the number of threads.
+        The sum is finite exactly if all values are. The result does not depend on the number of
+        threads.
         """
         assert self.reads(values)
         spans = -(-values.numel() // self._span)
-        sums, zeros = torch.zeros(spans, dtype=torch.float64), torch.zeros(spans, dtype=torch.int64)
-        self._statistics(values.data_ptr(), values.numel(), sums.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
+        sums = torch.zeros(spans, dtype=torch.float64)
+        zeros = torch.zeros(spans, dtype=torch.int64)
+        self._statistics(
+            values.data_ptr(),
+            values.numel(),
+            sums.data_ptr(),
+            zeros.data_ptr(),
+            torch.get_num_threads(),
+        )
         return torch.stack((sums.sum(), zeros.sum().double()))
 
     def updates(self, block: Tile) -> bool:
@@ -71,24 +102,38 @@ class Kernels:
             return False
         wide = (block.masters, block.grads, *(values for _, values in block.state))
         low = block.weights
-        rounds = low.dtype == torch.bfloat16 and block.nearest and low.device.type == "cpu" and low.is_contiguous()
+        rounds = (
+            low.dtype == torch.bfloat16
+            and block.nearest
+            and low.device.type == "cpu"
+            and low.is_contiguous()
+        )
         same = low.data_ptr() == block.masters.data_ptr()
-        return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (same or rounds)
+        return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (
+            same or rounds
+        )
 
     def adamw_(self, block: Tile, rule: AdamW, step: Step) -> None:
-        """Update all elements of the tile, without reading `found`. The gradients are not changed."""
+        """Update all elements of the tile, without reading `found`. The gradients are not
+        changed."""
         assert self.updates(block) and block.masters is not None
-        low = None if block.weights.data_ptr() == block.masters.data_ptr() else block.weights.data_ptr()
+        if block.weights.data_ptr() == block.masters.data_ptr():
+            low = None
+        else:
+            low = block.weights.data_ptr()
         tensors = (block.masters, block.grads, *(values for _, values in block.state))
         pointers = (values.data_ptr() for values in tensors)
-        self._adamw(*pointers, low, block.grads.numel(), _numbers(rule, step), torch.get_num_threads())
+        self._adamw(
+            *pointers, low, block.grads.numel(), _numbers(rule, step), torch.get_num_threads()
+        )
 
 
 def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
     """Return the kernels. Raise UserError for a rule or a device that they do not support."""
     if type(rule) is not AdamW or device.type != "cpu":
         raise UserError(
-            f"native kernels update by AdamW on a CPU, not by {type(rule).__name__} on {device.type}: leave native out"
+            f"native kernels update by AdamW on a CPU, not by {type(rule).__name__} on "
+            f"{device.type}: leave native out"
         )
     return Kernels()
 
@@ -96,8 +141,18 @@ def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
 def _numbers(rule: AdamW, step: Step) -> _Numbers:
     (beta1, beta2), steps = rule.betas, float(step.steps)
     divisor = min(float(step.divisor), torch.finfo(torch.float32).max)
-    root, step_size = math.sqrt(1 - beta2**steps), step.lr / (1 - beta1**steps)
-    return _Numbers(divisor, 1 - step.lr * step.weight_decay, 1 - beta1, beta2, 1 - beta2, root, rule.eps, step_size)
+    root = math.sqrt(1 - beta2**steps)
+    step_size = step.lr / (1 - beta1**steps)
+    return _Numbers(
+        divisor,
+        1 - step.lr * step.weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        root,
+        rule.eps,
+        step_size,
+    )
 
 
 def _built() -> Path:
@@ -113,7 +168,10 @@ def _built() -> Path:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
-            raise UserError(f"native: {cache} may be written by others, so no library in it is loaded: chmod 700 it")
+            raise UserError(
+                f"native: {cache} may be written by others, so no library in it is loaded: "
+                "chmod 700 it"
+            )
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -121,16 +179,21 @@ def _built() -> Path:
             _run([*compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-lm"])
             made.replace(library)
     except OSError as error:
-        raise UserError(f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME") from error
+        raise UserError(
+            f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME"
+        ) from error
     return library
 
 
 def _cache() -> Path:
-    """Return the folder of compiled libraries. Raises UserError if neither it nor a home folder is known."""
+    """Return the folder of compiled libraries. Raises UserError if neither it nor a home folder is
+    known."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megaprec"
     except RuntimeError as error:
-        raise UserError(f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME") from error
+        raise UserError(
+            f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME"
+        ) from error
 
 
 def _run(command: list[str]) -> str:
@@ -138,7 +201,13 @@ def _run(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except OSError as error:
-        raise UserError(f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC") from error
+        raise UserError(
+            f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC"
+        ) from error
     except subprocess.CalledProcessError as error:
-        said = next((line for line in error.stderr.splitlines() if "error" in line), "it printed no error")
-        raise UserError(f"native: the compiler {command[0]!r} failed: {said}; set CC to another one") from error
+        said = next(
+            (line for line in error.stderr.splitlines() if "error" in line), "it printed no error"
+        )
+        raise UserError(
+            f"native: the compiler {command[0]!r} failed: {said}; set CC to another one"
+        ) from error

@@ -1,12 +1,14 @@
 """Orthogonalization of a matrix by Newton-Schulz iterations, with matrix products alone.
 
-If U S V^T is the singular value decomposition of a matrix, U V^T is the nearest matrix whose singular values are all 1.
-An iteration replaces each singular value s by a s + b s^3 + c s^5, without computing the decomposition. Keller
-Jordan's coefficients (kellerjordan.github.io/posts/muon) do not converge to 1: they raise small values fast, and five
+If U S V^T is the singular value decomposition of a matrix, U V^T is the nearest matrix whose
+singular values are all 1. An iteration replaces each singular value s by a s + b s^3 + c s^5,
+without computing the decomposition. Keller Jordan's coefficients
+(kellerjordan.github.io/posts/muon) do not converge to 1: they raise small values fast, and five
 iterations bring most values between 0.7 and 1.2, which serves an optimizer as well.
 
-The matrix is divided by its Frobenius norm first, because the iteration diverges for singular values far above 1. Its
-shorter side is the left one of each product, so that the square matrices are small.
+The matrix is divided by its Frobenius norm first, because the iteration diverges for singular
+values far above 1. Its shorter side is the left one of each product, so that the square matrices
+are small.
 """
 
 from collections.abc import Sequence
@@ -20,11 +22,14 @@ Coefficients = tuple[float, float, float]
 PUBLISHED: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalized(matrix: Tensor, coefficients: Coefficients = PUBLISHED, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Return the matrix [m, n] after `steps` iterations, in the dtype of `matrix`, in which every product is rounded.
+def orthogonalized(
+    matrix: Tensor, coefficients: Coefficients = PUBLISHED, steps: int = 5, eps: float = 1e-7
+) -> Tensor:
+    """Return the matrix [m, n] after `steps` iterations, in the dtype of `matrix`, in which every
+    product is rounded.
 
-    eps: the smallest norm by which the matrix is divided; a matrix of zeros stays zero. The norm of a bf16 matrix is
-    computed in FP32.
+    eps: the smallest norm by which the matrix is divided; a matrix of zeros stays zero. The norm of
+    a bf16 matrix is computed in FP32.
     """
     a, b, c = coefficients
     wide = matrix if matrix.itemsize >= 4 else matrix.float()
@@ -38,6 +43,7 @@ def orthogonalized(matrix: Tensor, coefficients: Coefficients = PUBLISHED, steps
 
 
 def iteration_flops(shape: Sequence[int], steps: int) -> int:
-    """Return the floating-point operations of `orthogonalized` for a matrix: two for each multiply-add of a product."""
+    """Return the floating-point operations of `orthogonalized` for a matrix: two for each
+    multiply-add of a product."""
     short, long = sorted(shape)
     return steps * (4 * short * short * long + 2 * short**3)

@@ -1,17 +1,20 @@
-"""The optimistic step: applied on a guess while the ranks still agree, and undone if the guess was wrong.
+"""The optimistic step: applied on a guess while the ranks still agree, and undone if the guess was
+wrong.
 
-The all-reduce of `megaprec.optim.optimizer` makes every stage of a pipeline wait for the slowest. An optimistic step
-instead guesses its result: all gradients are finite, no two ranks disagree, and nothing is clipped. The guess needs no
-communication and is equal on all ranks, so either all ranks were right or all undo the step. The numbers are reduced
-during the next step's first forward passes. The caller must call `settle` before the first backward pass, because the
-gradients are needed until then.
+The all-reduce of `megaprec.optim.optimizer` makes every stage of a pipeline wait for the slowest.
+An optimistic step instead guesses its result: all gradients are finite, no two ranks disagree, and
+nothing is clipped. The guess needs no communication and is equal on all ranks, so either all ranks
+were right or all undo the step. The numbers are reduced during the next step's first forward
+passes. The caller must call `settle` before the first backward pass, because the gradients are
+needed until then.
 
-Undoing is exact to the last bit. Arithmetic cannot invert an update, so each tile is copied before its update, and the
-copy is restored. Then the step is applied, or skipped, without a guess. The cost is this copy: as much memory again as
-weights, masters and moments of this rank's slices.
+Undoing is exact to the last bit. Arithmetic cannot invert an update, so each tile is copied before
+its update, and the copy is restored. Then the step is applied, or skipped, without a guess. The
+cost is this copy: as much memory again as weights, masters and moments of this rank's slices.
 
-A run that clips every step would always guess wrong. So a step is guessed only if the last guess was right, or would
-have been right: after a clipped or skipped step the next one waits for the all-reduce, as in the base class.
+A run that clips every step would always guess wrong. So a step is guessed only if the last guess
+was right, or would have been right: after a clipped or skipped step the next one waits for the
+all-reduce, as in the base class.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +37,8 @@ from megaprec.precision.plan import OnNonfinite
 
 @dataclass(frozen=True)
 class _Guessed:
-    """A step that is applied but not validated. finish: waits for `numbers`. The others are from before the step."""
+    """A step that is applied but not validated. finish: waits for `numbers`. The others are from
+    before the step."""
 
     lr: float
     numbers: Tensor
@@ -46,7 +50,8 @@ class _Guessed:
 
 @dataclass(frozen=True)
 class Settled:
-    """A step whose outcome is known. stands: True if the guess was right; else weights and scale have changed again."""
+    """A step whose outcome is known. stands: True if the guess was right; else weights and scale
+    have changed again."""
 
     report: StepReport
     stands: bool
@@ -56,29 +61,40 @@ def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[s
     """Yield a line for each setting of precision that is incompatible with post-validation."""
     after = 'optimizer.validation = "after" finds a bad step when the next one has begun'
     if on_nonfinite == "raise":
-        yield f'{after}, too late for precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
+        yield (
+            f'{after}, too late for precision.on_nonfinite = "raise": use "skip", or '
+            'optimizer.validation = "before"'
+        )
     if recipe is not None and recipe.kind == "delayed":
-        yield f'{after}, and delayed scales have advanced: use fp8.kind = "current", or optimizer.validation = "before"'
+        yield (
+            f'{after}, and delayed scales have advanced: use fp8.kind = "current", or '
+            'optimizer.validation = "before"'
+        )
     if recipe is not None and recipe.parameters:
         yield (
-            'optimizer.validation = "after" undoes a bad step, but weights that are kept in FP8 are then rounded a '
+            'optimizer.validation = "after" undoes a bad step, but weights that are kept in '
+            "FP8 are then rounded a "
             'second time: use fp8.parameters = false, or optimizer.validation = "before"'
         )
 
 
 class PostValidationOptimizer(ParallelAMPOptimizer):
-    """A ParallelAMPOptimizer whose steps have two halves, `take` and `settle`; its arguments are the same.
+    """A ParallelAMPOptimizer whose steps have two halves, `take` and `settle`; its arguments are
+    the same.
 
-    `step`, which does both at once, is available as well, and the results are equal bit for bit. Observers see a guess
-    as a decision, and see the true decision afterwards if the guess was wrong. Between the two halves no gradient may
-    be accumulated and no state saved. Raises UserError for a plan that raises on non-finite steps, because by then the
-    next step has begun.
+    `step`, which does both at once, is available as well, and the results are equal bit for bit.
+    Observers see a guess as a decision, and see the true decision afterwards if the guess was
+    wrong. Between the two halves no gradient may be accumulated and no state saved. Raises
+    UserError for a plan that raises on non-finite steps, because by then the next step has begun.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if "lr" in self.param_groups[0]:
-            raise UserError("lr: an LR scheduler may move on before a step is settled; give each `take` its rate")
+            raise UserError(
+                "lr: an LR scheduler may move on before a step is settled; give each `take` "
+                "its rate"
+            )
         if problems := [*conflicts(self.plan.on_nonfinite, self.plan.fp8)]:
             raise UserError(*problems)
         self._guessed: _Guessed | None = None
@@ -86,12 +102,14 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         self._copies_of: dict[int, list[Tensor]] = {}  # by tile: its tensors before the guess
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients; raise RuntimeError while a step is not settled, because it still needs them."""
+        """Discard the gradients; raise RuntimeError while a step is not settled, because it still
+        needs them."""
         self.require_settled()
         super().zero_grad(set_to_none)
 
     def expect(self, chunk: int = 0) -> None:
-        """Announce the last backward pass; raise RuntimeError while the step before is not settled."""
+        """Announce the last backward pass; raise RuntimeError while the step before is not
+        settled."""
         self.require_settled()
         super().expect(chunk)
 
@@ -101,10 +119,14 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         super().reduce(chunk)
 
     @torch.no_grad()
-    def take(self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | None = None) -> StepReport | None:
-        """Run the first half of a step; arguments as in `step`. Return the report, or None if the step was guessed.
+    def take(
+        self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | None = None
+    ) -> StepReport | None:
+        """Run the first half of a step; arguments as in `step`. Return the report, or None if the
+        step was guessed.
 
-        Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is not settled.
+        Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is
+        not settled.
         """
         self.require_settled()
         self._prepare(lr, loss)
@@ -115,7 +137,9 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
             self._guesses = self._as_guessed(self._agreement.read(numbers))
             return self._conclude(numbers, lr)
         counters = [counter.clone() for counter in self._counters()]
-        self._guessed = _Guessed(lr, numbers, finish, self.scaler.scale.clone(), counters, self.rule.scalars)
+        self._guessed = _Guessed(
+            lr, numbers, finish, self.scaler.scale.clone(), counters, self.rule.scalars
+        )
         fine = torch.zeros((), dtype=torch.float32, device=self.device)
         for observer in self.observers:
             observer.decided(self.all_buffers(), self._guessed.scale, fine)
@@ -132,10 +156,11 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
     def settle(self) -> Settled | None:
         """Run the second half of a step, if one is not settled; otherwise return None.
 
-        It may wait for the first halves of other ranks. Raises RuntimeError as `step` does, with nothing changed by the
-        step.
+        It may wait for the first halves of other ranks. Raises RuntimeError as `step` does, with
+        nothing changed by the step.
         """
-        guessed, self._guessed = self._guessed, None
+        guessed = self._guessed
+        self._guessed = None
         if guessed is None:
             return None
         guessed.finish()
@@ -151,16 +176,19 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)
 
     def num_copied_bytes(self) -> int:
-        """Return the memory of the copies on this rank, in bytes; it is kept from the first guess on."""
+        """Return the memory of the copies on this rank, in bytes; it is kept from the first guess
+        on."""
         return sum(values.nbytes for block in self._blocks() for values in block.changed())
 
     def wait(self) -> None:
-        """Wait for the weights; raise RuntimeError while a step is not settled, because its weights may be wrong."""
+        """Wait for the weights; raise RuntimeError while a step is not settled, because its weights
+        may be wrong."""
         self.require_settled()
         super().wait()
 
     def numbers(self) -> dict[str, Any]:
-        """Return the plain state; raise RuntimeError while a step is not settled, because the numbers may be wrong."""
+        """Return the plain state; raise RuntimeError while a step is not settled, because the
+        numbers may be wrong."""
         self.require_settled()
         return super().numbers()
 
@@ -170,8 +198,11 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
             raise RuntimeError("the last step is not settled: call `settle` first")
 
     def _as_guessed(self, agreed: Consensus, scale: Tensor | None = None) -> bool:
-        """Return True if the guess is valid. scale: loss scale of the step, if not the present one."""
-        unclipped = self._clip_factor(agreed.norm / (self.scaler.scale if scale is None else scale)) == 1
+        """Return True if the guess is valid. scale: loss scale of the step, if not the present
+        one."""
+        unclipped = (
+            self._clip_factor(agreed.norm / (self.scaler.scale if scale is None else scale)) == 1
+        )
         return bool((agreed.forbids("skip") == 0) & unclipped)
 
     def _blocks(self) -> Iterator[Tile]:
@@ -182,13 +213,16 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         yield from chain.from_iterable(one.tiles() for one in self._whole)
 
     def _counters(self) -> list[Tensor]:
-        """Return the tensors that a step changes besides those of the tiles; the scalars of the rule are separate."""
+        """Return the tensors that a step changes besides those of the tiles; the scalars of the
+        rule are separate."""
         return [self.steps, *self.scaler.tensors()]
 
     def _update_copied(self, block: Tile, step: Step) -> None:
-        """Copy everything that an update of the tile changes, then update it. The gradients are not changed."""
+        """Copy everything that an update of the tile changes, then update it. The gradients are not
+        changed."""
         self._copy(block)
-        reads = self.kernels is not None and self.kernels.updates(block)  # the C kernels do not write to the gradients
+        # the C kernels do not write to the gradients
+        reads = self.kernels is not None and self.kernels.updates(block)
         self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
 
     def _copy(self, block: Tile) -> None:
@@ -200,7 +234,8 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
             copy.copy_(values)
 
     def _go_back(self, guessed: _Guessed) -> None:
-        """Restore the state before the guess, bit for bit, on this rank and in the weights of the others."""
+        """Restore the state before the guess, bit for bit, on this rank and in the weights of the
+        others."""
         self.wait()
         for block in self._blocks():
             for values, copy in zip(block.changed(), self._copies_of[id(block)], strict=True):

@@ -1,8 +1,10 @@
-"""The ranks that hold the same weights, and those of them that share one copy of the optimizer state.
+"""The ranks that hold the same weights, and those of them that share one copy of the optimizer
+state.
 
-Over all replicas gradients are summed; over the sharing ones, which are neighbours, ZeRO-1 cuts masters and moments.
-All dp ranks are replicas of a weight, but for the experts of a layer whose experts are spread over ranks: an expert has
-fewer replicas, and more of them where ranks hold a smaller part of it.
+Over all replicas gradients are summed; over the sharing ones, which are neighbours, ZeRO-1 cuts
+masters and moments. All dp ranks are replicas of a weight, but for the experts of a layer whose
+experts are spread over ranks: an expert has fewer replicas, and more of them where ranks hold a
+smaller part of it.
 """
 
 from dataclasses import dataclass
@@ -20,29 +22,41 @@ class Replicas:
     sharing: Axis
 
 
-def expert_replicas(experts: ExpertAxes | None, dp: int, tp: int, zero_size: int) -> Replicas | None:
+def expert_replicas(
+    experts: ExpertAxes | None, dp: int, tp: int, zero_size: int
+) -> Replicas | None:
     """Return the replicas of experts that lie on ranks of their own, if any do.
 
     zero_size: dp ranks that share one copy of the state of other weights.
 
-    The same neighbouring ranks of a stage share the state of experts and of other weights: those among them that hold
-    the same experts. Raises UserError if these would differ from rank to rank. Collective over the world.
+    The same neighbouring ranks of a stage share the state of experts and of other weights: those
+    among them that hold the same experts. Raises UserError if these would differ from rank to rank.
+    Collective over the world.
     """
     if experts is None:
         return None
     every = experts.replicas
     if zero_size == dp:
         return Replicas(every, every)
-    return Replicas(every, every.in_runs(sharing_replicas(tp, zero_size, experts.spread.size, experts.tp.size), "zero"))
+    return Replicas(
+        every,
+        every.in_runs(
+            sharing_replicas(tp, zero_size, experts.spread.size, experts.tp.size), "zero"
+        ),
+    )
 
 
 def sharing_replicas(tp: int, zero_size: int, expert: int, expert_tensor: int) -> int:
-    """Return how many neighbouring replicas of an expert share one copy of its state. Raises UserError."""
-    ranks, apart = zero_size * tp, expert * expert_tensor
+    """Return how many neighbouring replicas of an expert share one copy of its state. Raises
+    UserError."""
+    ranks = zero_size * tp
+    apart = expert * expert_tensor
     if ranks % apart and apart % ranks:
         raise UserError(
-            f"{zero_size} data-parallel ranks that share optimizer state, of {tp} tensor-parallel ranks each, and "
-            f"experts over {expert} ranks in {expert_tensor} slices: of {ranks} and {apart} ranks one number must "
+            f"{zero_size} data-parallel ranks that share optimizer state, of {tp} "
+            "tensor-parallel ranks each, and "
+            f"experts over {expert} ranks in {expert_tensor} slices: of {ranks} and {apart} "
+            "ranks one number must "
             "divide the other"
         )
     return max(1, ranks // apart)

@@ -22,12 +22,17 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
     try:
         if name.lower() in known:
             return known[name.lower()](**(options or {}))
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, torch.optim.Optimizer)
+            and kind is not torch.optim.Optimizer
+        ):
             return Torch(kind, options)
     except TypeError as error:
         raise UserError(f"optimizer.options for {name!r}: {error}") from error
     raise UserError(
-        f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of torch.optim such as RAdam"
+        f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of "
+        "torch.optim such as RAdam"
     )
 
 

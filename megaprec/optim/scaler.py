@@ -1,13 +1,15 @@
 """Loss scaling: multiply the loss so that half-precision gradients neither vanish nor overflow.
 
-The scale searches for the largest value that does not overflow. Every overflow uses up one of `hysteresis` tolerated
-ones; when none is left the scale falls by `backoff_factor` and goes on falling with every further overflow. After
-`growth_interval` good steps in a row it grows by `growth_factor`, and only then (with the refill rule "growth", which
-is what Megatron-LM does) are the tolerated overflows refilled. The rule "good_step" refills them after every good step,
-so that only consecutive overflows count.
+The scale searches for the largest value that does not overflow. Every overflow uses up one of
+`hysteresis` tolerated ones; when none is left the scale falls by `backoff_factor` and goes on
+falling with every further overflow. After `growth_interval` good steps in a row it grows by
+`growth_factor`, and only then (with the refill rule "growth", which is what Megatron-LM does) are
+the tolerated overflows refilled. The rule "good_step" refills them after every good step, so that
+only consecutive overflows count.
 
-All state is tensors on the device of the gradients; an update never waits for the host. A caller that divides by the
-scale must read it *before* `update`, so that it divides by the scale that multiplied the loss.
+All state is tensors on the device of the gradients; an update never waits for the host. A caller
+that divides by the scale must read it *before* `update`, so that it divides by the scale that
+multiplied the loss.
 """
 
 from typing import Literal, Protocol
@@ -18,16 +20,20 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.precision.plan import LossScaling
 
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # powers of two that float32 can hold and invert
+# powers of two that float32 can hold and invert
+_SMALLEST = 2.0**-126
+_LARGEST = 2.0**127
 
 TWO_SCALERS = (
-    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: remove the "
+    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by "
+    "itself: remove the "
     "GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
 )
 
 
 class GradScaler(Protocol):
-    """The interface of a scaler that the optimizer uses. `scale` and `inv_scale` are float32 tensors of shape []."""
+    """The interface of a scaler that the optimizer uses. `scale` and `inv_scale` are float32
+    tensors of shape []."""
 
     @property
     def scale(self) -> Tensor: ...
@@ -40,7 +46,8 @@ class GradScaler(Protocol):
 
 
 class ConstantGradScaler:
-    """A loss scale that never changes; the optimizer still skips steps with a non-finite gradient."""
+    """A loss scale that never changes; the optimizer still skips steps with a non-finite
+    gradient."""
 
     def __init__(self, scale: float = 1.0, device: torch.device | str = "cpu") -> None:
         if not _SMALLEST <= scale <= _LARGEST:
@@ -61,14 +68,16 @@ class ConstantGradScaler:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the constant scale: the state of a dynamic scaler in a checkpoint does not apply to it."""
+        """Keep the constant scale: the state of a dynamic scaler in a checkpoint does not apply to
+        it."""
 
 
 class DynamicGradScaler:
     """A loss scale that falls after overflows and grows after good steps.
 
-    Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127, growth_factor > 1, 0 <
-    backoff_factor < 1 and growth_interval, hysteresis >= 1. Without `max_scale` the scale may reach 2**127.
+    Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127,
+    growth_factor > 1, 0 < backoff_factor < 1 and growth_interval, hysteresis >= 1. Without
+    `max_scale` the scale may reach 2**127.
     """
 
     def __init__(
@@ -83,9 +92,13 @@ class DynamicGradScaler:
         hysteresis_refill: Literal["growth", "good_step"] = "growth",
         device: torch.device | str = "cpu",
     ) -> None:
-        self.min_scale, self.max_scale = min_scale, _LARGEST if max_scale is None else max_scale
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval, self.hysteresis, self.hysteresis_refill = growth_interval, hysteresis, hysteresis_refill
+        self.min_scale = min_scale
+        self.max_scale = _LARGEST if max_scale is None else max_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self.hysteresis_refill = hysteresis_refill
         self._check(initial_scale)
         self.scale = torch.tensor(initial_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
@@ -93,12 +106,15 @@ class DynamicGradScaler:
 
     def _check(self, initial: float) -> None:
         rules = {
-            f"initial scale {initial} must lie between the minimum {self.min_scale} and the maximum {self.max_scale}, "
+            f"initial scale {initial} must lie between the minimum {self.min_scale} and the "
+            f"maximum {self.max_scale}, "
             "and these between 2**-126 and 2**127": (
                 _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST
             ),
             f"growth factor {self.growth_factor} must be above 1": self.growth_factor > 1,
-            f"backoff factor {self.backoff_factor} must lie between 0 and 1": 0 < self.backoff_factor < 1,
+            f"backoff factor {self.backoff_factor} must lie between 0 and 1": 0
+            < self.backoff_factor
+            < 1,
             f"growth interval {self.growth_interval} must be at least 1": self.growth_interval >= 1,
             f"hysteresis {self.hysteresis} must be at least 1": self.hysteresis >= 1,
             f"hysteresis refill {self.hysteresis_refill!r} must be 'growth' or 'good_step'": (
@@ -113,7 +129,8 @@ class DynamicGradScaler:
         return _inverse(self.scale)
 
     def update(self, found_inf: Tensor) -> None:
-        """Update the scale after a step. found_inf: [] or [1], non-zero if any gradient on any rank was not finite."""
+        """Update the scale after a step. found_inf: [] or [1], non-zero if any gradient on any rank
+        was not finite."""
         found = found_inf.reshape(()) != 0
         tolerated = torch.where(found, self.hysteresis_tracker - 1, self.hysteresis_tracker)
         good = torch.where(found, 0, self.growth_tracker + 1)
@@ -121,7 +138,9 @@ class DynamicGradScaler:
         grows = good >= self.growth_interval
         grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
         fallen = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
-        self.scale.copy_(torch.where(found & (tolerated <= 0), fallen, torch.where(grows, grown, self.scale)))
+        self.scale.copy_(
+            torch.where(found & (tolerated <= 0), fallen, torch.where(grows, grown, self.scale))
+        )
         refills = grows if self.hysteresis_refill == "growth" else ~found
         self.hysteresis_tracker.copy_(torch.where(refills, self.hysteresis, tolerated))
         self.growth_tracker.copy_(torch.where(grows, 0, good))
@@ -149,7 +168,10 @@ class DynamicGradScaler:
 def disagreement(scaler: GradScaler, steps: int, rate: float) -> str:
     """Return a line with this rank's numbers, which those of another rank contradict."""
     here = f"{scaler.state_dict() or 'a constant scale'}, {steps} steps, learning rate {rate:g}"
-    return f"ranks disagree about the loss scaler, the number of steps or the learning rate; here: {here}"
+    return (
+        "ranks disagree about the loss scaler, the number of steps or the learning rate; here: "
+        f"{here}"
+    )
 
 
 def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> GradScaler:

@@ -1,7 +1,8 @@
-"""The report of a training step: one record, the source of the log line, the JSON line and the progress bar.
+"""The report of a training step: one record, the source of the log line, the JSON line and the
+progress bar.
 
-Because all three have one source they cannot disagree: a step whose gradient norm is not finite is never "applied",
-whatever its precision.
+Because all three have one source they cannot disagree: a step whose gradient norm is not finite is
+never "applied", whatever its precision.
 """
 
 import json
@@ -17,13 +18,16 @@ LOSS = "loss"  # the only offender that is not a parameter
 
 @dataclass(frozen=True)
 class Offender:
-    """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline rank saw it.
+    """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline
+    rank saw it.
 
-    name: of the tensor, or LOSS: the step's loss, unscaled. stage: the pipeline rank. infs, nans: how many of its
-    `elements`. largest_finite: the largest magnitude of the finite elements, including the loss scale.
+    name: of the tensor, or LOSS: the step's loss, unscaled. stage: the pipeline rank. infs, nans:
+    how many of its `elements`. largest_finite: the largest magnitude of the finite elements,
+    including the loss scale.
     traced: True if the step was replayed to find its origin. If so,
-    microbatch, dp_rank: the first micro-batch, and its dp rank, after which the tensor was not finite. None if it
-    stayed finite on every rank: then only the sum over ranks was not, or the failure is not reproducible.
+    microbatch, dp_rank: the first micro-batch, and its dp rank, after which the tensor was not
+    finite. None if it stayed finite on every rank: then only the sum over ranks was not, or the
+    failure is not reproducible.
     samples: [first, last + 1) of that micro-batch, as numbers within the global batch.
     """
 
@@ -46,11 +50,14 @@ class Offender:
 
     @property
     def origin(self) -> str:
-        """Return the origin of the non-finite values, in words; empty if the step was not replayed."""
+        """Return the origin of the non-finite values, in words; empty if the step was not
+        replayed."""
         if self.samples is None:
-            return (
-                "in no micro-batch of the replay: only the ranks' sum is bad, or it was chance" if self.traced else ""
-            )
+            if self.traced:
+                return (
+                    "in no micro-batch of the replay: only the ranks' sum is bad, or it was chance"
+                )
+            return ""
         first, end = self.samples
         where = f"micro-batch {self.microbatch} of dp rank {self.dp_rank}"
         return f"first in {where}, samples {first} to {end - 1} of the batch"
@@ -60,12 +67,13 @@ class Offender:
 class StepReport:
     """The outcome of one step, the same on every rank.
 
-    outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight changed;
-        skipped_no_tokens: no token of the batch counts in the loss, and no weight changed; or
-        applied_nonfinite: not finite either, but the plan says to ignore it.
-    loss: mean over the step's tokens that count; NaN if none does. grad_norm: before clipping, without the loss scale;
-        the L2 norm unless the optimizer was given another.
-    num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
+    outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight
+        changed; skipped_no_tokens: no token of the batch counts in the loss, and no weight changed;
+        or applied_nonfinite: not finite either, but the plan says to ignore it.
+    loss: mean over the step's tokens that count; NaN if none does. grad_norm: before clipping,
+        without the loss scale; the L2 norm unless the optimizer was given another.
+    num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted
+        once.
     stage_zeros: the same count by pipeline rank.
     loss_scale: the factor of this step's loss. lr: the learning rate of the step.
     offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
@@ -97,7 +105,8 @@ class StepReport:
 
 
 class NonFiniteStep(FloatingPointError):
-    """A step that was not finite under a plan that raises; it changed nothing. `report` describes the step."""
+    """A step that was not finite under a plan that raises; it changed nothing. `report` describes
+    the step."""
 
     def __init__(self, report: StepReport) -> None:
         super().__init__(f"a gradient or the loss is not finite\n{describe(report)}")
@@ -106,18 +115,28 @@ class NonFiniteStep(FloatingPointError):
 
 def describe(report: StepReport) -> str:
     """Return a step and, if it was skipped, its offenders, in one line or several."""
-    numbers = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale {report.loss_scale:g}"
+    numbers = (
+        f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale "
+        f"{report.loss_scale:g}"
+    )
     return "\n".join([f"{report.outcome}: {numbers}", *map(_accuse, report.offenders)])
 
 
 def _accuse(o: Offender) -> str:
-    counts = f"{o.infs} inf, {o.nans} NaN of {o.elements} gradient elements, largest other {o.largest_finite:.3g}"
-    said = f"  {o.name} (stage {o.stage}, tensor rank {o.tp_rank}){'' if o.name == LOSS else f': {counts}'}"
+    counts = (
+        f"{o.infs} inf, {o.nans} NaN of {o.elements} gradient elements, largest other "
+        f"{o.largest_finite:.3g}"
+    )
+    said = (
+        f"  {o.name} (stage {o.stage}, tensor rank "
+        f"{o.tp_rank}){'' if o.name == LOSS else f': {counts}'}"
+    )
     return f"{said}; {o.origin}" if o.origin else said
 
 
 def to_json(record: dict[str, object]) -> str:
-    """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf", "-inf" and "nan"."""
+    """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf",
+    "-inf" and "nan"."""
     return json.dumps(_strict(record), allow_nan=False)
 
 
@@ -126,7 +145,9 @@ def _strict(value: object) -> object:
         return {k: _strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_strict(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def report_fields(report: StepReport) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Attributes of torch's optimizers that this project's has not, or has elsewhere, and that say so.
 
-torch keeps moments in `state`, copies and pickles an optimizer, and calls hooks around its state. Here moments lie in
-flat buffers that share memory with the model. An empty `state`, a copy without buffers or a hook that is never called
-would be a silent loss.
+torch keeps moments in `state`, copies and pickles an optimizer, and calls hooks around its state.
+Here moments lie in flat buffers that share memory with the model. An empty `state`, a copy without
+buffers or a hook that is never called would be a silent loss.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,29 @@ import torch
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.scaler import TWO_SCALERS
 
-# Arguments that an optimizer is built with and does not look up again: its buffers and groups are made for them.
-FIXED = ["lr", "weight_decay", "groups", "norm", "average", "overlap", "bucket", "seed", "native", "canonical"]
+# Arguments that an optimizer is built with and does not look up again: its buffers and groups are
+# made for them.
+FIXED = [
+    "lr",
+    "weight_decay",
+    "groups",
+    "norm",
+    "average",
+    "overlap",
+    "bucket",
+    "seed",
+    "native",
+    "canonical",
+]
 FIXED += ["zero_size", "parts", "plan", "mesh", "virtual", "experts", "rule"]
 FIXED += ["betas", "eps", "momentum", "nesterov"]  # torch's, which the rule has here
 
 _BY_CLIP = "the largest norm of the gradients is clip="
 _BY_RULE = "it is an option of the update rule: rule=megaprec.AdamW({}=...)"
 _BY_SGD = "it is an option of the update rule: rule=megaprec.SGD(momentum=...)"
-_BY_TORCH = "give a class of torch as the rule: rule=megaprec.TorchRule(torch.optim.AdamW, {{'{}': ...}})"
+_BY_TORCH = (
+    "give a class of torch as the rule: rule=megaprec.TorchRule(torch.optim.AdamW, {{'{}': ...}})"
+)
 _ONE_KERNEL = "the update has one form, so leave it out"
 _ELSEWHERE = {
     "betas": _BY_RULE,
@@ -55,15 +69,19 @@ _ELSEWHERE = {
     "device": "the optimizer takes the device of the mesh, or of the model: move the model there first",
 }
 _ACCELERATE = (
-    "accelerate's prepare around ParallelAMPOptimizer: its wrapper would not learn of skipped steps "
-    "(step_was_skipped), and schedulers would move on: leave the optimizer and its scheduler out of "
-    "accelerator.prepare, call (loss * optimizer.scale).backward() and optimizer.step(), and scheduler.step() if "
+    "accelerate's prepare around ParallelAMPOptimizer: its wrapper would not learn of "
+    "skipped steps "
+    "(step_was_skipped), and schedulers would move on: leave the optimizer and its scheduler "
+    "out of "
+    "accelerator.prepare, call (loss * optimizer.scale).backward() and optimizer.step(), and "
+    "scheduler.step() if "
     "report.changed"
 )
 
 
 def require_no_others(others: dict[str, Any], known: Iterable[str]) -> None:
-    """Raise UserError, naming all, for arguments that the optimizer has not, as torch's and others' optimizers have.
+    """Raise UserError, naming all, for arguments that the optimizer has not, as torch's and others'
+    optimizers have.
 
     known: the names of its own arguments.
     """
@@ -79,13 +97,18 @@ def require_no_others(others: dict[str, Any], known: Iterable[str]) -> None:
 class TorchFace(torch.optim.Optimizer):
     """The part of an optimizer that only loops for torch's optimizers look at.
 
-    An optimizer is complete, and no longer in torch's constructor, when it has the attribute `buffers`.
+    An optimizer is complete, and no longer in torch's constructor, when it has the attribute
+    `buffers`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Raises UserError for one that a complete optimizer would not look at."""
+        """Set an attribute. Raises UserError for one that a complete optimizer would not look
+        at."""
         if name in FIXED and hasattr(self, "buffers"):
-            instead = {"lr": "step(lr=...) or param_groups, whichever has it", "weight_decay": "param_groups"}
+            instead = {
+                "lr": "step(lr=...) or param_groups, whichever has it",
+                "weight_decay": "param_groups",
+            }
             raise UserError(
                 f"optimizer.{name} is set, but the optimizer keeps what it was built with: "
                 + (f"use optimizer.{instead[name]}" if name in instead else "build a new one")
@@ -93,9 +116,12 @@ class TorchFace(torch.optim.Optimizer):
         super().__setattr__(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
+        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then
+        fixed."""
         if hasattr(self, "buffers"):
-            raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
+            raise UserError(
+                "parameters cannot be added to an existing optimizer: build it over all of them"
+            )
         # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
         param_group["params"] = list(param_group["params"])
         self.param_groups.append(param_group)
@@ -114,7 +140,8 @@ class TorchFace(torch.optim.Optimizer):
     def state(self) -> Any:
         """Raise UserError: the moments of a parameter are not found here."""
         raise UserError(
-            "optimizer.state is empty: moments lie in the optimizer's buffers, and optimizer.state_dict() returns them "
+            "optimizer.state is empty: moments lie in the optimizer's buffers, and "
+            "optimizer.state_dict() returns them "
             'by name, like "exp_avg/NAME"; to reset them, build a new optimizer'
         )
 
@@ -122,14 +149,16 @@ class TorchFace(torch.optim.Optimizer):
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if hasattr(self, "buffers"):
             raise UserError(
-                "optimizer.state is set, but moments lie in the optimizer's buffers: use optimizer.load_state_dict, or "
+                "optimizer.state is set, but moments lie in the optimizer's buffers: use "
+                "optimizer.load_state_dict, or "
                 "build a new optimizer to reset them"
             )
 
     def __getstate__(self) -> NoReturn:
         """Raise UserError for a copy or a pickle of the optimizer."""
         raise UserError(
-            f"{type(self).__name__} cannot be copied or pickled, because it shares memory with its model and its "
+            f"{type(self).__name__} cannot be copied or pickled, because it shares memory "
+            "with its model and its "
             "ranks: save optimizer.state_dict() or megaprec.save, and load it into a new optimizer"
         )
 
@@ -151,4 +180,7 @@ class TorchFace(torch.optim.Optimizer):
 
 
 def _refuse(name: str) -> NoReturn:
-    raise UserError(f"{name}: no such hook would be called; change the state before load_state_dict, or its result")
+    raise UserError(
+        f"{name}: no such hook would be called; change the state before load_state_dict, or "
+        "its result"
+    )

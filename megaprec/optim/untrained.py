@@ -1,9 +1,10 @@
 """The state of a model that is not trained: frozen parameters, and torch's persistent buffers.
 
-A checkpoint holds frozen parameters as it holds trained ones, by logical slice, but without moments. It does not hold
-buffers, because a buffer has no layout: nothing says whether ranks hold the same values, or slices of them. The code
-that builds the model fills a buffer that never changes; one that changes in training, like the running statistics of a
-BatchNorm, would begin anew on each resume. It is therefore named.
+A checkpoint holds frozen parameters as it holds trained ones, by logical slice, but without
+moments. It does not hold buffers, because a buffer has no layout: nothing says whether ranks hold
+the same values, or slices of them. The code that builds the model fills a buffer that never
+changes; one that changes in training, like the running statistics of a BatchNorm, would begin anew
+on each resume. It is therefore named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,14 @@ from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.errors import UserError
 from megaprec.optim.dtensors import is_dtensor
 
-_IN_NO_FILE = (torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64)
+_IN_NO_FILE = (
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -36,19 +44,28 @@ class FrozenSlice:
 class Untrained:
     """The state of `parts` that is not trained, as of the moment at which this is made.
 
-    pp_rank: of this rank. first: returns True if this rank is the first replica of a parameter with such a layout.
+    pp_rank: of this rank. first: returns True if this rank is the first replica of a parameter with
+        such a layout.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], pp_rank: int, first: Callable[[Layout], bool]) -> None:
-        self._parts, self._pp_rank, self._first = parts, pp_rank, first
+    def __init__(
+        self, parts: Sequence[nn.Module], pp_rank: int, first: Callable[[Layout], bool]
+    ) -> None:
+        self._parts = parts
+        self._pp_rank = pp_rank
+        self._first = first
         self._seen = {id(buffer): (buffer, buffer._version) for _, _, buffer in self._buffers()}
 
     def slices(self) -> Iterator[FrozenSlice]:
-        """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint can hold."""
+        """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint
+        can hold."""
         for name, parameter in self._frozen():
             if is_dtensor(parameter) or not has_layout(parameter) or parameter.dtype in _IN_NO_FILE:
-                raise UserError(f"{name} is frozen and cannot be saved or loaded: {_lacking(parameter)}")
-            layout, values = layout_of(parameter), parameter.data.view(-1)
+                raise UserError(
+                    f"{name} is frozen and cannot be saved or loaded: {_lacking(parameter)}"
+                )
+            layout = layout_of(parameter)
+            values = parameter.data.view(-1)
             counts = layout.counts(self._pp_rank) and self._first(layout)
             for part, first, last in layout.spans():
                 yield FrozenSlice(part, values[first:last], counts and part.copy == 0)
@@ -56,17 +73,22 @@ class Untrained:
     def num_saved(self) -> int:
         """Return the number of frozen elements that this rank saves."""
         layouts = (layout_of(p) for _, p in self._frozen() if has_layout(p) and not is_dtensor(p))
-        saved = (layout for layout in layouts if layout.counts(self._pp_rank) and self._first(layout))
+        saved = (
+            layout for layout in layouts if layout.counts(self._pp_rank) and self._first(layout)
+        )
         return sum(prod(part.local) for layout in saved for part in layout.parts if part.copy == 0)
 
     def changed_buffers(self) -> list[str]:
-        """Return the paths of the persistent buffers that were written to, or exchanged, since this was made.
+        """Return the paths of the persistent buffers that were written to, or exchanged, since this
+        was made.
 
-        torch's kernels write to the running statistics of a batch norm without a new version: if it has counted a
-        batch, they have changed too.
+        torch's kernels write to the running statistics of a batch norm without a new version: if it
+        has counted a batch, they have changed too.
         """
         new = [
-            (m, name) for m, name, buffer in self._buffers() if self._seen.get(id(buffer)) != (buffer, buffer._version)
+            (m, name)
+            for m, name, buffer in self._buffers()
+            if self._seen.get(id(buffer)) != (buffer, buffer._version)
         ]
         norms = {module for module, _ in new if isinstance(module, _BATCH_NORMS)}
         changed = {name for _, name in new}
@@ -90,7 +112,13 @@ class Untrained:
 
 def _lacking(parameter: nn.Parameter) -> str:
     if is_dtensor(parameter):
-        return "fully_shard cuts it, and only trained ones are put together; leave it out of fully_shard"
+        return (
+            "fully_shard cuts it, and only trained ones are put together; leave it out of "
+            "fully_shard"
+        )
     if parameter.dtype in _IN_NO_FILE:
-        return f"files hold no {str(parameter.dtype).removeprefix('torch.')}; make it a buffer, or of another dtype"
+        return (
+            f"files hold no {str(parameter.dtype).removeprefix('torch.')}; make it a buffer, or "
+            "of another dtype"
+        )
     return "it has no layout; give it one with megaprec.comm.layout.attach_whole(model)"

@@ -1,13 +1,14 @@
 """Update rules: formulas by which a step changes weights.
 
-An elementwise rule may be applied to any slice of a parameter, in any pieces, with the same result as for the whole.
-This allows a dp rank to keep a shard of the state, and a CPU to work in blocks that stay in its cache. A rule that
-needs a whole matrix cannot be sharded so. Adafactor and LARS are refused; Muon, whose state is elementwise and whose
-update is not (`megaprec.optim.muon`), is applied to whole logical matrices by `megaprec.optim.matrix_updates`. Any
-other elementwise class of torch.optim is a rule too (`megaprec.optim.torch_rule`).
+An elementwise rule may be applied to any slice of a parameter, in any pieces, with the same result
+as for the whole. This allows a dp rank to keep a shard of the state, and a CPU to work in blocks
+that stay in its cache. A rule that needs a whole matrix cannot be sharded so. Adafactor and LARS
+are refused; Muon, whose state is elementwise and whose update is not (`megaprec.optim.muon`), is
+applied to whole logical matrices by `megaprec.optim.matrix_updates`. Any other elementwise class of
+torch.optim is a rule too (`megaprec.optim.torch_rule`).
 
-A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds its moments in the
-order of `names`, all zero before the first step.
+A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds
+its moments in the order of `names`, all zero before the first step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +33,11 @@ VECTOR = 64  # elements: a multiple of every vector and of every unrolled loop o
 class Step:
     """The numbers that all elements of a group share in one step.
 
-    divisor: float64 [], the divisor of the gradients: loss scale over clip factor. found: float32 [], 1 if nothing may
-    change. steps: float32 [], the number of this step among the applied ones, from 1 on.
-    rule: the update rule with the group's options, where a scheduler has changed them; None: the optimizer's own.
+    divisor: float64 [], the divisor of the gradients: loss scale over clip factor. found: float32
+    [], 1 if nothing may change. steps: float32 [], the number of this step among the applied ones,
+    from 1 on.
+    rule: the update rule with the group's options, where a scheduler has changed them; None: the
+        optimizer's own.
     """
 
     lr: float
@@ -48,14 +51,17 @@ class Step:
 class UpdateRule(Protocol):
     """The interface of an update rule.
 
-    names: of the moments that it keeps. scalars: further numbers that it keeps, the same for all elements.
+    names: of the moments that it keeps. scalars: further numbers that it keeps, the same for all
+        elements.
     """
 
     @property
     def names(self) -> tuple[str, ...]: ...
     @property
     def scalars(self) -> dict[str, float]: ...
-    def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None: ...
+    def update_(
+        self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
+    ) -> None: ...
     def advance(self, found: Tensor) -> None: ...
     def load_scalars(self, scalars: dict[str, float]) -> None: ...
 
@@ -76,7 +82,8 @@ class Stateless:
 
 @dataclass(frozen=True)
 class AdamW(Stateless, NamedArguments):
-    """Adam with decoupled weight decay: torch's fused kernel, which unscales and skips by itself."""
+    """Adam with decoupled weight decay: torch's fused kernel, which unscales and skips by
+    itself."""
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
         **_SHARED,
@@ -90,9 +97,14 @@ class AdamW(Stateless, NamedArguments):
     def __post_init__(self) -> None:
         two = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         if not two or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"betas = {list(self.betas) if two else self.betas} must be two numbers from 0 to below 1")
+            raise UserError(
+                f"betas = {list(self.betas) if two else self.betas} must be two numbers from "
+                "0 to below 1"
+            )
         if not is_number(self.eps) or self.eps <= 0:
-            raise UserError(f"eps = {self.eps!r} must be above 0: padding and unseen tokens have gradients of 0")
+            raise UserError(
+                f"eps = {self.eps!r} must be above 0: padding and unseen tokens have gradients of 0"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,7 +120,8 @@ class AdamW(Stateless, NamedArguments):
 
 @dataclass(frozen=True)
 class SGD(Stateless, NamedArguments):
-    """Stochastic gradient descent with momentum; weight decay is added to the gradient, as in torch."""
+    """Stochastic gradient descent with momentum; weight decay is added to the gradient, as in
+    torch."""
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
         **_SHARED,
@@ -123,7 +136,10 @@ class SGD(Stateless, NamedArguments):
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise UserError(f"momentum = {self.momentum!r} must lie from 0 to below 1")
         if not isinstance(self.nesterov, bool) or (self.nesterov and not self.momentum):
-            raise UserError(f"nesterov = {self.nesterov!r}: True or False, and nesterov needs a momentum above 0")
+            raise UserError(
+                f"nesterov = {self.nesterov!r}: True or False, and nesterov needs a momentum "
+                "above 0"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,7 +156,8 @@ class SGD(Stateless, NamedArguments):
 def _folded(grads: Tensor, step: Step) -> Tensor | None:
     """Return the divisor for a fused kernel, or None if this function has divided the gradients.
 
-    A fused kernel reads the divisor in FP32. FP64 gradients need more precision and are divided here.
+    A fused kernel reads the divisor in FP32. FP64 gradients need more precision and are divided
+    here.
     """
     if grads.dtype != torch.float64:
         return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
@@ -148,11 +165,15 @@ def _folded(grads: Tensor, step: Step) -> Tensor | None:
     return None
 
 
-def update_padded(rule: UpdateRule, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
-    """Do `rule.update_` so that the result for an element does not depend on the slice that it is in.
+def update_padded(
+    rule: UpdateRule, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
+) -> None:
+    """Do `rule.update_` so that the result for an element does not depend on the slice that it is
+    in.
 
-    torch's fused kernels compute the last elements of a tensor, fewer than a vector has, with other instructions. So
-    tensors of other lengths are padded with zeros. The gradients are not changed then.
+    torch's fused kernels compute the last elements of a tensor, fewer than a vector has, with other
+    instructions. So tensors of other lengths are padded with zeros. The gradients are not changed
+    then.
     """
     missing = -len(weights) % VECTOR
     if not missing:

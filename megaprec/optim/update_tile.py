@@ -1,7 +1,8 @@
-"""Tiles: runs of elements of a buffer's own slice, given to an update in FP32 or wider, whatever their stored dtype.
+"""Tiles: runs of elements of a buffer's own slice, given to an update in FP32 or wider, whatever
+their stored dtype.
 
-A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters to the weights needs no
-second read of memory; a GPU, on which each launch has a cost, uses long runs.
+A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters to the
+weights needs no second read of memory; a GPU, on which each launch has a cost, uses long runs.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,11 @@ Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, moments, all F
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers for stochastic rounding: by logical place and step, so that they are equal in all layouts.
+    """Random numbers for stochastic rounding: by logical place and step, so that they are equal in
+    all layouts.
 
-    spans: (part, first element of the part in the block, first and last + 1 as positions in the block).
+    spans: (part, first element of the part in the block, first and last + 1 as positions in the
+        block).
     """
 
     seed: int
@@ -30,7 +33,8 @@ class Draw:
     device: torch.device
 
     def bits(self, what: str, steps: Tensor) -> Tensor:
-        """Return int64 [length]. what: name of the rounded tensor. steps: number of steps so far."""
+        """Return int64 [length]. what: name of the rounded tensor. steps: number of steps so
+        far."""
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
         for part, start, first, last in self.spans:
             index = places(part, start, start + last - first, self.device)
@@ -43,9 +47,10 @@ class Draw:
 class Tile:
     """Views [n] of everything that is stored for the same n elements.
 
-    masters: None if the masters are the weights with their 16-bit remainder, the weights themselves if the dtypes
-    agree.
-    nearest: True if the layers' weights are rounded to nearest. Moments narrower than FP32 are always rounded
+    masters: None if the masters are the weights with their 16-bit remainder, the weights themselves
+    if the dtypes agree.
+    nearest: True if the layers' weights are rounded to nearest. Moments narrower than FP32 are
+        always rounded
     stochastically: rounded to nearest they would stop changing.
     """
 
@@ -58,7 +63,8 @@ class Tile:
     nearest: bool
 
     def wide(self) -> Wide:
-        """Return masters, gradients and moments for an update in place, copied if narrower than FP32."""
+        """Return masters, gradients and moments for an update in place, copied if narrower than
+        FP32."""
         return self.wide_weights(), self.wide_gradients(), self.wide_moments()
 
     def wide_gradients(self) -> Tensor:
@@ -84,12 +90,14 @@ class Tile:
         return join(self.weights, self.remainder)
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
-        """Store the tensors of `wide` after step number `steps`, and round the masters to the layers' weights."""
+        """Store the tensors of `wide` after step number `steps`, and round the masters to the
+        layers' weights."""
         self.keep_moments(state, steps)
         self.keep_masters(weights, steps)
 
     def keep_masters(self, weights: Tensor, steps: Tensor) -> None:
-        """Store the masters of `wide` after step number `steps`, and round them to the layers' weights."""
+        """Store the masters of `wide` after step number `steps`, and round them to the layers'
+        weights."""
         if weights.data_ptr() != self.weights.data_ptr():
             self.keep_weights(weights, steps)
 
@@ -100,11 +108,16 @@ class Tile:
                 kept.copy_(stochastic(values, self.draw.bits(name, steps)))
 
     def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
-        """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded to nearest."""
+        """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded
+        to nearest."""
         if self.remainder is not None:
             split(wide, self.weights, self.remainder)
             return
-        if self.masters is not None and self.masters.dtype == wide.dtype and self.masters.data_ptr() != wide.data_ptr():
+        if (
+            self.masters is not None
+            and self.masters.dtype == wide.dtype
+            and self.masters.data_ptr() != wide.data_ptr()
+        ):
             self.masters.copy_(wide)
         if self.nearest or steps is None:
             self.weights.copy_(wide)
@@ -114,8 +127,8 @@ class Tile:
     def take_up(self, is_written: bool, steps: Tensor) -> None:
         """Take weights that are not their masters, rounded as in step number `steps`, as masters.
 
-        is_written: someone has written to weights. Otherwise weights that were rounded stochastically are not computed
-        again unless one of them is no neighbour of its master.
+        is_written: someone has written to weights. Otherwise weights that were rounded
+        stochastically are not computed again unless one of them is no neighbour of its master.
         """
         assert self.masters is not None
         if not self.nearest and not is_written and _are_neighbours(self.weights, self.masters):
@@ -127,7 +140,8 @@ class Tile:
         self.masters.copy_(torch.where(same, self.masters, self.weights.to(self.masters.dtype)))
 
     def _rounded(self, wide: Tensor, steps: Tensor | None) -> Tensor:
-        """Return masters, rounded to the layers' weights. Without `steps`, and at the start, to nearest."""
+        """Return masters, rounded to the layers' weights. Without `steps`, and at the start, to
+        nearest."""
         if self.nearest or steps is None:
             return wide.to(self.weights.dtype)
         drawn = stochastic(wide, self.draw.bits("weight", steps))
@@ -135,13 +149,15 @@ class Tile:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return True if two flat 16-bit tensors have the same bits, which are compared 64 at a time where that can be."""
+    """Return True if two flat 16-bit tensors have the same bits, which are compared 64 at a time
+    where that can be."""
     wide = torch.int16 if len(one) % 4 or other.storage_offset() % 4 else torch.int64
     return torch.equal(one.view(wide), other.view(wide))
 
 
 def _are_neighbours(weights: Tensor, masters: Tensor) -> bool:
-    """Return True if each bf16 weight is one of the two values between which its FP32 master lies."""
+    """Return True if each bf16 weight is one of the two values between which its FP32 master
+    lies."""
     towards_zero = (masters.view(torch.int32) >> 16).to(torch.int16)
     steps = weights.view(torch.int16) - towards_zero
     return bool(((steps == 0) | (steps == 1)).all())

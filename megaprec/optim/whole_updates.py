@@ -1,4 +1,5 @@
-"""The updates of a rank that are not element by element: of whole matrices by Muon, and of parameters from counts."""
+"""The updates of a rank that are not element by element: of whole matrices by Muon, and of
+parameters from counts."""
 
 from collections.abc import Sequence
 
@@ -13,8 +14,13 @@ from megaprec.optim.update_rules import UpdateRule
 
 
 def whole_updates(
-    rule: UpdateRule, buffers: Sequence[Buffer], groups: Sequence[Group], mesh: DeviceMesh | None, ranks: Ranks
+    rule: UpdateRule,
+    buffers: Sequence[Buffer],
+    groups: Sequence[Group],
+    mesh: DeviceMesh | None,
+    ranks: Ranks,
 ) -> list[MatrixUpdates | LoadBalance]:
-    """Return those updates that have anything to update. Collective over the world if the rule is Muon."""
+    """Return those updates that have anything to update. Collective over the world if the rule is
+    Muon."""
     matrices = MatrixUpdates.of(rule, buffers, groups, mesh, ranks)
     return [updates for updates in (matrices, LoadBalance(buffers)) if updates.buffers]

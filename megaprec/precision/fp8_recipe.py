@@ -1,8 +1,10 @@
-"""The FP8 recipe: how matrix products are computed in FP8, as one frozen value of the precision plan.
+"""The FP8 recipe: how matrix products are computed in FP8, as one frozen value of the precision
+plan.
 
-E4M3 has more mantissa and its largest number is 448; E5M2 has more range and its largest number is 57344. Neither has
-enough range for a whole model, so every tensor is multiplied by its own scale before it is rounded. Recipes differ in
-how many elements share a scale and in which numbers the largest magnitude (amax) is taken from:
+E4M3 has more mantissa and its largest number is 448; E5M2 has more range and its largest number is
+57344. Neither has enough range for a whole model, so every tensor is multiplied by its own scale
+before it is rounded. Recipes differ in how many elements share a scale and in which numbers the
+largest magnitude (amax) is taken from:
 
     delayed    one scale per tensor, from the amaxes of earlier passes
     current    one scale per tensor, from the tensor itself
@@ -28,31 +30,40 @@ Backend = Literal["torch", "transformer_engine"]
 class FP8Recipe:
     """The settings of the FP8 products of a run; see the module's docstring for `kind`.
 
-    format: "hybrid" is E4M3 in the forward pass and E5M2 for gradients; "e4m3" is E4M3 for all tensors.
-    margin: delayed scales are 2**margin lower than the amax requires, which leaves room for the amax to grow.
+    format: "hybrid" is E4M3 in the forward pass and E5M2 for gradients; "e4m3" is E4M3 for all
+        tensors.
+    margin: delayed scales are 2**margin lower than the amax requires, which leaves room for the
+        amax to grow.
     history_length: number of past amaxes that determine a delayed scale.
-    amax_algo: which amax of the history determines the scale, or a function from the histories of n tensors
-        [length, n], the newest last, to amaxes [n].
-    history: when the amax histories of delayed scaling advance. "step": once a step, so that all micro-batches of a
-        step share their scales. "te": after each forward pass of a micro-batch, and for gradients after each backward
-        pass, as in Transformer Engine; a non-finite amax then stays in the window, and the scale is unchanged until
-        that amax leaves the window.
-    scale_algo: function (amaxes [n], previous scales [n], largest numbers of the formats [n], recipe) -> delayed scales
-        [n], used instead of the formula of `megaprec.fp8.scaling`; can be set only from Python.
-    reduce_amax: delayed amaxes are reduced over all ranks of a pipeline stage; if False, over its tensor-parallel
-        ranks only. reduce_over: "world" and "stage" give the same result, because no two stages share a tensor.
+    amax_algo: which amax of the history determines the scale, or a function from the histories of n
+        tensors [length, n], the newest last, to amaxes [n].
+    history: when the amax histories of delayed scaling advance. "step": once a step, so that all
+        micro-batches of a step share their scales. "te": after each forward pass of a micro-batch,
+        and for gradients after each backward pass, as in Transformer Engine; a non-finite amax then
+        stays in the window, and the scale is unchanged until that amax leaves the window.
+    scale_algo: function (amaxes [n], previous scales [n], largest numbers of the formats [n],
+        recipe) -> delayed scales [n], used instead of the formula of `megaprec.fp8.scaling`; can be
+        set only from Python.
+    reduce_amax: delayed amaxes are reduced over all ranks of a pipeline stage; if False, over its
+        tensor-parallel ranks only. reduce_over: "world" and "stage" give the same result, because
+        no two stages share a tensor.
     power_2_scales: scales are rounded down to powers of two.
-    parameters: weights are stored in FP8 only; the optimizer's masters are their only copy in higher precision.
+    parameters: weights are stored in FP8 only; the optimizer's masters are their only copy in
+        higher precision.
     weight_gradients: the products that compute weight gradients are in FP8 too.
-    dot_product_attention, multi_head_attention: the two products of attention, or everything between attention's
-        linear layers, are in FP8.
-    first_layers, last_layers: number of decoder layers at the start and the end that stay in the plan's compute dtype.
-    wide: products with a weight whose logical name matches one of these patterns (`fnmatch`) stay in that dtype too.
-    pad: weights whose sizes FP8 products do not support are padded with zeros; if False, they use the compute dtype.
+    dot_product_attention, multi_head_attention: the two products of attention, or everything
+        between attention's linear layers, are in FP8.
+    first_layers, last_layers: number of decoder layers at the start and the end that stay in the
+        plan's compute dtype.
+    wide: products with a weight whose logical name matches one of these patterns (`fnmatch`) stay
+        in that dtype too.
+    pad: weights whose sizes FP8 products do not support are padded with zeros; if False, they use
+        the compute dtype.
     calibrating: amaxes are recorded, but products are computed in the plan's compute dtype.
     calibrate: number of first steps with `calibrating`.
-    backend: the library that casts and multiplies where a tensor has one scale: torch, or Transformer Engine, which
-        must be installed (`megaprec.fp8.transformer_engine`). Scales and histories are computed here in either case.
+    backend: the library that casts and multiplies where a tensor has one scale: torch, or
+        Transformer Engine, which must be installed (`megaprec.fp8.transformer_engine`). Scales and
+        histories are computed here in either case.
     """
 
     kind: Kind = "delayed"
@@ -87,26 +98,36 @@ class FP8Recipe:
         """Return rule -> whether this recipe keeps it, for the rules that hold for every recipe."""
         delayed = self.kind == "delayed"
         return {
-            f"history_length = {self.history_length}: at least 1, for a scale needs an amax": self.history_length >= 1,
-            f"margin = {self.margin}: only delayed scales need room for an amax to grow; {self.kind} scales are "
+            f"history_length = {self.history_length}: at least 1, for a scale needs an amax": self.history_length
+            >= 1,
+            f"margin = {self.margin}: only delayed scales need room for an amax to grow; "
+            f"{self.kind} scales are "
             "computed from the numbers that they scale; use 0": delayed or not self.margin,
-            f"calibrate = {self.calibrate}: only delayed scales are computed from earlier amaxes, not {self.kind} "
+            f"calibrate = {self.calibrate}: only delayed scales are computed from earlier "
+            f"amaxes, not {self.kind} "
             "scales; use 0": (delayed or not self.calibrate),
-            f'history = "{self.history}": only delayed scales have a history, not {self.kind} scales; use "step"': (
-                delayed or self.history == "step"
-            ),
-            f'history = "{self.history}": weights are cast for each micro-batch, and amaxes are recorded by FP8 '
+            (
+                f'history = "{self.history}": only delayed scales have a history, not {self.kind} '
+                'scales; use "step"'
+            ): (delayed or self.history == "step"),
+            f'history = "{self.history}": weights are cast for each micro-batch, and amaxes '
+            "are recorded by FP8 "
             "products only: leave parameters, calibrate and calibrating out": (
-                self.history == "step" or not (self.parameters or self.calibrate or self.calibrating)
+                self.history == "step"
+                or not (self.parameters or self.calibrate or self.calibrating)
             ),
-            f'history = "{self.history}": amax_algo cannot be a function: use "max" or "most_recent"': (
-                self.history == "step" or not callable(self.amax_algo)
-            ),
-            "parameters = true: calibration steps need weights in the compute dtype: leave calibrate and calibrating "
+            (
+                f'history = "{self.history}": amax_algo cannot be a function: use "max" or '
+                '"most_recent"'
+            ): (self.history == "step" or not callable(self.amax_algo)),
+            "parameters = true: calibration steps need weights in the compute dtype: leave "
+            "calibrate and calibrating "
             "out": (not self.parameters or not (self.calibrate or self.calibrating)),
             f"first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0": (
                 min(self.first_layers, self.last_layers) >= 0
             ),
-            f'backend = "{self.backend}": supports only kind "delayed" or "current", one scale per tensor, not '
-            f'"{self.kind}"; use backend "torch"': self.backend == "torch" or self.kind in ("delayed", "current"),
+            f'backend = "{self.backend}": supports only kind "delayed" or "current", one '
+            "scale per tensor, not "
+            f'"{self.kind}"; use backend "torch"': self.backend == "torch"
+            or self.kind in ("delayed", "current"),
         }

@@ -1,13 +1,14 @@
 """Matrix products in the precision that the plan names.
 
-A product is rounded to the dtype of its factors, whatever the dtype of accumulation. torch's FP16 product on a CPU is
-some sixty times slower than its FP32 product, and so is its BF16 product on a CPU without vector instructions for it.
-There the factors are cast to FP32, multiplied, and the result is rounded. A tensor core does the same, with overflow to
-inf at the same magnitude. A CPU has no TF32 either, so there FP32 factors are first rounded to TF32, which shows the
-numbers that a GPU would compute.
+A product is rounded to the dtype of its factors, whatever the dtype of accumulation. torch's FP16
+product on a CPU is some sixty times slower than its FP32 product, and so is its BF16 product on a
+CPU without vector instructions for it. There the factors are cast to FP32, multiplied, and the
+result is rounded. A tensor core does the same, with overflow to inf at the same magnitude. A CPU
+has no TF32 either, so there FP32 factors are first rounded to TF32, which shows the numbers that a
+GPU would compute.
 
-A GPU may cut a long sum into parts. torch lets cuBLAS add these in 16 bits, so that a product is rounded several times;
-`fp32_sums` forbids that.
+A GPU may cut a long sum into parts. torch lets cuBLAS add these in 16 bits, so that a product is
+rounded several times; `fp32_sums` forbids that.
 """
 
 from collections.abc import Iterator
@@ -22,12 +23,17 @@ from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
 
 _WIDENED = 1 << 16  # elements that a CPU casts to a wider dtype at a time
-_NARROW_SUMS = ("bf16_reduced_precision_reduction", "fp16_reduced_precision_reduction", "fp16_accumulation")
+_NARROW_SUMS = (
+    "bf16_reduced_precision_reduction",
+    "fp16_reduced_precision_reduction",
+    "fp16_accumulation",
+)
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A `GemmProvider` in a dtype of two bytes or more. Factors are saved as they are, and cast for each product.
+    """A `GemmProvider` in a dtype of two bytes or more. Factors are saved as they are, and cast for
+    each product.
 
     dtype: dtype of the factors: activations, weights and gradients are cast to it. out: dtype of y.
     tf32: on a CPU, factors of FP32 products are rounded to TF32; on other devices the switches of
@@ -70,7 +76,14 @@ class Gemm:
 
         first: overwrite `total` instead.
         """
-        add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32, first, self.grad_scale)
+        add_product_(
+            total,
+            grad[0].to(self.dtype).t(),
+            x[0].to(self.dtype),
+            self.tf32,
+            first,
+            self.grad_scale,
+        )
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
@@ -89,7 +102,8 @@ def sum_with_product(base: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 
 @contextmanager
 def fp32_sums() -> Iterator[None]:
-    """Context manager in which a GPU sums 16-bit products in FP32 throughout. Puts torch's switches back at the end."""
+    """Context manager in which a GPU sums 16-bit products in FP32 throughout. Puts torch's switches
+    back at the end."""
     switches = torch.backends.cuda.matmul
     on = [name for name in (f"allow_{kind}" for kind in _NARROW_SUMS) if getattr(switches, name)]
     for name in on:
@@ -107,8 +121,11 @@ def slow_half(tensor: Tensor) -> bool:
 
 
 def slow_bf16(tensor: Tensor) -> bool:
-    """Return True for bf16 on a CPU on which torch's product of bf16 is a plain loop: on x86 one without AVX512."""
-    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not _has_bf16_products()
+    """Return True for bf16 on a CPU on which torch's product of bf16 is a plain loop: on x86 one
+    without AVX512."""
+    return (
+        tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not _has_bf16_products()
+    )
 
 
 @cache
@@ -126,14 +143,17 @@ def add_product_(
 ) -> None:
     """Add scale * a @ b to `total`, whose dtype may be wider than that of the factors.
 
-    The product is rounded to the dtype of the factors before it is scaled and added, except on a device whose product
-    takes a wider total (`adds_unrounded`). first: overwrite `total` instead.
+    The product is rounded to the dtype of the factors before it is scaled and added, except on a
+    device whose product takes a wider total (`adds_unrounded`). first: overwrite `total` instead.
     """
     if adds_unrounded(total, a):
-        torch.addmm(total, a, b, beta=0 if first else 1, alpha=scale, out_dtype=total.dtype, out=total)
+        torch.addmm(
+            total, a, b, beta=0 if first else 1, alpha=scale, out_dtype=total.dtype, out=total
+        )
         return
     if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
-        total.addmm_(a, b, beta=0 if first else 1, alpha=scale)  # beta=0 ignores `total`, even inf and NaN
+        # beta=0 ignores `total`, even inf and NaN
+        total.addmm_(a, b, beta=0 if first else 1, alpha=scale)
         return
     made = product(a, b, tf32)
     made = made if scale == 1 else made.mul_(scale)
@@ -144,10 +164,11 @@ def add_product_(
 
 
 def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
-    """Return True if torch adds products of such factors to an FP32 total inside the product, without rounding them.
+    """Return True if torch adds products of such factors to an FP32 total inside the product,
+    without rounding them.
 
-    torch does so for 16-bit factors on CUDA (`_addmm_dtype_out_cuda` in aten/src/ATen/native/cuda/Blas.cpp), and has no
-    such product for a CPU.
+    torch does so for 16-bit factors on CUDA (`_addmm_dtype_out_cuda` in
+    aten/src/ATen/native/cuda/Blas.cpp), and has no such product for a CPU.
     """
     halves = factor.dtype in (torch.bfloat16, torch.float16)
     return halves and total.dtype == torch.float32 and _has_wide_totals(total.device.type)
@@ -157,12 +178,16 @@ def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
 def _has_wide_totals(device: str) -> bool:
     key = {"cuda": "CUDA", "cpu": "CPU"}.get(device)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return key is not None and hasattr(torch.ops.aten.addmm, "dtype_out") and has("aten::addmm.dtype_out", key)
+    return (
+        key is not None
+        and hasattr(torch.ops.aten.addmm, "dtype_out")
+        and has("aten::addmm.dtype_out", key)
+    )
 
 
 def _add_(total: Tensor, product: Tensor) -> None:
-    """Add `product` to `total`. On a CPU in blocks of rows, because torch casts `product` into a temporary tensor
-    first, and a small temporary tensor stays in the cache."""
+    """Add `product` to `total`. On a CPU in blocks of rows, because torch casts `product` into a
+    temporary tensor first, and a small temporary tensor stays in the cache."""
     real = type(total) is Tensor  # a fake tensor has a shape but no values
     if total.dtype == product.dtype or total.device.type != "cpu" or not real:
         total.add_(product)

@@ -10,23 +10,26 @@ Factor = tuple[Tensor, ...]
 
 
 class GemmProvider(Protocol):
-    """Computes the three products of a linear layer y = x @ W.T: of its output, its input gradient and its weight
-    gradient."""
+    """Computes the three products of a linear layer y = x @ W.T: of its output, its input gradient
+    and its weight gradient."""
 
     def now(self) -> "GemmProvider":
         """Return the provider for the forward pass that is beginning, and for its backward pass."""
         ...
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
-        """Return y [m, n] from x [m, k] and weight [n, k], and x in the form that `weight_gradient` needs."""
+        """Return y [m, n] from x [m, k] and weight [n, k], and x in the form that `weight_gradient`
+        needs."""
         ...
 
     def keep(self, x: Tensor) -> Factor:
-        """Return x in the form that `weight_gradient` needs, as `forward` does, without the product."""
+        """Return x in the form that `weight_gradient` needs, as `forward` does, without the
+        product."""
         ...
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """Return the gradient of y, [m, n], in the form for `input_gradient` and in the form for `weight_gradient`."""
+        """Return the gradient of y, [m, n], in the form for `input_gradient` and in the form for
+        `weight_gradient`."""
         ...
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,7 +41,8 @@ class GemmProvider(Protocol):
         ...
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """Add the gradient of the weight to `total` [n, k], whose dtype may be wider than that of the factors.
+        """Add the gradient of the weight to `total` [n, k], whose dtype may be wider than that of
+        the factors.
 
         first: overwrite `total` instead.
         """

@@ -1,8 +1,9 @@
 """FP32 marks: modules that are marked to stay in FP32, and the casts of their inputs and outputs.
 
-A mark is InternEvo's attribute on a module. It is used in three places: `megaprec.precision.module_wrappers` casts any
-module, `parallel.fp32_marks` casts the stages that are trained, and the optimizer keeps the parameters of a marked
-module, their gradients and their masters in FP32. The optimizer refuses a mark for which no casts were installed.
+A mark is InternEvo's attribute on a module. It is used in three places:
+`megaprec.precision.module_wrappers` casts any module, `parallel.fp32_marks` casts the stages that
+are trained, and the optimizer keeps the parameters of a marked module, their gradients and their
+masters in FP32. The optimizer refuses a mark for which no casts were installed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +26,17 @@ CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
 
 
 def set_fp32_attr_to_module(module: nn.Module) -> None:
-    """Mark `module` and all its submodules to stay and compute in FP32 when the model is wrapped or trained.
+    """Mark `module` and all its submodules to stay and compute in FP32 when the model is wrapped or
+    trained.
 
-    Raises UserError for what is no module, and for a module of a model that is already wrapped, which was rounded.
+    Raises UserError for what is no module, and for a module of a model that is already wrapped,
+    which was rounded.
     """
     require_module(module, "module")
     if getattr(module, CAST, False) and not module_has_fp32_attr(module):
         raise UserError(
-            f"{type(module).__name__} is part of a model that is already wrapped and cast, so a mark would change "
+            f"{type(module).__name__} is part of a model that is already wrapped and cast, so "
+            "a mark would change "
             "nothing: mark it before NaiveAMPModel(...) or PlannedModel(...)"
         )
     module.is_fp32_module = True  # type: ignore[assignment]
@@ -74,14 +78,18 @@ def _marked_in(module: nn.Module, path: str, within: bool) -> Iterator[tuple[str
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Return True for a module without a forward pass, whose hooks would never run: it only holds other modules."""
-    empty = next(module.parameters(recurse=False), next(module.buffers(recurse=False), None)) is None
+    """Return True for a module without a forward pass, whose hooks would never run: it only holds
+    other modules."""
+    empty = (
+        next(module.parameters(recurse=False), next(module.buffers(recurse=False), None)) is None
+    )
     called = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
     return empty and not called and any(True for _ in module.children())
 
 
 def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Mark every module that has a parameter whose path in `model` matches one of the patterns (`fnmatch`)."""
+    """Mark every module that has a parameter whose path in `model` matches one of the patterns
+    (`fnmatch`)."""
     for path, module in model.named_modules():
         names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
         if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
@@ -89,11 +97,15 @@ def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def compute_in_fp32(
-    module: nn.Module, out: Callable[[torch.dtype | None], torch.dtype], wide: torch.dtype = torch.float32
+    module: nn.Module,
+    out: Callable[[torch.dtype | None], torch.dtype],
+    wide: torch.dtype = torch.float32,
 ) -> None:
-    """Make `module` cast its floating-point inputs to `wide`, and its outputs of dtype `wide` to `out(input dtype)`.
+    """Make `module` cast its floating-point inputs to `wide`, and its outputs of dtype `wide` to
+    `out(input dtype)`.
 
-    The input dtype is that of the first floating-point input that is not a scalar; None if there is none.
+    The input dtype is that of the first floating-point input that is not a scalar; None if there is
+    none.
     """
     leaves = [wide]
 
@@ -112,22 +124,29 @@ def compute_in_fp32(
 
 def parameters_of_marked(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Return all parameters of marked modules."""
-    return {parameter for part in parts for _, module in marked_parts(part) for parameter in module.parameters()}
+    return {
+        parameter
+        for part in parts
+        for _, module in marked_parts(part)
+        for parameter in module.parameters()
+    }
 
 
 def keeping_marked(
     parts: Sequence[nn.Module], plan: PrecisionPlan, world: Axis, device: torch.device
 ) -> tuple[PrecisionPlan, tuple[str, ...]]:
-    """Return the plan that keeps every parameter in FP32 that is marked on any rank, and the names of these parameters.
+    """Return the plan that keeps every parameter in FP32 that is marked on any rank, and the names
+    of these parameters.
 
-    A tied parameter may be marked on another rank only. Collective over the world. Raises UserError if a marked module
-    would not compute in FP32.
+    A tied parameter may be marked on another rank only. Collective over the world. Raises UserError
+    if a marked module would not compute in FP32.
     """
     for path, module in (found for part in parts for found in marked_parts(part)):
         if not getattr(module, "computes_in_fp32", False) and plan.compute != plan.sensitive:
             raise UserError(
                 f"{path} is marked FP32 and would compute in {dtype_name(plan.compute)}: call "
-                "parallel.compute_marked_in_fp32 for the model before its optimizer is made, or wrap the model in "
+                "parallel.compute_marked_in_fp32 for the model before its optimizer is made, "
+                "or wrap the model in "
                 "megaprec.NaiveAMPModel"
             )
     held = [layout_of(p) for p in parameters_of_marked(parts) if has_layout(p)]

@@ -4,9 +4,9 @@
     model = NaiveAMPModel(model, dtype=torch.bfloat16)      # or PlannedModel(model, plan)
 
 `NaiveAMPModel` and `set_fp32_attr_to_module` have the names and arguments of InternEvo's own
-(`internlm/core/naive_amp.py`). They differ where the original loses information: values of a module marked FP32 are
-never rounded, positional and keyword arguments are cast at any depth of nesting (`megaprec.precision.nested`), integers
-are unchanged, and every container keeps its type.
+(`internlm/core/naive_amp.py`). They differ where the original loses information: values of a module
+marked FP32 are never rounded, positional and keyword arguments are cast at any depth of nesting
+(`megaprec.precision.nested`), integers are unchanged, and every container keeps its type.
 """
 
 from typing import Any, Self
@@ -31,21 +31,24 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class NaiveAMPModel(nn.Module):
-    """A wrapper that runs `model` in `dtype`: its parameters, floating-point buffers and FP32 inputs are cast.
+    """A wrapper that runs `model` in `dtype`: its parameters, floating-point buffers and FP32
+    inputs are cast.
 
     output_to_fp32: half-precision outputs are cast to FP32.
-    parallel_mode: the ranks over which buffers are averaged: an `Axis`, a process group, a DeviceMesh of one dim, or a
-        `ParallelMode`, InternEvo's own member or its name. A mode is looked up on `mesh`; without a mesh, DATA means
-        the whole world, provided that the world was never split into groups.
-    sync_buffer: floating-point and complex buffers are averaged over these ranks before each forward pass in training
-        and before the first forward pass after `eval()`. Integer buffers are unchanged.
-    dtype: torch.float16, bfloat16 or float32, or InternEvo's string for it. "torch.tf32" means FP32 and also allows
-        TF32 in this process from then on.
+    parallel_mode: the ranks over which buffers are averaged: an `Axis`, a process group, a
+        DeviceMesh of one dim, or a `ParallelMode`, InternEvo's own member or its name. A mode is
+        looked up on `mesh`; without a mesh, DATA means the whole world, provided that the world was
+        never split into groups.
+    sync_buffer: floating-point and complex buffers are averaged over these ranks before each
+        forward pass in training and before the first forward pass after `eval()`. Integer buffers
+        are unchanged.
+    dtype: torch.float16, bfloat16 or float32, or InternEvo's string for it. "torch.tf32" means FP32
+        and also allows TF32 in this process from then on.
 
-    Casts `model` in place. A module marked by `set_fp32_attr_to_module` keeps the values of its parameters and buffers,
-    gets floating-point inputs in FP32, and its FP32 outputs are cast to `dtype`.
-    Raises UserError for another dtype or kind of argument, and if the ranks over which to average buffers are not
-    known.
+    Casts `model` in place. A module marked by `set_fp32_attr_to_module` keeps the values of its
+    parameters and buffers, gets floating-point inputs in FP32, and its FP32 outputs are cast to
+    `dtype`. Raises UserError for another dtype or kind of argument, and if the ranks over which to
+    average buffers are not known.
     """
 
     def __init__(
@@ -64,8 +67,11 @@ class NaiveAMPModel(nn.Module):
                 raise UserError(f"{name} = {value!r}: must be True or False")
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise UserError(f"mesh = {mesh!r:.60}: must be a DeviceMesh or None")
-        self.model, self.output_to_fp32, self.dtype = model, output_to_fp32, _use_dtype(dtype)
-        self._group, self._mesh = known_group(parallel_mode, mesh), mesh
+        self.model = model
+        self.output_to_fp32 = output_to_fp32
+        self.dtype = _use_dtype(dtype)
+        self._group = known_group(parallel_mode, mesh)
+        self._mesh = mesh
         self.sync_buffer = sync_buffer
         self._first_eval = False
         _cast_tensors(model, self.dtype, self.dtype)
@@ -85,9 +91,13 @@ class NaiveAMPModel(nn.Module):
         if self.training or self._first_eval:
             average_buffers(self.model, *self._axes)
             self._first_eval = False
-        args, kwargs = mapped((args, kwargs), lambda t: t.to(self.dtype) if t.dtype == torch.float32 else t)
+        args, kwargs = mapped(
+            (args, kwargs), lambda t: t.to(self.dtype) if t.dtype == torch.float32 else t
+        )
         outputs = self.model(*args, **kwargs)
-        return mapped(outputs, lambda t: t.float() if t.dtype in HALVES else t) if self.output_to_fp32 else outputs
+        if self.output_to_fp32:
+            return mapped(outputs, lambda t: t.float() if t.dtype in HALVES else t)
+        return outputs
 
     def train(self, mode: bool = True) -> Self:
         """Set the wrapper and the model to training or evaluation mode, and return the wrapper."""
@@ -96,30 +106,41 @@ class NaiveAMPModel(nn.Module):
 
 
 class PlannedModel(nn.Module):
-    """A wrapper that casts the parameters, buffers, inputs and outputs of `model` to the dtypes of a plan.
+    """A wrapper that casts the parameters, buffers, inputs and outputs of `model` to the dtypes of
+    a plan.
 
-    A module stays in FP32 if a pattern of `plan.keep_fp32` matches the path of one of its parameters. Casts `model` in
-    place. Raises UserError for a pattern that matches no parameter, for a plan whose parameters are wider than its
-    compute dtype (use torch.autocast for that), for a plan with FP8 if no layer of `model` could compute in it, and for
-    a batch norm whose 16-bit weights torch does not compute beside statistics in FP32.
+    A module stays in FP32 if a pattern of `plan.keep_fp32` matches the path of one of its
+    parameters. Casts `model` in place. Raises UserError for a pattern that matches no parameter,
+    for a plan whose parameters are wider than its compute dtype (use torch.autocast for that), for
+    a plan with FP8 if no layer of `model` could compute in it, and for a batch norm whose 16-bit
+    weights torch does not compute beside statistics in FP32.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         super().__init__()
         require_module(model, "model")
         if not isinstance(plan, PrecisionPlan):
-            raise UserError(f"plan = {plan!r:.60}: must be a PrecisionPlan, like megaprec.plan('bf16')")
+            raise UserError(
+                f"plan = {plan!r:.60}: must be a PrecisionPlan, like megaprec.plan('bf16')"
+            )
         if plan.parameters != plan.compute:
-            raise UserError("parameters wider than compute: run the model under torch.autocast instead")
+            raise UserError(
+                "parameters wider than compute: run the model under torch.autocast instead"
+            )
         if plan.fp8 is not None and not _has_parallel_layers(model):
             raise UserError(
-                f"fp8 = {plan.fp8.kind}: no layer of this {type(model).__name__} computes in FP8, and PlannedModel "
-                "only casts: make its layers parallel ones with parallel.parallelize, or leave fp8 out of the plan"
+                f"fp8 = {plan.fp8.kind}: no layer of this {type(model).__name__} computes in "
+                "FP8, and PlannedModel "
+                "only casts: make its layers parallel ones with parallel.parallelize, or "
+                "leave fp8 out of the plan"
             )
         names = [name for name, _ in model.named_parameters()]
-        if unused := list(unmatched("keep_fp32", plan.keep_fp32, matched(plan.keep_fp32, names), names)):
+        if unused := list(
+            unmatched("keep_fp32", plan.keep_fp32, matched(plan.keep_fp32, names), names)
+        ):
             raise UserError(*unused)
-        self.model, self.plan = model, plan
+        self.model = model
+        self.plan = plan
         mark_fp32(model, plan.keep_fp32)
         _keep_statistics(model, plan)
         _cast_tensors(model, plan.parameters, plan.buffers)
@@ -132,16 +153,20 @@ class PlannedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.plan.cast_inputs in ("root", "all"):
-            args, kwargs = mapped((args, kwargs), lambda t: t.to(self.plan.compute) if t.is_floating_point() else t)
+            args, kwargs = mapped(
+                (args, kwargs), lambda t: t.to(self.plan.compute) if t.is_floating_point() else t
+            )
         outputs = self.model(*args, **kwargs)
         return mapped(outputs, lambda t: t.to(self.plan.output) if t.is_floating_point() else t)
 
 
 @torch.no_grad()
 def average_buffers(module: nn.Module, *axes: Axis) -> None:
-    """Replace every floating-point or complex buffer in `module` by its mean over the ranks of all `axes`.
+    """Replace every floating-point or complex buffer in `module` by its mean over the ranks of all
+    `axes`.
 
-    The sum is in FP32, or in FP64 if a buffer is FP64. Collective over each axis; its ranks must have the same buffers.
+    The sum is in FP32, or in FP64 if a buffer is FP64. Collective over each axis; its ranks must
+    have the same buffers.
     """
     kinds = (b for b in module.buffers() if b.is_floating_point() or b.is_complex())
     buffers = [torch.view_as_real(b) if b.is_complex() else b for b in kinds]
@@ -158,13 +183,15 @@ def average_buffers(module: nn.Module, *axes: Axis) -> None:
 def _use_dtype(dtype: object) -> torch.dtype:
     """Return `dtype`, which may be InternEvo's string for it, as a torch dtype.
 
-    For "torch.tf32", set torch's TF32 switches and return FP32. Raises UserError for any other dtype.
+    For "torch.tf32", set torch's TF32 switches and return FP32. Raises UserError for any other
+    dtype.
     """
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     known = TORCH_DTYPES.get(name, torch.float32 if name == "tf32" else dtype)
     if known not in (*HALVES, torch.float32):
         raise UserError(
-            f"dtype = {dtype!r}: must be torch.float16, torch.bfloat16 or torch.float32, or one of the strings "
+            f"dtype = {dtype!r}: must be torch.float16, torch.bfloat16 or torch.float32, or "
+            "one of the strings "
             f"{', '.join(f'torch.{name}' for name in (*TORCH_DTYPES, 'tf32'))}"
         )
     if name == "tf32":
@@ -174,7 +201,8 @@ def _use_dtype(dtype: object) -> torch.dtype:
 
 
 def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Mark norms that keep statistics and have no weights. Raise UserError for those whose weights are in 16 bits."""
+    """Mark norms that keep statistics and have no weights. Raise UserError for those whose weights
+    are in 16 bits."""
     if plan.parameters == plan.buffers:
         return
     within = {module for _, part in marked_parts(model) for module in part.modules()}
@@ -187,22 +215,35 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
             continue
         pattern = f"{path}.*" if path else "*"
         problems.append(
-            f"{path or 'the model'} is a {type(module).__name__} with weights in {dtype_name(plan.parameters)} and "
-            f"statistics in {dtype_name(plan.buffers)}, which torch does not compute together: keep it in "
-            f'{dtype_name(plan.sensitive)}, plan(..., keep_fp32=("{pattern}",)), in the plan of the optimizer too'
+            f"{path or 'the model'} is a {type(module).__name__} with weights in "
+            f"{dtype_name(plan.parameters)} and "
+            f"statistics in {dtype_name(plan.buffers)}, which torch does not compute "
+            "together: keep it in "
+            f'{dtype_name(plan.sensitive)}, plan(..., keep_fp32=("{pattern}",)), in the plan '
+            "of the optimizer too"
         )
     if problems:
         raise UserError(*problems)
 
 
 def _has_parallel_layers(model: nn.Module) -> bool:
-    """Return True if a module holds a `GemmProvider`, by which the parallel layers compute their products."""
-    return any(hasattr(value, "weight_gradient") for module in model.modules() for value in vars(module).values())
+    """Return True if a module holds a `GemmProvider`, by which the parallel layers compute their
+    products."""
+    return any(
+        hasattr(value, "weight_gradient")
+        for module in model.modules()
+        for value in vars(module).values()
+    )
 
 
 def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtype) -> None:
-    """Cast floating-point parameters and buffers; those of a marked module become FP32, even if shared with others."""
-    kept = {id(tensor) for _, module in marked_parts(model) for tensor in (*module.parameters(), *module.buffers())}
+    """Cast floating-point parameters and buffers; those of a marked module become FP32, even if
+    shared with others."""
+    kept = {
+        id(tensor)
+        for _, module in marked_parts(model)
+        for tensor in (*module.parameters(), *module.buffers())
+    }
     for tensors, dtype in ((model.parameters(), parameters), (model.buffers(), buffers)):
         for tensor in tensors:
             if tensor.is_floating_point():

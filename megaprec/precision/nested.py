@@ -1,8 +1,9 @@
 """Tensors in the nested containers that modules take and return.
 
-A container is a mapping (such as transformers' ModelOutput), a list or deque, a tuple or named tuple, or a dataclass.
-Any other value, including a module, is a leaf and is not searched. A container in which a tensor changes is copied and
-keeps its type; a container in which none changes is returned as the same object.
+A container is a mapping (such as transformers' ModelOutput), a list or deque, a tuple or named
+tuple, or a dataclass. Any other value, including a module, is a leaf and is not searched. A
+container in which a tensor changes is copied and keeps its type; a container in which none changes
+is returned as the same object.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
@@ -23,7 +24,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with `change` applied to each tensor in it; no container of `value` is modified."""
+    """Return `value` with `change` applied to each tensor in it; no container of `value` is
+    modified."""
     if isinstance(value, Tensor):
         return change(value)
     changes = {}
@@ -34,7 +36,8 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    """Return the items of a container by key, index or field name; empty if `value` is no container."""
+    """Return the items of a container by key, index or field name; empty if `value` is no
+    container."""
     if isinstance(value, Mapping):
         return dict(value.items())
     if isinstance(value, tuple | MutableSequence):
@@ -47,7 +50,8 @@ def _items(value: Any) -> dict[Any, Any]:
 def _changed(value: Any, changes: dict[Any, Any]) -> Any:
     """Return a copy of a container with some of its items replaced."""
     if isinstance(value, tuple):
-        make = getattr(value, "_make", type(value))  # a named tuple's constructor may take other arguments
+        # a named tuple's constructor may take other arguments
+        make = getattr(value, "_make", type(value))
         return make([changes.get(n, item) for n, item in enumerate(value)])
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changes})  # type: ignore[call-arg]

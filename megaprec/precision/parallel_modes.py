@@ -1,8 +1,9 @@
 """InternEvo's parallel modes (its names for groups of ranks), and the mesh axes that they mean.
 
-InternEvo's modes are members of an enumeration, looked up in a global context. Here a mode is looked up on the mesh
-that is passed with it. Without a mesh, DATA means the whole world, and only if every rank must be a data-parallel
-replica. A caller may also pass the group itself, as an `Axis`, a torch process group or a DeviceMesh of one dim.
+InternEvo's modes are members of an enumeration, looked up in a global context. Here a mode is
+looked up on the mesh that is passed with it. Without a mesh, DATA means the whole world, and only
+if every rank must be a data-parallel replica. A caller may also pass the group itself, as an
+`Axis`, a torch process group or a DeviceMesh of one dim.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from megaprec.errors import UserError, did_you_mean
 
 
 class ParallelMode(Enum):
-    """InternEvo's modes (`internlm/core/context/process_group_initializer.py`), by its names and values."""
+    """InternEvo's modes (`internlm/core/context/process_group_initializer.py`), by its names and
+    values."""
 
     GLOBAL = "global"
     DATA = "data"
@@ -51,7 +53,9 @@ _DIMS = {
 _GIVE = "give its Axis, process group or DeviceMesh dim as parallel_mode"
 
 
-def known_group(group: Group, mesh: DeviceMesh | None) -> Axis | dist.ProcessGroup | DeviceMesh | ParallelMode:
+def known_group(
+    group: Group, mesh: DeviceMesh | None
+) -> Axis | dist.ProcessGroup | DeviceMesh | ParallelMode:
     """Return `group` itself, or the mode that it names; a string may name a dim of `mesh`.
 
     Raises UserError for anything else.
@@ -66,8 +70,9 @@ def known_group(group: Group, mesh: DeviceMesh | None) -> Axis | dist.ProcessGro
 def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Axis, ...]:
     """Return the axes whose ranks together form the group, without axes of size one.
 
-    mesh: the mesh on which a mode is looked up. model: its parameters may show that it is sharded over ranks.
-    Raises UserError for an unknown group, and on a rank that is not a member of the group.
+    mesh: the mesh on which a mode is looked up. model: its parameters may show that it is sharded
+    over ranks. Raises UserError for an unknown group, and on a rank that is not a member of the
+    group.
     """
     known = known_group(group, mesh)
     if isinstance(known, ParallelMode):
@@ -80,13 +85,17 @@ def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Ax
 
 
 def mode_of(name: object) -> ParallelMode:
-    """Return the mode that a member of any enumeration, or a string, names. Raises UserError if it names none."""
+    """Return the mode that a member of any enumeration, or a string, names. Raises UserError if it
+    names none."""
     word = name.name if isinstance(name, Enum) else str(name).rpartition(".")[2]
-    known = {mode.value: mode for mode in ParallelMode} | {mode.name.lower(): mode for mode in ParallelMode}
+    known = {mode.value: mode for mode in ParallelMode} | {
+        mode.name.lower(): mode for mode in ParallelMode
+    }
     if not isinstance(name, Enum | str) or word.lower() not in known:
         shown = ", ".join(ParallelMode.__members__)
         raise UserError(
-            f"parallel_mode = {name!r} is no group of ranks: give an Axis, a process group, a DeviceMesh of one dim or "
+            f"parallel_mode = {name!r} is no group of ranks: give an Axis, a process group, a "
+            "DeviceMesh of one dim or "
             f"one of {shown}{did_you_mean(word.lower(), known)}"
         )
     return known[word.lower()]
@@ -95,13 +104,21 @@ def mode_of(name: object) -> ParallelMode:
 def _of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module) -> Sequence[Axis]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ()
-    if mode is ParallelMode.GLOBAL or (mode is ParallelMode.DATA and mesh is None and _is_plain(model)):
+    if mode is ParallelMode.GLOBAL or (
+        mode is ParallelMode.DATA and mesh is None and _is_plain(model)
+    ):
         return (_axis("world", dist.group.WORLD),)
     if mode not in _DIMS:
         raise UserError(f"parallel_mode = {mode}: which ranks these are is not known here: {_GIVE}")
     if mesh is None:
-        why = "the world is cut into groups or the model over ranks" if mode is ParallelMode.DATA else "without a mesh"
-        raise UserError(f"parallel_mode = {mode}: {why}, so its ranks are not known: {_GIVE}, or mesh = the mesh")
+        if mode is ParallelMode.DATA:
+            why = "the world is cut into groups or the model over ranks"
+        else:
+            why = "without a mesh"
+        raise UserError(
+            f"parallel_mode = {mode}: {why}, so its ranks are not known: {_GIVE}, or mesh = "
+            "the mesh"
+        )
     return [_along(mesh, names, mode) for names in _DIMS[mode]]
 
 
@@ -110,27 +127,34 @@ def _along(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> Axis:
         if name in names:
             return Axis.of(mesh, name)
     dims = ", ".join(mesh.mesh_dim_names or ()) or "no names"
-    raise UserError(f"parallel_mode = {mode}: the mesh has dims {dims}, and none called {' or '.join(names)}: {_GIVE}")
+    raise UserError(
+        f"parallel_mode = {mode}: the mesh has dims {dims}, and none called "
+        f"{' or '.join(names)}: {_GIVE}"
+    )
 
 
 def _of_one_dim(mesh: DeviceMesh) -> Axis:
     if mesh.ndim != 1:
         raise UserError(
-            f'parallel_mode is a DeviceMesh of {mesh.ndim} dims: give one of them, as mesh["dp"], or it as mesh'
+            f"parallel_mode is a DeviceMesh of {mesh.ndim} dims: give one of them, as "
+            'mesh["dp"], or it as mesh'
         )
     return _axis((mesh.mesh_dim_names or ("group",))[0], mesh.get_group())
 
 
 def _axis(name: str, group: dist.ProcessGroup | None) -> Axis:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     if rank < 0:
-        raise UserError("parallel_mode is a process group that this rank is not in: give each rank its own")
+        raise UserError(
+            "parallel_mode is a process group that this rank is not in: give each rank its own"
+        )
     return Axis(name, rank, size, group if size > 1 else None)
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Return True if every rank must have a replica: the world was never split into groups, and no parameter is
-    sharded."""
+    """Return True if every rank must have a replica: the world was never split into groups, and no
+    parameter is sharded."""
     groups = list(dist.distributed_c10d._world.pg_map)
     if any(len(dist.get_process_group_ranks(group)) < dist.get_world_size() for group in groups):
         return False
@@ -138,8 +162,11 @@ def _is_plain(model: nn.Module) -> bool:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    """Return True if the parameter's layout shards or replicates it over ranks, or if it is a DTensor."""
+    """Return True if the parameter's layout shards or replicates it over ranks, or if it is a
+    DTensor."""
     if hasattr(parameter, "placements"):
         return True
     layout = layout_of(parameter) if has_layout(parameter) else None
-    return layout is not None and (bool(layout.tied) or any(p.shards * p.copies > 1 for p in layout.parts))
+    return layout is not None and (
+        bool(layout.tied) or any(p.shards * p.copies > 1 for p in layout.parts)
+    )

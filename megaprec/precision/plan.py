@@ -1,10 +1,11 @@
 """The precision plan: every numeric decision of a run, made once, in one frozen value.
 
-After it is made, the plan is only read. No field means "decide later", and `origin` records the configuration key that
-decided each field, so that "why is my reduction FP32?" has an answer.
+After it is made, the plan is only read. No field means "decide later", and `origin` records the
+configuration key that decided each field, so that "why is my reduction FP32?" has an answer.
 
-`compute` is the dtype of matrix products and activations, and usually of the weights. Gradient accumulation and the
-optimizer use a wider dtype, and a few operators (norms, softmax, loss) never use less than FP32.
+`compute` is the dtype of matrix products and activations, and usually of the weights. Gradient
+accumulation and the optimizer use a wider dtype, and a few operators (norms, softmax, loss) never
+use less than FP32.
 """
 
 from collections.abc import Mapping
@@ -23,10 +24,12 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 
 @dataclass(frozen=True)
 class LossScaling(NamedArguments):
-    """Settings of the loss scale, which keeps small half-precision gradients from underflowing in the backward pass.
+    """Settings of the loss scale, which keeps small half-precision gradients from underflowing in
+    the backward pass.
 
     kind: none | constant | dynamic. A constant scale has the value `initial`.
-    The other fields are those of `megaprec.optim.scaler.DynamicGradScaler`, with Megatron's defaults.
+    The other fields are those of `megaprec.optim.scaler.DynamicGradScaler`, with Megatron's
+    defaults.
     """
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
@@ -61,34 +64,42 @@ class PrecisionPlan:
     """Every dtype and numeric rule of a run.
 
     compute: dtype of matrix products and of activations between layers.
-    residual: dtype of the residual stream, which begins with the embedding and to which each branch of a layer adds.
+    residual: dtype of the residual stream, which begins with the embedding and to which each branch
+        of a layer adds.
     pipeline: dtype of the activations and their gradients that pipeline stages send each other.
-    attention: dtype of query, key and value in attention's two products; rotary positions are applied before.
+    attention: dtype of query, key and value in attention's two products; rotary positions are
+        applied before.
     parameters: dtype of the weights of the layers.
-    keep_fp32: patterns (`fnmatch`) of logical names; a matching parameter is stored, used and reduced in the dtype
-        `sensitive`.
+    keep_fp32: patterns (`fnmatch`) of logical names; a matching parameter is stored, used and
+        reduced in the dtype `sensitive`.
     gradients: dtype in which gradients are accumulated over micro-batches.
     reduce: dtype of gradients in communication, when they are summed over ranks.
-    masters: dtype of the weights that the optimizer updates; the weights of the layers are rounded from them. If it
-        is the dtype of `parameters`, the weights are the masters and there is no second copy.
-    remainders: FP32 masters are stored as the BF16 weight and the 16 bits that it lacks, not as a separate copy.
+    masters: dtype of the weights that the optimizer updates; the weights of the layers are rounded
+        from them. If it is the dtype of `parameters`, the weights are the masters and there is no
+        second copy.
+    remainders: FP32 masters are stored as the BF16 weight and the 16 bits that it lacks, not as a
+        separate copy.
     moments: dtype of the optimizer's moments.
     rounding: rounding of masters to weights: to nearest, or stochastic, whose mean is exact.
     sensitive: dtype of norms, softmax, router and loss.
-    scores: dtype to which attention scores and probabilities are rounded. If it is that of `sensitive`, they are not
-        rounded to `attention`, except in bf16 on a CPU with bf16 instructions.
+    scores: dtype to which attention scores and probabilities are rounded. If it is that of
+        `sensitive`, they are not rounded to `attention`, except in bf16 on a CPU with bf16
+        instructions.
     buffers: dtype of the model's buffers, such as rotary angles.
-    output: dtype of the logits that the model returns; the loss is computed from them in `sensitive`.
-    cast_inputs: the modules whose floating-point inputs are cast to their compute dtype: the model itself ("root"),
-        every module below it ("inner"), both ("all") or none. For models wrapped in `PlannedModel`: this project's own
-        models take token ids, and each of their layers casts the factors of its products.
+    output: dtype of the logits that the model returns; the loss is computed from them in
+        `sensitive`.
+    cast_inputs: the modules whose floating-point inputs are cast to their compute dtype: the model
+        itself ("root"), every module below it ("inner"), both ("all") or none. For models wrapped
+        in `PlannedModel`: this project's own models take token ids, and each of their layers casts
+        the factors of its products.
     fp8: the recipe of FP8 products of linear layers; None: all products are in `compute`.
     scaling: the loss scale.
-    on_nonfinite: what happens in a step whose gradients contain an inf or a NaN, in any precision: skip it, raise
-        FloatingPointError after skipping it, or apply it anyway.
-    masters_in_checkpoint: True if checkpoints contain the masters, False if only the rounded weights.
-    tf32: True if FP32 products may use TF32. A CPU has no TF32: there linear layers multiply factors rounded to TF32,
-        and products of attention and of a router stay in FP32.
+    on_nonfinite: what happens in a step whose gradients contain an inf or a NaN, in any precision:
+        skip it, raise FloatingPointError after skipping it, or apply it anyway.
+    masters_in_checkpoint: True if checkpoints contain the masters, False if only the rounded
+        weights.
+    tf32: True if FP32 products may use TF32. A CPU has no TF32: there linear layers multiply
+        factors rounded to TF32, and products of attention and of a router stay in FP32.
     origin: field name -> the configuration key that decided it.
     """
 
@@ -124,7 +135,10 @@ class PrecisionPlan:
 
     def _rules(self) -> dict[str, bool]:
         """Return rule -> whether this plan keeps it, for the rules that hold for every plan."""
-        named = {name: dtype_name(getattr(self, name)) for name in ("parameters", "gradients", "masters", "moments")}
+        named = {
+            name: dtype_name(getattr(self, name))
+            for name in ("parameters", "gradients", "masters", "moments")
+        }
         return {
             f"moments = {named['moments']}: use fp32 or bf16, whose range is FP32's": (
                 self.moments in (torch.float64, torch.float32, torch.bfloat16)
@@ -132,40 +146,57 @@ class PrecisionPlan:
             f"masters = {named['masters']} are narrower than parameters = {named['parameters']}": (
                 self.masters.itemsize >= self.parameters.itemsize
             ),
-            f"masters = {named['masters']}, parameters = {named['parameters']}: half masters must be the weights": (
-                self.masters.itemsize > 2 or self.masters == self.parameters
-            ),
-            f"parameters = {named['parameters']}, masters = {named['masters']}, moments = {named['moments']}: fp64 "
-            "goes with fp64": len({d == torch.float64 for d in (self.parameters, self.masters, self.moments)}) == 1,
-            f"reduce = {dtype_name(self.reduce)}: needs gradients = fp64, not {named['gradients']}": (
-                self.reduce != torch.float64 or self.gradients == torch.float64
-            ),
-            f"gradients = {named['gradients']} must be fp32 or the dtype of parameters, {named['parameters']}": (
-                self.gradients in (torch.float32, self.parameters)
-            ),
-            f"residual = {dtype_name(self.residual)} is narrower than compute = {dtype_name(self.compute)}": (
-                self.residual.itemsize >= self.compute.itemsize
-            ),
-            f"scores = {dtype_name(self.scores)} must be the dtype of attention, {dtype_name(self.attention)}, or "
+            (
+                f"masters = {named['masters']}, parameters = {named['parameters']}: half masters "
+                "must be the weights"
+            ): (self.masters.itemsize > 2 or self.masters == self.parameters),
+            f"parameters = {named['parameters']}, masters = {named['masters']}, moments = "
+            f"{named['moments']}: fp64 "
+            "goes with fp64": len(
+                {d == torch.float64 for d in (self.parameters, self.masters, self.moments)}
+            )
+            == 1,
+            (
+                f"reduce = {dtype_name(self.reduce)}: needs gradients = fp64, not "
+                f"{named['gradients']}"
+            ): (self.reduce != torch.float64 or self.gradients == torch.float64),
+            (
+                f"gradients = {named['gradients']} must be fp32 or the dtype of parameters, "
+                f"{named['parameters']}"
+            ): (self.gradients in (torch.float32, self.parameters)),
+            (
+                f"residual = {dtype_name(self.residual)} is narrower than compute = "
+                f"{dtype_name(self.compute)}"
+            ): (self.residual.itemsize >= self.compute.itemsize),
+            f"scores = {dtype_name(self.scores)} must be the dtype of attention, "
+            f"{dtype_name(self.attention)}, or "
             f"{dtype_name(self.sensitive)}": self.scores in (self.attention, self.sensitive),
-            f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} and {named['masters']}": (
-                not self.remainders or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
+            (
+                f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} "
+                f"and {named['masters']}"
+            ): (
+                not self.remainders
+                or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
             ),
             f"stochastic rounding makes bf16 weights, but parameters = {named['parameters']}": (
                 self.rounding == "nearest" or self.parameters == torch.bfloat16
             ),
-            "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or fp16": (
-                self.fp8 is None or self.compute != torch.float64
-            ),
-            f"masters = {named['masters']}, masters_in_checkpoint = {str(self.masters_in_checkpoint).lower()}: with "
-            "fp8.parameters = true masters are the only wide weights, so they must be fp32 and in checkpoints": (
+            (
+                "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or "
+                "fp16"
+            ): (self.fp8 is None or self.compute != torch.float64),
+            f"masters = {named['masters']}, masters_in_checkpoint = "
+            f"{str(self.masters_in_checkpoint).lower()}: with "
+            "fp8.parameters = true masters are the only wide weights, so they must be fp32 "
+            "and in checkpoints": (
                 self.fp8 is None
                 or not self.fp8.parameters
                 or (self.masters == torch.float32 and self.masters_in_checkpoint)
             ),
-            "stochastic rounding cannot be undone, so masters cannot be split into weight and remainder": (
-                self.rounding == "nearest" or not self.remainders
-            ),
+            (
+                "stochastic rounding cannot be undone, so masters cannot be split into weight "
+                "and remainder"
+            ): (self.rounding == "nearest" or not self.remainders),
         }
 
     def param_dtype(self, name: str) -> torch.dtype:
@@ -177,9 +208,11 @@ class PrecisionPlan:
         return self.sensitive if self.keeps_fp32(name) else self.compute
 
     def bytes_per_parameter(self, averages: int, in_fp8: bool = False) -> tuple[int, int]:
-        """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per parameter.
+        """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per
+        parameter.
 
-        averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its scales not counted.
+        averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its
+            scales not counted.
         """
         held = 1 if in_fp8 else self.parameters.itemsize
         own = self.masters.itemsize if self.masters.itemsize > held else 0
@@ -191,19 +224,28 @@ class PrecisionPlan:
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+# torch's name -> dtype
 TORCH_DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "float": torch.float32,
-}  # torch's name -> dtype
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name in DTYPES; torch's own name for any other dtype."""
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    return next(
+        (name for name, known in DTYPES.items() if known == dtype),
+        str(dtype).removeprefix("torch."),
+    )
 
 
 def plan(
@@ -220,13 +262,17 @@ def plan(
 ) -> PrecisionPlan:
     """Return the default plan of a compute precision, changed by the other arguments.
 
-    compute: fp64 (for proofs), fp32, bf16 or fp16. parameters: default: as compute. reduce: default: as gradients.
-    masters: fp32, or "split" (BF16 weight and 16 further bits, together FP32), or "none" (the weights are updated).
-    others: fields of PrecisionPlan, passed on unchanged.
-    The default of fp16 is a dynamic loss scale; with fp64 every field that is FP32 by default is FP64.
+    compute: fp64 (for proofs), fp32, bf16 or fp16. parameters: default: as compute. reduce:
+        default: as gradients.
+    masters: fp32, or "split" (BF16 weight and 16 further bits, together FP32), or "none" (the
+        weights are updated).
+    others: fields of PrecisionPlan, passed on unchanged. The default of fp16 is a dynamic loss
+    scale; with fp64 every field that is FP32 by default is FP64.
     """
     known = [field.name for field in fields(PrecisionPlan)]
-    if strange := [f"plan has no field {key}{did_you_mean(key, known)}" for key in others if key not in known]:
+    if strange := [
+        f"plan has no field {key}{did_you_mean(key, known)}" for key in others if key not in known
+    ]:
         raise UserError(*strange)
     wide = "fp64" if compute == "fp64" else "fp32"
     parameters = parameters or compute
@@ -234,14 +280,19 @@ def plan(
     held = {"none": parameters, "split": "fp32", "fp32": wide}
     if compute not in DTYPES:
         raise UserError(_unknown("compute", compute))
-    named = {"compute": compute, "parameters": parameters, "gradients": gradients, "reduce": reduce or gradients}
+    named = {
+        "compute": compute,
+        "parameters": parameters,
+        "gradients": gradients,
+        "reduce": reduce or gradients,
+    }
     named |= {"moments": moments, "masters": held.get(masters, masters)}
     if unknown := [_unknown(key, name) for key, name in named.items() if name not in DTYPES]:
         raise UserError(*unknown)
     values: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
-    values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
-        ("residual", "pipeline", "attention"), DTYPES[compute]
-    )
+    values |= dict.fromkeys(
+        ("sensitive", "scores", "buffers", "output"), DTYPES[wide]
+    ) | dict.fromkeys(("residual", "pipeline", "attention"), DTYPES[compute])
     values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
     values["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**values, origin=dict.fromkeys(values, "precision.compute"))
@@ -251,5 +302,8 @@ def _unknown(key: str, name: object) -> str:
     """Return a line for a dtype that has another name here, or none."""
     text = str(name).removeprefix("torch.").lower()
     dtype = TORCH_DTYPES.get(text, {"float64": torch.float64, "double": torch.float64}.get(text))
-    hint = f'its name here is "{dtype_name(dtype)}"' if dtype is not None else f"use one of {', '.join(DTYPES)}"
+    if dtype is not None:
+        hint = f'its name here is "{dtype_name(dtype)}"'
+    else:
+        hint = f"use one of {', '.join(DTYPES)}"
     return f"precision.{key} = {name!r} is not known: {hint}"

@@ -1,17 +1,20 @@
 """Rounding of FP32 numbers to BF16, for weights and moments that are stored in 16 bits.
 
-A bfloat16 is the upper half of a float32, so rounding removes 16 bits. These can be stored separately, or replaced by
-a random choice:
+A bfloat16 is the upper half of a float32, so rounding removes 16 bits. These can be stored
+separately, or replaced by a random choice:
 
     split       the BF16 weight and the 16 bits that it lacks: together the FP32 number, bit for bit. The weight is
-                rounded to nearest. A tie (one number in 65,536) goes away from zero, whereas torch rounds it to even,
-                because the remainder has no bit left to record the direction. Every NaN becomes the same NaN
+                rounded to nearest. A tie (one number in 65,536) goes away from zero, whereas torch
+                rounds it to even, because the remainder has no bit left to record the direction.
+                Every NaN becomes the same NaN
     stochastic  rounded up with a probability equal to the lost fraction, so that the mean is exact. Small updates then
-                accumulate, whereas rounding to nearest would lose each one: a BF16 moment with a decay of 0.999 would
-                never change, nor would a BF16 weight without an FP32 master. Above the largest finite bfloat16 the
-                upper neighbour is inf, as in rounding to nearest
+                accumulate, whereas rounding to nearest would lose each one: a BF16 moment with a
+                decay of 0.999 would never change, nor would a BF16 weight without an FP32 master.
+                Above the largest finite bfloat16 the upper neighbour is inf, as in rounding to
+                nearest
 
-A single Python number is rounded without a tensor: where tensors have no storage, they have no value either.
+A single Python number is rounded without a tensor: where tensors have no storage, they have no
+value either.
 """
 
 import math
@@ -24,7 +27,8 @@ _LOW = 0xFFFF
 
 def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write FP32 `wide` [n] into bfloat16 `weight` [n] and int16 `remainder` [n]."""
-    # All NaNs become one NaN: the upper half of others would round to inf, or past the sign to zero.
+    # All NaNs become one NaN: the upper half of others would round to inf, or past the sign to
+    # zero.
     bits = wide.nan_to_num(torch.nan, torch.inf, -torch.inf).view(torch.int32)
     weight.view(torch.int16).copy_(_upper(bits + 0x8000))
     remainder.copy_(bits)  # the lower 16 bits: narrowing integers wraps
@@ -34,21 +38,25 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 numbers [n] that were passed to `split`."""
     low = remainder.to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) << 16
-    # A negative remainder had its highest bit set, so the weight was rounded up; the sum undoes that.
+    # A negative remainder had its highest bit set, so the weight was rounded up; the sum undoes
+    # that.
     return (upper + low).view(torch.float32)
 
 
 def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
-    """Return FP32 `wide` [n] rounded to bfloat16 with the lowest 16 bits of the random int64 `bits` [n]."""
+    """Return FP32 `wide` [n] rounded to bfloat16 with the lowest 16 bits of the random int64 `bits`
+    [n]."""
     raised = wide.view(torch.int32) + (bits & _LOW).to(torch.int32)
     rounded = _upper(raised).view(torch.bfloat16)
     return torch.where(wide.isfinite(), rounded, wide.bfloat16())
 
 
 def nearest(number: float, dtype: torch.dtype) -> float:
-    """Return a finite number as `dtype` has it: the nearest, of two that are as near the one whose last bit is 0."""
+    """Return a finite number as `dtype` has it: the nearest, of two that are as near the one whose
+    last bit is 0."""
     kind = torch.finfo(dtype)
-    # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals share the smallest.
+    # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals
+    # share the smallest.
     unit = max(math.ldexp(kind.eps / 2, math.frexp(number)[1]), kind.smallest_normal * kind.eps)
     rounded = round(number / unit) * unit
     return rounded if abs(rounded) <= kind.max else math.copysign(math.inf, number)

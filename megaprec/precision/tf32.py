@@ -1,8 +1,9 @@
 """TF32: products of FP32 factors of which only ten bits of mantissa are used.
 
-TF32 is not a dtype. On a device that supports it, torch's switches turn it on for the whole process; `tf32` sets them
-for the duration of a `with` block. On other devices the same numbers result from rounding the factors of a product
-with `round_tf32` first: a tensor core multiplies the rounded factors exactly and accumulates in FP32.
+TF32 is not a dtype. On a device that supports it, torch's switches turn it on for the whole
+process; `tf32` sets them for the duration of a `with` block. On other devices the same numbers
+result from rounding the factors of a product with `round_tf32` first: a tensor core multiplies the
+rounded factors exactly and accumulates in FP32.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +18,17 @@ _DROPPED = 13  # bits of FP32's mantissa that TF32 lacks
 
 @contextmanager
 def tf32(on: bool) -> Iterator[None]:
-    """Context manager in which FP32 matrix products and convolutions may use TF32 (`on`), or must not.
+    """Context manager in which FP32 matrix products and convolutions may use TF32 (`on`), or must
+    not.
 
-    torch has each switch twice: `allow_tf32`, and since 2.9 `fp32_precision`. Both are set, and put back at the end.
-    On a CPU, FP32 products are in FP32 inside, whatever `torch.set_float32_matmul_precision` has allowed.
+    torch has each switch twice: `allow_tf32`, and since 2.9 `fp32_precision`. Both are set, and put
+    back at the end. On a CPU, FP32 products are in FP32 inside, whatever
+    `torch.set_float32_matmul_precision` has allowed.
     """
     torch_wide: Any = torch.backends
-    cuda, cudnn, host = torch_wide.cuda.matmul, torch_wide.cudnn, torch_wide.mkldnn.matmul
+    cuda = torch_wide.cuda.matmul
+    cudnn = torch_wide.cudnn
+    host = torch_wide.mkldnn.matmul
     whole = _known(torch.get_float32_matmul_precision)
     older = _known(lambda: cuda.allow_tf32), _known(lambda: cudnn.allow_tf32)
     newer = [(switch, switch.fp32_precision) for switch in (cuda, cudnn.conv, cudnn.rnn, host)]
@@ -33,7 +38,8 @@ def tf32(on: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        cuda.allow_tf32, cudnn.allow_tf32 = older[0] is True, older[1] is not False
+        cuda.allow_tf32 = older[0] is True
+        cudnn.allow_tf32 = older[1] is not False
         if whole == "medium":  # which the older switch does not know
             torch.set_float32_matmul_precision(whole)
         for switch, precision in newer:
@@ -41,7 +47,8 @@ def tf32(on: bool) -> Iterator[None]:
 
 
 def _known(read: Callable[[], Any]) -> Any:
-    """Return what an older switch says; None if torch refuses, because newer ones were set otherwise."""
+    """Return what an older switch says; None if torch refuses, because newer ones were set
+    otherwise."""
     try:
         return read()
     except RuntimeError:
@@ -49,10 +56,11 @@ def _known(read: Callable[[], Any]) -> Any:
 
 
 def round_tf32(values: Tensor) -> Tensor:
-    """Return float32 `values` (any shape) rounded to the nearest TF32, ties away from zero, as float32.
+    """Return float32 `values` (any shape) rounded to the nearest TF32, ties away from zero, as
+    float32.
 
-    This is the rounding of PTX's cvt.rna.tf32.f32. inf and NaN are unchanged; a number that rounds beyond the largest
-    TF32 becomes inf; subnormals keep the bits that TF32 has for them.
+    This is the rounding of PTX's cvt.rna.tf32.f32. inf and NaN are unchanged; a number that rounds
+    beyond the largest TF32 becomes inf; subnormals keep the bits that TF32 has for them.
     """
     bits = values.contiguous().view(torch.int32)
     rounded = (bits + (1 << (_DROPPED - 1))) & -(1 << _DROPPED)

@@ -1,9 +1,9 @@
 """The FLOPs of one micro-batch in each stage of a model, computed before anything is built.
 
-Only matrix products are counted. The backward pass of a product y = x W.T has two products of the same size, one for x
-(the input gradient) and one for W (the weight gradient). Attention's own products have no weight, so both of their
-backward products belong to the input gradient, and so does recomputation. Norms, softmax and activation functions are
-not counted.
+Only matrix products are counted. The backward pass of a product y = x W.T has two products of the
+same size, one for x (the input gradient) and one for W (the weight gradient). Attention's own
+products have no weight, so both of their backward products belong to the input gradient, and so
+does recomputation. Norms, softmax and activation functions are not counted.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ from parallel.pipeline.instructions import Instruction, Op
 class StageCost:
     """The cost of one stage.
 
-    forward, input, weight: FLOPs of the forward, the input gradient and the weight gradient of one micro-batch.
-    parameters: number of elements; a tied head is counted in the stage that holds it. The copy of the embedding that
-        modules of multi-token prediction read is not counted.
+    forward, input, weight: FLOPs of the forward, the input gradient and the weight gradient of one
+        micro-batch.
+    parameters: number of elements; a tied head is counted in the stage that holds it. The copy of
+        the embedding that modules of multi-token prediction read is not counted.
     """
 
     cut: Cut
@@ -42,29 +43,45 @@ class StageCost:
 
 
 def training_flops(config: ModelConfig, seq_length: int) -> int:
-    """Return the FLOPs of the model's matrix products for one token, forward and backward: the numerator of MFU.
+    """Return the FLOPs of the model's matrix products for one token, forward and backward: the
+    numerator of MFU.
 
-    A backward pass has twice the products of a forward pass; recomputation is not counted. Attention counts the whole
-    sequence, or window, as if it were not causal. Of experts those are counted that a token is sent to, and modules of
-    multi-token prediction are counted with their heads. The other rules are in appendix B of PaLM (Chowdhery et al.,
-    2022), there without the products of an untied embedding.
+    A backward pass has twice the products of a forward pass; recomputation is not counted.
+    Attention counts the whole sequence, or window, as if it were not causal. Of experts those are
+    counted that a token is sent to, and modules of multi-token prediction are counted with their
+    heads. The other rules are in appendix B of PaLM (Chowdhery et al., 2022), there without the
+    products of an untied embedding.
     """
     return 3 * (config.flops_per_token(seq_length) + config.mtp_flops(seq_length))
 
 
 def stage_costs(
-    config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int, recompute: Recompute = KEEP
+    config: ModelConfig,
+    cuts: Sequence[Cut],
+    seq_length: int,
+    micro_batch: int,
+    recompute: Recompute = KEEP,
 ) -> list[StageCost]:
-    """Return the cost of each stage, summed over its tp and cp ranks. The vocabulary must be known."""
-    return [_stage_cost(config, cut, seq_length, seq_length * micro_batch, recompute) for cut in cuts]
+    """Return the cost of each stage, summed over its tp and cp ranks. The vocabulary must be
+    known."""
+    return [
+        _stage_cost(config, cut, seq_length, seq_length * micro_batch, recompute) for cut in cuts
+    ]
 
 
-def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute) -> StageCost:
+def _stage_cost(
+    config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute
+) -> StageCost:
     attention = len(cut.layers) * config.attention_flops(seq_length)
     blocks = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
     modules = cut.last * config.mtp_layers
     scores = modules * config.attention_flops(seq_length)
-    products = blocks - attention + cut.last * (config.head_flops() + config.mtp_flops(seq_length)) - scores
+    products = (
+        blocks
+        - attention
+        + cut.last * (config.head_flops() + config.mtp_flops(seq_length))
+        - scores
+    )
     attention += scores
     lookup = cut.first * config.embedding_flops()
     norm = config.hidden * (2 if config.norm == "layer" else 1)
@@ -78,7 +95,8 @@ def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, rec
     return StageCost(
         cut,
         forward=tokens * (products + attention),
-        input=tokens * (products + 2 * attention + lookup + _again(config, recompute, cut, seq_length)),
+        input=tokens
+        * (products + 2 * attention + lookup + _again(config, recompute, cut, seq_length)),
         weight=tokens * products,
         parameters=parameters,
     )
@@ -88,7 +106,8 @@ def _again(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int)
     """Return the FLOPs, per token, that a stage recomputes."""
     attention = config.attention_again_flops(seq_length) if "attention" in recompute.modules else 0
     whole = [*cut.layers[: recompute.whole(len(cut.layers))]]
-    modules = [config.layers - 1] * (cut.last * config.mtp_layers)  # each has a layer such as the last one
+    # each has a layer such as the last one
+    modules = [config.layers - 1] * (cut.last * config.mtp_layers)
     again = [*whole, *(modules if len(whole) == len(cut.layers) else ())]
     blocks = sum(config.kind_of_layer(n).again_flops(seq_length) for n in again)
     return blocks + (len(cut.layers) + len(modules)) * attention

@@ -1,9 +1,10 @@
 """Peak speed, memory and links of GPUs, from their vendors' data sheets.
 
-Speeds are dense: a data sheet's figures "with sparsity" are twice as high. Memory is in the vendors' GB of 10^9 bytes.
-Links are those between GPUs of one machine, GB/s in each direction, half of what data sheets add up. Sources: NVIDIA's
-data sheets of A10, A30, A40, A100, L4, L40S, H100, H200 and HGX B200, its whitepapers of GeForce RTX 3090 and 4090, and
-AMD's data sheet of MI300X. A device that is not listed is not known: nothing is guessed from its name.
+Speeds are dense: a data sheet's figures "with sparsity" are twice as high. Memory is in the
+vendors' GB of 10^9 bytes. Links are those between GPUs of one machine, GB/s in each direction, half
+of what data sheets add up. Sources: NVIDIA's data sheets of A10, A30, A40, A100, L4, L40S, H100,
+H200 and HGX B200, its whitepapers of GeForce RTX 3090 and 4090, and AMD's data sheet of MI300X. A
+device that is not listed is not known: nothing is guessed from its name.
 """
 
 import re
@@ -18,8 +19,8 @@ from megaprec.precision.plan import PrecisionPlan
 class GPU:
     """One kind of GPU.
 
-    gigabytes: of memory. half, tf32, single: peak TFLOP/s of dense products in bf16 and fp16, in TF32 and in
-    FP32. link: GB/s to another GPU of the machine, in each direction.
+    gigabytes: of memory. half, tf32, single: peak TFLOP/s of dense products in bf16 and fp16, in
+    TF32 and in FP32. link: GB/s to another GPU of the machine, in each direction.
     """
 
     name: str
@@ -30,7 +31,8 @@ class GPU:
     link: float
 
     def tflops(self, plan: PrecisionPlan) -> float:
-        """Return the peak TFLOP/s of the plan's products; of FP8 ones the peak of bf16, in which others are.
+        """Return the peak TFLOP/s of the plan's products; of FP8 ones the peak of bf16, in which
+        others are.
 
         0 for FP64.
         """
@@ -57,14 +59,22 @@ GPUS = (
     GPU("MI300X", 192, 1307, 654, 163, 64),
 )
 
-OTHERS = {"laptop", "ti", "super", "d", "mig"}  # such as GeForce RTX 4090 Laptop GPU, or a part of an A100
+# such as GeForce RTX 4090 Laptop GPU, or a part of an A100
+OTHERS = {
+    "laptop",
+    "ti",
+    "super",
+    "d",
+    "mig",
+}
 
 
 def gpu_named(name: str) -> GPU | None:
-    """Return the GPU of this name, such as "h100" or torch's "NVIDIA A100-SXM4-80GB"; None if it is not known.
+    """Return the GPU of this name, such as "h100" or torch's "NVIDIA A100-SXM4-80GB"; None if it is
+    not known.
 
-    All words of a device's name must be there; of several devices the one with most words is meant. Words of `OTHERS`
-    make it another device.
+    All words of a device's name must be there; of several devices the one with most words is meant.
+    Words of `OTHERS` make it another device.
     """
     said = _words(name)
     if said & OTHERS:

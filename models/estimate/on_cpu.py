@@ -1,6 +1,8 @@
-"""Tensors without storage that say that they are on a CPU, so that operators are those of this machine's processor.
+"""Tensors without storage that say that they are on a CPU, so that operators are those of this
+machine's processor.
 
-torch's own fake tensors do the same in more time: they check and cache what a compiler needs to know.
+torch's own fake tensors do the same in more time: they check and cache what a compiler needs to
+know.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
 
 
 class _OnCPU(Tensor):
-    """A meta tensor that operators take for one on a CPU until a kernel is chosen: then it is `meta` again."""
+    """A meta tensor that operators take for one on a CPU until a kernel is chosen: then it is
+    `meta` again."""
 
     meta: Tensor  # of the same storage
 
@@ -35,7 +39,9 @@ class _OnCPU(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _CPU if func is torch.ops.prim.device.default else _on_meta(func, args, kwargs or {})
+        if func is torch.ops.prim.device.default:
+            return _CPU
+        return _on_meta(func, args, kwargs or {})
 
 
 class OnCPU(TorchDispatchMode):
@@ -46,7 +52,8 @@ class OnCPU(TorchDispatchMode):
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results of an operator, which are tensors, others, or lists of these."""
+    """Yield the tensors among arguments or results of an operator, which are tensors, others, or
+    lists of these."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -55,9 +62,13 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if func is torch.ops.aten.lift_fresh.default:  # torch.tensor([1, 2]) has made a real one, which its numbers need
+    if (
+        func is torch.ops.aten.lift_fresh.default
+    ):  # torch.tensor([1, 2]) has made a real one, which its numbers need
         real = args[0]
-        return _OnCPU(torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META))
+        return _OnCPU(
+            torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+        )
     of_none = next(tensors_of((*args, *kwargs.values())), None) is None
     if "device" in kwargs or (of_none and any(a.name == "device" for a in func._schema.arguments)):
         kwargs = kwargs | {"device": _META}
@@ -67,7 +78,9 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _wrapped(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _OnCPU(value)
-    return type(value)(map(_wrapped, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return type(value)(map(_wrapped, value))
+    return value
 
 
 def _bare(value: Any) -> Any:
@@ -75,8 +88,11 @@ def _bare(value: Any) -> Any:
         return value.meta
     if isinstance(value, list):
         return [_bare(one) for one in value]
-    if isinstance(value, Tensor) and value.dim():  # the tensor that torch makes of a number has none
+    if (
+        isinstance(value, Tensor) and value.dim()
+    ):  # the tensor that torch makes of a number has none
         raise TypeError(
-            f"a real tensor {list(value.shape)} among tensors without storage: its bytes would not be counted"
+            f"a real tensor {list(value.shape)} among tensors without storage: its bytes "
+            "would not be counted"
         )
     return value

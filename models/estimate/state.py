@@ -1,8 +1,9 @@
-"""The bytes of a rank's weights, gradients, master weights and moments, before anything is launched.
+"""The bytes of a rank's weights, gradients, master weights and moments, before anything is
+launched.
 
-The rank's stages are built on tensors without storage and laid out in the flat buffers of the optimizer, by the code
-that does so in training. So padding, tied embeddings, ZeRO-1's shards, weights in FP8 and parameters that stay in FP32
-are counted as they are.
+The rank's stages are built on tensors without storage and laid out in the flat buffers of the
+optimizer, by the code that does so in training. So padding, tied embeddings, ZeRO-1's shards,
+weights in FP8 and parameters that stay in FP32 are counted as they are.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,14 @@ from parallel.context import Context
 class Held:
     """Bytes of one rank that do not depend on the batch.
 
-    reduction: copies of gradients in the dtype in which they travel between replicas, while they are reduced.
-    update: the peak that the update of one block adds, or the orthogonalization of matrices by Muon.
-    copies: of everything that an update changes, kept if steps are validated after they are applied.
-    saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in host memory.
+    reduction: copies of gradients in the dtype in which they travel between replicas, while they
+        are reduced.
+    update: the peak that the update of one block adds, or the orthogonalization of matrices by
+        Muon.
+    copies: of everything that an update changes, kept if steps are validated after they are
+        applied.
+    saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
+        host memory.
     """
 
     weights: int
@@ -59,10 +64,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of a layout by which state is laid out. zero: neighbouring replicas that share masters and moments.
+    """The part of a layout by which state is laid out. zero: neighbouring replicas that share
+    masters and moments.
 
-    expert, expert_tensor: the ranks over which experts are spread, and their slices, as for `Engine`. apart: a tied
-    head is a copy on the same rank too.
+    expert, expert_tensor: the ranks over which experts are spread, and their slices, as for
+    `Engine`. apart: a tied head is a copy on the same rank too.
     """
 
     tp: int = 1
@@ -74,12 +80,15 @@ class Sharding:
     apart: bool = False
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
-        """Return the replicas of experts, or of other weights, and those among them that share state."""
+        """Return the replicas of experts, or of other weights, and those among them that share
+        state."""
         if not of_experts:
             return Axis("dp", 0, self.dp), Axis("zero", 0, self.zero)
         in_slices = self.expert_tensor or self.tp
         every = self.dp * self.tp // (self.expert * in_slices)
-        return Axis("dp", 0, every), Axis("zero", 0, sharing_replicas(self.tp, self.zero, self.expert, in_slices))
+        return Axis("dp", 0, every), Axis(
+            "zero", 0, sharing_replicas(self.tp, self.zero, self.expert, in_slices)
+        )
 
 
 def held_bytes(
@@ -91,7 +100,8 @@ def held_bytes(
     rule: UpdateRule,
     device: Device = "cpu",
 ) -> list[Held]:
-    """Return what each pipeline rank holds on each of its tensor-parallel ranks. The vocabulary must be known.
+    """Return what each pipeline rank holds on each of its tensor-parallel ranks. The vocabulary
+    must be known.
 
     rule: the update rule, which decides the moments.
     """
@@ -101,10 +111,15 @@ def held_bytes(
         own = [cut for cut in cuts if rank_of_stage[cut.stage] == rank]
         named = by_name(plan) or isinstance(rule, Muon)
         dense = {*config.dense_layers}
-        alike = *((c.first, c.last, tuple(n in dense for n in c.layers)) for c in own), named and rank
+        alike = (
+            *((c.first, c.last, tuple(n in dense for n in c.layers)) for c in own),
+            named and rank,
+        )
         if alike not in known:
             with without_storage("cuda"):
-                known[alike] = _held(config.undrawn, plan, cuts, rank_of_stage, rank, sharding, rule, device)
+                known[alike] = _held(
+                    config.undrawn, plan, cuts, rank_of_stage, rank, sharding, rule, device
+                )
         found.append(known[alike])
     return found
 
@@ -119,33 +134,47 @@ def _held(
     rule: UpdateRule,
     device: Device,
 ) -> Held:
-    axis, block = Alone("tp", 0, sharding.tp), BLOCK if device == "cpu" else 0
+    axis = Alone("tp", 0, sharding.tp)
+    block = BLOCK if device == "cpu" else 0
     experts = lone_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
     fp8 = FP8State(plan.fp8, config.layers, axis, device="meta")
     context = Context(plan, axis, fp8=fp8, experts=experts)
     stages = build(config, context, cuts, rank_of_stage, rank, apart=sharding.apart)
     elements = bucket_elements(sharding.bucket, sharding.dp)
-    buffers, taken, moments = list[Buffer](), set[torch.nn.Parameter](), partial(moments_of, rule)
+    buffers = list[Buffer]()
+    taken = set[torch.nn.Parameter]()
+    moments = partial(moments_of, rule)
     for stage in stages.values():
         own = [p for p in parameters_of([stage]) if p not in taken]
         taken.update(own)
         among = buckets(own, plan, elements, moments)
         buffers += [_buffer(alike, plan, rank, sharding, moments) for alike in among]
     kinds = [buffer.bytes_by_kind() for buffer in buffers]
-    sums = {kind: sum(one[kind] for one in kinds) for kind in ("weights", "gradients", "masters", "moments")}
-    travelling = (b.size * b.travels.itemsize for b in buffers if b.dp.size > 1 and b.travels != b.grads.dtype)
+    sums = {
+        kind: sum(one[kind] for one in kinds)
+        for kind in ("weights", "gradients", "masters", "moments")
+    }
+    travelling = (
+        b.size * b.travels.itemsize for b in buffers if b.dp.size > 1 and b.travels != b.grads.dtype
+    )
     orthogonalizing = _muon(buffers, rule, plan, sharding, block)
     return Held(
         **sums,
         reduction=sum(travelling),
         update=max(orthogonalizing, *(_update(buffer, block) for buffer in buffers)),
-        copies=sums["masters"] + sums["moments"] + sum(b.own(b.weights).nbytes for b in buffers if not b.in_codes),
+        copies=sums["masters"]
+        + sums["moments"]
+        + sum(b.own(b.weights).nbytes for b in buffers if not b.in_codes),
         saved=sum(tensor.nbytes for buffer in buffers for tensor in buffer.saved().values()),
     )
 
 
 def _buffer(
-    alike: Sequence[torch.nn.Parameter], plan: PrecisionPlan, rank: int, sharding: Sharding, moments: Moments
+    alike: Sequence[torch.nn.Parameter],
+    plan: PrecisionPlan,
+    rank: int,
+    sharding: Sharding,
+    moments: Moments,
 ) -> Buffer:
     layout = layout_of(alike[0])
     dp, zero = sharding.replicas(layout.expert)
@@ -156,38 +185,49 @@ def _buffer(
 
 def _update(buffer: Buffer, block: int) -> int:
     """Return the peak that the update of a block of this buffer adds."""
-    tile, steps = next(buffer.blocks(0, buffer.last - buffer.first, block)), torch.ones(())
+    tile = next(buffer.blocks(0, buffer.last - buffer.first, block))
+    steps = torch.ones(())
     with Alive() as alive:
         weights, _, state = tile.wide()
         tile.keep(weights, state, steps)
     return alive.most
 
 
-def _muon(buffers: Sequence[Buffer], rule: UpdateRule, plan: PrecisionPlan, sharding: Sharding, block: int) -> int:
-    """Return the peak that the orthogonalization of a rank's own matrices adds; 0 unless the rule is Muon.
+def _muon(
+    buffers: Sequence[Buffer], rule: UpdateRule, plan: PrecisionPlan, sharding: Sharding, block: int
+) -> int:
+    """Return the peak that the orthogonalization of a rank's own matrices adds; 0 unless the rule
+    is Muon.
 
     block: elements that are updated at a time, with four numbers in FP32 for each. First all
-    directions are given away and assembled; then each matrix is iterated, which takes several of its size; then the
-    results of one buffer after the other return.
+    directions are given away and assembled; then each matrix is iterated, which takes several of
+    its size; then the results of one buffer after the other return.
     """
     by_muon = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
     if not isinstance(rule, Muon) or not by_muon:
         return 0
-    ranks, shapes = sharding.tp * sharding.dp, list[tuple[int, ...]]()
+    ranks = sharding.tp * sharding.dp
+    shapes = list[tuple[int, ...]]()
     for buffer in by_muon:  # other ranks of the stage hold as many other experts
         named = {piece.part.name: piece.part.shape for piece in buffer.pieces}
         shapes += [*named.values()] * (sharding.expert if buffer.of_experts else 1)
     runs = [[run_of(buffer, piece, 0, 0) for piece in buffer.pieces] for buffer in by_muon]
     owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
-    owned = max(sum(prod(s) for s, o in zip(shapes, owners, strict=True) if o == rank) for rank in range(ranks))
-    given, held = (
-        sum(run.given for some in runs for run in some),
-        max(sum(r.last - r.first for r in some) for some in runs),
+    owned = max(
+        sum(prod(s) for s, o in zip(shapes, owners, strict=True) if o == rank)
+        for rank in range(ranks)
     )
-    largest, dtype = max(shapes, key=prod), rule.iteration_dtype(plan.masters)
-    tile = min(prod(largest), max(len(next(b.blocks(0, b.last - b.first, block)).grads) for b in by_muon))
+    given = sum(run.given for some in runs for run in some)
+    held = max(sum(r.last - r.first for r in some) for some in runs)
+    largest = max(shapes, key=prod)
+    dtype = rule.iteration_dtype(plan.masters)
+    tile = min(
+        prod(largest), max(len(next(b.blocks(0, b.last - b.first, block)).grads) for b in by_muon)
+    )
     received = 2 if ranks > 1 else 1  # one rank alone receives what it gives, without a copy
-    travelling = max(given + owned * received + prod(largest), owned + held * received) * dtype.itemsize
+    travelling = (
+        max(given + owned * received + prod(largest), owned + held * received) * dtype.itemsize
+    )
     beside_a_tile = (max(given, owned) + held) * dtype.itemsize + 4 * 4 * tile
     with torch.device("meta"), Alive() as alive:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)

@@ -1,8 +1,10 @@
-"""Tensors without storage: a model is built and run on them to count its bytes, in no memory and little time.
+"""Tensors without storage: a model is built and run on them to count its bytes, in no memory and
+little time.
 
-They have shapes and dtypes only. On a CPU they say so (`models.estimate.on_cpu`), so operators are those that this
-machine's processor would run; meta tensors stand for a GPU's, where attention is torch's fused kernel. What they cannot
-say is answered here: which kernel a GPU takes, and how many tokens a router sends to each expert.
+They have shapes and dtypes only. On a CPU they say so (`models.estimate.on_cpu`), so operators are
+those that this machine's processor would run; meta tensors stand for a GPU's, where attention is
+torch's fused kernel. What they cannot say is answered here: which kernel a GPU takes, and how many
+tokens a router sends to each expert.
 """
 
 import weakref
@@ -37,7 +39,8 @@ def without_storage(device: Device) -> Iterator[None]:
 
 
 class _Answers(TorchFunctionMode):
-    """Answers what tensors without storage cannot: which kernel a GPU takes, and how many tokens each expert gets."""
+    """Answers what tensors without storage cannot: which kernel a GPU takes, and how many tokens
+    each expert gets."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -75,19 +78,25 @@ def _fused_attention(
 ) -> Tensor:
     """Return the result of the kernel that torch chooses on a GPU.
 
-    That is flash attention in half precision without a mask, and otherwise the memory-efficient kernel.
+    That is flash attention in half precision without a mask, and otherwise the memory-efficient
+    kernel.
     """
     if attn_mask is None and query.dtype.itemsize == 2:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]
     if attn_mask is not None:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).expand(*query.shape[:3], key.shape[2])
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).expand(
+            *query.shape[:3], key.shape[2]
+        )
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, 0.0, is_causal, scale=scale
     )[0]
 
 
 class Alone(Axis):
-    """An axis without its other ranks: the results of its collectives have the right shapes and arbitrary values."""
+    """An axis without its other ranks: the results of its collectives have the right shapes and
+    arbitrary values."""
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
@@ -97,7 +106,9 @@ class Alone(Axis):
         own = counts.tolist()
         return own, own[: len(own) // self.size] * self.size  # every rank's router sends as many
 
-    def start_uneven_exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def start_uneven_exchange(
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
         received = [outgoing[0].new_empty(size) for size in sizes]
         return lambda: received
 
@@ -114,7 +125,8 @@ class Alone(Axis):
 
 
 def lone_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
-    """Return the axes of the first of the ranks that share experts; None if these lie as other feed-forwards do.
+    """Return the axes of the first of the ranks that share experts; None if these lie as other
+    feed-forwards do.
 
     expert_tensor: slices of each expert; 0: as many as there are tp ranks.
     """
@@ -141,7 +153,8 @@ class Alive(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage._cdata, storage.nbytes()
+        place = storage._cdata
+        size = storage.nbytes()
         if place not in self._known:
             self._known[place] = weakref.ref(storage, lambda _: self._forget(place, size))
             self.now += size

@@ -1,16 +1,20 @@
-"""Heartbeats: each rank keeps its position in the store that all ranks share, and can read those of the others.
+"""Heartbeats: each rank keeps its position in the store that all ranks share, and can read those of
+the others.
 
-A thread writes the position every second or two over a connection of its own, because the connection of the main thread
-may be waiting. It reads the other ranks' positions only while the watchdog asks for it, when a phase takes long. So
-a run without a hang costs one small message a beat. Clocks of different machines are never compared: a rank is silent
-since this rank's clock last saw its beat change.
+A thread writes the position every second or two over a connection of its own, because the
+connection of the main thread may be waiting. It reads the other ranks' positions only while the
+watchdog asks for it, when a phase takes long. So a run without a hang costs one small message a
+beat. Clocks of different machines are never compared: a rank is silent since this rank's clock last
+saw its beat change.
 
-A rank looks at the call stack of its main thread only if its position is still that of the last beat: while it goes on
-from one instruction to the next, its stack is left alone.
+A rank looks at the call stack of its main thread only if its position is still that of the last
+beat: while it goes on from one instruction to the next, its stack is left alone.
 
-Rank 0 also reads, every `WINDOW` seconds, how much work each rank has done, to find stragglers (`pace.py`).
+Rank 0 also reads, every `WINDOW` seconds, how much work each rank has done, to find stragglers
+(`pace.py`).
 
-The first rank to find out who hangs publishes its verdict; every other rank reads it with its next beat.
+The first rank to find out who hangs publishes its verdict; every other rank reads it with its next
+beat.
 """
 
 import json
@@ -32,19 +36,24 @@ from megaprec.diagnose.call_stack import main_stack
 from megaprec.diagnose.position import Position, in_words, read_shared
 from parallel.hangs.pace import Straggler, Stragglers, Work
 
-VERDICT, LEFT = "verdict", "left"  # keys of the store; the others are the numbers of ranks
+# keys of the store; the others are the numbers of ranks
+VERDICT = "verdict"
+LEFT = "left"
 WINDOW = 20.0  # seconds after which rank 0 looks for stragglers again
-PATIENCE = timedelta(seconds=20)  # limit of one request to the store; the watchdog has a limit of its own
+# limit of one request to the store; the watchdog has a limit of its own
+PATIENCE = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
 class Beat:
     """A rank's own account of itself.
 
-    place: identifies machine and process namespace, in which `pid` is meaningful. born: start time of the process.
-    shared: file descriptor of its `Position`. beat: number of this beat. phase, step, doing, count: as in `Position`.
-    waits, at: as in `call_stack.main_stack`; while a rank goes on, `at` is empty. computed, begun: as seconds and steps
-    of `Work`.
+    place: identifies machine and process namespace, in which `pid` is meaningful. born: start time
+        of the process.
+    shared: file descriptor of its `Position`. beat: number of this beat. phase, step, doing, count:
+        as in `Position`.
+    waits, at: as in `call_stack.main_stack`; while a rank goes on, `at` is empty. computed, begun:
+    as seconds and steps of `Work`.
     """
 
     rank: int
@@ -83,7 +92,8 @@ class Beat:
 
 
 def newest(beat: Beat) -> Beat:
-    """Return the beat with the position of its process now, if that runs on this machine: its last beat is older."""
+    """Return the beat with the position of its process now, if that runs on this machine: its last
+    beat is older."""
     if beat.place != place() or not beat.born or born(beat.pid) != beat.born:
         return beat
     now = read_shared(beat.pid, beat.shared)
@@ -91,7 +101,8 @@ def newest(beat: Beat) -> Beat:
 
 
 def place() -> str:
-    """Return a name for this machine and its namespaces; processes see each other's ids only in the same place."""
+    """Return a name for this machine and its namespaces; processes see each other's ids only in the
+    same place."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -102,20 +113,24 @@ def place() -> str:
 
 
 def born(pid: int) -> str:
-    """Return the start time of a process, in ticks since the machine started; "" if it is gone or unknown."""
+    """Return the start time of a process, in ticks since the machine started; "" if it is gone or
+    unknown."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 class Clock:
-    """A clock that stands still while this process is stopped, so that a pause is not taken for a hang.
+    """A clock that stands still while this process is stopped, so that a pause is not taken for a
+    hang.
 
     It advances by `tick`, by at most `longest` seconds at a time.
     """
 
     def __init__(self, longest: float) -> None:
-        self.now, self._longest, self._last = 0.0, longest, time.monotonic()
+        self.now = 0.0
+        self._longest = longest
+        self._last = time.monotonic()
 
     def tick(self) -> None:
         """Advance to the present."""
@@ -129,8 +144,10 @@ class Heart:
 
     store: the ranks' store; a connection of its own is opened to it. every: seconds between beats.
     heard: by rank, its last beat and this rank's time when it changed; filled while `listening`.
-    noticed: stragglers that rank 0 has found, each with its line. answered: time of the last answer of the store.
-    lost: why the connection ended, "" if it has not. verdict: the published verdict as JSON, "" if there is none.
+    noticed: stragglers that rank 0 has found, each with its line. answered: time of the last answer
+        of the store.
+    lost: why the connection ended, "" if it has not. verdict: the published verdict as JSON, "" if
+        there is none.
     """
 
     def __init__(
@@ -143,15 +160,24 @@ class Heart:
         every: float,
         peers: int,
     ) -> None:
-        self.rank, self.size, self._position, self._clock, self._every = rank, size, position, clock, every
+        self.rank = rank
+        self.size = size
+        self._position = position
+        self._clock = clock
+        self._every = every
         self._stragglers = Stragglers([rank // peers for rank in range(size)])
         self._last = (-1, -1)  # entries and count of the position at the last beat
         self.noticed: deque[tuple[Straggler, str]] = deque()
         self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set_timeout(PATIENCE)
         self.heard: dict[int, tuple[Beat | None, float]] = {}
-        self.listening, self.verdict, self.lost, self.answered = False, "", "", clock.now
-        self._wish, self._number, self._over = "", 0, Event()
+        self.listening = False
+        self.verdict = ""
+        self.lost = ""
+        self.answered = clock.now
+        self._wish = ""
+        self._number = 0
+        self._over = Event()
         self._compared = clock.now
         self._thread = Thread(target=self._run, daemon=True, name="heartbeat")
         self._beat()
@@ -161,16 +187,19 @@ class Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread with its current beat; a thread that waits for the store is left behind."""
+        """End the thread with its current beat; a thread that waits for the store is left
+        behind."""
         self._over.set()
         self._thread.join(2 * self._every)
 
     def publish(self, verdict: str) -> None:
-        """Publish a verdict with the next beat, unless another rank has; `verdict` then becomes the published one."""
+        """Publish a verdict with the next beat, unless another rank has; `verdict` then becomes the
+        published one."""
         self._wish = self._wish or verdict
 
     def publish_now(self, verdict: str) -> None:
-        """Publish a verdict at once, unless another rank has, but wait at most a second for the store."""
+        """Publish a verdict at once, unless another rank has, but wait at most a second for the
+        store."""
         _within(1.0, lambda: self._store.compare_set(VERDICT, "", verdict))
 
     def first_beat(self) -> Beat | None:
@@ -180,7 +209,8 @@ class Heart:
         return None
 
     def read_verdict(self) -> bool:
-        """Look for a verdict at once, for at most a second; return True if there is one or the store is gone."""
+        """Look for a verdict at once, for at most a second; return True if there is one or the
+        store is gone."""
 
         def read() -> None:
             try:
@@ -197,7 +227,8 @@ class Heart:
         _within(seconds, self._listen)
 
     def farewell(self, ranks: int, seconds: float, host: bool) -> None:
-        """Tell that this rank leaves. The host of the store waits until `ranks` ranks have told so, or for `seconds`.
+        """Tell that this rank leaves. The host of the store waits until `ranks` ranks have told so,
+        or for `seconds`.
 
         Otherwise the verdict would be gone before all ranks have read it.
         """
@@ -219,7 +250,8 @@ class Heart:
             self.lost = str(error).splitlines()[0]
 
     def _beat(self) -> None:
-        """Write this rank's position; read the verdict and, while listening, the other ranks' positions."""
+        """Write this rank's position; read the verdict and, while listening, the other ranks'
+        positions."""
         self._number += 1
         now = self._position.entries, self._position.count
         beat = Beat.of(self.rank, self._number, self._position, look=now == self._last)
@@ -239,21 +271,26 @@ class Heart:
 
     def _compare(self, mine: Beat) -> None:
         """Look for stragglers among the ranks that have a heartbeat."""
-        beats = {0: mine} | {rank: beat for rank, beat in self._others().items() if beat is not None}
+        beats = {0: mine} | {
+            rank: beat for rank, beat in self._others().items() if beat is not None
+        }
         self._compared = self._clock.now
         works = {rank: Work(beat.computed, beat.begun) for rank, beat in beats.items()}
         for found in self._stragglers.compare(mine.step, works):
             self.noticed.append((found, found.words(beats[found.rank].host)))
 
     def _others(self) -> dict[int, Beat | None]:
-        """Return the last beat of each other rank; None for a rank that has ended before its first."""
+        """Return the last beat of each other rank; None for a rank that has ended before its
+        first."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         keys = {str(rank): rank for rank in others}
         if not self._store.check(list(keys)):  # a rank that has ended before its first beat
             keys = {key: rank for key, rank in keys.items() if self._store.check([key])}
         said = self._store.multi_get(list(keys)) if keys else []
         beats: dict[int, Beat | None] = dict.fromkeys(others)
-        return beats | {rank: Beat.read(json.loads(one)) for rank, one in zip(keys.values(), said, strict=True)}
+        return beats | {
+            rank: Beat.read(json.loads(one)) for rank, one in zip(keys.values(), said, strict=True)
+        }
 
     def _listen(self) -> None:
         for rank, beat in self._others().items():
@@ -263,7 +300,8 @@ class Heart:
 
 
 def _within(seconds: float, act: Callable[[], object]) -> None:
-    """Call `act` in another thread and wait for it, but no longer than `seconds`. An error of the store ends it."""
+    """Call `act` in another thread and wait for it, but no longer than `seconds`. An error of the
+    store ends it."""
 
     def guarded() -> None:
         with suppress(dist.DistError):

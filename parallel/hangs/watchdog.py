@@ -1,10 +1,13 @@
-"""The watchdog: a thread of each rank that ends the run when a phase takes too long, and names the rank that hangs.
+"""The watchdog: a thread of each rank that ends the run when a phase takes too long, and names the
+rank that hangs.
 
-A step may take `timeout` seconds longer than the slowest step so far. Every other phase, and the first step, may take
-`LONG` seconds, or `timeout` if that is longer. The preparation of the data may take as long as it needs. In every phase
-the run also ends if a rank has had no heartbeat, or the ranks' store has not answered, for `timeout` seconds.
+A step may take `timeout` seconds longer than the slowest step so far. Every other phase, and the
+first step, may take `LONG` seconds, or `timeout` if that is longer. The preparation of the data may
+take as long as it needs. In every phase the run also ends if a rank has had no heartbeat, or the
+ranks' store has not answered, for `timeout` seconds.
 
-This thread never uses the network, so it cannot hang itself: `heartbeat.py` does, and its silence is noticed here.
+This thread never uses the network, so it cannot hang itself: `heartbeat.py` does, and its silence
+is noticed here.
 """
 
 import os
@@ -29,16 +32,17 @@ Leave = Callable[[Verdict], None]
 
 
 def longest_wait(timeout: float) -> float:
-    """Return seconds that no phase of a run exceeds: a time limit for communication that never acts first."""
+    """Return seconds that no phase of a run exceeds: a time limit for communication that never acts
+    first."""
     return 2 * max(LONG, timeout) + 60
 
 
 class Watchdog:
     """Watches this rank, and through heartbeats all ranks, from `start` to `stop`.
 
-    store: the ranks' store; not used by a single rank. first: the first beat of rank 0. leave(verdict): called in the
-    watchdog's thread; it must end the process. timeout: as above, in seconds. peers: number of ranks of a pipeline
-    stage, which are neighbours.
+    store: the ranks' store; not used by a single rank. first: the first beat of rank 0.
+    leave(verdict): called in the watchdog's thread; it must end the process. timeout: as above, in
+    seconds. peers: number of ranks of a pipeline stage, which are neighbours.
     """
 
     def __init__(
@@ -51,7 +55,11 @@ class Watchdog:
         leave: Leave,
         peers: int = 1,
     ) -> None:
-        self.rank, self.size, self.position, self.timeout, self._leave = rank, size, position, timeout, leave
+        self.rank = rank
+        self.size = size
+        self.position = position
+        self.timeout = timeout
+        self._leave = leave
         self.every = min(2.0, max(0.1, timeout / 10))
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
         self._clock = Clock(self._window / 2)  # so a pause of all processes is no silence
@@ -59,8 +67,11 @@ class Watchdog:
         if size > 1:
             self._heart = Heart(store, rank, size, position, self._clock, self.every, peers)
         self.first = self._heart.first_beat() if self._heart else None
-        self._entered, self._since = -1, 0.0
-        self._urgent, self._searches = float("inf"), False  # time when this rank lost a connection
+        self._entered = -1
+        self._since = 0.0
+        # time when this rank lost a connection
+        self._urgent = float("inf")
+        self._searches = False
         self._over = Event()
         self._thread = Thread(target=self._run, daemon=True, name="watchdog")
 
@@ -80,10 +91,12 @@ class Watchdog:
     def lost_connection(self, search: bool) -> None:
         """Wait for a verdict that explains why this rank lost a connection; it ends this process.
 
-        Returns if there is none. search: also look for a rank that has no heartbeat any longer, for some seconds.
+        Returns if there is none. search: also look for a rank that has no heartbeat any longer, for
+        some seconds.
         """
         if self._heart and (self._heart.read_verdict() or search):
-            self._urgent, self._searches = self._clock.now, search
+            self._urgent = self._clock.now
+            self._searches = search
             self._thread.join(2 * self.every + 1 + search * 2 * self._window)
 
     def failed(self, error: str) -> None:
@@ -93,14 +106,16 @@ class Watchdog:
             self._farewell(self._heart, self.size)
 
     def others(self) -> tuple[Beat, ...]:
-        """Return the last positions of the other ranks, as far as the store knows them within a second."""
+        """Return the last positions of the other ranks, as far as the store knows them within a
+        second."""
         if self._heart and not self._heart.lost:
             self._heart.look_around(1.0)
         heard = self._heart.heard if self._heart else {}
         return tuple(newest(beat) for beat, _ in heard.values() if beat is not None)
 
     def noticed(self) -> list[tuple[Straggler, str]]:
-        """Return the stragglers found since the last call, each with its line: on rank 0, on others none."""
+        """Return the stragglers found since the last call, each with its line: on rank 0, on others
+        none."""
         found = self._heart.noticed if self._heart else deque[tuple[Straggler, str]]()
         return [found.popleft() for _ in range(len(found))]
 
@@ -110,7 +125,8 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""
-        position, longest = self.position, max(LONG, self.timeout)
+        position = self.position
+        longest = max(LONG, self.timeout)
         if position.phase in UNLIMITED:
             return float("inf")
         if position.phase is Phase.STEP and position.slowest:
@@ -133,10 +149,13 @@ class Watchdog:
 
     def _look(self) -> Verdict | None:
         """Return the verdict as soon as all ranks that can be reached agree on it."""
-        heart, now = self._heart, self._clock.now
+        heart = self._heart
+        now = self._clock.now
         if self.position.entries != self._entered:
-            self._entered, self._since = self.position.entries, now
-        elapsed, limit = now - self._since, self.limit()
+            self._entered = self.position.entries
+            self._since = now
+        elapsed = now - self._since
+        limit = self.limit()
         if heart is None:
             return judge_hung(self.me(), {}, elapsed) if elapsed > limit else None
         if heart.verdict:
@@ -144,7 +163,9 @@ class Watchdog:
         if now >= self._urgent:
             return self._explain_loss(heart, now - self._urgent)
         late = 0.0 if self.rank < JUDGES else self._window + 0.5
-        heart.listening = elapsed > (self.timeout / 6 if self.rank < JUDGES else min(limit, self.timeout))
+        heart.listening = elapsed > (
+            self.timeout / 6 if self.rank < JUDGES else min(limit, self.timeout)
+        )
         if elapsed > limit + late:
             return self._judge(heart, self._window, elapsed)
         if elapsed > self.timeout + late:
@@ -152,23 +173,29 @@ class Watchdog:
         return None
 
     def _explain_loss(self, heart: Heart, elapsed: float) -> Verdict | None:
-        """Return the verdict about a lost connection to the store; publish one about a rank that has fallen silent."""
+        """Return the verdict about a lost connection to the store; publish one about a rank that
+        has fallen silent."""
         heart.listening = self._searches
         if heart.lost or (self._searches and elapsed > self._window + self.every):
             return self._judge(heart, self._window)
         return None
 
     def _judge(self, heart: Heart, patience: float, elapsed: float = 0.0) -> Verdict | None:
-        """Return the verdict about the store, which no rank can publish; publish the verdict about a rank.
+        """Return the verdict about the store, which no rank can publish; publish the verdict about
+        a rank.
 
-        patience: seconds of silence that are allowed. elapsed: seconds of the phase, if it has exceeded its limit.
+        patience: seconds of silence that are allowed. elapsed: seconds of the phase, if it has
+            exceeded its limit.
         """
         now = self._clock.now
         if heart.lost or now - heart.answered > patience:
             return self._judge_store(now - heart.answered, bool(heart.lost))
         heard = dict(heart.heard)
         silent = {rank: now - since for rank, (_, since) in heard.items() if now - since > patience}
-        beats = {rank: beat and newest(beat) if rank in silent else beat for rank, (beat, _) in heard.items()}
+        beats = {
+            rank: beat and newest(beat) if rank in silent else beat
+            for rank, (beat, _) in heard.items()
+        }
         if silent:
             heart.publish(judge_silent(self.me(), beats, silent).to_json())
         elif elapsed and len(beats) == self.size - 1:
@@ -176,12 +203,15 @@ class Watchdog:
         return None
 
     def _judge_store(self, seconds: float, closed: bool) -> Verdict:
-        """Return the verdict about the host of the store; about rank 0 if that is the host and on this machine."""
+        """Return the verdict about the host of the store; about rank 0 if that is the host and on
+        this machine."""
         first = self.first
         if first and first.place == place() and _in_rank_0() and not closed:
             return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return judge_store(self.me(), first.host if first else "the host of rank 0", address, seconds, closed)
+        return judge_store(
+            self.me(), first.host if first else "the host of rank 0", address, seconds, closed
+        )
 
 
 def _in_rank_0() -> bool:
@@ -190,9 +220,15 @@ def _in_rank_0() -> bool:
 
 
 def kill_silent(verdict: Verdict) -> None:
-    """Kill the silent ranks on this machine: a stopped process takes no other signal, and launchers wait for it."""
+    """Kill the silent ranks on this machine: a stopped process takes no other signal, and launchers
+    wait for it."""
     here = place()
     for beat in verdict.beats:
-        if beat.rank in verdict.silent and beat.place == here and beat.born and born(beat.pid) == beat.born:
+        if (
+            beat.rank in verdict.silent
+            and beat.place == here
+            and beat.born
+            and born(beat.pid) == beat.born
+        ):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, SIGKILL)

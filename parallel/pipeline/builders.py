@@ -1,6 +1,8 @@
-"""The builders of pipeline schedules: the order in which each rank runs the forwards and backwards of its stages.
+"""The builders of pipeline schedules: the order in which each rank runs the forwards and backwards
+of its stages.
 
-Costs with p ranks and m micro-batches (F, I, W: time of a forward, an input gradient, a weight gradient):
+Costs with p ranks and m micro-batches (F, I, W: time of a forward, an input gradient, a weight
+gradient):
 
     kind         stages a rank  idle time of a rank        activations held by a rank, at most
     gpipe        1              (p - 1)(F + I + W)          m micro-batches
@@ -10,11 +12,12 @@ Costs with p ranks and m micro-batches (F, I, W: time of a forward, an input gra
     zb-h2        1              (p - 1)(F + I - 2 W)        2 p - 1
     zb-v         2              0 (F = I = W)               p
 
-The zero-bubble kinds split a backward. The input gradient, which the stage before waits for, is computed as early as
-possible. Weight gradients, which no stage waits for, fill the time in which a rank would idle (Qi, Wan, Huang and Lin,
-"Zero bubble pipeline parallelism", 2023). They need enough micro-batches: m >= p for zb-h1, m >= 2 p - 1 for the other
-two. In interleaved schedules the stages are assigned to ranks round-robin (Narayanan et al., 2021). In zb-v they go
-down the ranks and up again, so that the first and the last stage lie on rank 0.
+The zero-bubble kinds split a backward. The input gradient, which the stage before waits for, is
+computed as early as possible. Weight gradients, which no stage waits for, fill the time in which a
+rank would idle (Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism", 2023). They need enough
+micro-batches: m >= p for zb-h1, m >= 2 p - 1 for the other two. In interleaved schedules the stages
+are assigned to ranks round-robin (Narayanan et al., 2021). In zb-v they go down the ranks and up
+again, so that the first and the last stage lie on rank 0.
 """
 
 from collections import Counter, deque
@@ -29,8 +32,10 @@ from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
 Done = Callable[[Instruction], bool]
-MOST_PASSES = 2**16  # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
-MOST_MICROBATCHES = 2**14  # more are a slip: a rank would pass each of them through its stages one after the other
+# forward passes of a step; building and checking a schedule takes about 0.1 ms for each
+MOST_PASSES = 2**16
+# more are a slip: a rank would pass each of them through its stages one after the other
+MOST_MICROBATCHES = 2**14
 
 
 def equal(i: Instruction) -> float:
@@ -38,18 +43,23 @@ def equal(i: Instruction) -> float:
     return 1
 
 
-def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Cost = equal) -> Schedule:
+def schedule(
+    kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Cost = equal
+) -> Schedule:
     """Return the schedule named `kind`, a key of `KINDS`.
 
     chunks: stages on each rank; 0: the default of the kind.
-    cost: the time that a forward, an input gradient and a weight gradient take; weight gradients are placed by it. They
-        are placed as if all costs were equal, if that schedule ends earlier.
+    cost: the time that a forward, an input gradient and a weight gradient take; weight gradients
+        are placed by it. They are placed as if all costs were equal, if that schedule ends earlier.
     Raises UserError that lists every argument that does not fit.
     """
     if problems := schedule_problems(kind, ranks, microbatches, chunks):
         raise UserError(*problems)
     ways = (cost, equal) if kind in SPLIT else (equal,)
-    plans = [KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys(ways)]
+    plans = [
+        KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by)
+        for by in dict.fromkeys(ways)
+    ]
     if len(plans) == 1:
         return plans[0]
     return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
@@ -58,17 +68,25 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Co
 def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> list[str]:
     """Return the problems with the arguments of `schedule`, without building it."""
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
-    problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
+    problems = [
+        f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1
+    ]
     problems += chunk_problems(kind, chunks)
     if microbatches > MOST_MICROBATCHES:
         problems.append(
-            f"{microbatches:,} micro-batches of a replica in a step; a schedule has at most {MOST_MICROBATCHES:,}: "
+            f"{microbatches:,} micro-batches of a replica in a step; a schedule has at most "
+            f"{MOST_MICROBATCHES:,}: "
             "take fewer, larger micro-batches, or more replicas"
         )
-    if not problems and (passes := ranks * (chunks or default_chunks(kind)) * microbatches) > MOST_PASSES:
+    if (
+        not problems
+        and (passes := ranks * (chunks or default_chunks(kind)) * microbatches) > MOST_PASSES
+    ):
         problems.append(
-            f"{ranks:,} pipeline ranks x {chunks or default_chunks(kind):,} stages x {microbatches:,} micro-batches "
-            f"are {passes:,} forward passes; a schedule has at most {MOST_PASSES:,}: take fewer, larger micro-batches"
+            f"{ranks:,} pipeline ranks x {chunks or default_chunks(kind):,} stages x "
+            f"{microbatches:,} micro-batches "
+            f"are {passes:,} forward passes; a schedule has at most {MOST_PASSES:,}: take "
+            "fewer, larger micro-batches"
         )
     return problems
 
@@ -79,7 +97,8 @@ def default_chunks(kind: str) -> int:
 
 
 def chunk_problems(kind: str, chunks: int) -> list[str]:
-    """Return the problems with `chunks` stages on each rank in a schedule of this kind, or with the kind itself."""
+    """Return the problems with `chunks` stages on each rank in a schedule of this kind, or with the
+    kind itself."""
     if kind not in KINDS:
         return [f"no schedule is called {kind!r}: choose one of {', '.join(KINDS)}"]
     if chunks < 0:
@@ -92,45 +111,64 @@ def chunk_problems(kind: str, chunks: int) -> list[str]:
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """Return the GPipe schedule: every forward, then every backward. A rank holds all micro-batches' activations."""
-    return complete([_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)], range(ranks))
+    """Return the GPipe schedule: every forward, then every backward. A rank holds all
+    micro-batches' activations."""
+    return complete(
+        [_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)], range(ranks)
+    )
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
     """Return the 1F1B schedule.
 
-    It runs forwards until the pipeline is full, then one forward per backward, then the remaining backwards. It is as
-    fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
+    It runs forwards until the pipeline is full, then one forward per backward, then the remaining
+    backwards. It is as fast as GPipe, but rank r holds the activations of only min(microbatches,
+    ranks - r) micro-batches.
     """
-    return complete([_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks))
+    return complete(
+        [_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks)
+    )
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
-    """Return 1F1B over `chunks` stages on each rank, `ranks` apart: the pipeline fills in 1 / chunks of the time.
+    """Return 1F1B over `chunks` stages on each rank, `ranks` apart: the pipeline fills in 1 /
+    chunks of the time.
 
-    A rank runs each group of micro-batches through one of its stages, then through its next stage. A group has at least
-    as many micro-batches as there are ranks, so that the first one comes back to a rank as the last one leaves it.
+    A rank runs each group of micro-batches through one of its stages, then through its next stage.
+    A group has at least as many micro-batches as there are ranks, so that the first one comes back
+    to a rank as the last one leaves it.
     """
     visits = _visits(microbatches, _groups(ranks, microbatches), chunks)
     first_group = max(_groups(ranks, microbatches))
     orders = []
     for rank in range(ranks):
         forwards = [Instruction(Op.FORWARD, chunk * ranks + rank, m) for chunk, m in visits]
-        backwards = [Instruction(Op.BACKWARD, (chunks - 1 - chunk) * ranks + rank, m) for chunk, m in visits]
+        backwards = [
+            Instruction(Op.BACKWARD, (chunks - 1 - chunk) * ranks + rank, m) for chunk, m in visits
+        ]
         reach = 1 if chunks == 1 else 2
-        orders.append(_interlace(forwards, backwards, (ranks - rank - 1) * reach + (chunks - 1) * first_group))
+        orders.append(
+            _interlace(forwards, backwards, (ranks - rank - 1) * reach + (chunks - 1) * first_group)
+        )
     return complete(orders, [stage % ranks for stage in range(ranks * chunks)])
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """Return 1F1B with split backwards; no rank holds more than rank 0 of 1F1B does, which is `ranks` micro-batches."""
-    orders = [_alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)]
+    """Return 1F1B with split backwards; no rank holds more than rank 0 of 1F1B does, which is
+    `ranks` micro-batches."""
+    orders = [
+        _alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)
+    ]
     return complete(fill(orders, range(ranks), limit=ranks, cost=cost), range(ranks))
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """Return zb-h1 with twice the warm-up: no rank waits between its first and its last instruction."""
-    orders = [_alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT) for rank in range(ranks)]
+    """Return zb-h1 with twice the warm-up: no rank waits between its first and its last
+    instruction."""
+    orders = [
+        _alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT)
+        for rank in range(ranks)
+    ]
     return complete(fill(orders, range(ranks), limit=2 * ranks - 1, cost=cost), range(ranks))
 
 
@@ -162,20 +200,24 @@ def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BAC
 
 
 def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """Return `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the remaining
+    backwards."""
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Return the sizes of the groups of micro-batches: nearly equal, each at least `ranks` if there are that many."""
+    """Return the sizes of the groups of micro-batches: nearly equal, each at least `ranks` if there
+    are that many."""
     groups = max(1, microbatches // ranks)
     return [microbatches // groups + (n < microbatches % groups) for n in range(groups)]
 
 
 def _visits(microbatches: int, groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
-    """Return (chunk, micro-batch) pairs in a rank's order: one group through all chunks, then the next group."""
-    visits, first = [], 0
+    """Return (chunk, micro-batch) pairs in a rank's order: one group through all chunks, then the
+    next group."""
+    visits = []
+    first = 0
     for size in groups:
         visits += [(chunk, m) for chunk in range(chunks) for m in range(first, first + size)]
         first += size
@@ -185,15 +227,18 @@ def _visits(microbatches: int, groups: Sequence[int], chunks: int) -> list[tuple
 def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
     """Return the forwards and input gradients of one rank of a V schedule, in order.
 
-    The rank runs forwards of its downward stage until the first micro-batch returns on the upward stage, then forwards
-    of both stages until the first gradient arrives. Gradients arrive at the upward stage first and at the downward
-    stage last.
+    The rank runs forwards of its downward stage until the first micro-batch returns on the upward
+    stage, then forwards of both stages until the first gradient arrives. Gradients arrive at the
+    upward stage first and at the downward stage last.
     """
-    down, up = rank, 2 * ranks - 1 - rank
+    down = rank
+    up = 2 * ranks - 1 - rank
     pattern = [(Op.FORWARD, down)] * (2 * (ranks - rank) - 1)
     pattern += [(Op.FORWARD, up), (Op.FORWARD, down)] * rank
     pattern += [(Op.FORWARD, up), (Op.BACKWARD_INPUT, up)] * (ranks - rank)
-    pattern += [(op, stage) for stage in (down, up) for op in (Op.FORWARD, Op.BACKWARD_INPUT)] * microbatches
+    pattern += [
+        (op, stage) for stage in (down, up) for op in (Op.FORWARD, Op.BACKWARD_INPUT)
+    ] * microbatches
     next_one = Counter[tuple[Op, int]]()
     order = []
     for op, stage in pattern:
@@ -202,18 +247,26 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
     return [i for i in order if i.microbatch < microbatches]
 
 
-def fill(orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost: Cost = equal) -> list[Order]:
-    """Add the weight gradients to each rank's forwards and input gradients, wherever the rank would wait.
+def fill(
+    orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost: Cost = equal
+) -> list[Order]:
+    """Add the weight gradients to each rank's forwards and input gradients, wherever the rank would
+    wait.
 
-    A rank waits for another rank, or because it holds `limit` activations, each from its forward to its weight
-    gradient. The order of forwards and input gradients is kept. cost: use whole numbers, which compare exactly.
+    A rank waits for another rank, or because it holds `limit` activations, each from its forward to
+    its weight gradient. The order of forwards and input gradients is kept. cost: use whole numbers,
+    which compare exactly.
     """
     ranks = [_Filling(order, len(rank_of_stage) - 1, limit) for order in orders]
-    now, free_at = 0.0, [0.0] * len(ranks)
+    now = 0.0
+    free_at = [0.0] * len(ranks)
     done_at: dict[Instruction, float] = {}
     while any(rank.order or rank.put_off for rank in ranks):
         for number, rank in enumerate(ranks):
-            if free_at[number] <= now and (i := rank.take(lambda i, now=now: done_at.get(i, inf) <= now)) is not None:
+            if (
+                free_at[number] <= now
+                and (i := rank.take(lambda i, now=now: done_at.get(i, inf) <= now)) is not None
+            ):
                 free_at[number] = done_at[i] = now + cost(i)
         assert max(free_at) > now, "every rank waits for another, or for memory"
         now = min(end for end in free_at if end > now)
@@ -224,13 +277,16 @@ class _Filling:
     """One rank in `fill`: its remaining instructions and its finished order."""
 
     def __init__(self, order: Order, last_stage: int, limit: int) -> None:
-        self.order, self.last_stage, self.limit = deque(order), last_stage, limit
+        self.order = deque(order)
+        self.last_stage = last_stage
+        self.limit = limit
         self.put_off: deque[Instruction] = deque()
         self.held = 0
         self.filled: Order = []
 
     def take(self, done: Done) -> Instruction | None:
-        """Return the instruction that this rank starts now, or None if none can run after the finished ones."""
+        """Return the instruction that this rank starts now, or None if none can run after the
+        finished ones."""
         if self.order and self._can_run(self.order[0], done):
             i = self.order.popleft()
         elif self.put_off:
@@ -246,4 +302,6 @@ class _Filling:
     def _can_run(self, i: Instruction, done: Done) -> bool:
         if i.op is Op.FORWARD:
             return self.held < self.limit and (i.stage == 0 or done(i._replace(stage=i.stage - 1)))
-        return done(i._replace(op=Op.FORWARD)) and (i.stage == self.last_stage or done(i._replace(stage=i.stage + 1)))
+        return done(i._replace(op=Op.FORWARD)) and (
+            i.stage == self.last_stage or done(i._replace(stage=i.stage + 1))
+        )

@@ -1,4 +1,5 @@
-"""The communicators between pipeline ranks: one for each channel where messages match by order, as over NCCL."""
+"""The communicators between pipeline ranks: one for each channel where messages match by order, as
+over NCCL."""
 
 from collections.abc import Sequence
 
@@ -12,19 +13,28 @@ from parallel.pipeline.instructions import Channel, Message, MessageType
 
 def channels_of(rank_of_stage: Sequence[int]) -> list[Channel]:
     """Return the channels between different ranks of a pipeline whose stages lie so."""
-    messages = [Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)]
+    messages = [
+        Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)
+    ]
     channels = {Channel.of(message, rank_of_stage) for message in messages}
     return sorted(c for c in channels if c.source != c.destination)
 
 
-def communicators(axis: Axis, channels: Sequence[Channel], device: torch.device) -> dict[Channel, dist.ProcessGroup]:
-    """Return a communicator for each channel that starts or ends at this rank. Collective over the world.
+def communicators(
+    axis: Axis, channels: Sequence[Channel], device: torch.device
+) -> dict[Channel, dist.ProcessGroup]:
+    """Return a communicator for each channel that starts or ends at this rank. Collective over the
+    world.
 
-    One split makes the communicators of several channels that have no rank in common, in all pipelines at once.
+    One split makes the communicators of several channels that have no rank in common, in all
+    pipelines at once.
     """
     assert axis.group is not None
     if axis.runs is None:
-        raise ValueError(f"the axis {axis.name} was not made by Axis.of from a mesh, so its pipelines are not known")
+        raise ValueError(
+            f"the axis {axis.name} was not made by Axis.of from a mesh, so its pipelines are "
+            "not known"
+        )
     groups = {}
     for numbers in pairings((channel.source, channel.destination) for channel in channels):
         apart = [channels[number] for number in numbers]

@@ -1,7 +1,8 @@
 """Textbook formulas for each kind of schedule, as a reference for simulated and measured schedules.
 
-p ranks, m micro-batches, v stages (chunks) a rank; F, I, W: time of a forward, an input gradient and a weight gradient
-of all of a rank's stages. The formulas hold for equal stages, free transfers and enough micro-batches (`builders.py`).
+p ranks, m micro-batches, v stages (chunks) a rank; F, I, W: time of a forward, an input gradient
+and a weight gradient of all of a rank's stages. The formulas hold for equal stages, free transfers
+and enough micro-batches (`builders.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +35,8 @@ class Formula(NamedTuple):
 class Textbook(NamedTuple):
     """The textbook properties of a kind of schedule.
 
-    bubble: the longest wait of a rank between its first and last instruction, over the time it computes.
+    bubble: the longest wait of a rank between its first and last instruction, over the time it
+        computes.
     held: the largest number of micro-batches whose activations, of all its stages, a rank holds.
     """
 
@@ -53,10 +55,16 @@ TEXTBOOK: Mapping[str, Textbook] = {
         Formula("p + (p - 1) / v", lambda s: min(s.p + (s.p - 1) / s.v, s.m)),
     ),
     "zb-h1": Textbook(
-        Formula("(p - 1)(F + I - W) / (m (F + I + W))", lambda s: (s.p - 1) * (s.F + s.I - s.W) / s.work), _DEPTH
+        Formula(
+            "(p - 1)(F + I - W) / (m (F + I + W))", lambda s: (s.p - 1) * (s.F + s.I - s.W) / s.work
+        ),
+        _DEPTH,
     ),
     "zb-h2": Textbook(
-        Formula("(p - 1)(F + I - 2 W) / (m (F + I + W))", lambda s: (s.p - 1) * max(0, s.F + s.I - 2 * s.W) / s.work),
+        Formula(
+            "(p - 1)(F + I - 2 W) / (m (F + I + W))",
+            lambda s: (s.p - 1) * max(0, s.F + s.I - 2 * s.W) / s.work,
+        ),
         Formula("2 p - 1", lambda s: min(2 * s.p - 1, s.m)),
     ),
     "zb-v": Textbook(Formula("0", lambda s: 0.0), _DEPTH),

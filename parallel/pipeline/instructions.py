@@ -1,8 +1,8 @@
 """The instructions of a pipeline, and the messages that they send and receive.
 
-The model is cut into stages, the batch into micro-batches. A rank's program is a list of instructions such as `F0.3`,
-the forward of stage 0 on micro-batch 3. Programs of all ranks are a schedule (`schedules.py`). This module touches no
-tensor and no process.
+The model is cut into stages, the batch into micro-batches. A rank's program is a list of
+instructions such as `F0.3`, the forward of stage 0 on micro-batch 3. Programs of all ranks are a
+schedule (`schedules.py`). This module touches no tensor and no process.
 """
 
 import re
@@ -41,7 +41,8 @@ WORDS = {
 
 
 class MessageType(StrEnum):
-    """The type of a message: an activation for the next stage, or its gradient for the stage before."""
+    """The type of a message: an activation for the next stage, or its gradient for the stage
+    before."""
 
     ACTIVATION = "A"
     GRADIENT = "G"
@@ -49,11 +50,15 @@ class MessageType(StrEnum):
 
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
-INPUT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # the stage before can continue after one of these
-WEIGHT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # a stage has finished a micro-batch after one of these
+# the stage before can continue after one of these
+INPUT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
+# a stage has finished a micro-batch after one of these
+WEIGHT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
 COMPUTATIONS = INPUT_GRADIENTS | WEIGHT_GRADIENTS | {Op.FORWARD}
 NO_MICROBATCH = -1
-SENDS_UNDER_WAY = 2  # per channel, or more if the schedule needs it: one travels while the next is computed
+SENDS_UNDER_WAY = (
+    2  # per channel, or more if the schedule needs it: one travels while the next is computed
+)
 
 
 class Instruction(NamedTuple):
@@ -81,7 +86,10 @@ class Instruction(NamedTuple):
             instruction = cls(Op(op), int(stage), int(microbatch or NO_MICROBATCH))
             if str(instruction) == text:
                 return instruction
-        raise UserError(f"{text!r} is no instruction: one of {', '.join(Op)}, then stage.micro-batch, as in F0.3 or R0")
+        raise UserError(
+            f"{text!r} is no instruction: one of {', '.join(Op)}, then stage.micro-batch, as "
+            "in F0.3 or R0"
+        )
 
 
 Cost = Callable[[Instruction], float]  # the time that an instruction takes
@@ -122,8 +130,8 @@ class Message(NamedTuple):
 class Channel(NamedTuple):
     """The ordered path of one type of message from one pipeline rank to another.
 
-    If messages are matched by order (NCCL), each channel must be a communicator of its own: with one communicator for
-    both types or both directions, two ranks may deadlock.
+    If messages are matched by order (NCCL), each channel must be a communicator of its own: with
+    one communicator for both types or both directions, two ranks may deadlock.
     """
 
     source: int
@@ -133,12 +141,11 @@ class Channel(NamedTuple):
     @classmethod
     def of(cls, message: Message, rank_of_stage: Sequence[int]) -> Self:
         """Return the channel of `message` if stage s lives on pipeline rank `rank_of_stage[s]`."""
-        lower, upper = rank_of_stage[message.stage], rank_of_stage[message.stage + 1]
-        return (
-            cls(lower, upper, message.kind)
-            if message.kind is MessageType.ACTIVATION
-            else cls(upper, lower, message.kind)
-        )
+        lower = rank_of_stage[message.stage]
+        upper = rank_of_stage[message.stage + 1]
+        if message.kind is MessageType.ACTIVATION:
+            return cls(lower, upper, message.kind)
+        return cls(upper, lower, message.kind)
 
 
 Program = tuple[Instruction, ...]

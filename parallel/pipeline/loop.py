@@ -3,9 +3,10 @@
     pipeline = Pipeline([stage], optimizer, loss_fn, microbatches=8, activation=(length, 1, hidden))
     report = pipeline.step(inputs, targets, lr=3e-4)
 
-It handles the details that are easy to get wrong in a training loop. The loss is the mean over the tokens of the whole
-batch, over micro-batches and data-parallel ranks, however many targets are ignored. The loss is multiplied by the loss
-scale. Gradients are reduced when the schedule says that they are final.
+It handles the details that are easy to get wrong in a training loop. The loss is the mean over the
+tokens of the whole batch, over micro-batches and data-parallel ranks, however many targets are
+ignored. The loss is multiplied by the loss scale. Gradients are reduced when the schedule says that
+they are final.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,14 +40,18 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Pipeline:
-    """Trains a model whose stages are torch modules, each of which takes one tensor and returns one.
+    """Trains a model whose stages are torch modules, each of which takes one tensor and returns
+    one.
 
-    stages: the stages of this pipeline rank, in order; one for most schedules, two or more for "interleaved" and
-        "zb-v".
+    stages: the stages of this pipeline rank, in order; one for most schedules, two or more for
+        "interleaved" and "zb-v".
     optimizer: built over the same stages. It may average or sum gradients over dp.
-    loss_fn: (output of the last stage, targets) -> the loss of each target, a tensor of the shape of `targets`.
-    microbatches: the number of micro-batches into which the samples of this data-parallel rank are cut.
-    activation: shape of the tensor that one stage sends to the next for one micro-batch; not needed with one stage.
+    loss_fn: (output of the last stage, targets) -> the loss of each target, a tensor of the shape
+        of `targets`.
+    microbatches: the number of micro-batches into which the samples of this data-parallel rank are
+        cut.
+    activation: shape of the tensor that one stage sends to the next for one micro-batch; not needed
+        with one stage.
     schedule: one of `parallel.pipeline.KINDS`.
     ignore_index: targets with this value have no loss and are not counted.
     Raises UserError for arguments that do not fit together. Collective over the whole mesh.
@@ -64,26 +69,47 @@ class Pipeline:
         ignore_index: int = -100,
     ) -> None:
         require_arguments(stages, optimizer, loss_fn, microbatches, activation, ignore_index)
-        shared = {"schedule": schedule, "ignore_index": ignore_index, "number of stages": len(stages)}
-        require_alike(optimizer, shared, {"microbatches": microbatches, "activation": tuple(activation)})
+        shared = {
+            "schedule": schedule,
+            "ignore_index": ignore_index,
+            "number of stages": len(stages),
+        }
+        require_alike(
+            optimizer, shared, {"microbatches": microbatches, "activation": tuple(activation)}
+        )
         pp = optimizer.pp
         plan = make_schedule(schedule, pp.size, microbatches, len(stages) if len(stages) > 1 else 0)
         numbers = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == pp.rank]
         if len(numbers) != len(stages):
-            raise UserError(f"{schedule} puts {len(numbers)} stages on this rank, but {len(stages)} are given")
+            raise UserError(
+                f"{schedule} puts {len(numbers)} stages on this rank, but {len(stages)} are given"
+            )
         if len(plan.rank_of_stage) > 1 and not activation:
-            raise UserError("activation: give the shape of what a stage sends to the next, e.g. (sequence, 1, hidden)")
+            raise UserError(
+                "activation: give the shape of what a stage sends to the next, e.g. "
+                "(sequence, 1, hidden)"
+            )
         require_same_parts(stages, optimizer)
-        self.optimizer, self.loss_fn, self.ignore_index = optimizer, loss_fn, ignore_index
-        self.microbatches, self._batches, self._failed, self._checks = microbatches, 0, False, False
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.ignore_index = ignore_index
+        self.microbatches = microbatches
+        self._batches = 0
+        self._failed = False
+        self._checks = False
         self._stages = dict(zip(numbers, stages, strict=True))
         self._chunk = {stage: chunk for chunk, stage in enumerate(numbers)}
         self._last = len(plan.rank_of_stage) - 1
         sends = max(sends_under_way(plan), sends_under_way(forward_only(plan)))
-        dtype, device = optimizer.plan.pipeline, optimizer.device
+        dtype = optimizer.plan.pipeline
+        device = optimizer.device
         p2p = P2P.open(pp, plan.rank_of_stage, activation, dtype, device, sends=sends)
-        contexts = (getattr(module, "context", None) for stage in stages for module in stage.modules())
-        self._context = next((context for context in contexts if isinstance(context, Context)), None)
+        contexts = (
+            getattr(module, "context", None) for stage in stages for module in stage.modules()
+        )
+        self._context = next(
+            (context for context in contexts if isinstance(context, Context)), None
+        )
         self._train = Executor(
             plan.programs[pp.rank],
             p2p,
@@ -98,15 +124,18 @@ class Pipeline:
     def step(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> StepReport:
         """Train on one batch; every rank gets the same report. Collective over the whole mesh.
 
-        inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its tensor and pipeline
-            ranks. The samples are cut evenly into micro-batches.
-        lr: the learning rate, unless the optimizer was built with one.
-        Gradients that a backward pass outside has left are part of the step, as in torch; zero_grad discards them.
-        Raises NonFiniteStep if a step is not finite and the precision plan asks for an error. After another error in
-        the middle of a step, one process alone has discarded its gradients; ranks of several cannot go on.
+        inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its
+            tensor and pipeline ranks. The samples are cut evenly into micro-batches.
+        lr: the learning rate, unless the optimizer was built with one. Gradients that a backward
+        pass outside has left are part of the step, as in torch; zero_grad discards them. Raises
+        NonFiniteStep if a step is not finite and the precision plan asks for an error. After
+        another error in the middle of a step, one process alone has discarded its gradients; ranks
+        of several cannot go on.
         """
         if not torch.is_grad_enabled():
-            raise UserError("step was called under no_grad or inference_mode, where nothing has gradients")
+            raise UserError(
+                "step was called under no_grad or inference_mode, where nothing has gradients"
+            )
         self._begin(inputs, targets, self.optimizer.scale)
         try:
             with self._context.fp8.autocast() if self._context else nullcontext():
@@ -120,27 +149,32 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
-        """Return the mean loss over the targets of all data-parallel ranks. Collective over the whole mesh.
+        """Return the mean loss over the targets of all data-parallel ranks. Collective over the
+        whole mesh.
 
-        Modules compute in the mode that they are in: call `eval` of each stage first, and `train` afterwards, if they
-        have dropout or batch norms.
+        Modules compute in the mode that they are in: call `eval` of each stage first, and `train`
+        afterwards, if they have dropout or batch norms.
         """
         self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
         try:
             self._evaluate.run()
             if self._checks:
-                require_same_loss(self._loss, self.optimizer.tp, self.optimizer.world, self.optimizer.device)
+                require_same_loss(
+                    self._loss, self.optimizer.tp, self.optimizer.world, self.optimizer.device
+                )
         except Exception:
             self._give_up()
             raise
-        counts = self.optimizer.tp.rank == 0  # all ranks of a tensor-parallel group have the whole loss
+        # all ranks of a tensor-parallel group have the whole loss
+        counts = self.optimizer.tp.rank == 0
         total = self.optimizer.world.sum_(self._loss if counts else torch.zeros_like(self._loss))
         return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
         if self._failed:
             raise UserError(
-                "a step of this pipeline has failed, and other ranks wait for its messages: end the program on all "
+                "a step of this pipeline has failed, and other ranks wait for its messages: "
+                "end the program on all "
                 "ranks and start again from a checkpoint"
             )
         require_batch(inputs, targets, self.microbatches)
@@ -148,17 +182,20 @@ class Pipeline:
         self._checks = self._batches & (self._batches - 1) == 0
         if self._checks:
             require_same_samples(inputs, targets, self.optimizer)
-        device, dp = self.optimizer.device, self.optimizer.dp
+        device = self.optimizer.device
+        dp = self.optimizer.dp
         self._inputs = inputs.to(device).chunk(self.microbatches, 1)
         self._targets = targets.to(device).chunk(self.microbatches, 1)
         counted = dp.sum_((targets.to(device) != self.ignore_index).sum().double())
         if not counted:
             raise UserError(
-                "no target of the global batch has a loss: there are none, or all are ignore_index = "
+                "no target of the global batch has a loss: there are none, or all are "
+                "ignore_index = "
                 f"{self.ignore_index}"
             )
         self._share = (dp.size if self.optimizer.average else 1) / counted
-        self._scale, self._loss = scale, torch.zeros((), dtype=torch.float64, device=device)
+        self._scale = scale
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         plan = self.optimizer.plan
@@ -166,11 +203,13 @@ class Pipeline:
         y = self._stages[stage](x)
         if stage < self._last and not isinstance(y, Tensor):
             raise UserError(
-                f"stage {stage} returned a {type(y).__name__}, but must return one tensor for the next stage"
+                f"stage {stage} returned a {type(y).__name__}, but must return one tensor for "
+                "the next stage"
             )
         if stage < self._last and isinstance(y, CutTensor) and y.cut.dim == y.dim() - 1:
             raise UserError(
-                f"stage {stage} returned a slice of the {y.cut.source}, but the next stage takes whole "
+                f"stage {stage} returned a slice of the {y.cut.source}, but the next stage "
+                "takes whole "
                 'activations: end the stage with a layer of style "row"'
             )
         if stage < self._last:
@@ -181,13 +220,15 @@ class Pipeline:
         counted = targets != self.ignore_index
         losses = self.loss_fn(output, targets.masked_fill(~counted, 0))
         require_losses(losses, targets)
-        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # a sum in 16 bits has three digits
+        # a sum in 16 bits has three digits
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
         loss = (losses * counted).sum() * self._share.to(losses.dtype)
         self._loss += loss.detach()
         return loss * self._scale
 
     def _give_up(self) -> None:
-        """Forget what is left of a failed step, or, if other ranks take part in it, that there can be another."""
+        """Forget what is left of a failed step, or, if other ranks take part in it, that there can
+        be another."""
         if self.optimizer.world.size > 1:
             self._failed = True
             return

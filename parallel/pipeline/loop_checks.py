@@ -1,9 +1,10 @@
-"""Checks of what a user's loop gives to `Pipeline`: its arguments, its batches and the losses of its function.
+"""Checks of what a user's loop gives to `Pipeline`: its arguments, its batches and the losses of
+its function.
 
-Ranks that were given different schedules wait for each other forever, and ranks that compute one micro-batch together
-from different samples train on numbers that belong to none of them. So what must be equal is compared over all ranks:
-arguments when a pipeline is made, samples in the steps number 1, 2, 4, 8 and so on, where it costs no time in the long
-run.
+Ranks that were given different schedules wait for each other forever, and ranks that compute one
+micro-batch together from different samples train on numbers that belong to none of them. So what
+must be equal is compared over all ranks: arguments when a pipeline is made, samples in the steps
+number 1, 2, 4, 8 and so on, where it costs no time in the long run.
 """
 
 import json
@@ -33,19 +34,26 @@ def require_arguments(
 ) -> None:
     """Raise UserError, naming all that are wrong, for arguments of `Pipeline` of another kind."""
     listed = isinstance(stages, list | tuple | nn.ModuleList)
-    shape = isinstance(activation, list | tuple) and all(is_number(n, whole=True) and n > 0 for n in activation)
+    shape = isinstance(activation, list | tuple) and all(
+        is_number(n, whole=True) and n > 0 for n in activation
+    )
     rules = {
-        f"stages = {quoted(stages)}: must be a list of torch modules, as the optimizer's, like [model]": listed
-        and all(isinstance(stage, nn.Module) for stage in stages),
-        f"optimizer = {quoted(optimizer)}: must be a megaprec.ParallelAMPOptimizer over the same stages": isinstance(
-            optimizer, ParallelAMPOptimizer
-        ),
+        (
+            f"stages = {quoted(stages)}: must be a list of torch modules, as the optimizer's, "
+            "like [model]"
+        ): listed and all(isinstance(stage, nn.Module) for stage in stages),
+        (
+            f"optimizer = {quoted(optimizer)}: must be a megaprec.ParallelAMPOptimizer over the "
+            "same stages"
+        ): isinstance(optimizer, ParallelAMPOptimizer),
         f"loss_fn = {quoted(loss_fn)}: must be a function of (output, targets), like "
         'nn.MSELoss(reduction="none")': callable(loss_fn) and not isinstance(loss_fn, type),
-        f"microbatches = {quoted(microbatches)}: must be a whole number, into how many a batch is cut": is_number(
-            microbatches, whole=True
-        ),
-        f"activation = {quoted(activation)}: must be the shape of what a stage sends to the next, like "
+        (
+            f"microbatches = {quoted(microbatches)}: must be a whole number, into how many a "
+            "batch is cut"
+        ): is_number(microbatches, whole=True),
+        f"activation = {quoted(activation)}: must be the shape of what a stage sends to the "
+        "next, like "
         "(sequence, 1, hidden)": shape,
         f"ignore_index = {quoted(ignore_index)}: must be a number": is_number(ignore_index),
     }
@@ -53,7 +61,8 @@ def require_arguments(
         raise UserError(*broken)
     if optimizer.canonical:
         raise UserError(
-            "canonical = True: a Pipeline takes an optimizer without canonical sums; train by megaprec train "
+            "canonical = True: a Pipeline takes an optimizer without canonical sums; train "
+            "by megaprec train "
             "(train.numerics=canonical), or call backward and end_microbatch in a loop of your own"
         )
 
@@ -65,26 +74,40 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
     """
     same = "give the optimizer and the pipeline the same modules in the same order"
     if len(optimizer.buffers) < len(stages):
-        raise UserError(f"{len(stages)} stages, but the optimizer has {len(optimizer.buffers)} parts: {same}")
+        raise UserError(
+            f"{len(stages)} stages, but the optimizer has {len(optimizer.buffers)} parts: {same}"
+        )
     if any(is_dtensor(p) for p in parameters_of(stages)):
         return  # fully_shard reduces their gradients by itself
     held = [{p for buffer in chunk for p in buffer.parameters} for chunk in optimizer.buffers]
     for number, stage in enumerate(stages):
         if strange := held[number].difference(stage.parameters()):
             name = layout_of(next(iter(strange))).parts[0].name
-            raise UserError(f"{name} is in part {number} of the optimizer, but not in stage {number}: {same}")
+            raise UserError(
+                f"{name} is in part {number} of the optimizer, but not in stage {number}: {same}"
+            )
     everything = set(chain(*held))
     for number, stage in enumerate(stages):
         if any(p not in everything for p in parameters_of([stage])):
-            raise UserError(f"stage {number} has parameters that the optimizer does not train: {same}")
+            raise UserError(
+                f"stage {number} has parameters that the optimizer does not train: {same}"
+            )
 
 
-def require_alike(optimizer: ParallelAMPOptimizer, everywhere: dict[str, Any], in_replica: dict[str, Any]) -> None:
-    """Raise UserError on every rank if ranks were given different arguments. Collective over the world.
+def require_alike(
+    optimizer: ParallelAMPOptimizer, everywhere: dict[str, Any], in_replica: dict[str, Any]
+) -> None:
+    """Raise UserError on every rank if ranks were given different arguments. Collective over the
+    world.
 
-    everywhere: arguments that all ranks share. in_replica: those that the ranks of one replica share.
+    everywhere: arguments that all ranks share. in_replica: those that the ranks of one replica
+        share.
     """
-    own = [optimizer.dp.rank, {n: repr(v) for n, v in everywhere.items()}, {n: repr(v) for n, v in in_replica.items()}]
+    own = [
+        optimizer.dp.rank,
+        {n: repr(v) for n, v in everywhere.items()},
+        {n: repr(v) for n, v in in_replica.items()},
+    ]
     texts = everyones_texts(json.dumps(own).encode(), optimizer.world, optimizer.device)
     seen: dict[tuple[str, int], str] = {}
     for replica, shared, inner in map(json.loads, texts):
@@ -93,38 +116,56 @@ def require_alike(optimizer: ParallelAMPOptimizer, everywhere: dict[str, Any], i
         for key, value in values.items():
             if seen.setdefault(key, value) != value:
                 raise UserError(
-                    f"{key[0]} = {seen[key]} on some ranks and {value} on others, which would wait for each other "
+                    f"{key[0]} = {seen[key]} on some ranks and {value} on others, which would "
+                    "wait for each other "
                     "forever: give all ranks of a pipeline the same"
                 )
 
 
 def require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
-    """Raise UserError unless both are tensors of the same samples, which make whole micro-batches."""
+    """Raise UserError unless both are tensors of the same samples, which make whole
+    micro-batches."""
     for name, given in (("inputs", inputs), ("targets", targets)):
         if not isinstance(given, Tensor) or given.dim() < 2:
-            said = f"of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            if isinstance(given, Tensor):
+                said = f"of shape {list(given.shape)}"
+            else:
+                said = type(given).__name__
             raise UserError(f"{name} {said}: must be a tensor [sequence, samples, ...]")
         if given.device.type == "meta" or given.layout != torch.strided:
-            raise UserError(f"{name} on {given.device}, {given.layout}: must be an ordinary tensor, with its values")
+            raise UserError(
+                f"{name} on {given.device}, {given.layout}: must be an ordinary tensor, with "
+                "its values"
+            )
     if inputs.shape[1] % microbatches or inputs.shape[1] != targets.shape[1]:
         raise UserError(
-            f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both must have the same "
+            f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both "
+            "must have the same "
             f"number, a multiple of the {microbatches} micro-batches"
         )
 
 
 def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMPOptimizer) -> None:
-    """Raise UserError on every rank if ranks of one replica were given different samples. Collective over the world."""
+    """Raise UserError on every rank if ranks of one replica were given different samples.
+    Collective over the world."""
     if optimizer.pp.size * optimizer.tp.size == 1:
         return
     digests = [blake2b(_bytes_of(given), digest_size=16).hexdigest() for given in (inputs, targets)]
-    texts = everyones_texts(json.dumps([optimizer.dp.rank, digests]).encode(), optimizer.world, optimizer.device)
+    texts = everyones_texts(
+        json.dumps([optimizer.dp.rank, digests]).encode(), optimizer.world, optimizer.device
+    )
     seen: dict[int, list[str]] = {}
     for replica, said in map(json.loads, texts):
-        if other := [n for n, (a, b) in enumerate(zip(seen.setdefault(replica, said), said, strict=True)) if a != b]:
+        if other := [
+            n
+            for n, (a, b) in enumerate(zip(seen.setdefault(replica, said), said, strict=True))
+            if a != b
+        ]:
             raise UserError(
-                f"{('inputs', 'targets')[other[0]]} differ between the pipeline and tensor-parallel ranks of replica "
-                f"{replica}, which compute one micro-batch together: give all of them the same samples, in the same "
+                f"{('inputs', 'targets')[other[0]]} differ between the pipeline and "
+                "tensor-parallel ranks of replica "
+                f"{replica}, which compute one micro-batch together: give all of them the "
+                "same samples, in the same "
                 "order, e.g. those of Axis.of(mesh, 'dp').rank"
             )
 
@@ -134,17 +175,20 @@ def _bytes_of(values: Tensor) -> bytes:
 
 
 def require_losses(losses: Any, targets: Tensor) -> None:
-    """Raise UserError unless a loss function returned the real loss of each target, with the gradient that it needs."""
+    """Raise UserError unless a loss function returned the real loss of each target, with the
+    gradient that it needs."""
     if not isinstance(losses, Tensor) or losses.shape != targets.shape:
         said = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise UserError(
-            f"loss_fn returned {said}, but must return the loss of each target, {list(targets.shape)}: do not average "
+            f"loss_fn returned {said}, but must return the loss of each target, "
+            f"{list(targets.shape)}: do not average "
             'it, e.g. use reduction="none"'
         )
     if not losses.is_floating_point():
         raise UserError(f"loss_fn returned {losses.dtype}: a loss must be of real numbers")
     if torch.is_grad_enabled() and not losses.requires_grad:
         raise UserError(
-            "loss_fn returned a loss without a gradient: compute it from the model's output, without detach, item or "
+            "loss_fn returned a loss without a gradient: compute it from the model's output, "
+            "without detach, item or "
             "no_grad"
         )

@@ -1,20 +1,21 @@
 """Point-to-point transfers of tensors between pipeline ranks.
 
-A send returns at once, because two ranks that both send before they receive must not wait for each other. The tensor
-must stay alive and its memory must not be reused until the other side has received it. The tensor is therefore kept,
-with its work object (which may hold the tensor too, but does not promise to), until the work has finished. At most
-`sends` sends are kept per channel: one more waits for the oldest, which bounds memory (gloo cannot tell whether a send
-has finished). Over gloo a receive can be posted before its message is needed (`post_recv`), so that the message travels
+A send returns at once, because two ranks that both send before they receive must not wait for each
+other. The tensor must stay alive and its memory must not be reused until the other side has
+received it. The tensor is therefore kept, with its work object (which may hold the tensor too, but
+does not promise to), until the work has finished. At most `sends` sends are kept per channel: one
+more waits for the oldest, which bounds memory (gloo cannot tell whether a send has finished). Over
+gloo a receive can be posted before its message is needed (`post_recv`), so that the message travels
 while the rank computes.
 
-Tensor-parallel ranks hold the same activation unless it is cut along the sequence. Where messages match by order, as
-over NCCL, each of them then sends its share of the message only, and the receivers all-gather the shares over tp,
-whose ranks share a host.
+Tensor-parallel ranks hold the same activation unless it is cut along the sequence. Where messages
+match by order, as over NCCL, each of them then sends its share of the message only, and the
+receivers all-gather the shares over tp, whose ranks share a host.
 
-A message must be matched by its identity, not by its time of arrival: two ranks exchange activations and gradients of
-many micro-batches. Gloo matches by tag, so one process group suffices. NCCL has no tags and matches by order, so each
-channel (source, destination, type) has its own communicator; `verify.check` proves for exactly these communicators that
-no transfer deadlocks.
+A message must be matched by its identity, not by its time of arrival: two ranks exchange
+activations and gradients of many micro-batches. Gloo matches by tag, so one process group suffices.
+NCCL has no tags and matches by order, so each channel (source, destination, type) has its own
+communicator; `verify.check` proves for exactly these communicators that no transfer deadlocks.
 """
 
 import math
@@ -42,10 +43,13 @@ Pending = deque[tuple[dist.Work, Tensor]]
 class P2P:
     """The connections of this rank to the other ranks of the pipeline axis; made by `P2P.open`.
 
-    shape, dtype, device: those of every activation and gradient between stages. `dataclasses.replace(links, shape=...)`
-        transfers another shape over the same communicators, as evaluation may need.
-    shared: ranks that hold the same messages, so that each transfers its share of them; of size one: all of them.
-    sends: the largest number of unfinished sends per channel; `simulation.sends_under_way` computes it for a schedule.
+    shape, dtype, device: those of every activation and gradient between stages.
+        `dataclasses.replace(links, shape=...)` transfers another shape over the same communicators,
+        as evaluation may need.
+    shared: ranks that hold the same messages, so that each transfers its share of them; of size
+        one: all of them.
+    sends: the largest number of unfinished sends per channel; `simulation.sends_under_way` computes
+        it for a schedule.
     """
 
     axis: Axis
@@ -58,7 +62,9 @@ class P2P:
     sends: int = SENDS_UNDER_WAY
     shared: Axis = Axis("tp")
     pending: dict[Channel, Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
-    expected: dict[tuple[Channel, int], Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
+    expected: dict[tuple[Channel, int], Pending] = field(
+        default_factory=lambda: defaultdict(deque), init=False
+    )
 
     @staticmethod
     def open(
@@ -71,10 +77,13 @@ class P2P:
         sends: int = SENDS_UNDER_WAY,
         shared: Axis | None = None,
     ) -> "P2P":
-        """Open the connections of this rank. Collective over the world: every rank passes its own pipeline axis.
+        """Open the connections of this rank. Collective over the world: every rank passes its own
+        pipeline axis.
 
-        match: the way in which receives find their sends; None: by tag on gloo, by order on other backends.
-        shared: ranks that hold the same messages, if there are any; ignored where messages match by tag.
+        match: the way in which receives find their sends; None: by tag on gloo, by order on other
+            backends.
+        shared: ranks that hold the same messages, if there are any; ignored where messages match by
+            tag.
         """
         groups: Mapping[Channel, dist.ProcessGroup] = {}
         if axis.group is not None:
@@ -84,7 +93,17 @@ class P2P:
             if match == "order":
                 groups = communicators(axis, channels, device)
         parts = shared if shared is not None and match == "order" else Axis("tp")
-        return P2P(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends, parts)
+        return P2P(
+            axis,
+            tuple(rank_of_stage),
+            tuple(shape),
+            dtype,
+            device,
+            match or "tag",
+            groups,
+            sends,
+            parts,
+        )
 
     @property
     def stages(self) -> int:
@@ -100,17 +119,19 @@ class P2P:
     def early(self) -> bool:
         """Return True if a receive may be posted long before its message is sent.
 
-        NCCL waits for a message in a kernel. While that kernel runs, CUDA may block the host when it launches another
-        kernel for the first time or frees memory (CUDA C++ Programming Guide, "Lazy Loading"). If the message depends
-        on work that the host has yet to launch, the ranks deadlock.
+        NCCL waits for a message in a kernel. While that kernel runs, CUDA may block the host when
+        it launches another kernel for the first time or frees memory (CUDA C++ Programming Guide,
+        "Lazy Loading"). If the message depends on work that the host has yet to launch, the ranks
+        deadlock.
         """
         return self.match == "tag"
 
     def send(self, i: Instruction, tensor: Tensor) -> None:
-        """Send `tensor` ([shape], dtype) as the message of instruction `i`, and return before it is received.
+        """Send `tensor` ([shape], dtype) as the message of instruction `i`, and return before it is
+        received.
 
-        The caller may drop the tensor but must not write to it. Raises UserError for another shape or dtype, because
-        the receiver could not notice.
+        The caller may drop the tensor but must not write to it. Raises UserError for another shape
+        or dtype, because the receiver could not notice.
         """
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise UserError(
@@ -124,16 +145,21 @@ class P2P:
             pending.popleft()
         tensor = tensor.detach().contiguous()
         tensor = self.shared.chunk(tensor.view(-1)) if self.cut else tensor
-        work = dist.isend(tensor, group=self.groups[channel], dst=self._world_rank(channel.destination), tag=tag)
+        work = dist.isend(
+            tensor, group=self.groups[channel], dst=self._world_rank(channel.destination), tag=tag
+        )
         assert work is not None, "this rank is no member of its own channel"
         pending.append((work, tensor))
 
     def post_recv(self, i: Instruction) -> None:
-        """Start to receive the message of `i`; `receive` must follow, per channel in the order of these calls."""
+        """Start to receive the message of `i`; `receive` must follow, per channel in the order of
+        these calls."""
         channel, tag = self._route(i)
         shape = (math.prod(self.shape) // self.shared.size,) if self.cut else self.shape
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        work = dist.irecv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
+        work = dist.irecv(
+            tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag
+        )
         assert work is not None, "this rank is no member of its own channel"
         self.expected[channel, tag].append((work, tensor))
 
@@ -159,8 +185,8 @@ class P2P:
     def _route(self, i: Instruction) -> tuple[Channel, int]:
         message = Message.of(i)
         assert message is not None, f"{i} transfers nothing"
-        # The direction implies the message type, so the tag omits it. Tags start at 1, because tag 0 belongs to
-        # transfers without tags in this group (megaprec/comm/gloo.py).
+        # The direction implies the message type, so the tag omits it. Tags start at 1, because tag
+        # 0 belongs to transfers without tags in this group (megaprec/comm/gloo.py).
         tag = 1 + message.microbatch * self.stages + message.stage
         return Channel.of(message, self.rank_of_stage), tag if self.match == "tag" else 0
 

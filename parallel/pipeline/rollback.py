@@ -1,8 +1,10 @@
-"""The warm-up of a program, the forward passes before its first backward pass, which a rank can abandon and repeat.
+"""The warm-up of a program, the forward passes before its first backward pass, which a rank can
+abandon and repeat.
 
-Forward passes change nothing but the tensors that are held for the backward passes. If the warm-up turns out to have
-used wrong weights, each rank discards these tensors, receives the messages that other ranks have sent it but that it
-had not reached, so that no connection carries an old message, and starts again.
+Forward passes change nothing but the tensors that are held for the backward passes. If the warm-up
+turns out to have used wrong weights, each rank discards these tensors, receives the messages that
+other ranks have sent it but that it had not reached, so that no connection carries an old message,
+and starts again.
 """
 
 from collections.abc import Sequence
@@ -16,14 +18,17 @@ _OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
 
 def warmup(program: Sequence[Instruction]) -> Program:
-    """Return the part of `program` before the first backward pass and before the receive that this pass needs."""
+    """Return the part of `program` before the first backward pass and before the receive that this
+    pass needs."""
     return tuple(takewhile(lambda i: i.op in _OPS, program))
 
 
 def unread(schedule: Schedule) -> tuple[Program, ...]:
-    """Return, by rank, the receives of messages that are sent in a warm-up but not received in the rank's own warm-up.
+    """Return, by rank, the receives of messages that are sent in a warm-up but not received in the
+    rank's own warm-up.
 
-    Raises UserError if these receives could deadlock, however far each rank had come in its warm-up.
+    Raises UserError if these receives could deadlock, however far each rank had come in its
+    warm-up.
     """
     warmups = [warmup(program) for program in schedule.programs]
     received = {Message.of(i) for i in chain(*warmups) if i.op is Op.RECV_ACTIVATION}

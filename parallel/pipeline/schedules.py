@@ -1,13 +1,16 @@
 """Pipeline schedules as data: the instructions of every pipeline rank, in order.
 
-A schedule is one program per rank and the rank of each stage. The simulation (`simulation.py`), the proof
-(`verify.py`), the executor (`executor.py`) and the pictures all read the same schedule, so they cannot disagree.
+A schedule is one program per rank and the rank of each stage. The simulation (`simulation.py`), the
+proof (`verify.py`), the executor (`executor.py`) and the pictures all read the same schedule, so
+they cannot disagree.
 
-A kind of schedule (`builders.py`) decides only the order of forwards and backwards. `complete` adds the instructions
-that this order implies: the transfers between ranks, and `REDUCE` where the gradients of a stage are final.
+A kind of schedule (`builders.py`) decides only the order of forwards and backwards. `complete` adds
+the instructions that this order implies: the transfers between ranks, and `REDUCE` where the
+gradients of a stage are final.
 
-As text, a schedule is one line per rank, which parses to the same schedule; blank lines and text after a `#` are
-ignored. A text with computations alone is completed, so this is a whole custom schedule:
+As text, a schedule is one line per rank, which parses to the same schedule; blank lines and text
+after a `#` are ignored. A text with computations alone is completed, so this is a whole custom
+schedule:
 
     F0.0 F0.1 B0.0 B0.1     # rank 0
     F1.0 B1.0 F1.1 B1.1     # rank 1
@@ -31,7 +34,8 @@ from parallel.pipeline.instructions import (
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule. programs: by pipeline rank. rank_of_stage: the pipeline rank on which each stage lives."""
+    """A pipeline schedule. programs: by pipeline rank. rank_of_stage: the pipeline rank on which
+    each stage lives."""
 
     programs: tuple[Program, ...]
     rank_of_stage: tuple[int, ...]
@@ -45,9 +49,11 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Return the schedule with this text. Each stage lives on the first rank whose line names it.
+        """Return the schedule with this text. Each stage lives on the first rank whose line names
+        it.
 
-        Raises UserError that lists, line by line, words that are no instruction, and stages that no line names.
+        Raises UserError that lists, line by line, words that are no instruction, and stages that no
+        line names.
         """
         programs: list[Program] = []
         problems: list[str] = []
@@ -57,10 +63,16 @@ class Schedule:
                 programs += [tuple(map(Instruction.parse, words))] if words else []
             except UserError as error:
                 problems += (f"line {number}: {problem}" for problem in error.problems)
-        homes = {i.stage: rank for rank, program in reversed([*enumerate(programs)]) for i in program}
+        homes = {
+            i.stage: rank for rank, program in reversed([*enumerate(programs)]) for i in program
+        }
         stages = range(1 + max(homes, default=0))
         if not problems:
-            problems += (f"no line has an instruction of stage {stage}" for stage in stages if stage not in homes)
+            problems += (
+                f"no line has an instruction of stage {stage}"
+                for stage in stages
+                if stage not in homes
+            )
         if problems:
             raise UserError(*problems)
         rank_of_stage = tuple(homes[stage] for stage in stages)
@@ -72,14 +84,21 @@ class Schedule:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of `schedule` and their transfers, for evaluation."""
     forward = {Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
-    return Schedule(tuple(tuple(i for i in p if i.op in forward) for p in schedule.programs), schedule.rank_of_stage)
+    return Schedule(
+        tuple(tuple(i for i in p if i.op in forward) for p in schedule.programs),
+        schedule.rank_of_stage,
+    )
 
 
-def complete(computations: Sequence[Sequence[Instruction]], rank_of_stage: Sequence[int]) -> Schedule:
-    """Return a schedule of these forwards and backwards with the transfers and reductions that they imply.
+def complete(
+    computations: Sequence[Sequence[Instruction]], rank_of_stage: Sequence[int]
+) -> Schedule:
+    """Return a schedule of these forwards and backwards with the transfers and reductions that they
+    imply.
 
-    A receive stands directly before its use, and a send directly after the computation of its tensor. REDUCE follows
-    the last weight gradient of a stage, but after the send of its input gradient, because the neighbour waits for that.
+    A receive stands directly before its use, and a send directly after the computation of its
+    tensor. REDUCE follows the last weight gradient of a stage, but after the send of its input
+    gradient, because the neighbour waits for that.
     """
     programs = []
     for program in computations:
@@ -108,8 +127,11 @@ def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[In
         yield i._replace(op=Op.SEND_GRADIENT)
 
 
-def picture(programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]) -> str:
-    """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and the rank's note."""
+def picture(
+    programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]
+) -> str:
+    """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and
+    the rank's note."""
     around = 4
     rows = []
     for rank, program in programs.items():
@@ -118,7 +140,9 @@ def picture(programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int]
         left = ["..."] * (here > around) + words[max(0, here - around) : here]
         right = words[here + 1 : here + 1 + around] + ["..."] * (here + 1 + around < len(words))
         current = f"[{words[here] if here < len(words) else 'end'}]"
-        rows.append((f"rank {rank}:", " ".join(left), " ".join([current, *right]), notes.get(rank, "")))
+        rows.append(
+            (f"rank {rank}:", " ".join(left), " ".join([current, *right]), notes.get(rank, ""))
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = (
         f"{rank:<{widths[0]}}  {left:>{widths[1]}} {right:<{widths[2]}}  {note and '<-- ' + note}"

@@ -1,7 +1,8 @@
 """Recorded times of the instructions of a real step, on all ranks of a pipeline, on one clock.
 
-Clocks of different machines need not agree, so each rank measures from the moment at which it leaves a barrier of the
-pipeline; ranks leave the barrier within the time that a small message takes.
+Clocks of different machines need not agree, so each rank measures from the moment at which it
+leaves a barrier of the pipeline; ranks leave the barrier within the time that a small message
+takes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from parallel.pipeline.simulation import Span
 
 @dataclass
 class Recording:
-    """The recording of one step: pass `spans` to the executor that runs the step. Made by `Recording.start`."""
+    """The recording of one step: pass `spans` to the executor that runs the step. Made by
+    `Recording.start`."""
 
     pp: Axis
     zero: float
@@ -30,7 +32,8 @@ class Recording:
         return Recording(pp, perf_counter())
 
     def gather(self, schedule: Schedule, device: torch.device) -> list[Span]:
-        """Return the spans of all ranks, in seconds from the start. Collective over the pipeline axis."""
+        """Return the spans of all ranks, in seconds from the start. Collective over the pipeline
+        axis."""
         times = torch.zeros(max(map(len, schedule.programs)), 2, dtype=torch.float64, device=device)
         own = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
         times[: len(own)] = torch.tensor(own, dtype=torch.float64)

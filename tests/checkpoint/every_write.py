@@ -1,11 +1,12 @@
-"""A program that does a job again and again on a failing disk: each time another operation on its files fails.
+"""A program that does a job again and again on a failing disk: each time another operation on its
+files fails.
 
     LD_PRELOAD=fail_one_write.so python -m tests.checkpoint.every_write JOB FOLDER EVERY
 
-JOB: save, resume or data. EVERY: 1 for each operation, n for every n-th. Each case is a forked process with a fresh
-copy of the job's folder. After it, the job is done again on a disk that works. Prints a line of JSON for each case:
-number of the operation, errno, exit codes of both, and what was said on stderr; then a line with the number of
-operations.
+JOB: save, resume or data. EVERY: 1 for each operation, n for every n-th. Each case is a forked
+process with a fresh copy of the job's folder. After it, the job is done again on a disk that works.
+Prints a line of JSON for each case: number of the operation, errno, exit codes of both, and what
+was said on stderr; then a line with the number of operations.
 """
 
 import ctypes
@@ -44,7 +45,8 @@ def save(folder: Path) -> int:
         return 2
     finally:
         ctypes.CDLL(None).disarm()
-        newest, optimizer = latest(folder / "checkpoints"), small()
+        newest = latest(folder / "checkpoints")
+        optimizer = small()
         assert newest is not None, "no checkpoint is left"
         step = load(newest, optimizer)["step"]
         assert holds(optimizer, step)
@@ -52,13 +54,16 @@ def save(folder: Path) -> int:
 
 def resume(folder: Path) -> int:
     """Goes on from step 3 to step 6, with a save at 4."""
-    file, run = folder.parent / "text" / "my.toml", folder / "run"
+    file = folder.parent / "text" / "my.toml"
+    run = folder / "run"
     given = [f"train.folder={run}", "checkpoint.every=4", "checkpoint.keep=1"]
     code = main(["train", str(file), *given])
     ctypes.CDLL(None).disarm()
     assert checkpoints(run / "checkpoints"), "no checkpoint is left"
     if code == 0:
-        assert latest(run / "checkpoints") == checkpoint(run, 6), "a run that ends well has saved its last step"
+        assert latest(run / "checkpoints") == checkpoint(run, 6), (
+            "a run that ends well has saved its last step"
+        )
         whole = folder.parent / "whole"
         assert steps(run) == steps(whole)
         ours, theirs = (tensors(checkpoint(each, 6)) for each in (run, whole))
@@ -68,7 +73,8 @@ def resume(folder: Path) -> int:
 
 def data(folder: Path) -> int:
     """Builds a data set and its tokenizer."""
-    text, prefix = folder.parent / "text" / "text.txt", folder / "sets" / "mine"
+    text = folder.parent / "text" / "text.txt"
+    prefix = folder / "sets" / "mine"
     code = main(["data", "build", str(text), str(prefix), "--vocab-size", "330", "--workers", "1"])
     ctypes.CDLL(None).disarm()
     if code == 0:
@@ -78,7 +84,10 @@ def data(folder: Path) -> int:
 
 
 def whole_set(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / "sets" / name).read_bytes() for name in ("mine.bin", "mine.idx", "mine.model", "mine.json")}
+    return {
+        name: (folder / "sets" / name).read_bytes()
+        for name in ("mine.bin", "mine.idx", "mine.model", "mine.json")
+    }
 
 
 def prepare(job: str, folder: Path) -> None:
@@ -91,7 +100,18 @@ def prepare(job: str, folder: Path) -> None:
     file = write_run(folder.parent / "text")
     if job == "resume":
         for count, into in ((3, folder / "run"), (6, folder.parent / "whole")):
-            assert main(["train", str(file), f"train.folder={into}", f"train.steps={count}", "checkpoint.every=0"]) == 0
+            assert (
+                main(
+                    [
+                        "train",
+                        str(file),
+                        f"train.folder={into}",
+                        f"train.steps={count}",
+                        "checkpoint.every=0",
+                    ]
+                )
+                == 0
+            )
     else:
         assert data(folder.parent / "whole") == 0
 
@@ -144,8 +164,11 @@ def guarded(job: Job, folder: Path) -> int:
 def run(name: str, folder: Path, every: int) -> None:
     torch.set_num_threads(1)
     job: Job = {"save": save, "resume": resume, "data": data}[name]
-    template, case = folder / "template", folder / "case"
-    if torch.version.cuda:  # such a build cannot compute gradients in processes forked from one that has computed some
+    template = folder / "template"
+    case = folder / "case"
+    if (
+        torch.version.cuda
+    ):  # such a build cannot compute gradients in processes forked from one that has computed some
         apart(partial(prepare, name, template))
     else:  # what this process keeps of the first run saves each case a second
         prepare(name, template)
@@ -159,7 +182,12 @@ def run(name: str, folder: Path, every: int) -> None:
             shutil.copytree(template, case)
             code, said, _ = in_process(job, case, number, error)
             again, said_again, _ = in_process(job, case, -1, 0)
-            found: dict[str, Any] = {"number": number, "errno": errno.errorcode[error], "code": code, "said": said}
+            found: dict[str, Any] = {
+                "number": number,
+                "errno": errno.errorcode[error],
+                "code": code,
+                "said": said,
+            }
             print(json.dumps(found | {"again": again, "said again": said_again}), flush=True)
     print(json.dumps({"operations": operations}))
 

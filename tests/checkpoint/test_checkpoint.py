@@ -1,4 +1,5 @@
-"""The laws of checkpoints: any layout reads what any other wrote, and a checkpoint is whole or it is not there."""
+"""The laws of checkpoints: any layout reads what any other wrote, and a checkpoint is whole or it
+is not there."""
 
 import json
 import os
@@ -37,17 +38,23 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 Layout = tuple[int, int, int]  # tp, pp, dp
 Held = dict[str, list[Fragment]]  # by kind, what one rank holds
 
-# Each layout saves a checkpoint and loads those of all that come before it; the first comes again at the end.
+# Each layout saves a checkpoint and loads those of all that come before it; the first comes again
+# at the end.
 CHAIN: list[Layout] = [(2, 2, 2), (1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)]
 MODEL = MODELS["gpt2"]
 
 
 def held(optimizer: ParallelAMPOptimizer) -> Held:
-    return {kind: fragments(optimizer.all_buffers(), lambda buffer, kind=kind: buffer.saved()[kind]) for kind in KINDS}
+    return {
+        kind: fragments(optimizer.all_buffers(), lambda buffer, kind=kind: buffer.saved()[kind])
+        for kind in KINDS
+    }
 
 
 def all_tensors(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
-    return [t for buffer in optimizer.all_buffers() for t in (buffer.weights, *buffer.saved().values())]
+    return [
+        t for buffer in optimizer.all_buffers() for t in (buffer.weights, *buffer.saved().values())
+    ]
 
 
 def spoil(optimizer: ParallelAMPOptimizer) -> None:
@@ -57,10 +64,15 @@ def spoil(optimizer: ParallelAMPOptimizer) -> None:
 
 
 def weights_are_rounded_masters(optimizer: ParallelAMPOptimizer) -> bool:
-    return all(torch.equal(b.own(b.weights), b.saved()["weight"].to(b.weights.dtype)) for b in optimizer.all_buffers())
+    return all(
+        torch.equal(b.own(b.weights), b.saved()["weight"].to(b.weights.dtype))
+        for b in optimizer.all_buffers()
+    )
 
 
-def save_and_load(mesh: DeviceMesh, run: Run, folder: Path, earlier: list[str], name: str) -> dict[str, Held]:
+def save_and_load(
+    mesh: DeviceMesh, run: Run, folder: Path, earlier: list[str], name: str
+) -> dict[str, Held]:
     """Saves as `name`, then loads every other; what this rank then holds, by checkpoint."""
     engine = make_engine(mesh, run)
     for step, batch in enumerate(batches(run)):
@@ -83,9 +95,12 @@ def test_what_one_layout_saves_every_other_loads_bit_for_bit(tmp_path: Path) -> 
     """Masters and both moments. ZeRO is on in every other layout."""
     saved: dict[str, dict[str, dict[str, Tensor]]] = {}
     for number, (tp, pp, dp) in enumerate(CHAIN):
-        name, run = f"{number} tp{tp} pp{pp} dp{dp}", Run(MODEL, "bf16", steps=2, zero_size=number % 2)
+        name = f"{number} tp{tp} pp{pp} dp{dp}"
+        run = Run(MODEL, "bf16", steps=2, zero_size=number % 2)
         axes = {"pp": pp, "dp": dp, "tp": tp}
-        ranks = run_ranks(save_and_load, axes, run=run, folder=tmp_path, earlier=list(saved), name=name)
+        ranks = run_ranks(
+            save_and_load, axes, run=run, folder=tmp_path, earlier=list(saved), name=name
+        )
         for other in ranks[0]:
             together = {kind: assemble([rank[other][kind] for rank in ranks]) for kind in KINDS}
             for kind, tensors in saved.setdefault(other, together).items():
@@ -114,27 +129,37 @@ def require_no_pickle(folder: Path) -> None:
 SEARCHING = LossScaling("dynamic", initial=2.0**20, backoff_factor=2.0**-4, growth_interval=3)
 
 
-def resume_and_compare(mesh: DeviceMesh, folder: Path, before: Callable[[], None] | None = None) -> None:
-    """Interrupted after each of several steps, the steps that follow are the same to the last bit."""
+def resume_and_compare(
+    mesh: DeviceMesh, folder: Path, before: Callable[[], None] | None = None
+) -> None:
+    """Interrupted after each of several steps, the steps that follow are the same to the last
+    bit."""
     if before is not None:
         before()
     for compute, scaling in (("fp16", SEARCHING), ("bf16", None)):
         run = Run(MODEL, compute, scaling, steps=5)
-        engine, shares = make_engine(mesh, run), [share_of(mesh, batch) for batch in batches(run)]
+        engine = make_engine(mesh, run)
+        shares = [share_of(mesh, batch) for batch in batches(run)]
         reports = []
         for step, share in enumerate(shares):
             save(folder / compute, step, engine.optimizer, {}, keep=len(shares))
             reports.append(engine.step(share, run.lr, step))
-        assert len({r.outcome for r in reports}) == (2 if scaling else 1), "the scaler is to be caught in its search"
+        assert len({r.outcome for r in reports}) == (2 if scaling else 1), (
+            "the scaler is to be caught in its search"
+        )
         for first, zero_size in ((1, 0), (2, 1), (4, 0)):
             resumed = make_engine(mesh, replace(run, zero_size=zero_size))
             spoil(resumed.optimizer)
             path = checkpoints(folder / compute)[first]
             assert load(path, resumed.optimizer)["step"] == first
             again = [resumed.step(shares[step], run.lr, step) for step in range(first, len(shares))]
-            assert str(again) == str(reports[first:]), f"{compute} resumed before step {first}, {zero_size=}"
+            assert str(again) == str(reports[first:]), (
+                f"{compute} resumed before step {first}, {zero_size=}"
+            )
             assert resumed.optimizer.numbers() == engine.optimizer.numbers()
-            for ours, theirs in zip(resumed.optimizer.all_buffers(), engine.optimizer.all_buffers(), strict=True):
+            for ours, theirs in zip(
+                resumed.optimizer.all_buffers(), engine.optimizer.all_buffers(), strict=True
+            ):
                 assert torch.equal(ours.weights, theirs.weights)
 
 
@@ -150,7 +175,10 @@ def load_what_one_stage_cannot(mesh: DeviceMesh, folder: Path) -> None:
         change_index(lambda index: index["tensors"].pop("exp_avg/final_norm.weight"), path)
     optimizer.world.barrier()
     spoil(optimizer)
-    message = "lacks a part of exp_avg/final_norm.weight" if mesh.get_local_rank("pp") else "by another rank"
+    if mesh.get_local_rank("pp"):
+        message = "lacks a part of exp_avg/final_norm.weight"
+    else:
+        message = "by another rank"
     require_refused(path, optimizer, message)
 
 
@@ -185,25 +213,36 @@ def saved(folder: Path, step: int = 1, value: float = 1.0, keep: int = 2) -> Pat
 
 
 def holds(optimizer: ParallelAMPOptimizer, value: float) -> bool:
-    return all((fragment.values == value).all() for some in held(optimizer).values() for fragment in some)
+    return all(
+        (fragment.values == value).all() for some in held(optimizer).values() for fragment in some
+    )
 
 
 def require_refused(path: Path, optimizer: ParallelAMPOptimizer, message: str) -> None:
-    before, numbers = [t.clone() for t in all_tensors(optimizer)], optimizer.numbers()
+    before = [t.clone() for t in all_tensors(optimizer)]
+    numbers = optimizer.numbers()
     with pytest.raises(UserError, match=message):
         load(path, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(all_tensors(optimizer), before, strict=True)), "something was loaded"
+    assert all(torch.equal(a, b) for a, b in zip(all_tensors(optimizer), before, strict=True)), (
+        "something was loaded"
+    )
     assert optimizer.numbers() == numbers
 
 
 @pytest.mark.parametrize(
     ("width", "extra", "message"),
     [
-        (6, False, r"another model: 3 of 5 tensors differ\n(.*\n)*linear.weight is \[3, 6\] in the model, \[3, 5\] in"),
+        (
+            6,
+            False,
+            r"another model: 3 of 5 tensors differ\n(.*\n)*linear.weight is \[3, 6\] in the model, \[3, 5\] in",
+        ),
         (5, True, r"another model: 1 of 6 tensors differ\nextra is \[1\] in the model, not in"),
     ],
 )
-def test_tensors_that_differ_are_named(tmp_path: Path, width: int, extra: bool, message: str) -> None:
+def test_tensors_that_differ_are_named(
+    tmp_path: Path, width: int, extra: bool, message: str
+) -> None:
     require_refused(saved(tmp_path), small(width, extra), message)
 
 
@@ -213,7 +252,8 @@ def test_a_checkpoint_with_more_in_it_is_of_another_model(tmp_path: Path) -> Non
 
 
 def change_index(change: Callable[[dict[str, Any]], object], path: Path) -> None:
-    """Of a checkpoint as an earlier version saved it: without digests, which would tell of any change."""
+    """Of a checkpoint as an earlier version saved it: without digests, which would tell of any
+    change."""
     index = json.loads((path / INDEX).read_text())
     for key in (OWN, OTHERS):
         index.pop(key, None)
@@ -255,19 +295,37 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "is not a checkpoint"),
     "no index": (lambda path: (path / INDEX).unlink(), "is not a checkpoint"),
     "cut index": (partial(truncate, INDEX), "is not a checkpoint"),
-    "index of bytes": (lambda path: (path / INDEX).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint"),
+    "index of bytes": (
+        lambda path: (path / INDEX).write_bytes(b"\xff\xfe\x00"),
+        "is not a checkpoint",
+    ),
     "index is a list": (lambda path: (path / INDEX).write_text("[1]"), "format None"),
     "index is a number": (lambda path: (path / INDEX).write_text("1"), "format None"),
     "another format": (
         partial(change_index, lambda index: index.update(format=3)),
         "newer version .* checkpoint format 3, and this one reads up to 2: update",
     ),
-    "no tensors": (partial(change_index, lambda index: index.pop("tensors")), "damaged.*\ntensors: Field required"),
-    "no files": (partial(change_index, lambda index: index.pop("files")), "damaged.*\nfiles: Field required"),
-    "no scaler": (partial(change_index, lambda index: index["optimizer"].pop("scaler")), "damaged.*\noptimizer.scaler"),
+    "no tensors": (
+        partial(change_index, lambda index: index.pop("tensors")),
+        "damaged.*\ntensors: Field required",
+    ),
+    "no files": (
+        partial(change_index, lambda index: index.pop("files")),
+        "damaged.*\nfiles: Field required",
+    ),
+    "no scaler": (
+        partial(change_index, lambda index: index["optimizer"].pop("scaler")),
+        "damaged.*\noptimizer.scaler",
+    ),
     "no moment": (partial(change_index, lose_moment), "lacks a part of exp_avg_sq/scale"),
-    "no chunk": (partial(change_index, lose_chunk), "does not say where all of .weight/linear.weight. is"),
-    "another shape": (partial(change_index, of_another_shape), "lacks a part of weight/linear.weight"),
+    "no chunk": (
+        partial(change_index, lose_chunk),
+        "does not say where all of .weight/linear.weight. is",
+    ),
+    "another shape": (
+        partial(change_index, of_another_shape),
+        "lacks a part of weight/linear.weight",
+    ),
     "cut tensors": (
         partial(truncate, "model-00000.safetensors"),
         "model-00000.safetensors is missing or does not have the",
@@ -278,7 +336,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "scrambled tensors": (scramble, "optimizer-00000.safetensors is damaged"),
     "file outside": (partial(change_index, list_outside), "outside of the checkpoint: '../x'"),
-    "chunk outside": (partial(change_index, point_outside), "has no file '../elsewhere.safetensors'"),
+    "chunk outside": (
+        partial(change_index, point_outside),
+        "has no file '../elsewhere.safetensors'",
+    ),
 }
 
 
@@ -293,15 +354,23 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(tmp_path: Path, dam
 
 
 def test_parameters_of_any_number_of_dims_come_back(tmp_path: Path) -> None:
-    before, after = small(), small()
+    before = small()
+    after = small()
     for tensor in all_tensors(before):
         tensor.normal_()
     load(save(tmp_path, 1, before, {}), after)
     for kind in KINDS:
-        ours, theirs = assemble([held(after)[kind]]), assemble([held(before)[kind]])
+        ours = assemble([held(after)[kind]])
+        theirs = assemble([held(before)[kind]])
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), kind
     store = Store(checkpoints(tmp_path)[0])
-    assert set(store.shapes("exp_avg")) == {"scale", "linear.weight", "linear.bias", "conv.weight", "conv.bias"}
+    assert set(store.shapes("exp_avg")) == {
+        "scale",
+        "linear.weight",
+        "linear.bias",
+        "conv.weight",
+        "conv.bias",
+    }
     assert store.read("weight", "conv.weight").shape == (5, 2, 3)
 
 
@@ -330,7 +399,11 @@ def test_only_the_newest_stay_and_the_one_just_written_always(tmp_path: Path) ->
     assert [p.name for p in checkpoints(tmp_path)] == ["step_99999999", "step_100000000"]
     assert latest(tmp_path) == tmp_path / "step_100000000"
     saved(tmp_path, 3)  # a run that was taken back to an earlier step
-    assert [p.name for p in checkpoints(tmp_path)] == ["step_00000003", "step_99999999", "step_100000000"]
+    assert [p.name for p in checkpoints(tmp_path)] == [
+        "step_00000003",
+        "step_99999999",
+        "step_100000000",
+    ]
     saved(tmp_path, 5, keep=1)
     assert names(tmp_path) == ["step_00000005", "step_100000000"]
 
@@ -360,7 +433,8 @@ OPERATIONS = {
 
 
 def save_and_die_everywhere(mesh: DeviceMesh, folder: Path) -> None:
-    """Saves again and again and is stopped before the first operation on files, before the second, and so on."""
+    """Saves again and again and is stopped before the first operation on files, before the second,
+    and so on."""
     left: int | None = None
 
     def count(event: str, arguments: object) -> None:
@@ -372,10 +446,12 @@ def save_and_die_everywhere(mesh: DeviceMesh, folder: Path) -> None:
                 raise Killed
 
     sys.addaudithook(count)
-    step, optimizer = 1, small()
+    step = 1
+    optimizer = small()
     saved(folder, step)
     for again in (0, 1):  # the next step, or the same step once more
-        operations, done = 0, False
+        operations = 0
+        done = False
         while not done:
             left = operations
             with suppress(Killed):
@@ -404,9 +480,12 @@ def save_forever(folder: Path, first: int) -> None:
 
 def test_a_process_killed_in_mid_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Killed at random moments, so a failure may not come back; it is none the less one."""
-    first, cut_short = 1, 0
+    first = 1
+    cut_short = 0
     for _ in range(8):
-        process = get_context("forkserver").Process(target=save_forever, args=(tmp_path, first), daemon=True)
+        process = get_context("forkserver").Process(
+            target=save_forever, args=(tmp_path, first), daemon=True
+        )
         process.start()
         deadline = time.monotonic() + 1200
         while (newest := latest(tmp_path)) is None or int(newest.name[5:]) < first:
@@ -417,7 +496,8 @@ def test_a_process_killed_in_mid_save_leaves_a_whole_checkpoint(tmp_path: Path) 
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         cut_short += any(name.startswith(".") for name in names(tmp_path))
-        newest, optimizer = latest(tmp_path), small()
+        newest = latest(tmp_path)
+        optimizer = small()
         assert newest is not None
         step = load(newest, optimizer)["step"]
         assert step == optimizer.numbers()["steps"] == int(newest.name[5:]) >= first

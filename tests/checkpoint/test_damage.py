@@ -1,4 +1,5 @@
-"""Damage that no size and no shape tells: a flipped bit anywhere in a checkpoint is refused, and nothing is changed."""
+"""Damage that no size and no shape tells: a flipped bit anywhere in a checkpoint is refused, and
+nothing is changed."""
 
 import random
 import shutil
@@ -19,7 +20,14 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from tests.checkpoint.test_checkpoint import MODEL, change_index, holds, require_refused, saved, small
+from tests.checkpoint.test_checkpoint import (
+    MODEL,
+    change_index,
+    holds,
+    require_refused,
+    saved,
+    small,
+)
 from tests.layouts import Run, make_engine
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, rewind, train, write_run
@@ -39,13 +47,20 @@ def path(tmp_path: Path) -> Path:
     """A checkpoint of a few numbers, and one from before it."""
     saved(tmp_path, 1)
     (tmp_path / "extra.txt").write_text("kept beside")
-    return save(tmp_path, 2, small(), {"progress": {"step": 2, "loss": 0.25}}, files=[tmp_path / "extra.txt"])
+    return save(
+        tmp_path,
+        2,
+        small(),
+        {"progress": {"step": 2, "loss": 0.25}},
+        files=[tmp_path / "extra.txt"],
+    )
 
 
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_byte_is_found(name: str, path: Path) -> None:
-    dice, whole = random.Random(0), (path / name).read_bytes()
+    dice = random.Random(0)
+    whole = (path / name).read_bytes()
     for place in range(len(whole)):
         flip(path / name, place, dice.randrange(8))
         with pytest.raises(UserError, match=name if name != INDEX else "damaged|not a checkpoint"):
@@ -56,10 +71,15 @@ def test_every_flipped_byte_is_found(name: str, path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_byte_is_refused_before_anything_is_changed(name: str, path: Path) -> None:
-    dice, whole = random.Random(1), (path / name).read_bytes()
+    dice = random.Random(1)
+    whole = (path / name).read_bytes()
     for place in dice.sample(range(len(whole)), 8):
         flip(path / name, place, dice.randrange(8))
-        require_refused(path, small(), "checkpoint" if name == INDEX else f"{path} is damaged: {name} is not what was")
+        require_refused(
+            path,
+            small(),
+            "checkpoint" if name == INDEX else f"{path} is damaged: {name} is not what was",
+        )
         (path / name).write_bytes(whole)
     load(path, small())
 
@@ -67,7 +87,11 @@ def test_a_flipped_byte_is_refused_before_anything_is_changed(name: str, path: P
 def test_what_is_not_a_byte_of_the_index_is_not_taken_for_one(path: Path) -> None:
     """Other bytes that JSON reads as the same."""
     content = (path / INDEX).read_bytes()
-    for other in (content.replace(b"\n", b"\r\n"), content + b"\n", content.replace(b'"step": 2', b'"step":2', 1)):
+    for other in (
+        content.replace(b"\n", b"\r\n"),
+        content + b"\n",
+        content.replace(b'"step": 2', b'"step":2', 1),
+    ):
         (path / INDEX).write_bytes(other)
         with pytest.raises(UserError, match=f"damaged: {INDEX} is not what was saved"):
             Store(path)
@@ -77,7 +101,8 @@ def test_the_checkpoint_before_it_is_named(path: Path) -> None:
     for name in FILES[:2]:
         flip(path / name, 300)
     said = (
-        f"{', '.join(FILES[1::-1])} are not what was saved .*: restore it, or move it away to go on from step_00000001$"
+        f"{', '.join(FILES[1::-1])} are not what was saved .*: restore it, or move it away to go "
+        "on from step_00000001$"
     )
     require_refused(path, small(), said)
     shutil.rmtree(checkpoints(path.parent)[0])
@@ -105,7 +130,8 @@ def test_a_file_that_cannot_be_read_is_damaged(path: Path, monkeypatch: pytest.M
 
 
 def test_a_checkpoint_of_an_earlier_version_is_taken_as_it_is(tmp_path: Path) -> None:
-    path, optimizer = saved(tmp_path, value=7.0), small()
+    path = saved(tmp_path, value=7.0)
+    optimizer = small()
     change_index(lambda index: None, path)
     assert not Store(path).digests
     load(path, optimizer)
@@ -128,7 +154,10 @@ def test_what_is_hashed_in_memory_is_what_is_in_the_file(tmp_path: Path) -> None
     with safe_open(tmp_path / "x", "pt") as read:
         assert read.metadata() == {"format": "pt"} and set(read.keys()) == tensors.keys()
         for name, values in tensors.items():
-            assert read.get_tensor(name).dtype == values.dtype and read.get_tensor(name).shape == values.shape
+            assert (
+                read.get_tensor(name).dtype == values.dtype
+                and read.get_tensor(name).shape == values.shape
+            )
             assert bytes(raw(read.get_tensor(name))) == bytes(raw(values))
     tensors["flags"][1] = True
     assert write_shard(tmp_path / "x", tensors) != digest
@@ -144,10 +173,12 @@ def test_no_rank_reads_much_more_than_another(ranks: int) -> None:
 
 
 def load_damaged(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """The files of a checkpoint, those that this rank hashed when all were whole, and what it said of each damaged."""
+    """The files of a checkpoint, those that this rank hashed when all were whole, and what it said
+    of each damaged."""
     optimizer = make_engine(mesh, Run(MODEL, "bf16")).optimizer
     path = save(folder, 1, optimizer, {})
-    read, said = list[str](), list[str]()
+    read = list[str]()
+    said = list[str]()
 
     def counted(file: Path) -> str:
         read.append(file.name)
@@ -155,7 +186,8 @@ def load_damaged(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], 
 
     integrity.file_digest = counted  # this process is this rank's alone
     load(path, optimizer)
-    once, names = list(read), sorted(Store(path).digests)
+    once = list(read)
+    names = sorted(Store(path).digests)
     for name in names:
         optimizer.world.barrier()
         if optimizer.world.rank == 0:
@@ -173,9 +205,15 @@ def load_damaged(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], 
 def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, size, files = list[tuple[int, str]](), reader._size, Store(path).index["files"]
+    looked = list[tuple[int, str]]()
+    size = reader._size
+    files = Store(path).index["files"]
     for rank in range(2):
-        monkeypatch.setattr(reader, "_size", lambda file, rank=rank: (looked.append((rank, file.name)), size(file))[1])
+        monkeypatch.setattr(
+            reader,
+            "_size",
+            lambda file, rank=rank: (looked.append((rank, file.name)), size(file))[1],
+        )
         Store(path, Axis("world", rank, 2))
     assert sorted(name for _, name in looked) == sorted(files)
     assert {rank for rank, _ in looked} == {0, 1}
@@ -193,7 +231,9 @@ def test_each_file_is_hashed_by_one_rank_and_all_ranks_refuse(tmp_path: Path) ->
     assert sorted(name for _, once, _ in ranks for name in once) == names
     for _, once, said in ranks:
         assert once
-        assert all(f"{name} is not what was saved" in line for name, line in zip(names, said, strict=True))
+        assert all(
+            f"{name} is not what was saved" in line for name, line in zip(names, said, strict=True)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -215,15 +255,21 @@ def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
         capfd.readouterr()
         assert main([*map(str, arguments)]) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert "is damaged: " in line and line.endswith("restore it, or move it away to go on from step_00000003")
+        assert "is damaged: " in line and line.endswith(
+            "restore it, or move it away to go on from step_00000003"
+        )
         after = {path: path.read_bytes() for path in file.parent.rglob("*") if path.is_file()}
-        made = [p for p in after.keys() - before.keys() if p.name != ".lock" and "fresh" not in p.parts]
+        made = [
+            p for p in after.keys() - before.keys() if p.name != ".lock" and "fresh" not in p.parts
+        ]
         assert not made and all(after[path] == before[path] for path in before)
 
     return check
 
 
-@pytest.mark.parametrize("name", ["model-00000.safetensors", "optimizer-00000.safetensors", "text.model"])
+@pytest.mark.parametrize(
+    "name", ["model-00000.safetensors", "optimizer-00000.safetensors", "text.model"]
+)
 def test_no_command_takes_a_damaged_checkpoint(name: str, file: Path, refused: Refused) -> None:
     copy = rewind(file.parent / "run", file.parent / name, 6)
     damaged = checkpoint(copy, 6)
@@ -234,11 +280,15 @@ def test_no_command_takes_a_damaged_checkpoint(name: str, file: Path, refused: R
     refused("diff", file.parent / "run", copy)
     if not name.startswith("optimizer"):  # of which neither reads anything
         refused("generate", copy, "--prompt", "the")
-        refused("train", file, f"train.init_from={copy}", f"train.folder={file.parent}/fresh/{name}")
+        refused(
+            "train", file, f"train.init_from={copy}", f"train.folder={file.parent}/fresh/{name}"
+        )
 
 
 @pytest.mark.slow
-def test_inspect_says_whether_the_files_were_checked(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_inspect_says_whether_the_files_were_checked(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["convert", str(file.parent / "run"), str(tmp_path / "hf")]) == 0
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
     for path in (file.parent / "run", tmp_path / "ours"):

@@ -1,5 +1,6 @@
-"""Every write can fail: an error of the disk in any single operation of a save, of a resumed run or of a data build
-leaves the folder whole, is told in lines and not in a traceback, and the same command then goes on.
+"""Every write can fail: an error of the disk in any single operation of a save, of a resumed run or
+of a data build leaves the folder whole, is told in lines and not in a traceback, and the same
+command then goes on.
 """
 
 import json
@@ -28,9 +29,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(library: Path, job: str, folder: Path, every: int) -> tuple[list[dict[str, Any]], int]:
-    environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     command = [sys.executable, "-m", "tests.checkpoint.every_write", job, str(folder), str(every)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return lines[:-1], lines[-1]["operations"]

@@ -1,4 +1,5 @@
-"""A save removes older checkpoints that saves into its folder have made, as far as it may, and nothing else."""
+"""A save removes older checkpoints that saves into its folder have made, as far as it may, and
+nothing else."""
 
 import os
 import shutil
@@ -82,7 +83,9 @@ def test_a_save_overwrites_no_checkpoint_of_its_step_that_was_put_there(tmp_path
     folder = tmp_path / "here"
     saved(folder, 1)
     shutil.copytree(other, folder / other.name)
-    why = "was in the way of a save and is step_00000002.other now: no save into this folder made it"
+    why = (
+        "was in the way of a save and is step_00000002.other now: no save into this folder made it"
+    )
     with pytest.warns(UserWarning, match=f"step_00000002 {why}"):
         saved(folder, 2)
     assert names(folder) == ["step_00000001", "step_00000002", "step_00000002.other"]
@@ -93,13 +96,16 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_no_checkpoint(tmp_p
     os.mkfifo(tmp_path / RECORD)
     for step in (1, 2, 3):
         with pytest.warns(
-            UserWarning, match=r"\.saved\.jsonl: it is no regular file .* no save removes the checkpoint"
+            UserWarning,
+            match=r"\.saved\.jsonl: it is no regular file .* no save removes the checkpoint",
         ):
             saved(tmp_path, step, keep=1)
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_a_line_of_the_record_that_is_torn_costs_nothing_but_its_own_removal(tmp_path: Path) -> None:
+def test_a_line_of_the_record_that_is_torn_costs_nothing_but_its_own_removal(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path, 1)
     record = tmp_path / RECORD
     record.write_bytes(record.read_bytes()[:-30])
@@ -110,9 +116,14 @@ def test_a_line_of_the_record_that_is_torn_costs_nothing_but_its_own_removal(tmp
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "none", None])
 def test_what_is_no_rule_is_refused(keep: object, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^keep = .*: must be a whole number from 1 on, of the newest .*, or \"all\""):
+    with pytest.raises(
+        UserError,
+        match=r"^keep = .*: must be a whole number from 1 on, of the newest .*, or \"all\"",
+    ):
         save(tmp_path, 1, small(), {}, keep=keep)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"^keep_every = -1: must be a whole number of steps, 0 for none"):
+    with pytest.raises(
+        UserError, match=r"^keep_every = -1: must be a whole number of steps, 0 for none"
+    ):
         save(tmp_path, 1, small(), {}, keep_every=-1)
 
 

@@ -1,5 +1,5 @@
-"""Flat ranges: each element of a logical tensor is saved by one rank, all save the same amount, and any rectangle of it
-can be read.
+"""Flat ranges: each element of a logical tensor is saved by one rank, all save the same amount, and
+any rectangle of it can be read.
 """
 
 from itertools import pairwise
@@ -36,13 +36,18 @@ def test_the_rectangles_of_a_range_are_its_elements_in_their_order(shape: tuple[
             assert len(found) <= max(1, 2 * len(shape) - 1)
             for offset, size, start in found:
                 inside = elements[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
-                assert inside.reshape(-1).tolist() == list(range(first + start, first + start + prod(size)))
+                assert inside.reshape(-1).tolist() == list(
+                    range(first + start, first + start + prod(size))
+                )
             assert sum(prod(size) for _, size, _ in found) == last - first
 
 
 def cut(folder: Path, whole: torch.Tensor, dice: Random) -> Store:
-    """A checkpoint of one tensor that is cut into slices along a dim, and each slice into ranges, at random."""
-    dim, chunks, files = dice.randrange(whole.dim()), [], list[str]()
+    """A checkpoint of one tensor that is cut into slices along a dim, and each slice into ranges,
+    at random."""
+    dim = dice.randrange(whole.dim())
+    chunks = []
+    files = list[str]()
     ends = sorted({0, whole.shape[dim], *(dice.randrange(whole.shape[dim]) for _ in range(2))})
     for start, end in pairwise(ends):
         part = whole.narrow(dim, start, end - start).contiguous()
@@ -52,11 +57,15 @@ def cut(folder: Path, whole: torch.Tensor, dice: Random) -> Store:
             files.append(name)
             save_file({"x": part.view(-1)[first:last].clone()}, folder / name)
             offset = [start if d == dim else 0 for d in range(whole.dim())]
-            chunks.append({"file": name, "offset": offset, "shape": list(part.shape), "range": [first, last]})
+            chunks.append(
+                {"file": name, "offset": offset, "shape": list(part.shape), "range": [first, last]}
+            )
     change_index(
         lambda index: index.update(
             files={name: (folder / name).stat().st_size for name in files},
-            tensors={"weight/x": {"dtype": "float32", "shape": list(whole.shape), "chunks": chunks}},
+            tensors={
+                "weight/x": {"dtype": "float32", "shape": list(whole.shape), "chunks": chunks}
+            },
         ),
         folder,
     )
@@ -73,22 +82,30 @@ def test_any_rectangle_of_a_tensor_in_ranges_can_be_read(seed: int, tmp_path: Pa
     store.require("weight/x", shape)
     for _ in range(20):
         ends = [sorted(dice.sample(range(n + 1), 2)) for n in shape]
-        offset, size = [a for a, _ in ends], [b - a for a, b in ends]
+        offset = [a for a, _ in ends]
+        size = [b - a for a, b in ends]
         expected = whole[tuple(slice(a, b) for a, b in ends)]
         assert torch.equal(store.rectangle("weight/x", offset, size), expected)
 
 
-@pytest.mark.parametrize("wrong", [[0], [2, 2], [3, 1], [0, 10**6], [0, 1, 2], [-1, 2], ["0", 1], 5])
+@pytest.mark.parametrize(
+    "wrong", [[0], [2, 2], [3, 1], [0, 10**6], [0, 1, 2], [-1, 2], ["0", 1], 5]
+)
 def test_a_range_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
     path = saved(tmp_path)
-    change_index(lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=wrong), path)
+    change_index(
+        lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=wrong), path
+    )
     with pytest.raises(UserError, match=rf"{INDEX} is not as it was written"):
         Store(path)
 
 
 def test_a_range_that_the_file_does_not_have_is_damage(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    change_index(lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=[0, 30]), path)
+    change_index(
+        lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=[0, 30]),
+        path,
+    )
     with pytest.raises(UserError, match=r"lacks a part of weight/conv\.weight: it is damaged"):
         Store(path).read("weight", "conv.weight")
 
@@ -102,34 +119,50 @@ def test_checkpoints_of_the_format_before_are_read(tmp_path: Path) -> None:
 # --- which rank saves what, in layouts that no test could start
 
 
-def stage(tp: Axis, tied: tuple[int, ...], vocab: int = 32000, hidden: int = 1024, kv: int = 8) -> list[nn.Parameter]:
+def stage(
+    tp: Axis, tied: tuple[int, ...], vocab: int = 32000, hidden: int = 1024, kv: int = 8
+) -> list[nn.Parameter]:
     """One stage of a Llama-like model: 4 layers, the embedding, its norms; nothing is allocated."""
     made = []
 
     def add(
-        dim: int | None, *parts: tuple[str, int, int], shards: int | None = None, ties: tuple[int, ...] = ()
+        dim: int | None,
+        *parts: tuple[str, int, int],
+        shards: int | None = None,
+        ties: tuple[int, ...] = (),
     ) -> None:
         cuts = [
-            Part.cut(name, (rows, columns) if columns else (rows,), dim, tp, shards) for name, rows, columns in parts
+            Part.cut(name, (rows, columns) if columns else (rows,), dim, tp, shards)
+            for name, rows, columns in parts
         ]
         shape = (sum(part.padded[0] for part in cuts), *cuts[0].padded[1:])
-        made.append(attach(nn.Parameter(torch.empty(shape, device="meta")), Layout(tuple(cuts), tied=ties)))
+        made.append(
+            attach(nn.Parameter(torch.empty(shape, device="meta")), Layout(tuple(cuts), tied=ties))
+        )
 
     add(0, ("embedding", vocab, hidden), ties=tied)
     for n in range(4):
         add(None, (f"{n}.norm", hidden, 0))
         add(0, (f"{n}.query", hidden, hidden))
-        add(0, (f"{n}.key", hidden // 4, hidden), (f"{n}.value", hidden // 4, hidden), shards=min(kv, tp.size))
+        add(
+            0,
+            (f"{n}.key", hidden // 4, hidden),
+            (f"{n}.value", hidden // 4, hidden),
+            shards=min(kv, tp.size),
+        )
         add(1, (f"{n}.output", hidden, hidden))
         add(0, (f"{n}.gate", 3 * hidden, hidden), (f"{n}.up", 3 * hidden, hidden))
         add(1, (f"{n}.down", hidden, 3 * hidden))
     return made
 
 
-Saved = dict[tuple[str, int], list[tuple[int, int, int]]]  # name and shard of a slice -> ranges of it, and its size
+# name and shard of a slice -> ranges of it, and its size
+Saved = dict[tuple[str, int], list[tuple[int, int, int]]]
 
 
-def saved_by(pp: int, dp: Axis, zero: int, tp: Axis, tied: tuple[int, ...], bucket: int, **sizes: int) -> Saved:
+def saved_by(
+    pp: int, dp: Axis, zero: int, tp: Axis, tied: tuple[int, ...], bucket: int, **sizes: int
+) -> Saved:
     found: Saved = {}
     shards = Axis("zero", dp.rank % zero, zero)
     for alike in buckets(stage(tp, tied, **sizes), plan("bf16"), bucket):
@@ -154,16 +187,20 @@ def saved_by(pp: int, dp: Axis, zero: int, tp: Axis, tied: tuple[int, ...], buck
 def test_each_element_is_saved_once_and_by_no_rank_much_more_than_by_another(
     tp: int, dp: int, zero: int, tied: tuple[int, ...], kv: int
 ) -> None:
-    """512 ranks of a stage, or fewer whose embedding is tied. Each has at most 1.1 times the mean, and 64 elements of
-    each buffer: its alignment.
+    """512 ranks of a stage, or fewer whose embedding is tied. Each has at most 1.1 times the mean,
+    and 64 elements of each buffer: its alignment.
     """
     together: Saved = {}
     loads = []
     for p in tied or (0,):
         for d in range(dp):
             for t in range(tp):
-                mine = saved_by(p, Axis("dp", d, dp), zero, Axis("tp", t, tp), tied, bucket=4_000_000, kv=kv)
-                loads.append(sum(last - first for spans in mine.values() for first, last, _ in spans))
+                mine = saved_by(
+                    p, Axis("dp", d, dp), zero, Axis("tp", t, tp), tied, bucket=4_000_000, kv=kv
+                )
+                loads.append(
+                    sum(last - first for spans in mine.values() for first, last, _ in spans)
+                )
                 for (name, shard), spans in mine.items():
                     owner = (name, shard) if name == "embedding" else (f"{p}.{name}", shard)
                     together.setdefault(owner, []).extend(spans)

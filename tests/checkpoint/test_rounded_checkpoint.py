@@ -1,4 +1,5 @@
-"""Checkpoints without masters: what they hold, what a run that goes on from one has lost, and that it is told so."""
+"""Checkpoints without masters: what they hold, what a run that goes on from one has lost, and that
+it is told so."""
 
 import warnings
 from pathlib import Path
@@ -31,7 +32,9 @@ def weights(optimizer: ParallelAMPOptimizer) -> list[torch.Tensor]:
 
 
 def saved(optimizer: ParallelAMPOptimizer) -> list[torch.Tensor]:
-    return [values.clone() for buffer in optimizer.all_buffers() for values in buffer.saved().values()]
+    return [
+        values.clone() for buffer in optimizer.all_buffers() for values in buffer.saved().values()
+    ]
 
 
 def all_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -39,8 +42,10 @@ def all_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def require_rounded(mesh: DeviceMesh | None, folder: Path, changes: dict[str, Any]) -> None:
-    """Saves without masters after one step and goes on in a new model, beside one whose masters are rounded by hand."""
-    first, again = make_engine(mesh, run(**changes, **ROUNDED)), make_engine(mesh, run(**changes))
+    """Saves without masters after one step and goes on in a new model, beside one whose masters are
+    rounded by hand."""
+    first = make_engine(mesh, run(**changes, **ROUNDED))
+    again = make_engine(mesh, run(**changes))
     data = batches(run())
     first.step(share_of(mesh, data[0]), 1e-2, 0)
     path = save(folder, 1, first.optimizer, {})
@@ -52,14 +57,20 @@ def require_rounded(mesh: DeviceMesh | None, folder: Path, changes: dict[str, An
         load(path, again.optimizer)
     assert len(said) == lost
     if lost:
-        assert f"holds {NARROW} of 30 weights rounded to bfloat16 only: fp32 masters begin" in str(said[0].message)
-    assert all_equal(weights(first.optimizer), weights(again.optimizer)), "not the weights that were trained"
+        assert f"holds {NARROW} of 30 weights rounded to bfloat16 only: fp32 masters begin" in str(
+            said[0].message
+        )
+    assert all_equal(weights(first.optimizer), weights(again.optimizer)), (
+        "not the weights that were trained"
+    )
     by_hand = first.optimizer
     for buffer in by_hand.all_buffers():
         exact = buffer._block(0, buffer.last - buffer.first).wide_weights().clone()
         buffer.restore("weight", 0, buffer.own(buffer.weights).float())
         if buffer.weights.dtype == torch.bfloat16:
-            assert not torch.equal(exact, buffer._block(0, len(exact)).wide_weights()), "no bits to lose"
+            assert not torch.equal(exact, buffer._block(0, len(exact)).wide_weights()), (
+                "no bits to lose"
+            )
     for engine in (first, again):
         engine.step(share_of(mesh, data[1]), 1e-2, 1)
     assert all_equal(weights(first.optimizer), weights(again.optimizer))
@@ -79,12 +90,19 @@ def test_so_it_does_in_a_layout_and_one_rank_says_what_is_lost(tmp_path: Path) -
     run_ranks(require_rounded, {"tp": 2, "dp": 2}, folder=tmp_path, changes={})
 
 
-def test_masters_of_a_checkpoint_are_taken_up_by_a_run_that_will_not_save_its_own(tmp_path: Path) -> None:
-    first, again = make_engine(None, run()), make_engine(None, run(**ROUNDED))
+def test_masters_of_a_checkpoint_are_taken_up_by_a_run_that_will_not_save_its_own(
+    tmp_path: Path,
+) -> None:
+    first = make_engine(None, run())
+    again = make_engine(None, run(**ROUNDED))
     first.step(share_of(None, batches(run())[0]), 1e-2, 0)
-    load(save(tmp_path, 1, first.optimizer, {}), again.optimizer)  # and says nothing: warnings are errors
+    # and says nothing: warnings are errors
+    load(save(tmp_path, 1, first.optimizer, {}), again.optimizer)
     pairs = zip(first.optimizer.all_buffers(), again.optimizer.all_buffers(), strict=True)
-    assert all(a.masters is not None and b.masters is not None and torch.equal(a.masters, b.masters) for a, b in pairs)
+    assert all(
+        a.masters is not None and b.masters is not None and torch.equal(a.masters, b.masters)
+        for a, b in pairs
+    )
     assert all_equal(weights(first.optimizer), weights(again.optimizer))
 
 
@@ -96,13 +114,21 @@ def test_nothing_is_lost_where_there_were_no_masters(tmp_path: Path) -> None:
     assert all_equal(saved(first.optimizer), saved(again.optimizer))
 
 
-def test_a_resumed_run_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, nxd = write_run(tmp_path), ["precision.nxd={}"]
+def test_a_resumed_run_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    nxd = ["precision.nxd={}"]
     whole = train_on(file, *nxd)
-    assert {v.dtype for k, v in tensors(checkpoint(whole, 3)).items() if k.startswith("weight")} == {torch.bfloat16}
+    assert {
+        v.dtype for k, v in tensors(checkpoint(whole, 3)).items() if k.startswith("weight")
+    } == {torch.bfloat16}
     resumed = rewind(whole, tmp_path / "resumed", step=3)
     capsys.readouterr()
     assert train(file, *nxd, f"train.folder={resumed}") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(said) == 1 and "step_00000003 holds 21 of 21 weights rounded to bfloat16 only" in said[0]
+    assert (
+        len(said) == 1
+        and "step_00000003 holds 21 of 21 weights rounded to bfloat16 only" in said[0]
+    )
     assert [record["step"] for record in steps(resumed)] == [1, 2, 3, 4, 5, 6]

@@ -1,5 +1,6 @@
-"""The laws of a save: it may fail, and all ranks know; beside the training it saves the state that was there when it
-began; no rank sends its state to another; what cannot be removed is never in the way.
+"""The laws of a save: it may fail, and all ranks know; beside the training it saves the state that
+was there when it began; no rank sends its state to another; what cannot be removed is never in the
+way.
 """
 
 import errno
@@ -23,7 +24,16 @@ from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.saving import Saving
 from megaprec.errors import UserError
-from tests.checkpoint.test_checkpoint import MODEL, all_tensors, held, holds, names, saved, small, spoil
+from tests.checkpoint.test_checkpoint import (
+    MODEL,
+    all_tensors,
+    held,
+    holds,
+    names,
+    saved,
+    small,
+    spoil,
+)
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
 
@@ -40,19 +50,28 @@ def save_beside(mesh: DeviceMesh, folder: Path, files: list[Path]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "model-00000.safetensors", "index-00001.json", "words.txt"])
-def test_a_file_that_is_copied_into_a_checkpoint_takes_the_name_of_no_other(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["checkpoint.json", "model-00000.safetensors", "index-00001.json", "words.txt"]
+)
+def test_a_file_that_is_copied_into_a_checkpoint_takes_the_name_of_no_other(
+    name: str, tmp_path: Path
+) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text("x")
-    files = [tmp_path / folder / name for folder in (("one", "two") if name == "words.txt" else ("one",))]
+    files = [
+        tmp_path / folder / name for folder in (("one", "two") if name == "words.txt" else ("one",))
+    ]
     (said,) = run_ranks(save_beside, {}, folder=tmp_path / "saved", files=files)
-    assert said == f"{files[0]}: another file of a checkpoint has the name {name}: give this one another name"
+    assert said == (
+        f"{files[0]}: another file of a checkpoint has the name {name}: give this one another name"
+    )
     assert not (tmp_path / "saved").exists()
 
 
 def fail_on_one_rank(mesh: DeviceMesh, folder: Path, rank: int, background: bool) -> str:
-    """The problem of a save whose disk is full on one rank, after which nothing is left of it and the next is whole."""
+    """The problem of a save whose disk is full on one rank, after which nothing is left of it and
+    the next is whole."""
     optimizer = make_engine(mesh, Run(MODEL, "bf16")).optimizer
     before = save(folder, 1, optimizer, {})
     write = shard_file.write_all
@@ -73,15 +92,20 @@ def fail_on_one_rank(mesh: DeviceMesh, folder: Path, rank: int, background: bool
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     rank: int, background: bool, tmp_path: Path
 ) -> None:
-    said = run_ranks(fail_on_one_rank, {"dp": 2, "tp": 2}, folder=tmp_path, rank=rank, background=background)
+    said = run_ranks(
+        fail_on_one_rank, {"dp": 2, "tp": 2}, folder=tmp_path, rank=rank, background=background
+    )
     file = tmp_path / ".step_00000002.partial" / f"model-{rank:05d}.safetensors"
     line = f"{file}: No space left on device (ENOSPC): free some room there"
     assert said == [line] * 4
 
 
 def save_with_merging_ranks(mesh: DeviceMesh, folder: Path) -> tuple[list[int], str]:
-    """The ranks whose lists this rank reads, of a save in which each second one merges two; then one that fails."""
-    optimizer, merge, read = make_engine(mesh, Run(MODEL, "bf16", zero_size=2)).optimizer, module._merged, list[int]()
+    """The ranks whose lists this rank reads, of a save in which each second one merges two; then
+    one that fails."""
+    optimizer = make_engine(mesh, Run(MODEL, "bf16", zero_size=2)).optimizer
+    merge = module._merged
+    read = list[int]()
 
     def noted(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
         read.extend(ranks)
@@ -113,8 +137,10 @@ def test_with_many_ranks_some_merge_the_lists_of_others_and_rank_0_theirs(tmp_pa
 
 def train_beside_a_save(mesh: DeviceMesh, folder: Path) -> None:
     run = Run(MODEL, "bf16", steps=4, zero_size=2)
-    engine, shares = make_engine(mesh, run), [share_of(mesh, batch) for batch in batches(run)]
-    write, two_steps = shard_file.write_all, Event()
+    engine = make_engine(mesh, run)
+    shares = [share_of(mesh, batch) for batch in batches(run)]
+    write = shard_file.write_all
+    two_steps = Event()
 
     def slowly(descriptor: int, content: memoryview) -> None:
         assert two_steps.wait(300), "steps wait for the save"
@@ -122,7 +148,8 @@ def train_beside_a_save(mesh: DeviceMesh, folder: Path) -> None:
 
     shard_file.write_all = slowly
     engine.step(shares[0], run.lr, 0)
-    before, numbers = held(engine.optimizer), engine.optimizer.numbers()
+    before = held(engine.optimizer)
+    numbers = engine.optimizer.numbers()
     saving = Saving(folder, 1, engine.optimizer, {}, background=True)
     taken = 1
     while saving.poll() is None and taken < len(shares):
@@ -137,7 +164,9 @@ def train_beside_a_save(mesh: DeviceMesh, folder: Path) -> None:
     load(outcome.path, engine.optimizer)
     assert engine.optimizer.numbers() == numbers
     for kind, ours in held(engine.optimizer).items():
-        assert all(torch.equal(a.values, b.values) for a, b in zip(ours, before[kind], strict=True)), kind
+        assert all(
+            torch.equal(a.values, b.values) for a, b in zip(ours, before[kind], strict=True)
+        ), kind
 
 
 def test_what_is_saved_beside_the_steps_is_the_state_before_them(tmp_path: Path) -> None:
@@ -145,7 +174,8 @@ def test_what_is_saved_beside_the_steps_is_the_state_before_them(tmp_path: Path)
 
 
 def count_messages(mesh: DeviceMesh, folder: Path) -> list[tuple[int, int]]:
-    """Messages that this rank sends in a save, and bytes of the longest, for two sizes of the model."""
+    """Messages that this rank sends in a save, and bytes of the longest, for two sizes of the
+    model."""
     sent: list[int] = []
     isend = torch.distributed.isend
 
@@ -168,7 +198,11 @@ def count_messages(mesh: DeviceMesh, folder: Path) -> list[tuple[int, int]]:
                 "gather",
                 "scatter",
             ):
-                patch.setattr(torch.distributed, name, lambda *_, **__: pytest.fail("a save communicates otherwise"))
+                patch.setattr(
+                    torch.distributed,
+                    name,
+                    lambda *_, **__: pytest.fail("a save communicates otherwise"),
+                )
             save(folder / str(width), 1, optimizer, {})
         found.append((len(sent), max(sent)))
         sent.clear()
@@ -176,15 +210,20 @@ def count_messages(mesh: DeviceMesh, folder: Path) -> list[tuple[int, int]]:
 
 
 def test_a_save_sends_a_few_numbers_whatever_the_size_of_the_model(tmp_path: Path) -> None:
-    for (few, short), (many, long) in run_ranks(count_messages, {"dp": 2, "tp": 2}, folder=tmp_path):
+    for (few, short), (many, long) in run_ranks(
+        count_messages, {"dp": 2, "tp": 2}, folder=tmp_path
+    ):
         assert (few, short) == (many, long)
         assert 0 < few <= 5 * 3 and long <= 8
 
 
 def touch_the_disk_beside_training(mesh: DeviceMesh, folder: Path) -> tuple[list[str], int]:
-    """Operations on files in this thread during saves in the background, and how many there were in other threads."""
+    """Operations on files in this thread during saves in the background, and how many there were in
+    other threads."""
     optimizer = make_engine(mesh, Run(MODEL, "bf16", zero_size=2)).optimizer
-    ours, theirs, training = list[str](), list[str](), get_ident()
+    ours = list[str]()
+    theirs = list[str]()
+    training = get_ident()
     counting = True
 
     def note(what: str, *_: object) -> None:
@@ -201,11 +240,20 @@ def touch_the_disk_beside_training(mesh: DeviceMesh, folder: Path) -> tuple[list
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("stat", "lstat", "fsync", "write", "readlink", "access"):  # of which no hook is told
+        for name in (
+            "stat",
+            "lstat",
+            "fsync",
+            "write",
+            "readlink",
+            "access",
+        ):  # of which no hook is told
             patch.setattr(os, name, noted(name))
         sys.addaudithook(note)
         for step in (1, 2):
-            saving = Saving(folder, step, optimizer, {}, keep=Keep(1), files=[Path(__file__)], background=True)
+            saving = Saving(
+                folder, step, optimizer, {}, keep=Keep(1), files=[Path(__file__)], background=True
+            )
             while (outcome := saving.poll()) is None:
                 time.sleep(0.001)
             assert not outcome.problem
@@ -214,7 +262,9 @@ def touch_the_disk_beside_training(mesh: DeviceMesh, folder: Path) -> tuple[list
 
 
 def test_training_touches_no_disk_for_a_save_in_the_background(tmp_path: Path) -> None:
-    for ours, theirs in run_ranks(touch_the_disk_beside_training, {"dp": 2, "tp": 2}, folder=tmp_path):
+    for ours, theirs in run_ranks(
+        touch_the_disk_beside_training, {"dp": 2, "tp": 2}, folder=tmp_path
+    ):
         assert ours == []
         assert theirs > 5, "nothing was counted"
 
@@ -237,7 +287,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_never_in_the_way(
         outcome = Saving(tmp_path, 7, small(), {}, keep=Keep(1)).finish()
         assert not outcome.problem
         assert len(outcome.warnings) == 6
-        assert all("cannot be removed, and each later save tries again: " in line for line in outcome.warnings)
+        assert all(
+            "cannot be removed, and each later save tries again: " in line
+            for line in outcome.warnings
+        )
         assert [path.name for path in checkpoints(tmp_path)] == ["step_00000007"]
     assert not Saving(tmp_path, 8, small(), {}, keep=Keep(1)).finish().warnings
     assert names(tmp_path) == ["step_00000008"]
@@ -251,12 +304,16 @@ def test_an_old_checkpoint_that_cannot_be_renamed_stays_and_is_told(
 
     def immutable(self: Path, target: Path) -> Path:
         if self.name == "step_00000001":
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(self), None, str(target))
+            raise PermissionError(
+                errno.EPERM, os.strerror(errno.EPERM), str(self), None, str(target)
+            )
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", immutable)
     for step in (2, 3):
-        with pytest.warns(UserWarning, match="step_00000001 cannot be removed, and each later save tries again: "):
+        with pytest.warns(
+            UserWarning, match="step_00000001 cannot be removed, and each later save tries again: "
+        ):
             saved(tmp_path, step, keep=1)
     assert names(tmp_path) == ["step_00000001", "step_00000003"]
 
@@ -266,18 +323,25 @@ def test_leftovers_with_every_name_of_the_save_do_not_prevent_it(
 ) -> None:
     for name in (".step_00000002.partial", ".step_00000002.2.partial"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model-00001.safetensors").write_text("of a rank that there is no longer")
+        (tmp_path / name / "model-00001.safetensors").write_text(
+            "of a rank that there is no longer"
+        )
     monkeypatch.setattr(shutil, "rmtree", cannot)
     with pytest.warns(UserWarning, match="cannot be removed"):
         path = saved(tmp_path, 2)
-    assert names(path) == ["checkpoint.json", "model-00000.safetensors", "optimizer-00000.safetensors"]
+    assert names(path) == [
+        "checkpoint.json",
+        "model-00000.safetensors",
+        "optimizer-00000.safetensors",
+    ]
 
 
 def test_a_failed_rename_brings_the_checkpoint_of_that_step_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 2, value=5.0)
-    rename, optimizer = Path.rename, small()
+    rename = Path.rename
+    optimizer = small()
 
     def broken(self: Path, target: Path) -> Path:
         if target.name == "step_00000002" and "removed" not in self.name:
@@ -285,7 +349,10 @@ def test_a_failed_rename_brings_the_checkpoint_of_that_step_back(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", broken)
-    with pytest.raises(UserError, match=r"step_00000002 is not saved: .*Input/output error \(EIO\): look at the disk"):
+    with pytest.raises(
+        UserError,
+        match=r"step_00000002 is not saved: .*Input/output error \(EIO\): look at the disk",
+    ):
         saved(tmp_path, 2, value=6.0)
     assert names(tmp_path) == ["step_00000002"]
     path = latest(tmp_path)
@@ -318,6 +385,13 @@ def test_a_snapshot_holds_one_copy_of_what_this_rank_saves_and_none_without_back
         written = [values for held in saving._snapshot.files.values() for values in held.values()]
         shares = [values.untyped_storage().data_ptr() in places for values in written]
         assert shares == [not background] * len(written)
-        storages = {values.untyped_storage().data_ptr(): values.untyped_storage().nbytes() for values in written}
-        own = sum(tensor.nbytes for buffer in optimizer.all_buffers() for tensor in buffer.saved().values())
+        storages = {
+            values.untyped_storage().data_ptr(): values.untyped_storage().nbytes()
+            for values in written
+        }
+        own = sum(
+            tensor.nbytes
+            for buffer in optimizer.all_buffers()
+            for tensor in buffer.saved().values()
+        )
         assert not background or sum(storages.values()) <= own

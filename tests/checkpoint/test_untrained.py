@@ -1,4 +1,5 @@
-"""Checkpoints of a loop of one's own hold frozen weights, and say which buffers they do not hold."""
+"""Checkpoints of a loop of one's own hold frozen weights, and say which buffers they do not
+hold."""
 
 import warnings
 from pathlib import Path
@@ -53,14 +54,18 @@ def test_frozen_weights_are_saved_and_loaded_and_changed_buffers_are_named(tmp_p
     taking = optimizer_of(other)
     assert not torch.equal(other.get_parameter("0.weight"), made.get_parameter("0.weight"))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # frozen weights are bf16, and have no masters that could be narrower
+        # frozen weights are bf16, and have no masters that could be narrower
+        warnings.simplefilter("error")
         load(path, taking)
-    for (name, one), (_, theirs) in zip(other.named_parameters(), made.named_parameters(), strict=True):
+    for (name, one), (_, theirs) in zip(
+        other.named_parameters(), made.named_parameters(), strict=True
+    ):
         assert torch.equal(one, theirs), name
 
 
 def test_all_statistics_of_a_batch_norm_are_named(tmp_path: Path) -> None:
-    """torch's kernel writes to mean and variance unseen, and only the count of batches has a new version."""
+    """torch's kernel writes to mean and variance unseen, and only the count of batches has a new
+    version."""
     made = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     attach_whole(made)
     optimizer = ParallelAMPOptimizer([made], plan("fp32"), lr=1e-2)
@@ -77,6 +82,8 @@ def test_a_frozen_parameter_without_a_layout_is_refused_by_name(tmp_path: Path) 
     attach_whole(made[2])
     attach_whole(made[1], prefix="norm.")
     optimizer = ParallelAMPOptimizer([made], plan("fp32"), lr=1e-2)
-    with pytest.raises(UserError, match=r"0\.weight is frozen and cannot be saved or loaded: it has no layout"):
+    with pytest.raises(
+        UserError, match=r"0\.weight is frozen and cannot be saved or loaded: it has no layout"
+    ):
         save(tmp_path, 1, optimizer, {})
     assert not [*tmp_path.rglob("*.safetensors")]

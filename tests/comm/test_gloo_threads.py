@@ -1,4 +1,5 @@
-"""gloo's threads wait their turn in every group of a mesh; the threads of ranks and of processes do not."""
+"""gloo's threads wait their turn in every group of a mesh; the threads of ranks and of processes do
+not."""
 
 import os
 import sys
@@ -14,14 +15,18 @@ from megaprec.comm.gloo_threads import waiting_their_turn
 from parallel.mesh import world
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the policy SCHED_BATCH")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux has the policy SCHED_BATCH"
+)
 
 
 def policies() -> dict[str, set[int]]:
     """The scheduling policies of this process's threads, by the names of the threads."""
     found: dict[str, set[int]] = {}
     for thread in Path("/proc/self/task").iterdir():
-        found.setdefault((thread / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(thread.name)))
+        found.setdefault((thread / "comm").read_text().strip(), set()).add(
+            os.sched_getscheduler(int(thread.name))
+        )
     return found
 
 
@@ -60,7 +65,9 @@ def test_a_process_with_a_policy_of_its_own_keeps_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("call", ["sched_getscheduler", "sched_setscheduler"])
-def test_a_system_that_refuses_the_policy_goes_on_without_it(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_refuses_the_policy_goes_on_without_it(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: Any) -> None:
         raise PermissionError
 

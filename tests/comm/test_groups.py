@@ -1,4 +1,5 @@
-"""Laws of process groups: right members on every rank, whatever groups others have made before, by few calls."""
+"""Laws of process groups: right members on every rank, whatever groups others have made before, by
+few calls."""
 
 import random
 from datetime import timedelta
@@ -21,7 +22,11 @@ def members_of_splits(mesh: DeviceMesh, uneven: bool) -> list[list[int]]:
     found = []
     for rows in ([[0, 1], [2, 3]], [[1, 2]], [[0, 2], [3, 1]]):
         group = split(torch.tensor(rows))
-        ranks = Axis("row", group.rank(), group.size(), group).gather(torch.tensor([dist.get_rank()])).tolist()
+        ranks = (
+            Axis("row", group.rank(), group.size(), group)
+            .gather(torch.tensor([dist.get_rank()]))
+            .tolist()
+        )
         assert ranks == dist.get_process_group_ranks(group)
         found.append(ranks)
     return found
@@ -40,7 +45,8 @@ def test_a_split_gives_each_rank_the_group_of_its_row(uneven: bool) -> None:
 def test_a_world_that_can_be_split_is_split_by_one_call_with_every_rank_in_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL's way, which a machine without GPUs cannot run: a rank outside all rows would have another name count."""
+    """NCCL's way, which a machine without GPUs cannot run: a rank outside all rows would have
+    another name count."""
     calls = list[list[list[int]]]()
 
     def split_group(split_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
@@ -68,8 +74,12 @@ def test_no_rank_occurs_twice_in_a_pairing_and_each_pair_occurs_once() -> None:
             assert len(ranks) == len(set(ranks))
 
 
-@pytest.mark.parametrize(("ranks", "ring", "sets"), [(2, False, 1), (8, False, 2), (9, False, 2), (8, True, 2)])
-def test_neighbours_need_as_many_sets_as_a_rank_has_pairs(ranks: int, ring: bool, sets: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "ring", "sets"), [(2, False, 1), (8, False, 2), (9, False, 2), (8, True, 2)]
+)
+def test_neighbours_need_as_many_sets_as_a_rank_has_pairs(
+    ranks: int, ring: bool, sets: int
+) -> None:
     pairs = [(rank, rank + 1) for rank in range(ranks - 1)] + [(0, ranks - 1)] * ring
     random.Random(0).shuffle(pairs)
     assert len(pairings(pairs)) == sets

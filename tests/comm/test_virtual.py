@@ -1,4 +1,5 @@
-"""The laws of virtual ranks: a sum is one tree, whatever the number of processes that hold its leaves."""
+"""The laws of virtual ranks: a sum is one tree, whatever the number of processes that hold its
+leaves."""
 
 from collections.abc import Sequence
 
@@ -15,11 +16,15 @@ from tests.ranks import on_ranks
 ALONE = Axis("tp")
 
 
-def leaves_of(size: int, dtype: torch.dtype = torch.float32, rows: int = 24, scale: float = 1e4) -> list[Tensor]:
+def leaves_of(
+    size: int, dtype: torch.dtype = torch.float32, rows: int = 24, scale: float = 1e4
+) -> list[Tensor]:
     """Leaves whose sum depends on the order: their magnitudes differ."""
     generator = torch.Generator().manual_seed(size)
     exponents = torch.rand(size, rows, 5, generator=generator) * 4 - 2
-    return list((torch.randn(size, rows, 5, generator=generator) * scale**exponents).to(dtype).unbind())
+    return list(
+        (torch.randn(size, rows, 5, generator=generator) * scale**exponents).to(dtype).unbind()
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -32,7 +37,9 @@ def test_the_tree_adds_adjacent_pairs_and_an_odd_last_one_goes_up() -> None:
     assert same_bits(tree_sum([a, b, c, d, e, f]), ((a + b) + (c + d)) + (e + f))
     assert same_bits(tree_sum([a, b, c, d, e]), ((a + b) + (c + d)) + e)
     assert same_bits(tree_sum([a]), a)
-    assert not torch.equal(tree_sum([a, b, c, d]), ((a + b) + c) + d), "these leaves do not tell orders apart"
+    assert not torch.equal(tree_sum([a, b, c, d]), ((a + b) + c) + d), (
+        "these leaves do not tell orders apart"
+    )
 
 
 def test_half_precision_leaves_are_added_in_fp32_and_rounded_once() -> None:
@@ -45,7 +52,8 @@ def test_half_precision_leaves_are_added_in_fp32_and_rounded_once() -> None:
 
 def require_same(mesh: DeviceMesh | None, size: int, dtype: torch.dtype) -> None:
     """All collectives over the processes of `mesh` give the bits that one process gives."""
-    whole, shared = VirtualAxis(ALONE, size), VirtualAxis(Axis.of(mesh, "tp"), size)
+    whole = VirtualAxis(ALONE, size)
+    shared = VirtualAxis(Axis.of(mesh, "tp"), size)
     leaves = leaves_of(size, dtype, rows=4 * size)
     leaves[0][0], leaves[1][0] = -0.0, -0.0
     own = [leaves[v] for v in shared.ranks]
@@ -100,9 +108,13 @@ def test_a_maximum_keeps_a_nan() -> None:
 
 
 def test_virtual_ranks_must_divide_evenly() -> None:
-    with pytest.raises(UserError, match="3 virtual ranks cannot be shared out evenly among 2 processes of tp"):
+    with pytest.raises(
+        UserError, match="3 virtual ranks cannot be shared out evenly among 2 processes of tp"
+    ):
         VirtualAxis(Axis("tp", 0, 2), 3)
-    with pytest.raises(ValueError, match="24 elements of dim 0 do not divide by the 5 virtual ranks"):
+    with pytest.raises(
+        ValueError, match="24 elements of dim 0 do not divide by the 5 virtual ranks"
+    ):
         VirtualAxis(ALONE, 5).scatter_sum(leaves_of(5))
     with pytest.raises(ValueError, match="3 tensors were given for the 4 virtual ranks"):
         VirtualAxis(ALONE, 4).sum(leaves_of(3))

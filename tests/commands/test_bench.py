@@ -1,5 +1,5 @@
-"""`python -m tools.bench WHAT` measures what it is asked to and says so in one line of JSON; `fp8` is in
-test_fp8_advice.py."""
+"""`python -m tools.bench WHAT` measures what it is asked to and says so in one line of JSON; `fp8`
+is in test_fp8_advice.py."""
 
 import json
 import math
@@ -27,7 +27,19 @@ from tools.bench import __main__ as bench
 from tools.bench import sums
 from tools.bench.train import measure, run_of
 
-TINY = ["train", "--layers", "2", "--hidden", "32", "--tokens", "8", "--micro-batch", "1", "--microbatches", "2"]
+TINY = [
+    "train",
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--tokens",
+    "8",
+    "--micro-batch",
+    "1",
+    "--microbatches",
+    "2",
+]
 TINY += ["--warmup", "1", "--steps", "3"]
 
 
@@ -44,11 +56,29 @@ def records(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, An
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    (record,) = records(capsys, *TINY, "--precision", "fp32", "--recompute", "selective", "--peak-tflops", "0.5")
-    asked = {"tensor": 1, "pipeline": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
+def test_training_steps_are_timed_and_the_record_says_what_was_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (record,) = records(
+        capsys, *TINY, "--precision", "fp32", "--recompute", "selective", "--peak-tflops", "0.5"
+    )
+    asked = {
+        "tensor": 1,
+        "pipeline": 1,
+        "data": 1,
+        "sequence": False,
+        "schedule": "1f1b",
+        "chunks": 1,
+    }
     asked |= {"overlap": False, "context": 1, "context_by": "ring", "expert": 1, "experts": 0}
-    asked |= {"model": "llama", "layers": 2, "hidden": 32, "tokens": 8, "micro_batch": 1, "microbatches": 2}
+    asked |= {
+        "model": "llama",
+        "layers": 2,
+        "hidden": 32,
+        "tokens": 8,
+        "micro_batch": 1,
+        "microbatches": 2,
+    }
     asked |= {
         "recompute": "selective",
         "recompute_modules": ["attention"],
@@ -79,7 +109,8 @@ def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pyt
     ]
     assert record == asked | {name: record[name] for name in measured}
     assert 0 < record["fastest_s"] <= record["step_s"] <= record["slowest_s"]
-    assert record["tokens_per_s"] == pytest.approx(2 * 8 / record["step_s"], rel=0.2)  # of rounded seconds
+    # of rounded seconds
+    assert record["tokens_per_s"] == pytest.approx(2 * 8 / record["step_s"], rel=0.2)
     (peak,) = record["peak_rss_mb"]
     assert peak > 50
 
@@ -93,7 +124,9 @@ def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pyt
         (["--recompute", "full"], 2 * 2),  # a layer, and within it the activation function
     ],
 )
-def test_what_is_to_be_made_again_is(capsys: pytest.CaptureFixture[str], options: list[str], calls: int) -> None:
+def test_what_is_to_be_made_again_is(
+    capsys: pytest.CaptureFixture[str], options: list[str], calls: int
+) -> None:
     """By calls of a micro-batch, of two layers."""
     made: list[Any] = []
     again = recomputation._Call._make
@@ -107,7 +140,19 @@ def test_what_is_to_be_made_again_is(capsys: pytest.CaptureFixture[str], options
     assert len(made) == (1 + 3) * 2 * calls
 
 
-STAGES = [*TINY, "--pipeline", "2", "--schedule", "interleaved", "--chunks", "2", "--layers", "4", "--model", "gpt2"]
+STAGES = [
+    *TINY,
+    "--pipeline",
+    "2",
+    "--schedule",
+    "interleaved",
+    "--chunks",
+    "2",
+    "--layers",
+    "4",
+    "--model",
+    "gpt2",
+]
 """Four of a layer each on two ranks."""
 
 
@@ -119,7 +164,12 @@ def measured(mesh: DeviceMesh) -> str:
 
 
 def require_two_ranks(record: dict[str, Any]) -> None:
-    assert (record["pipeline"], record["schedule"], record["chunks"], record["model"]) == (2, "interleaved", 2, "gpt2")
+    assert (record["pipeline"], record["schedule"], record["chunks"], record["model"]) == (
+        2,
+        "interleaved",
+        2,
+        "gpt2",
+    )
     assert len(record["peak_rss_mb"]) == 2 and min(record["peak_rss_mb"]) > 50
 
 
@@ -133,7 +183,11 @@ def test_all_ranks_are_measured_and_the_first_one_tells() -> None:
 @pytest.mark.usefixtures("forked_python")
 def test_ranks_are_started() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tools.bench", *STAGES], cwd=ROOT, capture_output=True, text=True, timeout=1200
+        [sys.executable, "-m", "tools.bench", *STAGES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     require_two_ranks(json.loads(done.stdout))
@@ -143,7 +197,10 @@ def test_ranks_are_started() -> None:
     ("options", "says"),
     [
         (["--chunks", "2"], "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
-        (["--data", "3"], "train.global_batch 2 is not a multiple of train.micro_batch 1 x parallel.data 3"),
+        (
+            ["--data", "3"],
+            "train.global_batch 2 is not a multiple of train.micro_batch 1 x parallel.data 3",
+        ),
         (["--pipeline", "3"], "parallel.pipeline 3 is more than model.layers 2"),
         (["--recompute", "full", "--recompute-modules", "norm"], "remove one of them"),
     ],
@@ -168,8 +225,12 @@ def test_a_training_step_is_timed_with_the_kernels_in_c(capsys: pytest.CaptureFi
     assert updates.call_count >= 4, "of as many steps"
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_compiler)], ids=["torch's kernels", "native"])
-def test_the_optimizers_step_is_timed_with_several_buckets(capsys: pytest.CaptureFixture[str], native: bool) -> None:
+@pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=needs_compiler)], ids=["torch's kernels", "native"]
+)
+def test_the_optimizers_step_is_timed_with_several_buckets(
+    capsys: pytest.CaptureFixture[str], native: bool
+) -> None:
     buckets: list[int] = []
     begin = ParallelAMPOptimizer.__init__
 
@@ -182,10 +243,25 @@ def test_the_optimizers_step_is_timed_with_several_buckets(capsys: pytest.Captur
         options = ["--matrices", "2", "--width", "128", "--rounds", "1", "--bucket", str(size)]
         (record,) = records(capsys, "optimizer", *options, *(["--native"] if native else []))
     assert buckets == [2] * (1 + native)
-    assert [record[name] for name in ("parameters", "bucket", "device", "threads")] == [2 * size, size, "cpu", 1]
-    times, ratios = [*TIMES, *(["native_ms"] if native else [])], list(RATIOS)
+    assert [record[name] for name in ("parameters", "bucket", "device", "threads")] == [
+        2 * size,
+        size,
+        "cpu",
+        1,
+    ]
+    times = [*TIMES, *(["native_ms"] if native else [])]
+    ratios = list(RATIOS)
     ratios += ["native_over_bare", "naive_over_native"] if native else []
-    assert set(record) == {"parameters", "bucket", "device", "threads", "torch", "extra_memory", *times, *ratios}
+    assert set(record) == {
+        "parameters",
+        "bucket",
+        "device",
+        "threads",
+        "torch",
+        "extra_memory",
+        *times,
+        *ratios,
+    }
     assert all(record[name] > 0 and math.isfinite(record[name]) for name in (*times, *ratios))
     for name in ratios:
         over, under = name.split("_over_")
@@ -195,7 +271,9 @@ def test_the_optimizers_step_is_timed_with_several_buckets(capsys: pytest.Captur
 
 @pytest.mark.parametrize("page", ["performance.md", "fp8.md"])
 def test_every_measurement_that_a_page_names_can_be_asked_for(page: str) -> None:
-    commands = re.findall(r"^ *python -m tools\.bench ([^#>\n]*)", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    commands = re.findall(
+        r"^ *python -m tools\.bench ([^#>\n]*)", (ROOT / "docs" / page).read_text(), re.MULTILINE
+    )
     assert commands
     for command in commands:
         args = bench.parser().parse_args(command.replace("$way", "full").split())
@@ -209,7 +287,11 @@ def sums_of_a_rank(mesh: DeviceMesh) -> dict[str, Any]:
 
 def test_sums_are_timed_each_way() -> None:
     for record in run_ranks(sums_of_a_rank, {"tp": 2}):
-        assert {key: record.pop(key) for key in sums.LEAST} == {"ranks": 2, "numbers": 12, "rounds": 3}
+        assert {key: record.pop(key) for key in sums.LEAST} == {
+            "ranks": 2,
+            "numbers": 12,
+            "rounds": 3,
+        }
         assert set(record) == {"sum_ms", "direct_ms", "ring_ms"}
         assert all(time > 0 for time in record.values())
 
@@ -229,4 +311,7 @@ def sums_each_way(mesh: DeviceMesh) -> dict[str, float]:
 
 def test_a_sum_over_one_rank_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["sums", "--ranks", "1", "--rounds", "0"]) == 2
-    assert capsys.readouterr().err.splitlines() == ["--ranks: must be at least 2", "--rounds: must be at least 1"]
+    assert capsys.readouterr().err.splitlines() == [
+        "--ranks: must be at least 2",
+        "--rounds: must be at least 1",
+    ]

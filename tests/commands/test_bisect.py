@@ -35,7 +35,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of three steps, its records and checkpoints."""
     folder = tmp_path_factory.mktemp("bisect")
     file = write_run(folder)
-    assert train(file, "train.steps=3", "log.digests=1", "checkpoint.every=1", "checkpoint.keep=9") == 0
+    assert (
+        train(file, "train.steps=3", "log.digests=1", "checkpoint.every=1", "checkpoint.keep=9")
+        == 0
+    )
     return folder
 
 
@@ -68,7 +71,11 @@ def one_digest(record: dict[str, Any]) -> None:
 
 def test_runs_that_are_the_same_agree(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = bisected(capsys, room / "a", room / "b")
-    assert (code, said["verdict"], said["records"]) == (0, "they agree", {"by": "digests", "steps": 3})
+    assert (code, said["verdict"], said["records"]) == (
+        0,
+        "they agree",
+        {"by": "digests", "steps": 3},
+    )
 
 
 def test_a_record_that_does_not_come_back_is_told_with_its_step_and_tensor(
@@ -78,13 +85,21 @@ def test_a_record_that_does_not_come_back_is_told_with_its_step_and_tensor(
     code, said = bisected(capsys, room / "a", room / "b")
     first = said["records"]["first"]
     assert (code, first["step"], first["what"]) == (1, 2, "exp_avg layers.1.mlp.down.weight")
-    assert said["replay"]["verdict"] == "proven" and said["replay"]["from_step"] == 1, "from the checkpoint before"
+    assert said["replay"]["verdict"] == "proven" and said["replay"]["from_step"] == 1, (
+        "from the checkpoint before"
+    )
     assert "does not come back" in said["why"]
 
 
-def test_without_digests_the_metrics_tell_the_step(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_digests_the_metrics_tell_the_step(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (room / "a" / "digests.jsonl").unlink()
-    edit(room / "b" / "metrics.jsonl", 3, lambda record: record.update(loss=record["loss"] * (1 + 2.0**-50)))
+    edit(
+        room / "b" / "metrics.jsonl",
+        3,
+        lambda record: record.update(loss=record["loss"] * (1 + 2.0**-50)),
+    )
     code, said = bisected(capsys, room / "a", room / "b")
     first = said["records"]["first"]
     assert (code, said["records"]["by"], first["step"], first["what"]) == (1, "metrics", 3, "loss")
@@ -97,10 +112,19 @@ def test_steps_without_a_digest_are_compared_by_their_losses_too(
     for name in ("a", "b"):
         shutil.rmtree(room / name / "checkpoints")
         edit(room / name / "digests.jsonl", step, lambda record: record.update(event="none"))
-    edit(room / "b" / "metrics.jsonl", step, lambda record: record.update(loss=record["loss"] * (1 + 2.0**-50)))
+    edit(
+        room / "b" / "metrics.jsonl",
+        step,
+        lambda record: record.update(loss=record["loss"] * (1 + 2.0**-50)),
+    )
     code, said = bisected(capsys, room / "a", room / "b", "--steps", "1")
     first = said["records"]["first"]
-    assert (code, said["records"]["by"], first["step"], first["what"]) == (1, "metrics", step, "loss")
+    assert (code, said["records"]["by"], first["step"], first["what"]) == (
+        1,
+        "metrics",
+        step,
+        "loss",
+    )
 
 
 def test_steps_after_the_newest_digest_are_not_said_to_be_equal_in_every_bit(
@@ -108,20 +132,29 @@ def test_steps_after_the_newest_digest_are_not_said_to_be_equal_in_every_bit(
 ) -> None:
     edit(room / "b" / "digests.jsonl", 3, lambda record: record.update(event="none"))
     code, said = bisected(capsys, room / "a", room / "b")
-    assert code == 0 and said["why"].startswith("2 steps of digests agree: every bit is equal; 1 later step without a")
+    assert code == 0 and said["why"].startswith(
+        "2 steps of digests agree: every bit is equal; 1 later step without a"
+    )
 
 
 def test_damaged_digests_are_named_and_metrics_do_not_stand_for_every_bit(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (room / "b" / "digests.jsonl").write_text('{"step": 1, "event": "other"}\nnot json\n', encoding="utf-8")
+    (room / "b" / "digests.jsonl").write_text(
+        '{"step": 1, "event": "other"}\nnot json\n', encoding="utf-8"
+    )
     assert cli.main(["bisect", str(room / "a"), str(room / "b")]) == 0
     said = capsys.readouterr()
-    assert "digests.jsonl: line 2 is no record" in said.err and "1 of 2 lines are no digests" in said.err
+    assert (
+        "digests.jsonl: line 2 is no record" in said.err
+        and "1 of 2 lines are no digests" in said.err
+    )
     assert "every bit is equal" not in said.out and "log.digests or --replay" in said.out
 
 
-def test_runs_of_other_keys_part_where_the_key_acts(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_keys_part_where_the_key_acts(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (room / "b" / "run.toml").read_text()
     (room / "b.toml").write_text(text.replace("peak = 0.01", "peak = 0.02"))
     code, said = bisected(capsys, room / "a" / "run.toml", room / "b.toml")
@@ -131,7 +164,9 @@ def test_runs_of_other_keys_part_where_the_key_acts(room: Path, capsys: pytest.C
     assert said["replay"]["likely_cause"].startswith("the run files differ in lr.peak")
 
 
-def test_steps_too_far_from_a_checkpoint_are_not_taken_again(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_too_far_from_a_checkpoint_are_not_taken_again(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(room / "b" / "digests.jsonl", 3, one_digest)
     for name in ("a", "b"):
         shutil.rmtree(room / name / "checkpoints")
@@ -140,7 +175,9 @@ def test_steps_too_far_from_a_checkpoint_are_not_taken_again(room: Path, capsys:
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("otherwise", ["parallel.context=2", "train.micro_batch=1", "train.numerics=canonical"])
+@pytest.mark.parametrize(
+    "otherwise", ["parallel.context=2", "train.micro_batch=1", "train.numerics=canonical"]
+)
 def test_runs_that_add_in_another_order_are_not_accused(
     otherwise: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,16 +198,26 @@ def test_a_checkpoint_that_was_changed_before_a_resume_is_named_and_not_the_step
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = (room / "b" / "digests.jsonl").read_text().splitlines(keepends=True)
-    before, after = json.loads(lines[1]), json.loads(lines[2])
+    before = json.loads(lines[1])
+    after = json.loads(lines[2])
     what = turned(room, 2)
     kind, name = what.split(" ", 1)
-    before["state"] = after["state"] = before["tensors"][kind][name] = after["tensors"][kind][name] = "0" * 32
-    loaded = {key: value for key, value in before.items() if key not in OF_STEP} | {"loaded": "b/step_00000002"}
-    (room / "b" / "digests.jsonl").write_text("".join([*lines[:2], f"{json.dumps(loaded)}\n", json.dumps(after)]))
+    before["state"] = after["state"] = before["tensors"][kind][name] = after["tensors"][kind][
+        name
+    ] = "0" * 32
+    loaded = {key: value for key, value in before.items() if key not in OF_STEP} | {
+        "loaded": "b/step_00000002"
+    }
+    (room / "b" / "digests.jsonl").write_text(
+        "".join([*lines[:2], f"{json.dumps(loaded)}\n", json.dumps(after)])
+    )
     code, said = bisected(capsys, room / "a", room / "b")
     first = said["records"]["first"]
     assert (code, first["step"], first["what"], first["loaded"]) == (1, 2, what, True)
-    assert f"the checkpoints of step 2 differ in {what}: one was changed after it was saved" in said["why"]
+    assert (
+        f"the checkpoints of step 2 differ in {what}: one was changed after it was saved"
+        in said["why"]
+    )
     assert cli.main(["bisect", str(room / "a"), str(room / "b")]) == 1
     assert f"first difference in the state loaded after step 2: {what}" in capsys.readouterr().out
 
@@ -182,21 +229,31 @@ def test_steps_are_not_taken_again_from_a_checkpoint_that_only_one_run_had(
     edit(room / "b" / "digests.jsonl", 3, one_digest)
     code, said = bisected(capsys, room / "a", room / "b")
     assert code == 1 and said["replay"]["from_step"] == 1
-    assert said["why"].startswith(f"the checkpoints of step 2 differ in {what}; the records differ, but")
+    assert said["why"].startswith(
+        f"the checkpoints of step 2 differ in {what}; the records differ, but"
+    )
 
 
-def test_runs_on_other_tokens_are_told_so(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (made / "run" / "run.toml").read_text().replace(str(made / "data"), str(tmp_path / "data"))
+def test_runs_on_other_tokens_are_told_so(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        (made / "run" / "run.toml").read_text().replace(str(made / "data"), str(tmp_path / "data"))
+    )
     source = load_run(made / "my.toml").data.source
     other = tmp_path / "other.txt"
     other.write_text(Path(source).read_text(encoding="utf-8").replace("a", "o"), encoding="utf-8")
-    (tmp_path / "b.toml").write_text(text.replace(source, str(other)).replace(str(made / "run"), str(tmp_path / "b")))
+    (tmp_path / "b.toml").write_text(
+        text.replace(source, str(other)).replace(str(made / "run"), str(tmp_path / "b"))
+    )
     code, said = bisected(capsys, made / "run" / "run.toml", tmp_path / "b.toml")
     assert code == 1 and said["keys"][0].startswith(f'data.source: "{source}" (')
     assert said["replay"]["likely_cause"].startswith("the run files differ in data.source")
 
 
-def test_data_that_is_gone_does_not_hide_what_the_records_say(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_is_gone_does_not_hide_what_the_records_say(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(room / "b" / "digests.jsonl", 2, one_digest)
     text = (room / "b" / "run.toml").read_text()
     source = load_run(room / "b" / "run.toml").data.source
@@ -211,7 +268,9 @@ def test_in_one_layout_bits_must_be_equal_and_in_two_they_need_not(made: Path) -
         return load_run(made / "my.toml", overrides)
 
     assert must_be_equal(run(), run("parallel.recompute=full", "checkpoint.every=1"))
-    assert must_be_equal(run(), run("optimizer.weight_decay=0.5", "train.seed=5", "data.source=other.txt"))
+    assert must_be_equal(
+        run(), run("optimizer.weight_decay=0.5", "train.seed=5", "data.source=other.txt")
+    )
     for otherwise in ADDED_OTHERWISE:
         assert not must_be_equal(run(), run(*otherwise.split())), otherwise
     canonical = ("train.numerics=canonical", "train.threads=1")
@@ -220,16 +279,23 @@ def test_in_one_layout_bits_must_be_equal_and_in_two_they_need_not(made: Path) -
     assert other_keys(run(), run("parallel.tensor=2", "log.every=3", "checkpoint.keep=1")) == []
     assert other_keys(run(), run("train.seed=5")) == ["train.seed: 1234 | 5"]
     assert other_keys(run(), run("model.vocab=500")) == []
-    assert other_keys(run(), run("train.steps=9", "lr.length=5")) == [], "a constant rate is the same"
+    assert other_keys(run(), run("train.steps=9", "lr.length=5")) == [], (
+        "a constant rate is the same"
+    )
     assert other_keys(run(), run("lr.warmup=2")) == ["lr.warmup: 0 | 2"]
-    begun = run().model_copy(update={"train": run().train.model_copy(update={"init_from": "other"})})
+    begun = run().model_copy(
+        update={"train": run().train.model_copy(update={"init_from": "other"})}
+    )
     assert other_keys(run(), begun) == ['train.init_from: "" | "other"']
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda folder: (folder / "b" / "run.toml").unlink(), "b has no run.toml: give the folder of a run"),
+        (
+            lambda folder: (folder / "b" / "run.toml").unlink(),
+            "b has no run.toml: give the folder of a run",
+        ),
         (lambda folder: shutil.rmtree(folder / "b"), "run file"),
     ],
 )
@@ -243,9 +309,14 @@ def test_bad_input_is_a_line(
 
 
 @pytest.mark.parametrize("other", ["a", "./a/", "b/../a"])
-def test_one_run_given_twice_is_not_said_to_agree(other: str, room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_given_twice_is_not_said_to_agree(
+    other: str, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bisect", str(room / "a"), f"{room}/{other}"]) == 2
-    assert "are the same run: give two; megaprec prove compares a run with itself" in capsys.readouterr().err
+    assert (
+        "are the same run: give two; megaprec prove compares a run with itself"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_side_without_records_has_none(made: Path) -> None:

@@ -1,4 +1,5 @@
-"""The command line as a whole: its version, and that every command and option of it is explained."""
+"""The command line as a whole: its version, and that every command and option of it is
+explained."""
 
 import argparse
 import platform
@@ -21,7 +22,9 @@ from tools.commands.keys import described
 ROOT = Path(__file__).parents[2]
 
 
-def parsers(parser: argparse.ArgumentParser, name: str = "megaprec") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def parsers(
+    parser: argparse.ArgumentParser, name: str = "megaprec"
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yield the name and the parser of every command, and of commands within commands."""
     yield name, parser
     for action in parser._actions:
@@ -39,7 +42,9 @@ def helps() -> dict[str, str]:
                 told = {choice.dest: choice.help for choice in action._choices_actions}
                 found |= {f"{name} {word}": told.get(word) or "" for word in action.choices}
             else:
-                found[f"{name} {'/'.join(action.option_strings) or action.dest}"] = action.help or ""
+                found[f"{name} {'/'.join(action.option_strings) or action.dest}"] = (
+                    action.help or ""
+                )
     return {name: text for name, text in found.items() if text != argparse.SUPPRESS}
 
 
@@ -61,12 +66,18 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_command_and_option_has_a_help_that_stands_alone() -> None:
-    begins = re.compile(r"(what|whose|of|whether|who|those|the same|which|how|where|so|as) ", re.IGNORECASE)
+    begins = re.compile(
+        r"(what|whose|of|whether|who|those|the same|which|how|where|so|as) ", re.IGNORECASE
+    )
     assert len(helps()) > 80
-    assert {name: text for name, text in helps().items() if len(text.split()) < 2 or begins.match(text)} == {}
+    assert {
+        name: text for name, text in helps().items() if len(text.split()) < 2 or begins.match(text)
+    } == {}
 
 
-def test_a_misspelt_command_is_answered_with_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_is_answered_with_the_closest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words, meant in (
         (["trian"], "train"),
         (["data", "bild"], "build"),
@@ -96,17 +107,25 @@ def test_keys_are_listed_by_table_or_by_a_part_of_the_name(
     assert not not_there & listed
 
 
-def test_a_word_that_no_key_has_is_refused_with_the_closest_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_no_key_has_is_refused_with_the_closest_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["keys", "warmpu", "lr"]) == 2
-    assert capsys.readouterr().err == '"warmpu": no table and no key has this in its name; did you mean lr.warmup?\n'
+    assert (
+        capsys.readouterr().err
+        == '"warmpu": no table and no key has this in its name; did you mean lr.warmup?\n'
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 110])
 def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> None:
-    wrapped, whole = described(width=width), described()
+    wrapped = described(width=width)
+    whole = described()
     assert max(map(len, wrapped.splitlines())) <= width
     keys = [line.split()[0] for line in whole.splitlines() if "." in line.partition(" ")[0]]
-    assert [line.split(" = ")[0] for line in wrapped.splitlines() if re.match(r"\w+\.\w+ = ", line)] == keys
+    assert [
+        line.split(" = ")[0] for line in wrapped.splitlines() if re.match(r"\w+\.\w+ = ", line)
+    ] == keys
     told = " ".join(wrapped.split())
     assert not [line for line in whole.splitlines() if " ".join(line[50:].split()) not in told]
 
@@ -121,11 +140,18 @@ def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> Non
         (["convert", "a", "b", "--to", "me"], {"megaprec", "megatron"}),
     ],
 )
-def test_bash_completes_commands_options_and_keys(words: list[str], completed: set[str], tmp_path: Path) -> None:
+def test_bash_completes_commands_options_and_keys(
+    words: list[str], completed: set[str], tmp_path: Path
+) -> None:
     (tmp_path / "script").write_text(_bash(dict(_words(parser_of_all(), ""))))
-    said = f'COMP_WORDS=(megaprec {" ".join(words)}); COMP_CWORD={len(words)}; _megaprec; echo "${{COMPREPLY[@]}}"'
+    said = (
+        f"COMP_WORDS=(megaprec {' '.join(words)}); COMP_CWORD={len(words)}; _megaprec; echo "
+        f'"${{COMPREPLY[@]}}"'
+    )
     said = f"source ./script; {said}"
-    done = subprocess.run(["bash", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert set(done.stdout.split()) == completed
 
 
@@ -137,29 +163,45 @@ def test_the_script_of_a_shell_is_one_that_the_shell_reads(
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     (tmp_path / "script").write_text(capsys.readouterr().out)
-    done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [shell, "-n", tmp_path / "script"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
     ("line", "completed"),
-    [("megaprec prec", "precision"), ("megaprec data bu", "build"), ("megaprec plan --gpu-", "--gpu-memory")],
+    [
+        ("megaprec prec", "precision"),
+        ("megaprec data bu", "build"),
+        ("megaprec plan --gpu-", "--gpu-memory"),
+    ],
 )
 def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("needs fish")
     (tmp_path / "script").write_text(_fish(dict(_words(parser_of_all(), ""))))
     said = f'source ./script; complete -C "{line}"'
-    done = subprocess.run(["fish", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["fish", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert [found.partition("\t")[0] for found in done.stdout.splitlines()] == [completed]
 
 
-@pytest.mark.parametrize("start", [["-c", "from tools.start import main"], ["-m", "megaprec", "keys"]])
-def test_ctrl_c_while_modules_are_read_leaves_no_traceback(start: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start", [["-c", "from tools.start import main"], ["-m", "megaprec", "keys"]]
+)
+def test_ctrl_c_while_modules_are_read_leaves_no_traceback(
+    start: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "torch/__init__.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
     command = [sys.executable, *start]
-    ended = subprocess.run(command, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
@@ -207,7 +249,9 @@ def test_overrides_are_not_said_to_be_required(capsys: pytest.CaptureFixture[str
             assert "table.key=value" not in capsys.readouterr().err.splitlines()[-1], name
 
 
-def test_an_override_that_is_written_as_an_option_is_told_its_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_override_that_is_written_as_an_option_is_told_its_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words in (["--train.steps=14"], ["--train.steps", "14"]):
         with pytest.raises(SystemExit) as left:
             main(["train", "run.toml", *words])

@@ -27,13 +27,23 @@ def written(folder: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def record(step: int, loss: Any, outcome: str = "applied", **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "outcome": outcome, "grad_norm": 1.0, "loss_scale": 1.0, **more}
+    return {
+        "step": step,
+        "loss": loss,
+        "outcome": outcome,
+        "grad_norm": 1.0,
+        "loss_scale": 1.0,
+        **more,
+    }
 
 
-def test_runs_in_several_modes_make_one_picture_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_in_several_modes_make_one_picture_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from PIL import Image  # noqa: PLC0415  # comes with matplotlib, which is optional
 
-    file, picture = write_run(tmp_path), tmp_path / "modes.png"
+    file = write_run(tmp_path)
+    picture = tmp_path / "modes.png"
     folders = [tmp_path / name for name in MODES]
     for folder, keys in zip(folders, MODES.values(), strict=True):
         assert train(file, *keys, f"train.folder={folder}", "checkpoint.every=0") == 0
@@ -50,7 +60,9 @@ def test_runs_in_several_modes_make_one_picture_and_a_table(tmp_path: Path, caps
 
 def test_the_final_loss_is_the_mean_of_the_last_applied_steps() -> None:
     steps = [record(n, float(n)) for n in range(1, 31)] + [record(31, math.inf, "skipped_overflow")]
-    curve = Curve("a", [*steps, record(32, 100.0, eval_loss=3.5), record(33, math.nan, "skipped_overflow")])
+    curve = Curve(
+        "a", [*steps, record(32, 100.0, eval_loss=3.5), record(33, math.nan, "skipped_overflow")]
+    )
     assert curve.final == (sum(range(30 - LAST + 2, 31)) + 100.0) / LAST
     assert (curve.skipped, curve.held_out) == (2, 3.5)
     none = Curve("b", [record(1, math.nan, "skipped_overflow")])
@@ -63,9 +75,15 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     assert [curve.name for curve in read_curves(folders)] == list(map(str, folders))
 
 
-def test_what_cannot_be_compared_is_said_in_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, empty, absent = written(tmp_path / "run", [record(1, 2.0)]), written(tmp_path / "empty", []), tmp_path / "no"
-    assert cli.main(["compare", str(run), str(empty), str(absent), "-o", str(tmp_path / "a.png")]) == 2
+def test_what_cannot_be_compared_is_said_in_one_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path / "run", [record(1, 2.0)])
+    empty = written(tmp_path / "empty", [])
+    absent = tmp_path / "no"
+    assert (
+        cli.main(["compare", str(run), str(empty), str(absent), "-o", str(tmp_path / "a.png")]) == 2
+    )
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"{f} has no steps in {METRICS}: give run folders" for f in (empty, absent)]
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
@@ -79,13 +97,19 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(tmp_path: Path, capsys
 @pytest.mark.parametrize("count", [2, 8, 9])
 @pytest.mark.parametrize("options", [[], ["--over", "tokens"], ["--against", "run0"]])
 def test_any_number_of_runs_is_drawn_without_a_warning(
-    count: int, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    count: int,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     for number in range(count):
         steps = [record(n, 5.0 - n / 9 + number, tokens=8 * n) for n in range(1, 5 + number)]
-        written(Path(f"run{number}"), [*steps, record(99, math.nan, "skipped_overflow", tokens=800)])
+        written(
+            Path(f"run{number}"), [*steps, record(99, math.nan, "skipped_overflow", tokens=800)]
+        )
     assert cli.main(["compare", *(f"run{n}" for n in range(count)), *options, "-o", "a.png"]) == 0
     assert (tmp_path / "a.png").stat().st_size > 5_000
     assert not [warning for warning in recwarn if "layout" in str(warning.message)]

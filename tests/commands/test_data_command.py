@@ -28,13 +28,21 @@ def test_a_text_is_built_and_inspected(tmp_path: Path, capsys: pytest.CaptureFix
     assert "already there" in capsys.readouterr().out
     assert command("inspect", out, "--samples", 2) == 0
     shown = capsys.readouterr().out
-    for line in ("documents ", "dtype              uint16", "longest document", "mean document", "largest id"):
+    for line in (
+        "documents ",
+        "dtype              uint16",
+        "longest document",
+        "mean document",
+        "largest id",
+    ):
         assert line in shown
     assert shown.count("--- document") == 2
     assert "import" in shown or "def " in shown or "#" in shown
 
 
-def test_without_a_tokenizer_ids_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_tokenizer_ids_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with IndexedWriter(tmp_path / "x", 1000) as writer:
         writer.add_document(list(range(100)))
         writer.add_document([7, 8])
@@ -45,7 +53,9 @@ def test_without_a_tokenizer_ids_are_shown(tmp_path: Path, capsys: pytest.Captur
     assert "mean document      51.0 tokens" in shown
 
 
-def test_an_empty_data_set_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_data_set_can_be_inspected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with IndexedWriter(tmp_path / "x", 1000):
         pass
     assert command("inspect", tmp_path / "x") == 0
@@ -93,13 +103,17 @@ def test_a_build_waits_for_another_of_the_same_prefix_and_takes_what_it_made(
     words = ("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
     with ThreadPoolExecutor(1) as other:
         with alone(tmp_path / ".py.lock", lambda: pytest.fail("nobody builds yet")):
-            waiting, said, deadline = other.submit(command, *words), "", time.monotonic() + 600
+            waiting = other.submit(command, *words)
+            said = ""
+            deadline = time.monotonic() + 600
             while "waiting for another process" not in said:
                 assert time.monotonic() < deadline and not waiting.done()
                 time.sleep(0.01)
                 said += capfd.readouterr().err
             assert [path.name for path in tmp_path.iterdir()] == [".py.lock"]
-            assert command(*words[:2], tmp_path / "another", *words[3:]) == 0, "another prefix is free"
+            assert command(*words[:2], tmp_path / "another", *words[3:]) == 0, (
+                "another prefix is free"
+            )
             for path in tmp_path.glob("another.*"):
                 path.rename(path.with_stem("py"))
         assert waiting.result() == 0

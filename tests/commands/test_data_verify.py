@@ -1,4 +1,5 @@
-"""`megaprec data verify` finds every kind of damage, says it in a line, and has an exit code for it."""
+"""`megaprec data verify` finds every kind of damage, says it in a line, and has an exit code for
+it."""
 
 import json
 import re
@@ -61,7 +62,11 @@ def test_a_data_set_as_it_was_built_is_ok(good: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_damage_is_bad(
-    good: Path, suffix: str, change: Callable[[bytearray], None], why: str, capsys: pytest.CaptureFixture[str]
+    good: Path,
+    suffix: str,
+    change: Callable[[bytearray], None],
+    why: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     changed(good.with_suffix(suffix), change)
     assert command("verify", good) == 2
@@ -75,11 +80,18 @@ def test_half_a_pair_is_bad(good: Path, suffix: str, capsys: pytest.CaptureFixtu
     assert "no such file" in capsys.readouterr().out
 
 
-def test_another_tokenizer_is_bad(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command("tokenizer", "python", tmp_path / "small.model", "--vocab-size", 350, "--max-chars", 30_000)
+def test_another_tokenizer_is_bad(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(
+        "tokenizer", "python", tmp_path / "small.model", "--vocab-size", 350, "--max-chars", 30_000
+    )
     assert command("verify", good, "--tokenizer", tmp_path / "small.model") == 2
     said = capsys.readouterr().out
-    assert "it is another one's data" in said and "is not the one that the data set was built with" in said
+    assert (
+        "it is another one's data" in said
+        and "is not the one that the data set was built with" in said
+    )
 
 
 def test_a_pair_of_others_is_ok_but_for_what_cannot_be_known(
@@ -90,7 +102,11 @@ def test_a_pair_of_others_is_ok_but_for_what_cannot_be_known(
         writer.add_document([])
     assert command("verify", tmp_path / "x") == 1
     said = capsys.readouterr().out
-    for line in ("note  ids        1 to 3; no tokenizer", "note  documents  1 of 2 are empty", "note  record "):
+    for line in (
+        "note  ids        1 to 3; no tokenizer",
+        "note  documents  1 of 2 are empty",
+        "note  record ",
+    ):
         assert line in said
 
 
@@ -100,10 +116,14 @@ def test_documents_without_an_end_are_noted(good: Path, capsys: pytest.CaptureFi
         writer.add_document([5, 2])
         writer.add_document([5, 6])
     assert command("verify", good) == 1
-    assert "note  ends       1 document without the end-of-document token" in capsys.readouterr().out
+    assert (
+        "note  ends       1 document without the end-of-document token" in capsys.readouterr().out
+    )
 
 
-def test_negative_ids_and_numbers_that_are_none_are_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_negative_ids_and_numbers_that_are_none_are_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with IndexedWriter(tmp_path / "x", 70_000) as writer:
         writer.add_document([1, 2, 3])
     (tmp_path / "x.bin").write_bytes(np.array([1, -2, 3], "<i4").tobytes())
@@ -143,7 +163,9 @@ def test_nothing_at_all_is_the_users_error(tmp_path: Path) -> None:
         command("verify", tmp_path / "nothing")
 
 
-def test_an_option_of_texts_is_refused_beside_tokens_and_one_of_tokens_beside_texts(good: Path, tmp_path: Path) -> None:
+def test_an_option_of_texts_is_refused_beside_tokens_and_one_of_tokens_beside_texts(
+    good: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=f"--text-field body: {good} is a data set of tokens"):
         command("verify", good, "--text-field", "body")
     (tmp_path / "x.txt").write_text("text")

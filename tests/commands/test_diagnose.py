@@ -1,4 +1,5 @@
-"""`megaprec diagnose`: what each rank was doing when a run ended, from the records that the ranks left."""
+"""`megaprec diagnose`: what each rank was doing when a run ended, from the records that the ranks
+left."""
 
 from pathlib import Path
 
@@ -10,7 +11,21 @@ from tools.training.end_records import FOLDER, EndRecord, forget_records, read_r
 
 
 def beat(rank: int, doing: str = "update", waits: bool = True) -> Beat:
-    return Beat(rank, f"node{rank}", "", 100 + rank, "1", -1, 1, "step", 5, doing, 1, waits, ("parallel/a.py:1 f",))
+    return Beat(
+        rank,
+        f"node{rank}",
+        "",
+        100 + rank,
+        "1",
+        -1,
+        1,
+        "step",
+        5,
+        doing,
+        1,
+        waits,
+        ("parallel/a.py:1 f",),
+    )
 
 
 def diagnose(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -24,14 +39,22 @@ def test_the_verdict_comes_first_and_a_rank_that_left_nothing_is_where_another_l
     hung = beat(1, "forward of micro-batch 0 in stage 1", waits=False)
     for rank in (0, 2):
         record = EndRecord(
-            rank=beat(rank), ranks=4, ended="left", verdict="rank 1 hangs", culprits=(1,), others=(hung,)
+            rank=beat(rank),
+            ranks=4,
+            ended="left",
+            verdict="rank 1 hangs",
+            culprits=(1,),
+            others=(hung,),
         )
         write_record(tmp_path, record)
     at = ", at parallel/a.py:1 f; "
     assert diagnose(tmp_path, capsys) == [
         "culprit    rank 1 hangs",
         f"rank 0     on node0 (process 100) waited in step 5, update{at}left",
-        f"rank 1     on node1 (process 101) was in step 5, forward of micro-batch 0 in stage 1{at}left no record",
+        (
+            "rank 1     on node1 (process 101) was in step 5, forward of micro-batch 0 in stage "
+            f"1{at}left no record"
+        ),
         f"rank 2     on node2 (process 102) waited in step 5, update{at}left",
         "rank 3     where it was is not known; left no record",
     ]
@@ -43,16 +66,30 @@ def test_without_a_verdict_the_culprit_is_the_rank_that_failed_or_the_one_that_l
     lost = EndRecord(rank=beat(0), ranks=2, ended="lost the connection to another rank")
     write_record(tmp_path, lost)
     assert diagnose(tmp_path, capsys)[0].startswith("culprit    rank 1, which left no record")
-    write_record(tmp_path, EndRecord(rank=beat(1), ranks=2, ended="ValueError: a bug", culprits=(1,)))
+    write_record(
+        tmp_path, EndRecord(rank=beat(1), ranks=2, ended="ValueError: a bug", culprits=(1,))
+    )
     assert diagnose(tmp_path, capsys)[0] == "culprit    rank 1 on node1 failed: ValueError: a bug"
     write_record(tmp_path, EndRecord(rank=beat(1), ranks=2, ended=lost.ended))
     assert diagnose(tmp_path, capsys)[0].startswith("culprit    unknown")
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"null", b"\xff", b'{"rank": 1}', b"[" * 5000, b'{"rank": {"rank": 1e400}}']
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"rank": 1}',
+        b"[" * 5000,
+        b'{"rank": {"rank": 1e400}}',
+    ],
 )
-def test_a_damaged_record_is_one_line(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_record_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path, EndRecord(rank=beat(0), ranks=2, ended="left"))
     (tmp_path / FOLDER / "rank-00001.json").write_bytes(content)
     assert cli.main(["diagnose", str(tmp_path)]) == 2
@@ -60,7 +97,9 @@ def test_a_damaged_record_is_one_line(content: bytes, tmp_path: Path, capsys: py
     assert "rank-00001.json" in line and "damaged" in line
 
 
-def test_where_there_is_nothing_to_read_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_is_nothing_to_read_one_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "odd" / FOLDER / "rank-00000.json").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "file", tmp_path / "gone", tmp_path / "odd"):
@@ -68,7 +107,9 @@ def test_where_there_is_nothing_to_read_one_line_says_so(tmp_path: Path, capsys:
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_ranks_that_no_run_can_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_no_run_can_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path, EndRecord(rank=beat(0), ranks=2, ended="left"))
     for change in ('"ranks":1000000000', '"ranks":-1', '"ranks":0', '"ranks":2,"culprits":[9]'):
         file = tmp_path / FOLDER / "rank-00000.json"

@@ -1,4 +1,5 @@
-"""`megaprec fp8-advice` and `python -m tools.bench fp8`: every product is listed with its own numbers."""
+"""`megaprec fp8-advice` and `python -m tools.bench fp8`: every product is listed with its own
+numbers."""
 
 import argparse
 import json
@@ -66,7 +67,9 @@ def test_every_kind_of_product_is_listed_as_a_tensor_rank_makes_it(run_file: Pat
 
 
 def test_experts_share_the_tokens(run_file: Path) -> None:
-    found = listed(load_run(run_file, ["model.family=mixtral", "model.experts=4", "model.experts_per_token=2"]))
+    found = listed(
+        load_run(run_file, ["model.family=mixtral", "model.experts=4", "model.experts_per_token=2"])
+    )
     assert found["layers.*.mlp.experts.*.down.weight"] == ("40 x 160 x 64", 12, "")
 
 
@@ -82,7 +85,10 @@ def test_weights_that_fp8_does_not_take_are_named_with_the_dim(
 ) -> None:
     assert main(["fp8-advice", str(run_file), "fp8.kind=blockwise"]) == 0
     said = capsys.readouterr().out
-    assert "layers.*.mlp.down.weight: 64 outputs (dim 0) are no multiple of 128 and 160 inputs (dim 1)" in said
+    assert (
+        "layers.*.mlp.down.weight: 64 outputs (dim 0) are no multiple of 128 and 160 inputs (dim 1)"
+        in said
+    )
     assert main(["fp8-advice", str(run_file), "fp8.kind=current", "train.seq_length=41"]) == 0
     assert "82 tokens are not a multiple of 16" in capsys.readouterr().out
 
@@ -103,14 +109,18 @@ def test_estimates_meet_the_published_numbers_and_stay_between_them() -> None:
     assert (fp8_advice.estimate(small), fp8_advice.estimate(large)) == (low, pytest.approx(high))
     assert fp8_advice.estimate(Shape(1, 1, 1)) == low
     assert fp8_advice.estimate(Shape(10**5, 10**5, 10**5)) == high
-    between = [fp8_advice.estimate(Shape(tokens, 4096, 4096)) for tokens in (256, 1024, 4096, 16384)]
+    between = [
+        fp8_advice.estimate(Shape(tokens, 4096, 4096)) for tokens in (256, 1024, 4096, 16384)
+    ]
     assert between == sorted(between)
     assert low < between[0] < 1 < between[-1] < high
 
 
 def test_the_gain_of_all_counts_what_fp8_does_not_reach() -> None:
     shape = Shape(8, 16, 32)
-    fast, wide = (fp8_advice.Product("a", shape, 1, why, gain) for why, gain in (("", 2.0), ("because", 1.0)))
+    fast, wide = (
+        fp8_advice.Product("a", shape, 1, why, gain) for why, gain in (("", 2.0), ("because", 1.0))
+    )
     assert fp8_advice.speedup([fast], 0.0) == 2.0
     assert fp8_advice.speedup([fast, wide], 2 * shape.flops) == pytest.approx(4 / 3.5)
     assert [fp8_advice.verdict(one) for one in (fast, wide)] == ["gains", "wide"]
@@ -145,12 +155,14 @@ def test_bad_input_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_casts_are_traced_whole_and_change_no_bit_when_compiled(kind: Kind) -> None:
-    """Without a code generator: what is shown is that torch.compile sees one graph that does the same."""
+    """Without a code generator: what is shown is that torch.compile sees one graph that does the
+    same."""
     traced = torch.compile(quantize_both, backend="aot_eager", fullgraph=True)
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     scale = torch.tensor(3.0) if kind == "delayed" else None
     for role in ("input", "gradient"):
-        made, told = traced(x, FP8Recipe(kind), role, scale), quantize_both(x, FP8Recipe(kind), role, scale)
+        made = traced(x, FP8Recipe(kind), role, scale)
+        told = quantize_both(x, FP8Recipe(kind), role, scale)
         for a, b in zip(made, told, strict=True):
             assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
             assert torch.equal(a.inverse, b.inverse)
@@ -172,20 +184,47 @@ def test_without_a_gpu_the_benchmark_says_so(
 
 
 def test_the_benchmark_times_all_products_and_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--hidden", "64", "--layers", "1", "--tokens", "16", "--micro-batch", "1", "--rounds", "1"]
+    small = [
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+        "--tokens",
+        "16",
+        "--micro-batch",
+        "1",
+        "--rounds",
+        "1",
+    ]
     small += ["--kinds", "current", "--peak", "1e6"]
     assert bench.main(arguments("--device", "cpu", *small)) == 0
     *lines, formula = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines]
-    assert [r["shape"] for r in records[:4]] == ["16 x 64 x 96", "16 x 64 x 64", "16 x 64 x 448", "16 x 224 x 64"]
+    assert [r["shape"] for r in records[:4]] == [
+        "16 x 64 x 96",
+        "16 x 64 x 64",
+        "16 x 64 x 448",
+        "16 x 224 x 64",
+    ]
     assert [r["precision"] for r in records[4:]] == ["bf16", "current"]
     for record in records[4:]:
-        expected = record["tokens_per_s"] * 3 * bench.layer_stack(arguments(*small)).flops_per_token(16) / 1e6
+        expected = (
+            record["tokens_per_s"]
+            * 3
+            * bench.layer_stack(arguments(*small)).flops_per_token(16)
+            / 1e6
+        )
         assert record["mfu"] == pytest.approx(expected, rel=0.01)
     assert formula == "MFU = tokens/s x 3 x forward FLOPs a token / bf16 FLOP/s of the device"
 
 
 def test_the_benchmarks_layer_is_that_of_llama_3_8b() -> None:
     made = bench.layer_stack(arguments())
-    assert (made.hidden, made.heads, made.kv_heads, made.head_dim, made.ffn) == (4096, 32, 8, 128, 14336)
+    assert (made.hidden, made.heads, made.kv_heads, made.head_dim, made.ffn) == (
+        4096,
+        32,
+        8,
+        128,
+        14336,
+    )
     assert str(bench.shapes(made, 8192)["gate, up"]) == "8192 x 4096 x 28672"

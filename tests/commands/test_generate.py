@@ -31,7 +31,9 @@ STEPS = 40
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that four ranks wrote."""
     file = write_run(tmp_path_factory.mktemp("runs"))
-    run = train_on(file, f"train.steps={STEPS}", "model.dropout=0", "lr.peak=2e-2", tensor=2, pipeline=2)
+    run = train_on(
+        file, f"train.steps={STEPS}", "model.dropout=0", "lr.peak=2e-2", tensor=2, pipeline=2
+    )
     return checkpoint(run, STEPS)
 
 
@@ -52,12 +54,18 @@ def generate(trained: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
-    [(PROMPT, 0), ("数", 1), ("", 8), (PROMPT, 30)],  # 30 are more than fit into the model's positions
+    [
+        (PROMPT, 0),
+        ("数", 1),
+        ("", 8),
+        (PROMPT, 30),
+    ],  # 30 are more than fit into the model's positions
 )
 def test_greedy_text_is_what_a_plain_model_finds_likeliest(
     prompt: str, tokens: int, trained: Path, generate: Generate
 ) -> None:
-    store, tokenizer = Store(trained), load_tokenizer(trained / "text.model")
+    store = Store(trained)
+    tokenizer = load_tokenizer(trained / "text.model")
     config = ModelConfig(**store.index["model"])
     weights = {name: store.read("weight", name).double() for name in store.shapes("weight")}
     assert tokenizer.eos is not None
@@ -86,9 +94,12 @@ def test_no_token_is_chosen_that_the_tokenizer_does_not_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], hugging_face: bool
 ) -> None:
     """A vocabulary is often padded: the model computes logits of ids that stand for nothing."""
-    file, keys = write_run(tmp_path), ["model.vocab=700"]
+    file = write_run(tmp_path)
+    keys = ["model.vocab=700"]
     if hugging_face:
-        definition = train_hugging_face([(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290)
+        definition = train_hugging_face(
+            [(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290
+        )
         said = json.loads(definition.read_text("utf-8"))
         said["model"]["vocab"] |= {"far away": 400}
         definition.write_text(json.dumps(said), encoding="utf-8")
@@ -99,9 +110,13 @@ def test_no_token_is_chosen_that_the_tokenizer_does_not_have(
     known = set(tokenizer.vocabulary().values())
     assert len(known) == (291 if hugging_face else 330)
     for seed in range(3):
-        made = Generation(load_model(path, CachedStage), "the", 20, Sampling(temperature=50, top_k=0), seed)
+        made = Generation(
+            load_model(path, CachedStage), "the", 20, Sampling(temperature=50, top_k=0), seed
+        )
         assert "".join(made) and set(made.ids) <= known
-    assert main(["generate", str(path), "--prompt", "the", "--temperature", "50", "--top-k", "0"]) == 0
+    assert (
+        main(["generate", str(path), "--prompt", "the", "--temperature", "50", "--top-k", "0"]) == 0
+    )
     capsys.readouterr()
 
 
@@ -109,13 +124,24 @@ def test_one_likeliest_token_is_greedy_whatever_the_temperature(generate: Genera
     assert generate("--top-k", 1, "--temperature", 5) == generate("--temperature", 0)
 
 
-def test_a_checkpoint_stands_alone_and_can_be_moved(trained: Path, generate: Generate, tmp_path: Path) -> None:
+def test_a_checkpoint_stands_alone_and_can_be_moved(
+    trained: Path, generate: Generate, tmp_path: Path
+) -> None:
     moved = shutil.copytree(trained, tmp_path / "elsewhere")
-    run = shutil.copytree(trained.parent.parent, tmp_path / "run", ignore=shutil.ignore_patterns("data"))
-    assert generate(path=moved) == generate(path=run) == generate(path=run / "checkpoints") == generate()
+    run = shutil.copytree(
+        trained.parent.parent, tmp_path / "run", ignore=shutil.ignore_patterns("data")
+    )
+    assert (
+        generate(path=moved)
+        == generate(path=run)
+        == generate(path=run / "checkpoints")
+        == generate()
+    )
 
 
-def test_control_characters_do_not_reach_a_terminal(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_do_not_reach_a_terminal(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert harmless("a\tü\n\x1b[2J\x07") == "a\tü\n\ufffd[2J\ufffd"
     monkeypatch.setattr("tools.commands.generate.Generation.__iter__", lambda _: iter("\x1b[2J"))
     assert generate(prompt="x") == "x\x1b[2J\n"
@@ -123,11 +149,16 @@ def test_control_characters_do_not_reach_a_terminal(generate: Generate, monkeypa
     assert generate(prompt="x") == "x\ufffd[2J\n"
 
 
-def test_text_beyond_the_positions_of_the_model_is_noted(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_beyond_the_positions_of_the_model_is_noted(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for tokens, noted in ((4, False), (30, True)):
         assert main(["generate", str(trained), "--prompt", "the", "--tokens", str(tokens)]) == 0
         said = capsys.readouterr()
-        note = "note: the model has 16 positions (model.max_positions): beyond them, each token was chosen from the "
+        note = (
+            "note: the model has 16 positions (model.max_positions): beyond them, each token was "
+            "chosen from the "
+        )
         assert said.err == (note + "newest 16 tokens alone\n" if noted else "")
 
 
@@ -136,21 +167,38 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "prompts.txt").write_text("the text\n\nwhat it\n", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("über\n"))
-    asked = ["--prompt", "model", "--prompt", "-", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "9"]
+    asked = [
+        "--prompt",
+        "model",
+        "--prompt",
+        "-",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--tokens",
+        "9",
+    ]
     assert main(["generate", str(trained), *asked, "--json"]) == 0
     together = lines(capsys)
     assert [one["prompt"] for one in together] == ["model", "über", "the text", "what it"]
     for one in together:
-        assert main(["generate", str(trained), "--prompt", one["prompt"], "--tokens", "9", "--json"]) == 0
+        assert (
+            main(["generate", str(trained), "--prompt", one["prompt"], "--tokens", "9", "--json"])
+            == 0
+        )
         assert lines(capsys) == [one]
         assert one["finish"] in ("length", "end") and one["tokens"] <= 9 and one["text"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("über\n"))
     assert main(["generate", str(trained), *asked]) == 0
-    said = [f"--- prompt {n} of 4\n{one['prompt']}{one['text']}\n" for n, one in enumerate(together, 1)]
+    said = [
+        f"--- prompt {n} of 4\n{one['prompt']}{one['text']}\n" for n, one in enumerate(together, 1)
+    ]
     assert capsys.readouterr().out == "\n".join(said)
 
 
@@ -159,7 +207,22 @@ def test_the_text_ends_before_a_stop_string(
     stop: str, trained: Path, capsys: pytest.CaptureFixture[str], generate: Generate
 ) -> None:
     whole = generate("--tokens", 40, prompt="the ").removesuffix("\n")
-    assert main(["generate", str(trained), "--prompt", "the ", "--tokens", "40", "--stop", stop, "--json"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(trained),
+                "--prompt",
+                "the ",
+                "--tokens",
+                "40",
+                "--stop",
+                stop,
+                "--json",
+            ]
+        )
+        == 0
+    )
     (one,) = lines(capsys)
     continued = whole.removeprefix("the ")
     assert one["text"] == continued.partition(stop)[0]
@@ -186,17 +249,26 @@ def test_a_hugging_face_folder_says_what_the_checkpoint_says(
 def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training puts the token that ends a document between two, and never the begin token of a tokenizer."""
+    """Training puts the token that ends a document between two, and never the begin token of a
+    tokenizer."""
     file = write_run(tmp_path)
-    definition = train_hugging_face([(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290)
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "t", "eos_token": "<|endoftext|>"}')
+    definition = train_hugging_face(
+        [(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"bos_token": "t", "eos_token": "<|endoftext|>"}'
+    )
     keys = [f"data.tokenizer={definition}", f"data.cache={tmp_path}/other", "train.steps=1"]
     run = train_on(file, *keys)
     assert main(["convert", str(run), str(tmp_path / "hf"), "--no-verify"]) == 0
-    assert "name token 84 as bos_token, which nothing says to stand before documents" in capsys.readouterr().out
+    assert (
+        "name token 84 as bos_token, which nothing says to stand before documents"
+        in capsys.readouterr().out
+    )
     kept = checkpoint(run, 1) / "tokenizer_config.json"
     assert load_model(run, CachedStage).begin == load_model(tmp_path / "hf", CachedStage).begin == 0
-    kept.write_text(kept.read_text().replace('"t"', '"h"'))  # settings of a checkpoint stay as they were saved
+    # settings of a checkpoint stay as they were saved
+    kept.write_text(kept.read_text().replace('"t"', '"h"'))
     assert main(["generate", str(run), "--prompt", "the"]) == 2
     assert "tokenizer_config.json is not what was saved" in capsys.readouterr().err
 
@@ -204,13 +276,16 @@ def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    transformers: Any = pytest.importorskip(
+        "transformers", reason="needs transformers: the extra hf"
+    )
     assert main(["convert", str(trained), str(tmp_path / "hf"), "--no-verify"]) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = tokenizer(f"{tokenizer.bos_token}the text", return_tensors="pt").input_ids
     expected = tokenizer.decode(
-        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0], skip_special_tokens=True
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0],
+        skip_special_tokens=True,
     )
     capsys.readouterr()
     options = ["--prompt", "the text", "--tokens", "8", "--temperature", "0"]
@@ -233,7 +308,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_wrong_options_are_refused_by_name(options: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused_by_name(
+    options: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", str(trained), "--prompt", "x", *options.split()]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(WRONG[options]) and said.err.count("\n") == 1 and not said.out
@@ -245,8 +322,16 @@ def edited(folder: Path, name: str, **said: object) -> None:
 
 
 IDS: dict[str, tuple[str, dict[str, object], str]] = {
-    "beyond the model": ("config.json", {"bos_token_id": 99999}, "bos_token_id = 99999 is not followed: no token has"),
-    "beyond the tokenizer": ("config.json", {"bos_token_id": 340}, "bos_token_id = 340 is not followed"),
+    "beyond the model": (
+        "config.json",
+        {"bos_token_id": 99999},
+        "bos_token_id = 99999 is not followed: no token has",
+    ),
+    "beyond the tokenizer": (
+        "config.json",
+        {"bos_token_id": 340},
+        "bos_token_id = 340 is not followed",
+    ),
     "several": (
         "config.json",
         {"bos_token_id": [5, 6]},
@@ -289,7 +374,19 @@ def test_what_a_folder_says_of_its_tokens_and_is_not_followed_is_noted(
         notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
         assert len(notes) == bool(why) and all(why in note and str(path) in note for note in notes)
         if path == folder:
-            assert main(["convert", str(folder), str(tmp_path / "again"), "--to", "megaprec", "--no-verify"]) == 0
+            assert (
+                main(
+                    [
+                        "convert",
+                        str(folder),
+                        str(tmp_path / "again"),
+                        "--to",
+                        "megaprec",
+                        "--no-verify",
+                    ]
+                )
+                == 0
+            )
             if name == "tokenizer.json":
                 assert why in capsys.readouterr().out
                 return
@@ -298,15 +395,41 @@ def test_what_a_folder_says_of_its_tokens_and_is_not_followed_is_noted(
 def test_another_tokenizer_than_the_models_own_is_noted(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = train_hugging_face(["the model says what it has seen\n" * 9], tmp_path / "tokenizer.json", 260)
-    for file, notes in ((shutil.copy(trained / "text.model", tmp_path / "own.model"), 0), (other, 1)):
-        assert main(["generate", str(trained), "--prompt", "the", "--tokens", "1", "--tokenizer", str(file)]) == 0
-        assert capsys.readouterr().err.count(f"note: {file} is used, not {trained}/text.model") == notes
+    other = train_hugging_face(
+        ["the model says what it has seen\n" * 9], tmp_path / "tokenizer.json", 260
+    )
+    for file, notes in (
+        (shutil.copy(trained / "text.model", tmp_path / "own.model"), 0),
+        (other, 1),
+    ):
+        assert (
+            main(
+                [
+                    "generate",
+                    str(trained),
+                    "--prompt",
+                    "the",
+                    "--tokens",
+                    "1",
+                    "--tokenizer",
+                    str(file),
+                ]
+            )
+            == 0
+        )
+        assert (
+            capsys.readouterr().err.count(f"note: {file} is used, not {trained}/text.model")
+            == notes
+        )
 
 
 @pytest.mark.parametrize("option", ["--prompts", "--prompt"])
 def test_prompts_are_texts_as_those_of_a_data_set(
-    option: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    option: str,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "prompts.txt"
 
@@ -319,14 +442,24 @@ def test_prompts_are_texts_as_those_of_a_data_set(
 
     assert run(b"\xef\xbb\xbfthe model\n") == 0
     assert [one["prompt"] for one in lines(capsys)] == ["the model"]
-    for content, why in ((b"the \xff\n", "give UTF-8 text"), ("the".encode("utf-16-le"), "it has zero bytes")):
+    for content, why in (
+        (b"the \xff\n", "give UTF-8 text"),
+        ("the".encode("utf-16-le"), "it has zero bytes"),
+    ):
         assert run(content) == 2
         (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith(f"{option} {file if option == '--prompts' else '-'}: ") and why in said
+        assert (
+            said.startswith(f"{option} {file if option == '--prompts' else '-'}: ") and why in said
+        )
 
 
-def test_no_prompt_and_no_model_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_prompt_and_no_model_are_refused(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", str(trained)]) == 2
-    assert capsys.readouterr().err == "give --prompt TEXT, --prompt - for standard input, or --prompts FILE\n"
+    assert (
+        capsys.readouterr().err
+        == "give --prompt TEXT, --prompt - for standard input, or --prompts FILE\n"
+    )
     assert main(["generate", "nowhere", "--prompt", "x"]) == 2
     assert capsys.readouterr().err.startswith("nowhere does not exist: give a run folder, ")

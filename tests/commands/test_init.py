@@ -48,9 +48,12 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
     config = load_run("run.toml")
     check_sources(config)
     corpus = open_corpus(config)
-    train, held_out = len(corpus.train), corpus.held_out
+    train = len(corpus.train)
+    held_out = corpus.held_out
     assert held_out is not None
-    assert config.train.steps * config.train.global_batch <= 40 * train, "no text is repeated without end"
+    assert config.train.steps * config.train.global_batch <= 40 * train, (
+        "no text is repeated without end"
+    )
     assert load_run("run.toml").world_size == 1
 
 
@@ -59,14 +62,20 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
 def test_what_is_written_for_any_folder_is_accepted_by_train(
     seed: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of very different sizes and kinds: few words again and again, many words, many letters, JSONL."""
+    """Files of very different sizes and kinds: few words again and again, many words, many letters,
+    JSONL."""
     monkeypatch.setattr(training.sample_lines, "__defaults__", (20_000,))
     monkeypatch.setattr(init, "LOOKED_AT", 5_000)
     dice = random.Random(seed)
     (here / "text").mkdir()
     for number in range(dice.randint(1, 9)):
-        letters = [chr(dice.choice((0x61, 0x4E00, 0x400)) + n) for n in range(dice.choice((3, 20, 400)))]
-        words = ["".join(dice.choices(letters, k=dice.randint(1, 8))) for _ in range(dice.choice((2, 30, 2000)))]
+        letters = [
+            chr(dice.choice((0x61, 0x4E00, 0x400)) + n) for n in range(dice.choice((3, 20, 400)))
+        ]
+        words = [
+            "".join(dice.choices(letters, k=dice.randint(1, 8)))
+            for _ in range(dice.choice((2, 30, 2000)))
+        ]
         length = dice.choice((30, 300, 30_000)) if number else dice.choice((300, 60_000))
         lines = [" ".join(dice.choices(words, k=9)) for _ in range(max(3, length // 40))]
         if dice.random() < 0.3:
@@ -86,18 +95,26 @@ def test_what_is_written_for_any_folder_is_accepted_by_train(
 def test_sizes_follow_from_all_files_of_a_long_text(
     packed: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second file has 2,600 characters of its own, more than the vocabulary of a text of this length."""
+    """The second file has 2,600 characters of its own, more than the vocabulary of a text of this
+    length."""
     monkeypatch.setattr(init, "LOOKED_AT", 60_000)
     (here / "text").mkdir()
     (here / "text" / "a.txt").write_text(words(1 << 15))
-    dice, letters = random.Random(0), [chr(0x4E00 + n) for n in range(2600)]
+    dice = random.Random(0)
+    letters = [chr(0x4E00 + n) for n in range(2600)]
     content = "\n".join("".join(dice.choices(letters, k=50)) for _ in range(2000)).encode()
-    (here / "text" / ("b.txt.gz" if packed else "b.txt")).write_bytes(gzip.compress(content) if packed else content)
+    (here / "text" / ("b.txt.gz" if packed else "b.txt")).write_bytes(
+        gzip.compress(content) if packed else content
+    )
     assert main(["init", "text"]) == 0
     told = capsys.readouterr().out.splitlines()[0]
     whole = sum(len(text) for _, text in open_source("text"))
     assert re.search(
-        f"about {whole:,} characters, .* tokens; the sizes follow from 60,000 of them, from all over the text", told
+        (
+            f"about {whole:,} characters, .* tokens; the sizes follow from 60,000 of them, from "
+            "all over the text"
+        ),
+        told,
     ), told
     config = load_run("run.toml")
     assert config.data.vocab_size > 2600
@@ -119,12 +136,17 @@ def test_a_short_text_is_counted_whole_though_sizes_of_its_files_do_not_tell(
     (here / "text" / name).write_bytes(written)
     assert 10_000 < len(long) < 19_000
     assert main(["init", "text"]) == 0
-    assert f"text       text: {len(long) + len(short):,} characters, about" in capsys.readouterr().out
+    assert (
+        f"text       text: {len(long) + len(short):,} characters, about" in capsys.readouterr().out
+    )
 
 
 def test_every_key_that_is_written_has_a_comment_and_every_line_is_short(here: Path) -> None:
     (here / "a.jsonl").write_text('{"body": "some words of a text that is not long"}\n' * 60)
-    assert main(["init", "a.jsonl", "--text-field", "body", "--preset", "gpt2", "-o", "mine.toml"]) == 0
+    assert (
+        main(["init", "a.jsonl", "--text-field", "body", "--preset", "gpt2", "-o", "mine.toml"])
+        == 0
+    )
     lines = (here / "mine.toml").read_text().splitlines()
     keys = [number for number, line in enumerate(lines) if " = " in line]
     assert len(keys) > 12
@@ -135,7 +157,9 @@ def test_every_key_that_is_written_has_a_comment_and_every_line_is_short(here: P
     assert (config.data.text_field, config.model.family, config.model.vocab) == ("body", "gpt2", 0)
 
 
-def test_a_file_that_is_there_is_never_replaced(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_is_never_replaced(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "run.toml").write_text("mine")
     assert main(["init"]) == 2
     assert "run.toml exists already" in capsys.readouterr().err

@@ -42,7 +42,9 @@ def test_the_same_tensors_have_the_same_digest_in_every_format(
     folders: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = [said(capsys, "inspect", folder) for folder in folders]
-    assert len({line for text in told for line in text.splitlines() if line.startswith("digest")}) == 1
+    assert (
+        len({line for text in told for line in text.splitlines() if line.startswith("digest")}) == 1
+    )
     for text, name in zip(told, ("Hugging Face", "megaprec", "Megatron-LM"), strict=True):
         assert f"format     {name}" in text
         assert "model      llama: layers 4, hidden 24, heads 4, kv_heads 2, head_dim 10" in text
@@ -53,14 +55,25 @@ def test_the_keys_that_make_it_another_model_than_its_family_are_told() -> None:
     sizes: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 16, "vocab": 9}
     plain = ModelConfig(family="qwen2", experts=4, experts_per_token=2, **sizes)
     assert list(told_keys(plain)) == [*SHOWN, "experts"]
-    others = {"shared_experts": 8, "shared_gate": True, "dense_layers": (0,), "mtp_layers": 1, "window": 5}
+    others = {
+        "shared_experts": 8,
+        "shared_gate": True,
+        "dense_layers": (0,),
+        "mtp_layers": 1,
+        "window": 5,
+    }
     told = told_keys(plain.model_copy(update=others))
     assert {key: told[key] for key in others} == others | {"dense_layers": [0]}
     latent = {"kv_rank": 7, "rope_dim": 4, "nope_dim": 4, "value_dim": 4}
-    assert told_keys(ModelConfig(**{"family": "deepseek_v3", **sizes, "latent": latent}))["latent"] == latent
+    assert (
+        told_keys(ModelConfig(**{"family": "deepseek_v3", **sizes, "latent": latent}))["latent"]
+        == latent
+    )
 
 
-def test_every_tensor_is_listed_on_request(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_tensor_is_listed_on_request(
+    folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     text = said(capsys, "inspect", folders[2], "--tensors")
     assert len([line for line in text.splitlines() if "weight/" in line]) == 39
 
@@ -74,7 +87,11 @@ def test_equal_models_do_not_differ_and_the_largest_difference_comes_first(
     tensors["model.norm.weight"][0] += 0.5
     tensors["lm_head.weight"] += 0.25
     save_file(tensors, folders[0] / "model.safetensors")
-    lines = [line for line in said(capsys, "diff", folders[0], folders[1]).splitlines() if "weight/" in line]
+    lines = [
+        line
+        for line in said(capsys, "diff", folders[0], folders[1]).splitlines()
+        if "weight/" in line
+    ]
     assert [line.split()[1] for line in lines] == ["weight/final_norm.weight", "weight/head.weight"]
 
 
@@ -84,9 +101,13 @@ def test_what_is_noted_of_a_folder_is_noted_of_its_comparison(
     assert "note" not in said(capsys, "diff", folders[0], folders[1])
     assert json.loads(said(capsys, "diff", folders[0], folders[1], "--json"))["notes"] == []
     config = read_json(folders[0] / "config.json")
-    (folders[0] / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "mine.Model"}}))
+    (folders[0] / "config.json").write_text(
+        json.dumps({**config, "auto_map": {"AutoModel": "mine.Model"}})
+    )
     _, line = said(capsys, "diff", folders[0], folders[1]).splitlines()
-    assert line.startswith(f"note: {folders[0]}: config.json has auto_map: code of the folder's own is not run")
+    assert line.startswith(
+        f"note: {folders[0]}: config.json has auto_map: code of the folder's own is not run"
+    )
     (note,) = json.loads(said(capsys, "diff", folders[1], folders[0], "--json"))["notes"]
     assert line == f"note: {note}"
 
@@ -102,12 +123,18 @@ def test_no_line_is_longer_than_a_screen_and_in_a_pipe_no_name_is_broken(
 
 
 def test_a_difference_is_the_largest_and_the_mean_in_float64() -> None:
-    found = compare("x", torch.tensor([1.0, -2.0, float("inf")]), torch.tensor([1.5, -2.0, float("inf")]))
+    found = compare(
+        "x", torch.tensor([1.0, -2.0, float("inf")]), torch.tensor([1.5, -2.0, float("inf")])
+    )
     assert (found.largest, found.mean) == (0.5, 0.5 / 3)
-    assert compare("x", torch.tensor([float("nan")]), torch.tensor([float("nan")])).largest == float("inf")
+    assert compare(
+        "x", torch.tensor([float("nan")]), torch.tensor([float("nan")])
+    ).largest == float("inf")
     assert compare("x", torch.zeros(2), torch.zeros(3)).note == "[2] and [3]"
     damaged = compare("x", torch.tensor([float("nan"), 2.0]), torch.tensor([1.0, 2.0]))
-    assert damaged.largest == float("inf") and damaged.size != damaged.size, "NaN is not a largest value of 0 or 2"
+    assert damaged.largest == float("inf") and damaged.size != damaged.size, (
+        "NaN is not a largest value of 0 or 2"
+    )
 
 
 def test_the_largest_value_is_exact_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +146,20 @@ def test_equal_tensors_of_another_model_are_told_to_be_that(
     folders: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = read_json(folders[0] / "config.json")
-    (folders[0] / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0, "rms_norm_eps": 0.5}))
+    (folders[0] / "config.json").write_text(
+        json.dumps({**config, "rope_theta": 500.0, "rms_norm_eps": 0.5})
+    )
     equal, eps, base = said(capsys, "diff", folders[0], folders[1]).splitlines()
     assert equal == "39 of 39 tensors are equal, 0 differ"
-    assert eps.startswith(f"model.norm_eps is 0.5 in {folders[0]} and ") and eps.endswith(f" in {folders[1]}")
+    assert eps.startswith(f"model.norm_eps is 0.5 in {folders[0]} and ") and eps.endswith(
+        f" in {folders[1]}"
+    )
     assert base.startswith(f"model.rope_base is 500.0 in {folders[0]} and ")
     told = json.loads(said(capsys, "diff", folders[1], folders[0], "--json"))["model"]
-    assert {key: values["b"] for key, values in told.items()} == {"norm_eps": 0.5, "rope_base": 500.0}
+    assert {key: values["b"] for key, values in told.items()} == {
+        "norm_eps": 0.5,
+        "rope_base": 500.0,
+    }
 
 
 def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: Path) -> None:
@@ -135,9 +169,15 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
     config = load_run(file)
     assert (config.model.layers, config.model.kv_heads, config.model.qkv_bias) == (4, 2, True)
     assert config.origin("model.layers") == str(folder / "config.json")
-    assert load_run(file, ["model.layers=4", "model.dropout=0.1", "model.max_positions=8"]).model.dropout == 0.1
+    assert (
+        load_run(
+            file, ["model.layers=4", "model.dropout=0.1", "model.max_positions=8"]
+        ).model.dropout
+        == 0.1
+    )
     with pytest.raises(
-        UserError, match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; remove this key"
+        UserError,
+        match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; remove this key",
     ):
         load_run(file, ["model.layers=3"])
 
@@ -147,7 +187,9 @@ def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", "gpt_oss")
     model = initial_model(folder).model
     file = tmp_path / "run.toml"
-    file.write_text(f'{RUN}init_from = "{folder}"\n[data]\nsource = "x"\nvocab_size = {model.vocab}\n')
+    file.write_text(
+        f'{RUN}init_from = "{folder}"\n[data]\nsource = "x"\nvocab_size = {model.vocab}\n'
+    )
     assert model.window_layers
     keys = [f"model.{key}={toml(value)}" for key, value in model.model_dump(mode="json").items()]
     assert load_run(file, keys).model == model
@@ -159,7 +201,9 @@ def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_p
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run.toml").write_text(RUN)
     none = r"^train.init_from \(command line\): .*none is not there: give a folder with a model"
-    with pytest.raises(UserError, match=f"{none}$"):  # and not a word of the keys that it would have brought
+    with pytest.raises(
+        UserError, match=f"{none}$"
+    ):  # and not a word of the keys that it would have brought
         load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none"])
     with pytest.raises(UserError, match=f"{none}\nmodel.layers = -1 .*$"):
         load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none", "model.layers=-1"])

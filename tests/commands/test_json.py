@@ -1,4 +1,5 @@
-"""Every command that prints a table prints one JSON document instead if `--json` is given, and nothing else."""
+"""Every command that prints a table prints one JSON document instead if `--json` is given, and
+nothing else."""
 
 import argparse
 import json
@@ -14,6 +15,7 @@ from tests.runs import checkpoint, train, write_run
 from tools import cli
 from tools.training.end_records import EndRecord, write_record
 
+# no tables
 WITHOUT = {
     "train",
     "generate",
@@ -25,7 +27,7 @@ WITHOUT = {
     "data build",
     "data tokenizer",
     "precision translate",
-}  # no tables
+}
 
 
 def leaves(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -46,13 +48,16 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert train(file, "train.steps=2", "precision.compute=fp16", "precision.loss_scale=1e30") == 3
     beat = Beat(0, "here", "", 1, "1", -1, 1, "step", 1, "", 1, False, ())
     shutil.copytree(folder / "run", folder / "again")
-    write_record(folder / "run", EndRecord(rank=beat, ranks=1, ended="ended by SIGKILL", culprits=(0,)))
+    write_record(
+        folder / "run", EndRecord(rank=beat, ranks=1, ended="ended by SIGKILL", culprits=(0,))
+    )
     return folder
 
 
 def examples(room: Path) -> dict[str, list[str]]:
     """A small use of each command that prints a table."""
-    run, file = str(room / "run"), str(room / "my.toml")
+    run = str(room / "run")
+    file = str(room / "my.toml")
     (tokens,) = {str(path.with_suffix("")) for path in (room / "data").glob("*.idx")}
     return {
         "inspect": [run],
@@ -92,7 +97,9 @@ SLOW = ("parity", "prove", "doctor")  # they start ranks
 TABLES = [name for name in leaves(cli.parser_of_all()) if name not in WITHOUT]
 
 
-@pytest.mark.parametrize("command", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TABLES])
+@pytest.mark.parametrize(
+    "command", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TABLES]
+)
 @pytest.mark.usefixtures("forked_python")
 def test_stdout_is_one_document_with_json_and_none_without(
     command: str, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -108,14 +115,23 @@ def test_stdout_is_one_document_with_json_and_none_without(
         strict(plain)
 
 
-def test_a_document_has_the_numbers_of_the_table(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_document_has_the_numbers_of_the_table(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def document(*words: str) -> Any:
         assert cli.main([*words, "--json"]) == 0
         return strict(capsys.readouterr().out)
 
     run = str(room / "run")
     (compared,) = document("compare", run)["runs"]
-    assert compared == {"run": "run", "steps": 2, "skipped": 2, "loss": "nan", "eval_loss": None, "eval_step": None}
+    assert compared == {
+        "run": "run",
+        "steps": 2,
+        "skipped": 2,
+        "loss": "nan",
+        "eval_loss": None,
+        "eval_step": None,
+    }
     assert [event["step"] for event in document("explain-overflow", run)["events"]] == [1, 2]
     assert document("inspect", run)["model"]["layers"] == 2
     assert document("diff", run, run)["differ"] == 0

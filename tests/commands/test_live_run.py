@@ -1,4 +1,5 @@
-"""A command that reads a run which trains looks again when the checkpoint that it reads is replaced meanwhile."""
+"""A command that reads a run which trains looks again when the checkpoint that it reads is replaced
+meanwhile."""
 
 import shutil
 from collections.abc import Callable
@@ -78,7 +79,9 @@ def test_the_newest_checkpoint_is_looked_for_again(
     assert "damaged" not in capsys.readouterr().err
 
 
-def test_one_that_is_not_replaced_is_refused_as_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_is_not_replaced_is_refused_as_it_is(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damages(run)
     assert main(["inspect", str(run)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,4 +1,5 @@
-"""What a run says of skipped steps, how it finds what broke them, and when it stops because of them."""
+"""What a run says of skipped steps, how it finds what broke them, and when it stops because of
+them."""
 
 import shutil
 from pathlib import Path
@@ -18,8 +19,18 @@ from tools.journal.records import read_events
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
-FALLING = ("precision.compute=fp16", "precision.hysteresis=1", "precision.growth_interval=2", "train.steps=9")
-TOO_HIGH = ("precision.compute=fp16", "precision.loss_scale=1e30", "precision.patience=3", "train.steps=9")
+FALLING = (
+    "precision.compute=fp16",
+    "precision.hysteresis=1",
+    "precision.growth_interval=2",
+    "train.steps=9",
+)
+TOO_HIGH = (
+    "precision.compute=fp16",
+    "precision.loss_scale=1e30",
+    "precision.patience=3",
+    "train.steps=9",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,9 @@ def test_a_run_that_cannot_recover_saves_its_last_good_state_and_stops_with_code
     assert [record["outcome"] for record in steps(folder)] == ["skipped_overflow"] * 3
     saved = tensors(checkpoint(folder, 3))
     assert all(t.isfinite().all() for t in saved.values())
-    assert not any(t.any() for name, t in saved.items() if name.startswith("exp_avg")), "no step was ever applied"
+    assert not any(t.any() for name, t in saved.items() if name.startswith("exp_avg")), (
+        "no step was ever applied"
+    )
 
 
 def test_each_skipped_step_is_an_event_that_names_offenders_and_says_whether_to_care(
@@ -52,7 +65,11 @@ def test_each_skipped_step_is_an_event_that_names_offenders_and_says_whether_to_
     folder = tmp_path / "run"
     train(run_file, *TOO_HIGH, f"train.folder={folder}")
     events = read_events(folder)
-    assert [(e["step"], e["first_sample"], e["num_samples"]) for e in events] == [(1, 0, 8), (2, 8, 8), (3, 16, 8)]
+    assert [(e["step"], e["first_sample"], e["num_samples"]) for e in events] == [
+        (1, 0, 8),
+        (2, 8, 8),
+        (3, 16, 8),
+    ]
     assert all(e["offenders"] for e in events)
     code, said = explain(folder, capsys, "--last", "2")
     assert code == 0
@@ -76,7 +93,12 @@ def test_a_searching_scale_is_said_to_be_normal_and_the_run_goes_on(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    high = ("precision.compute=fp16", "precision.initial_scale=67108864.0", "precision.hysteresis=1", "train.steps=20")
+    high = (
+        "precision.compute=fp16",
+        "precision.initial_scale=67108864.0",
+        "precision.hysteresis=1",
+        "train.steps=20",
+    )
     assert train(run_file, *high, f"train.folder={folder}") == 0
     outcomes = [record["outcome"] for record in steps(folder)]
     assert outcomes[0] == "skipped_overflow"
@@ -101,7 +123,9 @@ def test_a_run_without_skips_says_so_and_another_folder_is_refused(
 
 
 @pytest.mark.slow
-def test_looking_into_skipped_steps_changes_no_bit_of_the_run(run_file: Path, tmp_path: Path) -> None:
+def test_looking_into_skipped_steps_changes_no_bit_of_the_run(
+    run_file: Path, tmp_path: Path
+) -> None:
     run = (*FALLING, "precision.initial_scale=4e6", "model.attention_dropout=0.1")
     for layout in ({"tensor": 2, "data": 2}, {"pipeline": 2}):
         name = "-".join(layout)
@@ -116,13 +140,17 @@ def test_looking_into_skipped_steps_changes_no_bit_of_the_run(run_file: Path, tm
             for value in ("true", "false")
         )
         assert steps(looked) == steps(not_looked)
-        assert [e["first_sample"] for e in read_events(looked)] == [e["first_sample"] for e in read_events(not_looked)]
+        assert [e["first_sample"] for e in read_events(looked)] == [
+            e["first_sample"] for e in read_events(not_looked)
+        ]
         traced = [o["traced"] for e in read_events(looked) for o in e["offenders"]]
         assert sum(traced) >= 2
         assert not any(o["traced"] for e in read_events(not_looked) for o in e["offenders"])
-        ours, theirs = checkpoint(looked, 9), checkpoint(not_looked, 9)
+        ours = checkpoint(looked, 9)
+        theirs = checkpoint(not_looked, 9)
         assert Store(ours).index["optimizer"] == Store(theirs).index["optimizer"]
-        after, expected = tensors(ours), tensors(theirs)
+        after = tensors(ours)
+        expected = tensors(theirs)
         assert after.keys() == expected.keys()
         assert all(torch.equal(after[name], expected[name]) for name in expected)
 
@@ -133,11 +161,15 @@ def pairs(tokens: Tensor) -> Tensor:
 
 
 def a_pair_that_comes_late(run_file: Path) -> tuple[int, int, int]:
-    """Two neighbours that first come in some step after the fourth, and there in one micro-batch only, not the first:
-    the pair, the step, the micro-batch's number in the global batch."""
-    samples, seen = open_corpus(load_run(run_file)).train, set[int]()
+    """Two neighbours that first come in some step after the fourth, and there in one micro-batch
+    only, not the first: the pair, the step, the micro-batch's number in the global batch."""
+    samples = open_corpus(load_run(run_file)).train
+    seen = set[int]()
     for step in range(1, 20):
-        parts = [set(pairs(samples.batch(8 * (step - 1) + 2 * k, 2).tokens).flatten().tolist()) for k in range(4)]
+        parts = [
+            set(pairs(samples.batch(8 * (step - 1) + 2 * k, 2).tokens).flatten().tolist())
+            for k in range(4)
+        ]
         for number in (3, 2, 1):
             new = parts[number] - seen.union(*(part for part in parts if part is not parts[number]))
             if step > 4 and new:
@@ -170,10 +202,16 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def planted(run_file: Path) -> tuple[Path, int, int, int]:
-    """A run on two replicas of two stages that one pair of tokens breaks: folder, pair, step, global micro-batch."""
+    """A run on two replicas of two stages that one pair of tokens breaks: folder, pair, step,
+    global micro-batch."""
     pair, step, number = a_pair_that_comes_late(run_file)
     folder = run_file.parent / "planted"
-    overrides = ["precision.compute=fp16", "precision.loss_scale=64", f"train.steps={step}", f"train.folder={folder}"]
+    overrides = [
+        "precision.compute=fp16",
+        "precision.loss_scale=64",
+        f"train.steps={step}",
+        f"train.folder={folder}",
+    ]
     overrides += ["parallel.data=2", "parallel.pipeline=2"]
     run_ranks(train_planted, {"dp": 2, "pp": 2}, file=run_file, overrides=overrides, pair=pair)
     return folder, pair, step, number
@@ -210,7 +248,9 @@ def test_a_replay_on_one_process_names_the_module_and_writes_nothing(
     code, said = explain(folder, capsys, "--replay", "--step", str(step))
     assert code == 0
     assert f"from step_{(step - 1) // 3 * 3:08d}" in said
-    assert f"step {step} again: first not finite in micro-batch {number} of the global batch" in said
+    assert (
+        f"step {step} again: first not finite in micro-batch {number} of the global batch" in said
+    )
     assert "embedding (VocabParallelEmbedding)" in said
     assert "output of embedding, [16, 2, 16]" in said
     assert "embedding.weight" in said
@@ -248,7 +288,10 @@ def test_a_replay_finds_the_overflow_of_a_real_run(
 
 @pytest.mark.parametrize("what", ["no run.toml", "another batch", "no data"])
 def test_what_a_replay_lacks_is_said_in_one_line(
-    what: str, planted: tuple[Path, int, int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str,
+    planted: tuple[Path, int, int, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = Path(shutil.copytree(planted[0], tmp_path / "copy"))
     saved = (folder / "run.toml").read_text()
@@ -279,7 +322,9 @@ def test_a_step_that_was_not_skipped_is_refused(
 def test_a_run_that_is_to_raise_leaves_an_event_and_its_state_and_says_where_it_began(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(run_file, *TOO_HIGH, "precision.on_nonfinite=raise", f"train.folder={tmp_path}") == 3
+    assert (
+        train(run_file, *TOO_HIGH, "precision.on_nonfinite=raise", f"train.folder={tmp_path}") == 3
+    )
     said = capsys.readouterr().err
     assert 'stopped after step 1, state saved: precision.on_nonfinite = "raise"' in said
     assert "first in micro-batch 0 of dp rank 0, samples 0 to 1 of the batch" in said

@@ -1,4 +1,5 @@
-"""`megaprec precision`: configurations as users have them, shown with what decided each field, and translated."""
+"""`megaprec precision`: configurations as users have them, shown with what decided each field, and
+translated."""
 
 import re
 from dataclasses import replace
@@ -22,7 +23,9 @@ from tools.config.precision_advice import RULES, Scene, advice
 from tools.config.precision_modules import rows
 from tools.convert.core.rules import logical_shapes
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 RUN = """
 [model]
 preset = "llama-demo"
@@ -107,27 +110,58 @@ def pasted(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("text", "fields", "settings"),
     [
-        (NXD, {"masters": FP32, "gradients": BF16, "masters_in_checkpoint": True}, {"parallel.zero": True}),
-        ('{"mixed_precision_config": {"use_master_weights": false}}', {"masters": BF16}, {"parallel.zero": False}),
-        ("use_master_weights = false\n[optimizer_config]\nzero_one_enabled = true\n", {"masters": BF16}, {}),
+        (
+            NXD,
+            {"masters": FP32, "gradients": BF16, "masters_in_checkpoint": True},
+            {"parallel.zero": True},
+        ),
+        (
+            '{"mixed_precision_config": {"use_master_weights": false}}',
+            {"masters": BF16},
+            {"parallel.zero": False},
+        ),
+        (
+            "use_master_weights = false\n[optimizer_config]\nzero_one_enabled = true\n",
+            {"masters": BF16},
+            {},
+        ),
         (SMP, {"parameters": BF16, "buffers": FP32, "fp8": FP8Recipe(history_length=32)}, {}),
-        ('{"mixed_precision": {"param_dtype": "float16"}, "grad_scaler": {}}', {"compute": FP16}, {}),
-        ("policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)", {"compute": BF16, "reduce": FP32}, {}),
+        (
+            '{"mixed_precision": {"param_dtype": "float16"}, "grad_scaler": {}}',
+            {"compute": FP16},
+            {},
+        ),
+        (
+            "policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
+            {"compute": BF16, "reduce": FP32},
+            {},
+        ),
         (COLOSSALAI, {"parameters": FP32, "compute": FP16}, {}),
         (
             INTERNEVO,
             {"tf32": True, "compute": FP32},
-            {"model.ffn": 5632, "parallel.chunks": 2, "optimizer.clip": 0.5, "parallel.sequence": True},
+            {
+                "model.ffn": 5632,
+                "parallel.chunks": 2,
+                "optimizer.clip": 0.5,
+                "parallel.sequence": True,
+            },
         ),
         ("model = dict(dtype=torch.bfloat16())", {"compute": BF16}, {}),
         (NEMO, {"fp8": FP8Recipe(margin=1, reduce_over="stage", parameters=True)}, {}),
         ('{"precision": "16-mixed", "grad_reduce_in_fp32": false}', {"reduce": FP16}, {}),
         ('{"plugins": "fp16_mixed"}', {"pipeline": FP16}, {}),
         ('[precision]\ncompute = "bf16"\n[fp8]\nkind = "mx"', {"fp8": FP8Recipe("mx")}, {}),
-        ("[precision.nxd]\nuse_fp32_grad_acc = false\n[parallel]\nzero = true", {"gradients": BF16}, {}),
+        (
+            "[precision.nxd]\nuse_fp32_grad_acc = false\n[parallel]\nzero = true",
+            {"gradients": BF16},
+            {},
+        ),
     ],
 )
-def test_a_pasted_configuration_is_understood(text: str, fields: dict[str, Any], settings: Any, pasted: Any) -> None:
+def test_a_pasted_configuration_is_understood(
+    text: str, fields: dict[str, Any], settings: Any, pasted: Any
+) -> None:
     found = understand(pasted(text, "file.txt"))
     assert {name: getattr(found.plan, name) for name in fields} == fields
     assert {key: found.settings[key].value for key in settings} == settings
@@ -136,8 +170,14 @@ def test_a_pasted_configuration_is_understood(text: str, fields: dict[str, Any],
 def test_what_the_file_does_not_tell_is_left_out_and_said(pasted: Any) -> None:
     found = understand(pasted(INTERNEVO))
     assert "model.heads" not in found.settings
-    assert any("num_attention_heads of model: `NUM_ATTENTION_HEAD` is not defined" in note for note in found.notes)
-    assert any("NxD leaves ZeRO-1 off" in n for n in understand(pasted('x = {"use_master_weights": False}')).notes)
+    assert any(
+        "num_attention_heads of model: `NUM_ATTENTION_HEAD` is not defined" in note
+        for note in found.notes
+    )
+    assert any(
+        "NxD leaves ZeRO-1 off" in n
+        for n in understand(pasted('x = {"use_master_weights": False}')).notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +193,10 @@ def test_what_the_file_does_not_tell_is_left_out_and_said(pasted: Any) -> None:
             "fp16 = dict(mode='TORCH')\nmodel = dict(dtype='torch.half')",
             r"\[precision.colossalai\] and \[precision.inter.*",
         ),
-        ("fp16 = dict(mode=AMP_TYPE.TORCH, initial_scale=2)", r"precision.colossalai.fp16.initial_scale = 2 \(file .*"),
+        (
+            "fp16 = dict(mode=AMP_TYPE.TORCH, initial_scale=2)",
+            r"precision.colossalai.fp16.initial_scale = 2 \(file .*",
+        ),
         (
             "fp16 = dict(mode=AMP_TYPE.TORCH, init_scale=9**9**9)",
             r".*, line 1: init_scale of fp16: `9 \*\* 9 .*",
@@ -186,10 +229,16 @@ def test_show_names_every_field_what_decided_it_and_every_module(
     whole = pasted(RUN + "[precision.nxd]\nuse_fp32_grad_acc = false\n", "run.toml")
     monkeypatch.chdir(whole.parent)
     path = whole.name  # short, so that a cell of 120 columns' table is one line
-    assert main(["precision", "show", str(path), "precision.nxd.use_master_weights_in_ckpt=false"]) == 0
+    assert (
+        main(["precision", "show", str(path), "precision.nxd.use_master_weights_in_ckpt=false"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert re.search(rf"gradients +│ bf16 +│ precision.nxd.use_fp32_grad_acc \(file {path}\)", out)
-    assert re.search(r"masters_in_checkpoint +│ no +│ precision.nxd.use_master_weights_in_ckpt \(command line\)", out)
+    assert re.search(
+        r"masters_in_checkpoint +│ no +│ precision.nxd.use_master_weights_in_ckpt \(command line\)",
+        out,
+    )
     assert re.search(r"layers.0-5.mlp +bf16 +bf16 +bf16 +bf16 +fp32 +fp32", out)
     assert "warning: gradients are added up in bf16 over 16 micro-batches" in out
     assert "warning: checkpoints leave out the masters" in out
@@ -200,32 +249,49 @@ def test_translate_prints_toml_that_reads_back_and_says_what_is_lost(
 ) -> None:
     assert main(["precision", "translate", str(pasted(NXD)), "--to", "nemo"]) == 0
     out = capsys.readouterr().out
-    assert "clip_grad = 1" in out and "# not said: masters_in_checkpoint = yes; it has no" not in out
-    found, again = understand(pasted(NXD)), understand(pasted(out, "nemo.toml"))
+    assert (
+        "clip_grad = 1" in out and "# not said: masters_in_checkpoint = yes; it has no" not in out
+    )
+    found = understand(pasted(NXD))
+    again = understand(pasted(out, "nemo.toml"))
     assert again.plan == replace(found.plan, masters_in_checkpoint=True)
 
 
 @pytest.mark.parametrize("text", [NXD, SMP, COLOSSALAI, NEMO])
-def test_native_says_all_of_a_plan(text: str, pasted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_native_says_all_of_a_plan(
+    text: str, pasted: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = pasted(text)
     assert main(["precision", "translate", str(path), "--to", "native"]) == 0
     out = capsys.readouterr().out
-    found, again = understand(path), understand(pasted(out, "native.toml"))
+    found = understand(path)
+    again = understand(pasted(out, "native.toml"))
     assert again.plan == found.plan
-    assert {k: v.value for k, v in again.settings.items()} == {k: v.value for k, v in found.settings.items()}
+    assert {k: v.value for k, v in again.settings.items()} == {
+        k: v.value for k, v in found.settings.items()
+    }
 
 
-def test_a_run_file_is_translated_with_its_model(pasted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_file_is_translated_with_its_model(
+    pasted: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(pasted(RUN, "run.toml"))
     assert main(["precision", "translate", run, "optimizer.clip=0.5", "--to", "internevo"]) == 0
     out = capsys.readouterr().out
-    for line in ('dtype = "torch.float32"', "num_layers = 6", "hidden_size = 256", "clip_grad_norm = 0.5"):
+    for line in (
+        'dtype = "torch.float32"',
+        "num_layers = 6",
+        "hidden_size = 256",
+        "clip_grad_norm = 0.5",
+    ):
         assert line in out
 
 
 def test_an_unknown_system_is_refused(pasted: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["precision", "translate", str(pasted(NXD)), "--to", "deepspeed"]) == 2
-    assert '--to "deepspeed": no such system; there are native, nxd, smp,' in capsys.readouterr().err
+    assert (
+        '--to "deepspeed": no such system; there are native, nxd, smp,' in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -240,7 +306,8 @@ def test_bytes_per_module_add_up_to_those_of_the_model() -> None:
     config = preset("llama-demo", vocab=100)
     table = rows(plan("bf16", keep_fp32=("layers.0.mlp.*", "*norm.weight")), config)
     by_name = {row.name: row for row in table}
-    kept, other = by_name["layers.0.mlp"], by_name["layers.1-5.mlp"]
+    kept = by_name["layers.0.mlp"]
+    other = by_name["layers.1-5.mlp"]
     assert set(kept.dtypes.values()) == {"fp32"} and kept.bytes["master"] == 0
     assert list(other.dtypes.values()) == ["bf16", "bf16", "fp32", "fp32", "fp32", "fp32"]
     assert other.bytes["parameter"] * 2 == other.bytes["gradient"] == other.bytes["master"]
@@ -250,13 +317,22 @@ def test_bytes_per_module_add_up_to_those_of_the_model() -> None:
 
 def test_fp8_is_shown_where_it_is_used() -> None:
     recipe = FP8Recipe("current", parameters=True, first_layers=1, last_layers=2)
-    table = {row.name: row.dtypes for row in rows(plan("bf16", fp8=recipe), preset("llama-demo", vocab=100))}
+    table = {
+        row.name: row.dtypes
+        for row in rows(plan("bf16", fp8=recipe), preset("llama-demo", vocab=100))
+    }
     assert table["layers.1-3.mlp"]["compute"] == table["layers.1-3.mlp"]["parameter"] == "fp8"
-    assert {table[name]["compute"] for name in ("layers.0.mlp", "layers.4-5.mlp", "head", "final_norm")} == {"bf16"}
+    assert {
+        table[name]["compute"] for name in ("layers.0.mlp", "layers.4-5.mlp", "head", "final_norm")
+    } == {"bf16"}
 
 
 def test_split_masters_take_two_bytes() -> None:
-    (row,) = (r for r in rows(plan("bf16", masters="split"), preset("llama-demo", vocab=100)) if r.name == "head")
+    (row,) = (
+        r
+        for r in rows(plan("bf16", masters="split"), preset("llama-demo", vocab=100))
+        if r.name == "head"
+    )
     assert (row.dtypes["master"], row.bytes["master"]) == ("16 bits", 100 * 256 * 2)
 
 
@@ -285,6 +361,11 @@ def test_every_rule_warns_of_what_is_unwise_and_of_nothing_else() -> None:
     assert {rule.__name__ for rule in RULES} == set(UNWISE)
     for rule in RULES:
         assert rule(UNWISE[rule.__name__])
-    for wise in (plan("fp32"), plan("bf16"), plan("fp64"), plan("fp16", LossScaling("dynamic", 65536.0))):
+    for wise in (
+        plan("fp32"),
+        plan("bf16"),
+        plan("fp64"),
+        plan("fp16", LossScaling("dynamic", 65536.0)),
+    ):
         assert advice(Scene(wise, microbatches=64, replicas=64)) == []
     assert advice(Scene(plan("bf16", gradients="bf16"), microbatches=8, replicas=8)) == []

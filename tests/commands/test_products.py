@@ -7,7 +7,8 @@ from tools.bench.products import Products
 
 
 def test_products_are_counted_by_shape_and_dtype_and_repeated_without_the_step() -> None:
-    a, b = torch.randn(8, 16), torch.randn(16, 4)
+    a = torch.randn(8, 16)
+    b = torch.randn(16, 4)
     q = torch.randn(1, 2, 8, 16)
     with Products() as products:
         for _ in range(3):
@@ -17,4 +18,6 @@ def test_products_are_counted_by_shape_and_dtype_and_repeated_without_the_step()
         torch.addmm(torch.zeros(4), a, b)
     assert sorted(products.counts.values()) == [1, 1, 1, 3]
     ticks = iter(range(10**6))
-    assert products.seconds(lambda: float(next(ticks))) == 6.0, "each call is between two looks at the clock"
+    assert products.seconds(lambda: float(next(ticks))) == 6.0, (
+        "each call is between two looks at the clock"
+    )

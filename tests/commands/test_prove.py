@@ -1,4 +1,5 @@
-"""`megaprec prove`: what it proves, what it catches, and that a proof which would catch nothing is none."""
+"""`megaprec prove`: what it proves, what it catches, and that a proof which would catch nothing is
+none."""
 
 import json
 import shutil
@@ -33,7 +34,8 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Fault]]:
-    """Runs are taken in this process, on one rank. Yields the faults that are planted in runs, by name."""
+    """Runs are taken in this process, on one rank. Yields the faults that are planted in runs, by
+    name."""
     faults: dict[str, Fault] = {}
 
     def take(room: Room, name: str, last: int, parallel: Parallel | None = None) -> None:
@@ -61,7 +63,9 @@ def verdicts(rows: dict[str, Any]) -> dict[str, str]:
     return {name: row["verdict"] for name, row in rows.items() if name != "verdict"}
 
 
-def test_a_sound_run_is_proven_and_what_cannot_be_tried_is_told(file: Path, here: dict[str, Fault]) -> None:
+def test_a_sound_run_is_proven_and_what_cannot_be_tried_is_told(
+    file: Path, here: dict[str, Fault]
+) -> None:
     code, rows = proven(file, "--steps", "2")
     assert code == 0 and rows["verdict"] == "proven"
     assert verdicts(rows) == {
@@ -103,7 +107,11 @@ def lose_moments(patch: pytest.MonkeyPatch) -> None:
 
 def other_samples(patch: pytest.MonkeyPatch) -> None:
     inner = Batches._read
-    patch.setattr(Batches, "_read", lambda self, samples, first, replica: inner(self, samples, first + 1, replica))
+    patch.setattr(
+        Batches,
+        "_read",
+        lambda self, samples, first, replica: inner(self, samples, first + 1, replica),
+    )
 
 
 def one_bit_of_a_weight(patch: pytest.MonkeyPatch) -> None:
@@ -141,13 +149,18 @@ def test_a_proof_whose_control_is_not_seen_is_worth_nothing(
     monkeypatch.setattr(StateDigest, "make", lambda self: {"weight": {"all": "0"}})
     code, rows = proven(file, "--steps", "2")
     assert code == 1 and rows["resumed"]["verdict"] == "proven"
-    assert rows["broken resume"]["verdict"] == "wrong" and "worth nothing" in rows["broken resume"]["why"]
+    assert (
+        rows["broken resume"]["verdict"] == "wrong"
+        and "worth nothing" in rows["broken resume"]["why"]
+    )
 
 
 def test_a_run_that_fails_or_applies_no_step_is_not_tried(
     file: Path, here: dict[str, Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, rows = proven(file, "precision.compute=fp16", "precision.initial_scale=1e30", "--steps", "2")
+    code, rows = proven(
+        file, "precision.compute=fp16", "precision.initial_scale=1e30", "--steps", "2"
+    )
     assert code == 2 and rows["verdict"] == "not tried"
     assert "no step was applied" in rows["resumed"]["why"]
 
@@ -167,22 +180,35 @@ def test_a_run_directory_goes_on_from_its_checkpoint_and_is_left_as_it_was(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert cli.main(["prove", str(run), "--steps", "2"]) == 0
     assert "steps 3 to 4, stopped after 3" in capsys.readouterr().out
-    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != prove.FILE}
+    after = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != prove.FILE
+    }
     assert after == before
 
 
-def test_a_damaged_checkpoint_is_named_and_not_its_copy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_named_and_not_its_copy(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(file, "train.steps=2", "checkpoint.every=0") == 0
-    shard = max((file.parent / "run/checkpoints").glob("step_*/*"), key=lambda path: path.stat().st_size)
+    shard = max(
+        (file.parent / "run/checkpoints").glob("step_*/*"), key=lambda path: path.stat().st_size
+    )
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     assert cli.main(["prove", str(file.parent / "run"), "--steps", "2"]) == 2
     (row,) = json.loads((file.parent / "run" / prove.FILE).read_text())["rows"]
-    assert f"{shard.parent} is damaged: {shard.name}" in row["why"] and "megaprec_prove_" not in row["why"]
+    assert (
+        f"{shard.parent} is damaged: {shard.name}" in row["why"]
+        and "megaprec_prove_" not in row["why"]
+    )
 
 
-def test_the_certificate_of_a_copied_run_directory_lies_in_the_copy(file: Path, here: dict[str, Fault]) -> None:
+def test_the_certificate_of_a_copied_run_directory_lies_in_the_copy(
+    file: Path, here: dict[str, Fault]
+) -> None:
     assert train(file, "train.steps=2", "checkpoint.every=0") == 0
     copy = Path(shutil.copytree(file.parent / "run", file.parent / "copy"))
     assert cli.main(["prove", str(copy), "--steps", "2"]) == 0
@@ -197,7 +223,9 @@ def test_the_certificate_of_a_copied_run_directory_lies_in_the_copy(file: Path, 
         (["--layout", "tpp=2"], 'no such key "tpp"'),
     ],
 )
-def test_bad_input_is_a_line(file: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_line(
+    file: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["prove", str(file), *arguments]) == 2
     assert said in capsys.readouterr().err
 
@@ -205,16 +233,29 @@ def test_bad_input_is_a_line(file: Path, arguments: list[str], said: str, capsys
 def test_a_turned_sign_is_one_element_and_the_checkpoint_still_counts_as_whole(file: Path) -> None:
     assert train(file, "train.steps=2") == 0
     path = file.parent / "run" / "checkpoints" / "step_00000002"
-    before = {key: Store(path).read(*key.split("/", 1)).clone() for key in Store(path).index["tensors"]}
+    before = {
+        key: Store(path).read(*key.split("/", 1)).clone() for key in Store(path).index["tensors"]
+    }
     damaged = turn_one_sign(path)
     after = {key: Store(path).read(*key.split("/", 1)) for key in Store(path).index["tensors"]}
-    apart = {key: int((after[key] != before[key]).sum()) for key in before if not torch.equal(after[key], before[key])}
+    apart = {
+        key: int((after[key] != before[key]).sum())
+        for key in before
+        if not torch.equal(after[key], before[key])
+    }
     assert apart == {damaged: 1}
     assert torch.equal(after[damaged].abs(), before[damaged].abs())
 
 
 def record(step: int, **changed: Any) -> dict[str, Any]:
-    said = {"step": step, "outcome": "applied", "loss": 2.0, "grad_norm": 1.0, "loss_scale": 1.0, "state": "s"}
+    said = {
+        "step": step,
+        "outcome": "applied",
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "loss_scale": 1.0,
+        "state": "s",
+    }
     tables = {
         "numbers": {"steps": step},
         "progress": {"samples": 8},

@@ -19,9 +19,19 @@ from tools.report.sections import SECTIONS
 
 EVIL = "</td><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)>&\"'"
 OTHER_KEYS = "the certificate below is of other keys than those of run.toml"
-SCALED = ["precision.compute=fp16", "precision.initial_scale=65536.0", "precision.growth_interval=1"]
+SCALED = [
+    "precision.compute=fp16",
+    "precision.initial_scale=65536.0",
+    "precision.growth_interval=1",
+]
 SCALED += ["train.eval_every=2"]
-KEYS = [*SCALED, "train.steps=7", "lr.peak=1e-3", "precision.max_scale=1e30"]  # of the run that was resumed
+# of the run that was resumed
+KEYS = [
+    *SCALED,
+    "train.steps=7",
+    "lr.peak=1e-3",
+    "precision.max_scale=1e30",
+]
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "nav", "a", "section", "dl", "div", "dt", "dd", "p",
     "figure", "figcaption", "b", "span", "i", "svg", "path", "text", "table", "tr", "th", "td", "details", "summary",
@@ -34,7 +44,9 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags, self.attributes, self.text = set[str](), list[tuple[str, str, str]](), ""
+        self.tags = set[str]()
+        self.attributes = list[tuple[str, str, str]]()
+        self.text = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -70,19 +82,34 @@ def require_alone(html: str) -> Page:
             assert re.fullmatch(r"#s\d+", value)
         if name == "src":
             assert value.startswith(("data:image/svg+xml;base64,", "data:image/png;base64,"))
-    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+    assert (
+        "meta",
+        "content",
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+    ) in page.attributes
     assert not re.search(
-        r"url\(|@import|http:|https:", re.sub(r"data:[^\"]*", "", html.replace(EVIL, "")).split("<body")[0]
+        r"url\(|@import|http:|https:",
+        re.sub(r"data:[^\"]*", "", html.replace(EVIL, "")).split("<body")[0],
     )
     return page
 
 
-def test_the_page_of_a_run_has_its_parts_in_order_and_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
+def test_the_page_of_a_run_has_its_parts_in_order_and_needs_nothing_else(
+    folder: Path, tmp_path: Path
+) -> None:
     html = made(folder, tmp_path / "a.html")
     page = require_alone(html)
     titles = re.findall(r"<h2>(.*?)</h2>", html)
     assert titles == [title for title, _ in SECTIONS if title in titles]
-    assert {"Summary", "Curves", "Changes on resume", "Speed", "Memory", "Evidence", "Configuration"} <= set(titles)
+    assert {
+        "Summary",
+        "Curves",
+        "Changes on resume",
+        "Speed",
+        "Memory",
+        "Evidence",
+        "Configuration",
+    } <= set(titles)
     assert "lr.peak: 0.01 -> 0.001 (not bit for bit)" in page.text
     assert "the learning rate jumps from 0.01 in step 6 to 0.001 in step 7" in page.text
     assert "7 of 7" in page.text and "all steps are taken" in page.text
@@ -98,7 +125,10 @@ def test_a_run_whose_steps_were_all_skipped_has_learned_nothing_and_its_page_say
     assert said not in made(folder, tmp_path / "some.html")
     all_skipped = Path(shutil.copytree(folder, tmp_path / "run"))
     metrics = all_skipped / "metrics.jsonl"
-    records = [json.loads(line) | {"outcome": "skipped_overflow"} for line in metrics.read_text().splitlines()]
+    records = [
+        json.loads(line) | {"outcome": "skipped_overflow"}
+        for line in metrics.read_text().splitlines()
+    ]
     metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     assert said in made(all_skipped, tmp_path / "all.html")
 
@@ -107,8 +137,18 @@ def hostile(folder: Path, at: Path) -> Path:
     """A run folder in which every text that can be chosen is an attack."""
     run = at / "<img src=x onerror=alert(3)>"
     run.mkdir(parents=True)
-    first = {"step": 1, "outcome": EVIL, "loss": 1.0, "grad_norm": 1.0, "loss_scale": 1.0, "overflow_in": EVIL}
-    lines = [first | {"eval_loss." + EVIL: 1.0, EVIL: EVIL, "sentinel": EVIL, "tokens": EVIL}, first | {"step": 2}]
+    first = {
+        "step": 1,
+        "outcome": EVIL,
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "loss_scale": 1.0,
+        "overflow_in": EVIL,
+    }
+    lines = [
+        first | {"eval_loss." + EVIL: 1.0, EVIL: EVIL, "sentinel": EVIL, "tokens": EVIL},
+        first | {"step": 2},
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     offender = {"name": EVIL, "infs": EVIL, "nans": EVIL}
     events: list[dict[str, Any]] = [
@@ -131,7 +171,9 @@ def hostile(folder: Path, at: Path) -> Path:
     saved = (folder / "run.toml").read_text().splitlines()
     extra = ["[log]", f"sample = {json.dumps(EVIL)}  # {EVIL}", f"{EVIL} = 1  # file {EVIL}"]
     (run / "run.toml").write_text("\n".join([saved[0], *extra]))
-    (run / "parity.json").write_text(json.dumps({"layouts": [{"layout": EVIL, "precision": EVIL, "verdict": EVIL}]}))
+    (run / "parity.json").write_text(
+        json.dumps({"layouts": [{"layout": EVIL, "precision": EVIL, "verdict": EVIL}]})
+    )
     row = {"row": EVIL, "steps": [EVIL, EVIL], "verdict": EVIL, "why": EVIL}
     proof = {"first_step": EVIL, "last_step": EVIL, "verdict": EVIL, "rows": [row]}
     (run / "prove.json").write_text(json.dumps(proof))
@@ -140,19 +182,32 @@ def hostile(folder: Path, at: Path) -> Path:
     return run
 
 
-def test_nothing_that_a_run_folder_holds_becomes_a_part_of_the_page(folder: Path, tmp_path: Path) -> None:
+def test_nothing_that_a_run_folder_holds_becomes_a_part_of_the_page(
+    folder: Path, tmp_path: Path
+) -> None:
     html = made(hostile(folder, tmp_path / "r"), tmp_path / "a.html")
     page = require_alone(html)
     assert page.text.count(EVIL) > 15
     assert "<script" not in html and "<img src=x" not in html
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 5000, b"null", b"5", b"{}", b'{"layouts": [5]}'])
-def test_damaged_files_beside_the_records_end_nothing(content: bytes, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[" * 5000, b"null", b"5", b"{}", b'{"layouts": [5]}']
+)
+def test_damaged_files_beside_the_records_end_nothing(
+    content: bytes, folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     shutil.copy(folder / "metrics.jsonl", run)
-    for name in ("events.jsonl", "run.toml", "parity.json", "prove.json", "timeline.json", "fp8-shadow.png"):
+    for name in (
+        "events.jsonl",
+        "run.toml",
+        "parity.json",
+        "prove.json",
+        "timeline.json",
+        "fp8-shadow.png",
+    ):
         (run / name).write_bytes(content)
     (run / "last_end").mkdir()
     (run / "last_end" / "rank-00000.json").write_bytes(content)
@@ -160,25 +215,41 @@ def test_damaged_files_beside_the_records_end_nothing(content: bytes, folder: Pa
 
 
 @pytest.mark.parametrize("name", ["parity.json", "prove.json"])
-def test_a_certificate_of_other_keys_is_told_from_one_of_the_run(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_certificate_of_other_keys_is_told_from_one_of_the_run(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder, run)
     counts = {"tensors": 1, "steps": 4, "applied": 3, "clipped": 3, "first_step": 1, "last_step": 4}
     for overrides, foreign in (([], False), (["model.layers=3"], True)):
-        about = {"configuration": {"sha256": run_digest(load_run(folder.parent / "my.toml", [*KEYS, *overrides]))}}
+        about = {
+            "configuration": {
+                "sha256": run_digest(load_run(folder.parent / "my.toml", [*KEYS, *overrides]))
+            }
+        }
         proof = {"layouts": [], "rows": [], "verdict": "proven"} | counts | about
         (run / name).write_text(json.dumps(proof))
         assert (OTHER_KEYS in made(run, tmp_path / "a.html")) == foreign
     (run / "run.toml").write_text("")
-    assert "whether the certificate below is of this run is not known" in made(run, tmp_path / "a.html")
+    assert "whether the certificate below is of this run is not known" in made(
+        run, tmp_path / "a.html"
+    )
 
 
-def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_reported_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for words, line in (
-        ([str(empty), "-o", str(tmp_path / "a.html")], "empty has no steps in metrics.jsonl: give the folder of a run"),
-        (["missing", "-o", str(tmp_path / "a.html")], "missing is no folder: give the folder of a run"),
+        (
+            [str(empty), "-o", str(tmp_path / "a.html")],
+            "empty has no steps in metrics.jsonl: give the folder of a run",
+        ),
+        (
+            ["missing", "-o", str(tmp_path / "a.html")],
+            "missing is no folder: give the folder of a run",
+        ),
         (["empty", "-o", "a.pdf"], "--output a.pdf: the page is written as .html"),
         (["empty", "-o", str(tmp_path / "no" / "a.html")], f"there is no folder {tmp_path / 'no'}"),
     ):
@@ -187,21 +258,36 @@ def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
-def test_a_browser_shows_the_page_on_a_narrow_screen_without_scrolling_sideways(folder: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_on_a_narrow_screen_without_scrolling_sideways(
+    folder: Path, tmp_path: Path
+) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("chromium is not installed")
     html = made(folder, tmp_path / "a.html")
     script = (
         "<script>document.body.style.width='390px';"
-        "document.title='wide '+document.body.scrollWidth+' figures '+document.querySelectorAll('svg path').length"
+        "document.title='wide '+document.body.scrollWidth+' figures "
+        "'+document.querySelectorAll('svg path').length"
         "</script></body>"
     )
-    looked_at = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html).replace("</body>", script)
+    looked_at = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html).replace(
+        "</body>", script
+    )
     (tmp_path / "b.html").write_text(looked_at, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [browser, *options, "--window-size=500,900", "--dump-dom", f"file://{tmp_path}/b.html"]
+    options += [
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command = [
+        browser,
+        *options,
+        "--window-size=500,900",
+        "--dump-dom",
+        f"file://{tmp_path}/b.html",
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     found = re.search(r"<title>wide (\d+) figures (\d+)</title>", shown)
     assert found is not None, shown[:500]

@@ -1,4 +1,5 @@
-"""`megaprec schedule` and the keys of a run file about schedules: what is told is right, and what is wrong is told."""
+"""`megaprec schedule` and the keys of a run file about schedules: what is told is right, and what
+is wrong is told."""
 
 import json
 import re
@@ -19,7 +20,13 @@ from tools.plots.drawing import Drawing, Rect, Text, to_svg
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 
-REQUIRED = ("model.hidden=16", "model.heads=2", "train.steps=1", "train.global_batch=8", "train.micro_batch=1")
+REQUIRED = (
+    "model.hidden=16",
+    "model.heads=2",
+    "train.steps=1",
+    "train.global_batch=8",
+    "train.micro_batch=1",
+)
 BARE = (*REQUIRED, "train.seq_length=8", "model.vocab=64", "data.vocab_size=64")
 
 
@@ -57,7 +64,9 @@ def test_it_tells_bubble_and_memory_beside_the_textbook(capsys: pytest.CaptureFi
     assert re.search(r"^0 +0 +27\.3% +4$", text, re.MULTILINE)
     text = said(capsys, "--pipeline", 4, "--microbatches", 8, "--kind", "zb-v")
     assert "bubble  0.0%" in text and "4 ranks x 2 stages" in text
-    slow = said(capsys, "--pipeline", 4, "--microbatches", 8, "--costs", "1,1.5,0.5", "--transfer", "0.5")
+    slow = said(
+        capsys, "--pipeline", 4, "--microbatches", 8, "--costs", "1,1.5,0.5", "--transfer", "0.5"
+    )
     assert "bubble  37.5%" not in slow
 
 
@@ -94,11 +103,18 @@ def test_every_form_is_written_and_what_can_be_read_back_is_the_same(
 def test_a_drawing_stays_inside_its_frame_and_blocks_of_a_rank_do_not_overlap() -> None:
     for kind in ("gpipe", "interleaved", "zb-v"):
         s = schedule(kind, 4, 9)
-        drawing = draw("title", ["a line"], [Panel("one", simulate(s), 4), Panel("two", simulate(s), 4)])
+        drawing = draw(
+            "title", ["a line"], [Panel("one", simulate(s), 4), Panel("two", simulate(s), 4)]
+        )
         blocks = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
-        assert all(r.x >= 0 and r.x + r.width <= drawing.width and r.y + r.height <= drawing.height for r in blocks)
+        assert all(
+            r.x >= 0 and r.x + r.width <= drawing.width and r.y + r.height <= drawing.height
+            for r in blocks
+        )
         named = [r for r in blocks if r.tip and not r.tip.endswith("held")]
-        assert len(named) == 2 * sum(span.end > span.start for span in simulate(s) if span.instruction.op in "FBIW")
+        assert len(named) == 2 * sum(
+            span.end > span.start for span in simulate(s) if span.instruction.op in "FBIW"
+        )
         for row in {r.y for r in named}:
             ends = sorted((r.x, r.x + r.width) for r in named if r.y == row)
             assert all(end <= start for (_, end), (start, _) in pairwise(ends))
@@ -113,13 +129,21 @@ def test_text_in_a_picture_is_escaped() -> None:
 def test_a_schedule_of_ones_own_that_would_hang_is_named_and_drawn_with_a_mark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own, picture = tmp_path / "own.txt", tmp_path / "own.svg"
-    own.write_text("F0.0 sA0.0 F0.1 sA0.1 rG0.1 B0.1 rG0.0 B0.0 R0\nrA1.0 F1.0 B1.0 sG1.0 rA1.1 F1.1 B1.1 sG1.1 R1\n")
+    own = tmp_path / "own.txt"
+    picture = tmp_path / "own.svg"
+    own.write_text(
+        "F0.0 sA0.0 F0.1 sA0.1 rG0.1 B0.1 rG0.0 B0.0 R0\nrA1.0 F1.0 B1.0 sG1.0 rA1.1 F1.1 "
+        "B1.1 sG1.1 R1\n"
+    )
     text = refused(capsys, "--own", own, "-o", picture)
     assert "this schedule cannot finish" in text
     assert re.search(r"rank 0: .*\[rG0\.1\].*<-- waits for sG1\.1 of rank 1, behind sG1\.0", text)
     svg = picture.read_text()
-    assert "cannot run" in svg and "rank 0: waits for sG1.1 of rank 1, behind sG1.0" in svg and "#d1242f" in svg
+    assert (
+        "cannot run" in svg
+        and "rank 0: waits for sG1.1 of rank 1, behind sG1.0" in svg
+        and "#d1242f" in svg
+    )
     own.write_text("F0.0 F0.1 B0.0\nF1.0 B1.0 F1.1 B1.1\n")
     text = refused(capsys, "--own", own, "-o", picture)
     assert text.startswith("rank 0: B0.1 is missing")
@@ -127,11 +151,17 @@ def test_a_schedule_of_ones_own_that_would_hang_is_named_and_drawn_with_a_mark(
 
 
 BAD = [
-    (("--kind", "zb-v", "--chunks", 3), "zb-v goes down the ranks and up again, so each has 2 chunks, not 3"),
+    (
+        ("--kind", "zb-v", "--chunks", 3),
+        "zb-v goes down the ranks and up again, so each has 2 chunks, not 3",
+    ),
     (("--pipeline", 0, "--microbatches", 0), "pipeline ranks must be at least 1, got 0"),
     (("--costs", "1,2"), "--costs 1,2: give three numbers separated by commas"),
     (("--costs", "1,0,1"), "each number must be above 0"),
-    (("-o", "drawing.pdf"), "--output drawing.pdf: unknown suffix; the form follows from it: .svg and .png"),
+    (
+        ("-o", "drawing.pdf"),
+        "--output drawing.pdf: unknown suffix; the form follows from it: .svg and .png",
+    ),
     (("--own", "nowhere.txt"), "schedule nowhere.txt: cannot be read (No such file or directory)"),
     (("--measured", "nowhere.json"), "trace nowhere.json: cannot be read"),
 ]
@@ -161,14 +191,22 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
 
 
 RUNS = [
-    (("parallel.chunks=2", "model.layers=8"), "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
+    (
+        ("parallel.chunks=2", "model.layers=8"),
+        "parallel.chunks 2: 1f1b has one chunk a rank, not 2",
+    ),
     (("parallel.schedule=zb-v", "parallel.chunks=3", "model.layers=8"), "each has 2 chunks, not 3"),
     (
         ("parallel.schedule=zb-v", "parallel.pipeline=2", "model.layers=3"),
         "parallel.pipeline 2 x 2 chunks = 4 is more than model.layers 3: a stage needs a layer",
     ),
     (
-        ("parallel.schedule=interleaved", "parallel.chunks=3", "parallel.pipeline=2", "model.layers=5"),
+        (
+            "parallel.schedule=interleaved",
+            "parallel.chunks=3",
+            "parallel.pipeline=2",
+            "model.layers=5",
+        ),
         "parallel.pipeline 2 x 3 chunks = 6 is more than model.layers 5",
     ),
     (
@@ -180,7 +218,9 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("overrides", "says"), RUNS)
-def test_schedules_that_do_not_fit_a_run_are_told_at_load(overrides: tuple[str, ...], says: str) -> None:
+def test_schedules_that_do_not_fit_a_run_are_told_at_load(
+    overrides: tuple[str, ...], says: str
+) -> None:
     with pytest.raises(UserError) as refusal:
         load_run(None, [*BARE, *overrides])
     assert any(says in problem for problem in refusal.value.problems), refusal.value.problems
@@ -192,7 +232,9 @@ def test_a_schedule_file_that_does_not_fit_a_run_is_told_at_load(tmp_path: Path)
     with pytest.raises(UserError, match="cannot be read"):
         load_run(None, run)
     own.write_text(str(schedule("1f1b", 2, 4)))
-    with pytest.raises(UserError, match=r"has 4 micro-batches, but train\.global_batch over .* is 8"):
+    with pytest.raises(
+        UserError, match=r"has 4 micro-batches, but train\.global_batch over .* is 8"
+    ):
         load_run(None, run)
     own.write_text(str(schedule("1f1b", 3, 8)))
     with pytest.raises(UserError, match=r"has 3 ranks, but parallel\.pipeline is 2"):
@@ -207,11 +249,19 @@ def test_a_schedule_file_that_does_not_fit_a_run_is_told_at_load(tmp_path: Path)
 def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["model.layers=4", "parallel.schedule=zb-v", "log.timeline=2", "train.steps=2", f"train.folder={tmp_path}"]
+    keys = [
+        "model.layers=4",
+        "parallel.schedule=zb-v",
+        "log.timeline=2",
+        "train.steps=2",
+        f"train.folder={tmp_path}",
+    ]
     folder = train_on(run_file, *keys, pipeline=2, tensor=2)
     recorded = read_trace(folder / TIMELINE)
     config = load_run(run_file, [*keys, "parallel.pipeline=2", "parallel.tensor=2"])
-    assert [(s.rank, s.instruction) for s in recorded] == [(r, i) for r in (0, 1) for i in config.schedule.programs[r]]
+    assert [(s.rank, s.instruction) for s in recorded] == [
+        (r, i) for r in (0, 1) for i in config.schedule.programs[r]
+    ]
     picture = tmp_path / "run.svg"
     text = said(capsys, run_file, *keys, "parallel.pipeline=2", "parallel.tensor=2", "-o", picture)
     assert re.search(r"^0 +0 +0 \+ embedding +[\d,]+ +\d+\.\d%", text, re.MULTILINE)
@@ -222,12 +272,28 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     assert main(["schedule", *map(str, other)]) == 0
     left_out = f"left out   {folder / TIMELINE}, which was recorded with another schedule"
     assert left_out in capsys.readouterr().err, "stdout is the report alone"
-    assert "recorded with another schedule" in refused(capsys, *other, "--measured", folder / TIMELINE)
+    assert "recorded with another schedule" in refused(
+        capsys, *other, "--measured", folder / TIMELINE
+    )
 
 
-def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["model.family=mixtral", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zb-v"]
-    assert len(re.findall(r"^\d +\d +\d.*FLOP .* [\d.]+ [KM]iB$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
+def test_a_model_with_experts_has_a_table_too(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [
+        "model.family=mixtral",
+        "model.layers=4",
+        "parallel.pipeline=2",
+        "parallel.schedule=zb-v",
+    ]
+    assert (
+        len(
+            re.findall(
+                r"^\d +\d +\d.*FLOP .* [\d.]+ [KM]iB$", said(capsys, run_file, *keys), re.MULTILINE
+            )
+        )
+        == 4
+    )
 
 
 def test_the_table_of_stages_names_the_modules_of_multi_token_prediction(
@@ -242,15 +308,28 @@ def test_a_run_of_eight_ranks_shows_all_its_memory_and_no_column_covers_another(
 ) -> None:
     """Also where sizes are long: right ends are as far apart as texts are wide."""
     text = said(
-        capsys, run_file, "parallel.pipeline=2", "parallel.tensor=2", "-o", tmp_path / "run.svg", "--gpu", "H100"
+        capsys,
+        run_file,
+        "parallel.pipeline=2",
+        "parallel.tensor=2",
+        "-o",
+        tmp_path / "run.svg",
+        "--gpu",
+        "H100",
     )
     assert re.search(
-        r"^rank +stages +waits +holds +weights +gradients +optimizer +activations +other +total$", text, re.M
+        r"^rank +stages +waits +holds +weights +gradients +optimizer +activations +other +total$",
+        text,
+        re.M,
     )
     assert "device  H100: fits: " in text
     facts = {"holds": ["1024"], "activations": ["20553.7 MiB"], "total": ["1.00 GiB"]}
     drawn = draw("", [], [Panel("", simulate(schedule("1f1b", 1, 1)), 1, "s", facts)])
-    ends = [(shape.x, len(shape.text)) for shape in drawn.shapes if isinstance(shape, Text) and shape.anchor == "end"]
+    ends = [
+        (shape.x, len(shape.text))
+        for shape in drawn.shapes
+        if isinstance(shape, Text) and shape.anchor == "end"
+    ]
     for heading in (True, False):
         row = sorted(ends[:3] if heading else ends[3:])
         assert len(row) == 3
@@ -265,7 +344,11 @@ def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path:
     assert train(run_file, *keys, f"train.folder={tmp_path / 'alone'}") == 0
     variants = {
         "own": (f"parallel.schedule_file={own}", "parallel.cuts=[4,1]"),
-        "interleaved": ("parallel.schedule=interleaved", "parallel.chunks=2", "parallel.cuts=[1,2,1,1]"),
+        "interleaved": (
+            "parallel.schedule=interleaved",
+            "parallel.chunks=2",
+            "parallel.cuts=[1,2,1,1]",
+        ),
         "zb-h2": ("parallel.schedule=zb-h2",),
     }
     for name, chosen in variants.items():
@@ -278,7 +361,12 @@ def test_a_schedule_that_may_have_been_edited_is_not_overwritten(
 ) -> None:
     own = tmp_path / "own.txt"
     own.write_text("# mine\n")
-    assert main(["schedule", "--kind", "1f1b", "--pipeline", "2", "--microbatches", "2", "-o", str(own)]) == 2
+    assert (
+        main(
+            ["schedule", "--kind", "1f1b", "--pipeline", "2", "--microbatches", "2", "-o", str(own)]
+        )
+        == 2
+    )
     line = f"--output {own}: it exists, and may have been edited: give another name, or remove it"
     assert capsys.readouterr().err.splitlines() == [line]
     assert own.read_text() == "# mine\n"

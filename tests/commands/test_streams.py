@@ -19,8 +19,14 @@ ROOT = Path(__file__).parents[2]
 FULL = "standard output: No space left on device (ENOSPC): free some room there"
 
 
-def said(program: Callable[[], None], output: int | None, errors: int | None = None, buffered: bool = True) -> str:
-    """What a process writes on stderr whose standard output is `output`, None for closed. errors: instead of a pipe."""
+def said(
+    program: Callable[[], None],
+    output: int | None,
+    errors: int | None = None,
+    buffered: bool = True,
+) -> str:
+    """What a process writes on stderr whose standard output is `output`, None for closed. errors:
+    instead of a pipe."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -68,7 +74,9 @@ def tell(what: object) -> None:
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-def test_output_that_is_lost_ends_a_command_with_an_error_that_names_it(buffered: bool, full: int) -> None:
+def test_output_that_is_lost_ends_a_command_with_an_error_that_names_it(
+    buffered: bool, full: int
+) -> None:
     def program() -> None:
         try:
             print("lost", flush=True)
@@ -89,7 +97,10 @@ def test_a_run_goes_on_without_its_output_and_says_so_once(buffered: bool, full:
         os.write(reached, b".")
 
     there, reached = os.pipe()
-    assert said(program, full, buffered=buffered) == f"warning    {FULL}; training goes on without it\nwent on\n"
+    assert (
+        said(program, full, buffered=buffered)
+        == f"warning    {FULL}; training goes on without it\nwent on\n"
+    )
     assert said(program, full, full, buffered=buffered) == "", "there is no other place to tell it"
     assert os.read(there, 9) == b".."
     os.close(there)
@@ -105,7 +116,10 @@ def test_a_run_whose_reader_has_gone_is_told_once_as_by_a_closed_terminal(left: 
         for n in range(3):
             print(n, flush=True)
 
-    assert said(program, left) == "note: nobody reads standard output any more: training stops\nhung up\n"
+    assert (
+        said(program, left)
+        == "note: nobody reads standard output any more: training stops\nhung up\n"
+    )
 
 
 def test_a_command_whose_reader_has_gone_still_meets_a_broken_pipe(left: int) -> None:
@@ -127,7 +141,8 @@ def test_a_closed_output_is_no_error_and_no_file_takes_its_place() -> None:
     assert said(program, None) == "(False, True)\n"
 
 
-# A command in an interpreter of its own, which flushes its streams at its end, with forked processes as its ranks.
+# A command in an interpreter of its own, which flushes its streams at its end, with forked
+# processes as its ranks.
 LAUNCHER = "import sys; sys.executable = {python!r}; from tools.cli import main; sys.exit(main())"
 
 
@@ -137,15 +152,29 @@ def test_training_saves_its_state_when_its_reader_has_gone_and_is_complete_on_a_
     ranks: int, tmp_path: Path, forks: Path
 ) -> None:
     file = write_run(tmp_path)
-    program = ["-m", "megaprec"] if ranks == 1 else ["-c", LAUNCHER.format(python=str(forks / "python"))]
-    command = [sys.executable, *program, "train", str(file), f"parallel.data={ranks}", "train.restarts=0"]
+    if ranks == 1:
+        program = ["-m", "megaprec"]
+    else:
+        program = ["-c", LAUNCHER.format(python=str(forks / "python"))]
+    command = [
+        sys.executable,
+        *program,
+        "train",
+        str(file),
+        f"parallel.data={ranks}",
+        "train.restarts=0",
+    ]
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600
+        )
     assert done.returncode == 0 and set(done.stderr.splitlines()[-1:]) == {
         f"warning    {FULL}; training goes on without it"
     }
     command += [f"train.folder={tmp_path}/endless", "train.steps=1000000", "checkpoint.every=0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout and process.stderr
     while "step 2/" not in process.stdout.readline():
         assert process.poll() is None

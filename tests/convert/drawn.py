@@ -8,10 +8,33 @@ from tools.convert.hf.defaults import DEFAULTS
 LONGEST = 40
 BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss")  # families whose layers have a type
 LAYERS_OF_QWEN = ("qwen2", "qwen3", "qwen2_moe")
-GATED_BIASES = ("llama", "qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma2", "gemma3_text", "gpt_oss", "glm4_moe")
+GATED_BIASES = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "glm4_moe",
+)
 LATENT = ("deepseek_v2", "deepseek_v3")
-OWN_WIDTH = ("gemma2", "gemma3_text", "gpt_oss", "qwen3", "mixtral")  # of a head, whatever hidden_size is
-DIVIDED = ("llama", "gemma2", "gemma3_text", "deepseek_v2")  # whose class requires hidden_size to be so by heads
+# of a head, whatever hidden_size is
+OWN_WIDTH = (
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3",
+    "mixtral",
+)
+# whose class requires hidden_size to be so by heads
+DIVIDED = (
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "deepseek_v2",
+)
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -94,7 +117,8 @@ def _neox(dice: Random) -> dict[str, Any]:
 
 
 def _latent(dice: Random, kind: str) -> dict[str, Any]:
-    """Return latents; DeepSeek-V2's class views pairs as complex numbers, for which widths before them must be even."""
+    """Return latents; DeepSeek-V2's class views pairs as complex numbers, for which widths before
+    them must be even."""
     even = kind == "deepseek_v2"
     return {
         "q_lora_rank": dice.choice((None, 5, 9)),
@@ -122,11 +146,15 @@ def _windows(dice: Random, kind: str, layers: int) -> dict[str, Any]:
 
 
 def _experts(dice: Random, kind: str, layers: int) -> dict[str, Any]:
-    number, chosen = dice.choice((2, 3, 5)), dice.choice((1, 2))
+    number = dice.choice((2, 3, 5))
+    chosen = dice.choice((1, 2))
     if kind in ("mixtral", "gpt_oss"):
         return {"num_local_experts": number, "num_experts_per_tok": chosen}
     if kind in ("qwen2_moe", "qwen3_moe"):
-        shared = {"shared_expert_intermediate_size": dice.choice((5, 12))} if kind == "qwen2_moe" else {}
+        if kind == "qwen2_moe":
+            shared = {"shared_expert_intermediate_size": dice.choice((5, 12))}
+        else:
+            shared = {}
         return shared | {
             "num_experts": number,
             "num_experts_per_tok": chosen,
@@ -174,7 +202,13 @@ def _scaling(dice: Random) -> dict[str, Any] | None:
     original = {"original_max_position_embeddings": dice.choice((8, 16))}
     linear = {"rope_type": "linear", "factor": 2.5}
     dynamic = {"rope_type": "dynamic", "factor": 3.0}
-    llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original}
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        **original,
+    }
     yarn = {"rope_type": "yarn", "factor": 2.0, **original}
     options = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
     odd_yarn = yarn | {key: options[key] for key in dice.sample(sorted(options), 2)}

@@ -1,4 +1,5 @@
-"""An exported tokenizer as AutoTokenizer of transformers reads it: the same ids, whatever class its settings named."""
+"""An exported tokenizer as AutoTokenizer of transformers reads it: the same ids, whatever class its
+settings named."""
 
 import json
 from pathlib import Path
@@ -13,15 +14,28 @@ from tools.cli import main
 from tools.convert.auto_tokenizer import TEXTS
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
+    "transformers",
+    reason="needs the package transformers (pip install transformers)",
+    exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
-LINES = ["In 1984 there were 1234567 of 12,345.678, the model learns and the data is good", "x = 10  # y"] * 50
-CLASSES = ("GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast", "LlamaTokenizer", "GemmaTokenizer", "NoSuchClass")
+LINES = [
+    "In 1984 there were 1234567 of 12,345.678, the model learns and the data is good",
+    "x = 10  # y",
+] * 50
+CLASSES = (
+    "GPT2Tokenizer",
+    "Qwen2Tokenizer",
+    "LlamaTokenizerFast",
+    "LlamaTokenizer",
+    "GemmaTokenizer",
+    "NoSuchClass",
+)
 
 
 def one_digit_at_a_time(file: Path) -> None:
-    """Put a pre-tokenizer before that of the file, which no class of transformers would put there."""
+    """Put a pre-tokenizer before that of the file, which no class of transformers would put
+    there."""
     said = json.loads(file.read_text("utf-8"))
     digits = {"type": "Digits", "individual_digits": True}
     said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, said["pre_tokenizer"]]}
@@ -47,7 +61,9 @@ def folder_with(tmp_path: Path, kind: str, settings: dict[str, Any], **changes: 
 def test_an_exported_tokenizer_has_the_same_ids_whatever_class_was_named(
     kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = folder_with(tmp_path, kind, {"tokenizer_class": name, "auto_map": {"AutoTokenizer": ["x.Y", None]}})
+    folder = folder_with(
+        tmp_path, kind, {"tokenizer_class": name, "auto_map": {"AutoTokenizer": ["x.Y", None]}}
+    )
     assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "hf"]) == 0
     said = capsys.readouterr().out
     assert f"tokenizer_class = {name!r} is written as 'PreTrainedTokenizerFast'" in said
@@ -68,25 +84,36 @@ def test_a_family_whose_own_class_wins_is_named_with_a_way_that_gives_the_same_i
     said = capsys.readouterr().out
     ours = load_tokenizer(folder / "tokenizer.json")
     by_itself = transformers.AutoTokenizer.from_pretrained(out)
-    same = all(by_itself.encode(text, add_special_tokens=False) == ours.encode(text) for text in TEXTS)
+    same = all(
+        by_itself.encode(text, add_special_tokens=False) == ours.encode(text) for text in TEXTS
+    )
     assert (f"warning: {out}: AutoTokenizer of transformers" in said) != same
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(out)
     assert all(theirs.encode(text, add_special_tokens=False) == ours.encode(text) for text in TEXTS)
 
 
-def test_a_model_without_a_tokenizer_says_so_and_takes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_tokenizer_says_so_and_takes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_folder(tmp_path / "hf", "llama", vocab_size=320)
     file = train_hugging_face(LINES, tmp_path / "tokenizer.json", 300)
     assert main(["convert", str(folder), str(tmp_path / "bare"), "--to", "hf", "--no-verify"]) == 0
-    assert f"{folder} has no tokenizer that is read, and so {tmp_path / 'bare'} has none" in capsys.readouterr().out
+    assert (
+        f"{folder} has no tokenizer that is read, and so {tmp_path / 'bare'} has none"
+        in capsys.readouterr().out
+    )
     given = ["--to", "hf", "--no-verify", "--tokenizer", str(file)]
     assert main(["convert", str(folder), str(tmp_path / "out"), *given]) == 0
-    assert load_tokenizer(tmp_path / "out/tokenizer.json").encode(TEXTS[0]) == load_tokenizer(file).encode(TEXTS[0])
+    assert load_tokenizer(tmp_path / "out/tokenizer.json").encode(TEXTS[0]) == load_tokenizer(
+        file
+    ).encode(TEXTS[0])
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), *given]) == 2
     assert "has a tokenizer of its own: leave it out" in capsys.readouterr().err
 
 
-def test_a_begin_token_that_the_tokenizer_does_not_have_is_left_to_config_json(tmp_path: Path) -> None:
+def test_a_begin_token_that_the_tokenizer_does_not_have_is_left_to_config_json(
+    tmp_path: Path,
+) -> None:
     folder = folder_with(tmp_path, "llama", {}, bos_token_id=310)
     assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "hf", "--no-verify"]) == 0
     assert "bos_token" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())

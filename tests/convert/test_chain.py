@@ -1,8 +1,9 @@
-"""Weights on the whole way round: Hugging Face, ranks that train, Megatron over other ranks, Hugging Face again.
+"""Weights on the whole way round: Hugging Face, ranks that train, Megatron over other ranks,
+Hugging Face again.
 
-tp 2 x pp 2 ranks begin with a folder's weights, take a step with learning rate zero, so that the moments are those of
-a real step and the weights are what they were, and save. What is exported from that through Megatron's files of four
-tensor-parallel ranks has to be the first folder, bit for bit.
+tp 2 x pp 2 ranks begin with a folder's weights, take a step with learning rate zero, so that the
+moments are those of a real step and the weights are what they were, and save. What is exported from
+that through Megatron's files of four tensor-parallel ranks has to be the first folder, bit for bit.
 """
 
 import json
@@ -29,7 +30,11 @@ pytestmark = pytest.mark.usefixtures("torch_files_read_here")
 TOKENS = torch.randint(131, (4, 12), generator=torch.Generator().manual_seed(2))
 # What Megatron has no word for is left out of these.
 CHANGED: dict[str, dict[str, Any]] = {
-    "gpt_neox-sequential": {"kind": "gpt_neox", "use_parallel_residual": False, "hidden_act": "gelu_new"},
+    "gpt_neox-sequential": {
+        "kind": "gpt_neox",
+        "use_parallel_residual": False,
+        "hidden_act": "gelu_new",
+    },
     "mistral-all-seen": {"kind": "mistral", "sliding_window": None},
     "deepseek_v3-limited": {"kind": "deepseek_v3", **FOR_MEGATRON["deepseek_v3"]},
     "glm4_moe-limited": {"kind": "glm4_moe", **FOR_MEGATRON["glm4_moe"]},
@@ -44,10 +49,19 @@ def folder_of(kind: str, folder: Path) -> Path:
 
 
 def train_from(mesh: DeviceMesh, folders: Sequence[Path]) -> None:
-    """Begins with each folder's weights, takes a step that moves nothing, saves beside the folder."""
+    """Begins with each folder's weights, takes a step that moves nothing, saves beside the
+    folder."""
     for folder in folders:
         model = open_initial(folder).model.model_copy(update={"router_correction_speed": 0.0})
-        engine = Engine(model, plan("bf16"), mesh, schedule("1f1b", 2, 2), micro_batch=2, seq_length=12, sequence=True)
+        engine = Engine(
+            model,
+            plan("bf16"),
+            mesh,
+            schedule("1f1b", 2, 2),
+            micro_batch=2,
+            seq_length=12,
+            sequence=True,
+        )
         start_from(folder, engine.optimizer)
         report = engine.step(Share(TOKENS, TOKENS.roll(-1, 1)), lr=0.0, number=0)
         assert report.outcome == "applied"
@@ -62,9 +76,14 @@ def train_from(mesh: DeviceMesh, folders: Sequence[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """KIND/hf, a folder, and KIND/run, the run directory of the ranks that began with it; of kinds that are tried."""
+    """KIND/hf, a folder, and KIND/run, the run directory of the ranks that began with it; of kinds
+    that are tried."""
     place = tmp_path_factory.mktemp("chain")
-    cases = (case for case in request.session.items if case.path == request.path and isinstance(case, pytest.Function))
+    cases = (
+        case
+        for case in request.session.items
+        if case.path == request.path and isinstance(case, pytest.Function)
+    )
     kinds = dict.fromkeys(str(case.callspec.params["kind"]) for case in cases)
     folders = [folder_of(kind, place / kind / "hf") for kind in kinds]
     run_ranks(train_from, {"tp": 2, "pp": 2}, folders=folders)
@@ -76,11 +95,20 @@ def convert(*arguments: object) -> None:
 
 
 def same_weights(one: Path, other: Path) -> None:
-    """Compare two folders; a router's correction is FP32 in what is converted, whatever it was before."""
+    """Compare two folders; a router's correction is FP32 in what is converted, whatever it was
+    before."""
     before, after = (load_file(folder / "model.safetensors") for folder in (one, other))
-    before |= {name: value.float() for name, value in before.items() if name.endswith("e_score_correction_bias")}
+    before |= {
+        name: value.float()
+        for name, value in before.items()
+        if name.endswith("e_score_correction_bias")
+    }
     assert before.keys() == after.keys()
-    assert not [n for n in before if before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])]
+    assert not [
+        n
+        for n in before
+        if before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])
+    ]
 
 
 @pytest.mark.cases(0, sample=2)
@@ -103,11 +131,18 @@ def test_weights_that_ranks_saved_go_through_megatrons_files_bit_for_bit(
     convert(megatron, tmp_path / "hf", "--to", "hf", "--dtype", "bf16")
     same_weights(trained / kind / "hf", tmp_path / "hf")
     convert(megatron, tmp_path / "ours")
-    before, after = tensors(trained / kind / "run/checkpoints/step_00000001"), tensors(tmp_path / "ours")
+    before = tensors(trained / kind / "run/checkpoints/step_00000001")
+    after = tensors(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert not [name for name in before if not torch.equal(before[name], after[name])]
-    still = {name for name in after if name.startswith("exp_avg/") and "key.bias" not in name and not after[name].any()}
-    assert all(".experts." in name for name in still), "only an expert without a token has moments of zero"
+    still = {
+        name
+        for name in after
+        if name.startswith("exp_avg/") and "key.bias" not in name and not after[name].any()
+    }
+    assert all(".experts." in name for name in still), (
+        "only an expert without a token has moments of zero"
+    )
     for name in still:
         layer = name.partition(".experts.")[0]
         assert any(name.startswith(layer) and ".experts." in name for name in after.keys() - still)

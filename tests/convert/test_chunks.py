@@ -1,4 +1,5 @@
-"""A tensor in chunks is whole: its parts do not overlap and have one dtype, or it is refused by its name."""
+"""A tensor in chunks is whole: its parts do not overlap and have one dtype, or it is refused by its
+name."""
 
 from pathlib import Path
 
@@ -20,28 +21,44 @@ QUARTERS = [(0, 0), (0, 20), (12, 0), (12, 20)]
 
 
 def whole(
-    folder: Path, offsets: list[tuple[int, int]], dtypes: tuple[torch.dtype, ...] = (), single: bool = False
+    folder: Path,
+    offsets: list[tuple[int, int]],
+    dtypes: tuple[torch.dtype, ...] = (),
+    single: bool = False,
 ) -> Tensor:
-    """The tensor of quarters at `offsets`: rows of 12 and columns of 20, filled with their numbers."""
+    """The tensor of quarters at `offsets`: rows of 12 and columns of 20, filled with their
+    numbers."""
     model: ModelConfig = from_hugging_face(CONFIGS["llama"])
     found = matches(megatron(True, False, model), model)
-    held = {m.foreign: Chunked(m.foreign, m.shape, [((0,) * len(m.shape), stored(folder, 0, m.shape))]) for m in found}
+    held = {
+        m.foreign: Chunked(m.foreign, m.shape, [((0,) * len(m.shape), stored(folder, 0, m.shape))])
+        for m in found
+    }
     chunks = [
         (offset, stored(folder, number, (12, 20), dtypes[number] if dtypes else torch.float32))
         for number, offset in enumerate(offsets)
     ]
-    held[NAME] = Chunked(NAME, (), [((), stored(folder, 0, ()))]) if single else Chunked(NAME, (24, 40), chunks)
+    if single:
+        held[NAME] = Chunked(NAME, (), [((), stored(folder, 0, ()))])
+    else:
+        held[NAME] = Chunked(NAME, (24, 40), chunks)
     return whole_tensors(folder, found, held, model)[NAME].read()
 
 
-def stored(folder: Path, number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Stored:
+def stored(
+    folder: Path, number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Stored:
     file = folder / f"{number}{dtype}"
-    file.write_bytes(torch.full((12 * 20,), float(number), dtype=dtype).view(torch.uint8).numpy().tobytes())
+    file.write_bytes(
+        torch.full((12 * 20,), float(number), dtype=dtype).view(torch.uint8).numpy().tobytes()
+    )
     return Stored(file, dtype, shape, 0)
 
 
 def test_parts_in_any_order_make_it(tmp_path: Path) -> None:
-    expected = torch.tensor([[0.0, 1.0], [2.0, 3.0]]).repeat_interleave(12, 0).repeat_interleave(20, 1)
+    expected = (
+        torch.tensor([[0.0, 1.0], [2.0, 3.0]]).repeat_interleave(12, 0).repeat_interleave(20, 1)
+    )
     assert torch.equal(whole(tmp_path, QUARTERS), expected)
     assert torch.equal(whole(tmp_path, QUARTERS[::-1]), 3 - expected)
 

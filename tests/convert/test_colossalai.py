@@ -1,4 +1,5 @@
-"""Colossal-AI's sharded checkpoints: Hugging Face's tensors in shards of its own naming, with and without stages."""
+"""Colossal-AI's sharded checkpoints: Hugging Face's tensors in shards of its own naming, with and
+without stages."""
 
 import json
 import shutil
@@ -28,7 +29,10 @@ def save(folder: Path, hf: Path, stages: int, safe: bool) -> Path:
     parts = [dict(list(whole.items())[n :: 2 * stages]) for n in range(2 * stages)]
     for number, part in enumerate(parts):
         stage, shard = divmod(number, 2)
-        ending = f"stage-{stage + 1:05d}-shard-{shard + 1:05d}" if stages > 1 else f"{number + 1:05d}"
+        if stages > 1:
+            ending = f"stage-{stage + 1:05d}-shard-{shard + 1:05d}"
+        else:
+            ending = f"{number + 1:05d}"
         file = f"{name}-{ending}.{kind}"
         where |= dict.fromkeys(part, file)
         put(folder / file, part, safe)
@@ -57,7 +61,8 @@ def test_it_is_the_hugging_face_model(
     (tmp_path / "epoch-0/optimizer").mkdir()
     (tmp_path / "epoch-0/lr_scheduler").write_bytes(b"")
     for folder in (tmp_path / "epoch-0", tmp_path / "epoch-0/modeling"):
-        source, expected = open_source(folder), open_source(hf)
+        source = open_source(folder)
+        expected = open_source(hf)
         assert (source.kind, source.model) == ("colossalai", expected.model)
         assert set(source.shapes) == set(expected.shapes)
         assert all(torch.equal(source.read(key), expected.read(key)) for key in source.shapes)
@@ -83,7 +88,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     torch.save({**torch.load(lost), "model.x": torch.zeros(2)}, lost)
     assert "has the tensor model.x, which its model has no place for" in refused(folder)
     (folder / "config.json").unlink()
-    assert "config.json is missing: Colossal-AI writes it for models of transformers" in refused(folder)
+    assert "config.json is missing: Colossal-AI writes it for models of transformers" in refused(
+        folder
+    )
     (folder / "pytorch_model.bin.index.json").unlink()
     (folder / "tmp_index_files").mkdir()
     assert "was not saved whole: tmp_index_files/" in refused(folder)
@@ -95,12 +102,16 @@ def test_shards_of_transformers_are_not_taken_for_them(tmp_path: Path) -> None:
     names = list(load_file(hf / "model.safetensors"))
     file = "model-00001-of-00001.safetensors"
     (hf / "model.safetensors").rename(hf / file)
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    (hf / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, file)})
+    )
     assert open_source(hf).kind == "hf"
 
 
 @pytest.mark.parametrize("stages", [1, *slow((2,))])
-def test_a_hostile_pickle_does_not_run(stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_pickle_does_not_run(
+    stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save(tmp_path / "shards", write_folder(tmp_path / "hf", "llama"), stages, False)
     file = min(folder.glob("pytorch_model-*.bin"))
     torch.save({"model.norm.weight": Malice(tmp_path / "ran")}, file)

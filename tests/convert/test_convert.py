@@ -1,4 +1,5 @@
-"""`megaprec convert` end to end without other people's libraries: round trips, kills, bad input, limits."""
+"""`megaprec convert` end to end without other people's libraries: round trips, kills, bad input,
+limits."""
 
 import json
 import os
@@ -51,15 +52,27 @@ def test_weights_come_back_bit_for_bit_through_ours_and_megatron(kind: str, tmp_
     run(hf, tmp_path / "ours")
     run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 4, "--pp", 2)
     run(tmp_path / "megatron", tmp_path / "back", "--to", "hf")
-    before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
+    before = load_file(hf / "model.safetensors")
+    after = load_file(tmp_path / "back/model.safetensors")
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert all(
+        torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype
+        for name in before
+    )
 
 
 @pytest.mark.parametrize("ways", [["megatron"], ["megaprec", "megatron"], ["megatron", "megaprec"]])
 @pytest.mark.usefixtures("torch_files_read_here")
-def test_how_texts_are_generated_comes_back_through_every_format(ways: list[str], tmp_path: Path) -> None:
-    said = {"bos_token_id": 3, "eos_token_id": [5, 7], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+def test_how_texts_are_generated_comes_back_through_every_format(
+    ways: list[str], tmp_path: Path
+) -> None:
+    said = {
+        "bos_token_id": 3,
+        "eos_token_id": [5, 7],
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+    }
     folder = write_folder(tmp_path / "hf", "llama")
     (folder / "generation_config.json").write_text(json.dumps(said))
     for number, to in enumerate([*ways, "hf"]):
@@ -69,7 +82,9 @@ def test_how_texts_are_generated_comes_back_through_every_format(ways: list[str]
 
 
 @pytest.mark.usefixtures("torch_files_read_here")
-def test_a_megatron_folder_says_nothing_of_generation_that_its_source_did_not(tmp_path: Path) -> None:
+def test_a_megatron_folder_says_nothing_of_generation_that_its_source_did_not(
+    tmp_path: Path,
+) -> None:
     run(write_folder(tmp_path / "hf", "llama"), tmp_path / "megatron", "--to", "megatron")
     assert not [*(tmp_path / "megatron").rglob("generation_config.json")]
 
@@ -94,13 +109,16 @@ def test_each_tensor_is_read_once_and_what_was_written_is_read_back(tmp_path: Pa
     assert len(source.loads) == len(load_file(tmp_path / "hf/model.safetensors"))
 
 
-def test_moments_masters_and_the_scaler_come_back_through_megatron(trained: Path, tmp_path: Path) -> None:
+def test_moments_masters_and_the_scaler_come_back_through_megatron(
+    trained: Path, tmp_path: Path
+) -> None:
     moved = shutil.copytree(trained, tmp_path / "trained")
     scaler = {"scale": 1024.0, "growth_tracker": 7, "hysteresis_tracker": 1}
     edit_index(moved, lambda index: index["optimizer"].update(scaler=scaler))
     run(moved, tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2, "--dtype", "bf16")
     run(tmp_path / "megatron", tmp_path / "ours")
-    before, after = tensors(moved), tensors(tmp_path / "ours")
+    before = tensors(moved)
+    after = tensors(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert {name.split("/")[0] for name in before} == {"weight", "exp_avg", "exp_avg_sq"}
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -114,7 +132,8 @@ def test_moments_masters_and_the_scaler_come_back_through_megatron(trained: Path
 def test_masters_without_half_weights_go_the_same_way(trained: Path, tmp_path: Path) -> None:
     run(trained, tmp_path / "megatron", "--to", "megatron", "--layers", "local")
     run(tmp_path / "megatron", tmp_path / "ours")
-    before, after = tensors(trained), tensors(tmp_path / "ours")
+    before = tensors(trained)
+    after = tensors(tmp_path / "ours")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -169,7 +188,9 @@ def test_a_conversion_that_was_killed_goes_on_and_leaves_the_same_bytes(
     assert lines == len(written) + 1 and len(written) < len(open_source(tmp_path / "again").shapes)
 
 
-def test_a_source_that_changed_in_between_is_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_changed_in_between_is_converted_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf = write_folder(tmp_path / "hf", "llama")
     monkeypatch.setattr(target, "_compare", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["convert", str(hf), str(tmp_path / "ours")]) == 130
@@ -177,14 +198,17 @@ def test_a_source_that_changed_in_between_is_converted_anew(tmp_path: Path, monk
     changed = {name: values + 1 for name, values in load_file(hf / "model.safetensors").items()}
     save_file(changed, hf / "model.safetensors")
     run(hf, tmp_path / "ours")
-    assert torch.equal(Store(tmp_path / "ours").read("weight", "final_norm.weight"), changed["model.norm.weight"])
+    assert torch.equal(
+        Store(tmp_path / "ours").read("weight", "final_norm.weight"), changed["model.norm.weight"]
+    )
 
 
 def test_values_that_do_not_read_back_are_not_taken_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = write_folder(tmp_path / "hf", "llama")
-    monkeypatch.setattr(target, "fill", lambda file, start, values: None)  # a disk that loses what it is given
+    # a disk that loses what it is given
+    monkeypatch.setattr(target, "fill", lambda file, start, values: None)
     assert main(["convert", str(hf), str(tmp_path / "ours")]) == 2
     assert "does not read back as it was written" in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
@@ -198,7 +222,8 @@ def test_a_wrong_order_of_query_key_and_value_is_found_by_the_logits(
     hf = write_folder(tmp_path / "hf", "llama")
     run(hf, tmp_path / "ours")
     monkeypatch.setattr(names, "GROUPED", transforms.PACKED)
-    run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron")  # reads back as it was written, all the same
+    # reads back as it was written, all the same
+    run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron")
     monkeypatch.undo()
     with pytest.raises(UserError, match="are not the same model: FP32 logits differ"):
         compare_logits(tmp_path / "ours", tmp_path / "megatron")
@@ -212,7 +237,21 @@ def test_a_checkpoint_made_of_a_folder_generates_and_describes_itself(
     capsys.readouterr()
     said = []
     for path in (trained, tmp_path / "ours"):
-        assert main(["generate", str(path), "--prompt", "the model", "--tokens", "8", "--temperature", "0"]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    str(path),
+                    "--prompt",
+                    "the model",
+                    "--tokens",
+                    "8",
+                    "--temperature",
+                    "0",
+                ]
+            )
+            == 0
+        )
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     assert "3 steps" in describe(open_source(trained))
@@ -288,13 +327,17 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
     assert "has 330 tokens, but the vocabulary of the model holds 131" in capsys.readouterr().err
 
 
-def test_a_destination_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_destination_that_is_there_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     assert main(["convert", str(folder), str(folder)]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_layout_that_megatron_does_not_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_megatron_does_not_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     assert main(["convert", str(folder), str(tmp_path / "m"), "--to", "megatron", "--pp", "3"]) == 2
     assert "stages that divide 4 layers" in capsys.readouterr().err
@@ -309,7 +352,15 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) ->
         "import resource, sys; from tools.cli import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", program, "convert", str(hf), str(tmp_path / "ours"), "--no-verify"]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "convert",
+        str(hf),
+        str(tmp_path / "ours"),
+        "--no-verify",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("make room and run the same command again")
@@ -321,7 +372,9 @@ def test_too_little_room_is_known_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = write_folder(tmp_path / "hf", "llama")
-    monkeypatch.setattr(target.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        target.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100)
+    )  # type: ignore[attr-defined]
     assert main(["convert", str(hf), str(tmp_path / "ours")]) == 2
     assert "has 100 bytes free" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -331,20 +384,38 @@ def test_too_little_room_is_known_before_the_work(
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path) -> None:
-    """180 MB in tensors of at most 12 MB: beyond what importing takes, less than six of the largest."""
-    sizes: dict[str, Any] = {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 6, "head_dim": 128}
+    """180 MB in tensors of at most 12 MB: beyond what importing takes, less than six of the
+    largest."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "head_dim": 128,
+    }
     hf = write_folder(tmp_path / "hf", "llama", intermediate_size=1920, vocab_size=3072, **sizes)
     program = (
         "import sys; from pathlib import Path; from tools.cli import main\n"
-        "def kb(what): return int(Path('/proc/self/status').read_text().split(what)[1].split()[0])\n"
-        "main(['convert', sys.argv[1], sys.argv[2], *sys.argv[4:]])\n"  # imports all that there is to import
+        "def kb(what): return "
+        "int(Path('/proc/self/status').read_text().split(what)[1].split()[0])\n"
+        # imports all that there is to import
+        "main(['convert', sys.argv[1], sys.argv[2], *sys.argv[4:]])\n"
         "Path('/proc/self/clear_refs').write_text('5')\n"  # forgets the highest so far
         "before = kb('VmRSS:'); main(['convert', sys.argv[3], sys.argv[2] + '2', *sys.argv[4:]])\n"
         "print('grew', kb('VmHWM:') - before)"
     )
     small = write_folder(tmp_path / "small", "llama")
-    command = [sys.executable, "-c", program, str(small), str(tmp_path / "out"), str(hf), *map(str, TARGETS[to])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        str(small),
+        str(tmp_path / "out"),
+        str(hf),
+        *map(str, TARGETS[to]),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
+    )
     grew = int(done.stdout.split()[-1]) * 1024
     largest = 4 * 768 * (2 * 1920 if to == "megatron" else 3072)  # gate and up are one tensor there
     assert (hf / "model.safetensors").stat().st_size > 13 * largest
@@ -354,7 +425,8 @@ def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path
 def test_a_checkpoint_with_fp8_histories_is_read_without_them_which_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, fp8 = write_run(tmp_path), ("fp8.kind=delayed", "fp8.pad=true", "precision.compute=bf16", "model.dropout=0")
+    file = write_run(tmp_path)
+    fp8 = ("fp8.kind=delayed", "fp8.pad=true", "precision.compute=bf16", "model.dropout=0")
     assert train(file, "train.steps=1", *fp8) == 0
     saved = checkpoint(tmp_path / "run", 1)
     assert any(key.startswith("fp8/") for key in tensors(saved))
@@ -363,11 +435,22 @@ def test_a_checkpoint_with_fp8_histories_is_read_without_them_which_is_said(
     assert "not read: FP8 scales and amax histories" in capsys.readouterr().out
     run(saved, tmp_path / "ours", "--to", "megaprec", "--no-verify")
     kept = tensors(tmp_path / "ours")
-    assert all(torch.equal(kept[key], value) for key, value in tensors(saved).items() if not key.startswith("fp8/"))
-    assert train(file, "train.steps=2", *fp8, f"train.init_from={saved}", f"train.folder={tmp_path}/next") == 0
+    assert all(
+        torch.equal(kept[key], value)
+        for key, value in tensors(saved).items()
+        if not key.startswith("fp8/")
+    )
+    assert (
+        train(
+            file, "train.steps=2", *fp8, f"train.init_from={saved}", f"train.folder={tmp_path}/next"
+        )
+        == 0
+    )
 
 
-def test_a_chat_template_that_is_not_carried_over_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_template_that_is_not_carried_over_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     for there in (False, True):
         if there:
@@ -390,7 +473,10 @@ def test_a_conversion_that_is_refused_leaves_nothing(
 
 
 def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert main(["convert", str(trained), str(tmp_path / "hf"), "--no-verify"]) == 2

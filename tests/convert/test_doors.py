@@ -1,4 +1,5 @@
-"""The doors of `megaprec convert`: options without use, folders that are not meant, adapters beside weights."""
+"""The doors of `megaprec convert`: options without use, folders that are not meant, adapters beside
+weights."""
 
 import json
 import shutil
@@ -34,7 +35,9 @@ def nxd(folder: Path) -> Path:
 
 
 def colossalai(folder: Path) -> Path:
-    return save_colossalai(folder / "epoch/modeling", write_folder(folder / "hf", "llama"), 1, True).parent
+    return save_colossalai(
+        folder / "epoch/modeling", write_folder(folder / "hf", "llama"), 1, True
+    ).parent
 
 
 def internevo(folder: Path) -> Path:
@@ -59,21 +62,38 @@ def test_a_vocabulary_that_nothing_asks_for_is_refused(
     make: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make(tmp_path)
-    for command in (("convert", folder, tmp_path / "out"), ("inspect", folder), ("diff", folder, folder)):
-        assert "--vocab is for folders of Megatron-LM and NeMo" in said_by(capsys, *command, "--vocab", 100)
+    for command in (
+        ("convert", folder, tmp_path / "out"),
+        ("inspect", folder),
+        ("diff", folder, folder),
+    ):
+        assert "--vocab is for folders of Megatron-LM and NeMo" in said_by(
+            capsys, *command, "--vocab", 100
+        )
     assert "--vocab 0: give 1 or more" in said_by(capsys, "inspect", folder, "--vocab", 0)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    "option", [("--tp", 2), ("--tp", 0), ("--pp", 1), ("--ep", 1), ("--layers", "te"), ("--grouped-experts",)]
+    "option",
+    [
+        ("--tp", 2),
+        ("--tp", 0),
+        ("--pp", 1),
+        ("--ep", 1),
+        ("--layers", "te"),
+        ("--grouped-experts",),
+    ],
 )
 @pytest.mark.parametrize("to", ["hf", "megaprec"])
 def test_a_layout_of_megatron_is_refused_for_other_targets(
     to: str, option: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = said_by(capsys, "convert", hugging_face(tmp_path), tmp_path / "out", "--to", to, *option)
-    assert f"{option[0]} is for --to megatron, and DST is to have the format {to}: leave it out" in said
+    assert (
+        f"{option[0]} is for --to megatron, and DST is to have the format {to}: leave it out"
+        in said
+    )
 
 
 def test_grouped_experts_need_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +117,9 @@ def refused(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_an_adapter_beside_weights_of_any_format_is_refused(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_an_adapter_beside_weights_of_any_format_is_refused(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     folder = make(tmp_path)
     (folder / "adapter_config.json").write_text("{}")
     assert "has an adapter, which is not read: merge it" in refused(folder)
@@ -109,36 +131,51 @@ def test_an_adapter_alone_is_called_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_the_folder_above_names_the_one_that_may_be_meant(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_the_folder_above_names_the_one_that_may_be_meant(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     folder = make(tmp_path)
     folder.rename(tmp_path / "the one")
     shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-    assert refused(tmp_path).endswith("has none of the known formats, but its the one has one: give that")
+    assert refused(tmp_path).endswith(
+        "has none of the known formats, but its the one has one: give that"
+    )
 
 
-@pytest.mark.parametrize("inside", ["model_weights.ckpt", "mp_rank_00/model_weights.ckpt", "model_weights/.metadata"])
+@pytest.mark.parametrize(
+    "inside", ["model_weights.ckpt", "mp_rank_00/model_weights.ckpt", "model_weights/.metadata"]
+)
 def test_checkpoints_of_nemo_1_are_refused_with_a_way_out(inside: str, tmp_path: Path) -> None:
     file = tmp_path / "m" / inside
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
     (tmp_path / "m/model_config.yaml").write_text("num_layers: 4\n")
     for folder in {tmp_path / "m", file.parent}:
-        assert "of NeMo 1, whose checkpoints are not read" in refused(folder) and "_nemo_to_hf.py" in refused(folder)
+        assert "of NeMo 1, whose checkpoints are not read" in refused(
+            folder
+        ) and "_nemo_to_hf.py" in refused(folder)
     archive = tmp_path / "one.nemo"
     archive.write_bytes(b"")
-    assert f"{archive} is of NeMo 1" in refused(archive) and f"{archive} is of NeMo 1" in refused(tmp_path)
+    assert f"{archive} is of NeMo 1" in refused(archive) and f"{archive} is of NeMo 1" in refused(
+        tmp_path
+    )
 
 
 def test_weights_of_nemo_without_their_context_say_what_is_missing(tmp_path: Path) -> None:
     folder = test_nemo.save(tmp_path)
     shutil.rmtree(folder / "context")
-    assert "NeMo says it in a folder context/ beside weights/, and it is missing" in refused(folder / "weights")
+    assert "NeMo says it in a folder context/ beside weights/, and it is missing" in refused(
+        folder / "weights"
+    )
 
 
 def test_indices_of_stages_beside_an_older_index_are_not_a_checkpoint(tmp_path: Path) -> None:
     folder = colossalai(tmp_path) / "modeling"
     (folder / "tmp_index_files").mkdir()
-    assert "tmp_index_files/ still has the indices of stages, and the index beside it is of" in refused(folder)
+    assert (
+        "tmp_index_files/ still has the indices of stages, and the index beside it is of"
+        in refused(folder)
+    )
 
 
 def test_weights_that_no_index_names_are_noted(tmp_path: Path) -> None:
@@ -157,26 +194,39 @@ def test_weights_that_no_index_names_are_noted(tmp_path: Path) -> None:
 def test_a_comparison_that_rounding_would_fail_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, options = write_folder(tmp_path / "half", "llama", torch.bfloat16), ("--verify", "logits", "--dtype")
+    folder = write_folder(tmp_path / "half", "llama", torch.bfloat16)
+    options = ("--verify", "logits", "--dtype")
     assert main(["convert", str(folder), str(tmp_path / "wide"), *options, "fp32"]) == 0
     assert "FP32 differ by at most" in capsys.readouterr().out
     for there, dtype in ((folder, "fp16"), (tmp_path / "wide", "bf16")):
         said = said_by(capsys, "convert", there, tmp_path / "out", *options, dtype)
-        assert "--dtype rounds weight/embedding.weight from" in said and not (tmp_path / "out").exists()
+        assert (
+            "--dtype rounds weight/embedding.weight from" in said
+            and not (tmp_path / "out").exists()
+        )
 
 
-def test_logits_that_are_nan_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logits_that_are_nan_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = hugging_face(tmp_path)
     stored = load_file(folder / "model.safetensors")
     stored["model.norm.weight"][0] = torch.nan
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     said = said_by(capsys, "convert", folder, tmp_path / "out", "--verify", "logits")
-    assert f"the logits of {folder} are NaN or infinite, so --verify logits has nothing to compare" in said
+    assert (
+        f"the logits of {folder} are NaN or infinite, so --verify logits has nothing to compare"
+        in said
+    )
 
 
-def test_a_link_to_nowhere_is_no_free_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_to_nowhere_is_no_free_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").symlink_to("nowhere")
-    assert "out exists already" in said_by(capsys, "convert", hugging_face(tmp_path), tmp_path / "out")
+    assert "out exists already" in said_by(
+        capsys, "convert", hugging_face(tmp_path), tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
@@ -184,11 +234,17 @@ def test_names_of_what_is_around_a_model_are_told_in_one_line(prefix: str, tmp_p
     folder = hugging_face(tmp_path)
     stored = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    torch.save({prefix + name: values for name, values in stored.items()}, folder / "pytorch_model.bin")
-    assert refused(folder).startswith(f"{folder}: names of tensors begin with '{prefix}', as in {prefix}model.embed")
+    torch.save(
+        {prefix + name: values for name, values in stored.items()}, folder / "pytorch_model.bin"
+    )
+    assert refused(folder).startswith(
+        f"{folder}: names of tensors begin with '{prefix}', as in {prefix}model.embed"
+    )
 
 
-def test_an_archive_of_nemo_beside_a_checkpoint_of_megatron_is_some_other_file(tmp_path: Path) -> None:
+def test_an_archive_of_nemo_beside_a_checkpoint_of_megatron_is_some_other_file(
+    tmp_path: Path,
+) -> None:
     options = ("--to", "megatron", "--no-verify")
     assert main(["convert", str(hugging_face(tmp_path)), str(tmp_path / "there"), *options]) == 0
     (tmp_path / "there/one.nemo").write_bytes(b"")

@@ -1,4 +1,5 @@
-"""Odd models of every family: from transformers to ours and back with the same logits, or one line refuses."""
+"""Odd models of every family: from transformers to ours and back with the same logits, or one line
+refuses."""
 
 import json
 from pathlib import Path
@@ -13,7 +14,9 @@ from tools.cli import main
 from tools.convert.hf.defaults import DEFAULTS
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
+    "transformers",
+    reason="needs the package transformers (pip install transformers)",
+    exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 SEEDS = range(306)
@@ -40,9 +43,15 @@ def made(config: dict[str, Any]) -> Any:
 
 def loaded(folder: Path) -> Any:
     settings = transformers.AutoConfig.from_pretrained(folder)
-    settings._experts_implementation = "eager"  # torch's grouped products know only widths of 16 bytes
+    settings._experts_implementation = (
+        "eager"  # torch's grouped products know only widths of 16 bytes
+    )
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=settings, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        folder,
+        config=settings,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
@@ -59,7 +68,8 @@ def logits_of(model: Any, vocab: int) -> Tensor:
 def test_a_drawn_model_comes_back_with_the_same_logits_or_one_line_refuses(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every fifth is saved as transformers 5 holds it, with the experts of a layer in one tensor."""
+    """Every fifth is saved as transformers 5 holds it, with the experts of a layer in one
+    tensor."""
     config = drawn(seed)
     model = made(config)
     expected = logits_of(model, config["vocab_size"])
@@ -71,7 +81,9 @@ def test_a_drawn_model_comes_back_with_the_same_logits_or_one_line_refuses(
             assert code == 2 and "\n" not in problems, problems
             return
     found = logits_of(loaded(tmp_path / "back"), config["vocab_size"])
-    assert ((found - expected).abs().max() / expected.abs().max()).item() < BOUND, json.dumps(config)
+    assert ((found - expected).abs().max() / expected.abs().max()).item() < BOUND, json.dumps(
+        config
+    )
 
 
 def test_families_take_turns() -> None:

@@ -1,4 +1,5 @@
-"""Every field of the configuration classes of transformers: the same logits, or refused by that name; none is left out.
+"""Every field of the configuration classes of transformers: the same logits, or refused by that
+name; none is left out.
 
 The oracle is transformers' own model of the same config.json, in float64.
 """
@@ -17,13 +18,25 @@ from tools.convert.hf.defaults import ALIASES, DEFAULTS
 from tools.convert.probe import BOUND, check_config, difference, reduced
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
+    "transformers",
+    reason="needs the package transformers (pip install transformers)",
+    exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 FAMILIES = tuple(DEFAULTS)
-NEOX = {**CONFIGS["gpt_neox"], "hidden_size": 32, "rotary_pct": 0.5}  # of which a quarter can turn too
+# of which a quarter can turn too
+NEOX = {
+    **CONFIGS["gpt_neox"],
+    "hidden_size": 32,
+    "rotary_pct": 0.5,
+}
 SMALL = {kind: NEOX if kind == "gpt_neox" else CONFIGS[kind] for kind in FAMILIES}
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 SLIDING = ["full_attention", "sliding_attention"] * 2
 ROPES: list[Any] = [
@@ -65,7 +78,13 @@ OTHERS: dict[str, list[Any]] = {
     "partial_rotary_factor": [0.5, 1.0],
     "original_max_position_embeddings": [16],
     "max_position_embeddings": [40],  # the probe has half as many tokens more
-    "layer_types": [SLIDING, ["full_attention"] * 4, ["sliding_attention"] * 4, ["chunked_attention"] * 4, SLIDING[:3]],
+    "layer_types": [
+        SLIDING,
+        ["full_attention"] * 4,
+        ["sliding_attention"] * 4,
+        ["chunked_attention"] * 4,
+        SLIDING[:3],
+    ],
     "max_window_layers": [0, 2, 4],
     "sliding_window": [5, None, 0],
     "num_attention_heads": [2],
@@ -90,7 +109,10 @@ OTHERS: dict[str, list[Any]] = {
     "eos_token_id": [7, [7, 8], None],
     "pad_token_id": [7],
     "per_layer_config": [{"1": {"sliding_window": 5}}],
-    "quantization_config": [{"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "mxfp4", "new": 1}],
+    "quantization_config": [
+        {"quant_method": "fp8", "weight_block_size": None},
+        {"quant_method": "mxfp4", "new": 1},
+    ],
     "is_causal": [False, True, None],
     "attn_logit_softcapping": [5.0, None],
     "final_logit_softcapping": [5.0, None, 0.0],
@@ -151,16 +173,25 @@ def others(name: str, default: Any) -> list[Any]:
 
 
 def changes(kind: str) -> Iterator[dict[str, Any]]:
-    """Changes to a family's small config.json: each field in turn, and some that only together do something."""
+    """Changes to a family's small config.json: each field in turn, and some that only together do
+    something."""
     known = fields_of(kind)
     for name in dict.fromkeys((*known, *FOREIGN)):
         yield from ({name: value} for value in others(name, known.get(name)))
     for types in OTHERS["layer_types"]:
         yield {**WINDOW, "layer_types": types}
     yield from ({**WINDOW, "max_window_layers": first} for first in (0, 1, 3, 4, 9))
-    yield {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}
+    yield {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default"},
+    }
     yield {"rope_parameters": {**YARN, "rope_theta": 10.0}, "rope_theta": 20.0}
-    for kind_of_rope in (YARN, LLAMA3, {"rope_type": "dynamic", "factor": 2.0}, {"type": "linear", "factor": 2.0}):
+    for kind_of_rope in (
+        YARN,
+        LLAMA3,
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "linear", "factor": 2.0},
+    ):
         yield {"rope_scaling": kind_of_rope, "original_max_position_embeddings": 12}
         yield {"rope_scaling": kind_of_rope, "rotary_pct": 0.75}
 
@@ -170,26 +201,43 @@ def judge(config: dict[str, Any], change: dict[str, Any]) -> str:
     try:
         from_hugging_face(config)
     except UserError as error:
-        named = any(str(name) in str(error) for key, value in change.items() for name in names_in(key, value))
+        named = any(
+            str(name) in str(error)
+            for key, value in change.items()
+            for name in names_in(key, value)
+        )
         return "refused" if named else f"refused without its name: {error}"
     try:
         apart = difference(json.dumps(config))
     except UserError as error:
-        return "" if "makes no model" in str(error) else f"taken, but its tensors are refused: {error}"
-    return "same" if apart <= BOUND else f"taken, and another model: logits differ by {apart:.2g}"
+        if "makes no model" in str(error):
+            return ""
+        return f"taken, but its tensors are refused: {error}"
+    if apart <= BOUND:
+        return "same"
+    return f"taken, and another model: logits differ by {apart:.2g}"
 
 
 def names_in(key: str, value: Any) -> set[str]:
     """A key, and those inside of it; ours for what pydantic finds wrong."""
     inner = set(value) if isinstance(value, dict) else set()
-    return {key, *inner, *({"heads"} if "heads" in key else set()), *({"layers"} if "layers" in key else set())}
+    return {
+        key,
+        *inner,
+        *({"heads"} if "heads" in key else set()),
+        *({"layers"} if "layers" in key else set()),
+    }
 
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", usually(("qwen3",), FAMILIES))
 def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
     verdicts = [(change, judge({**SMALL[kind], **change}, change)) for change in changes(kind)]
-    wrong = [f"{change}: {verdict}" for change, verdict in verdicts if verdict not in ("same", "refused", "")]
+    wrong = [
+        f"{change}: {verdict}"
+        for change, verdict in verdicts
+        if verdict not in ("same", "refused", "")
+    ]
     assert not wrong, "\n".join(wrong)
     assert sum(verdict == "same" for _, verdict in verdicts) > 40
     assert sum(verdict == "refused" for _, verdict in verdicts) > 20
@@ -197,14 +245,20 @@ def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> N
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_missing_key_is_what_its_own_class_says(kind: str) -> None:
-    theirs, wrong = fields_of(kind), []
+    theirs = fields_of(kind)
+    wrong = []
     for key, ours in DEFAULTS[kind].items():
-        if key in theirs and not (theirs[key] == ours and isinstance(theirs[key], bool) == isinstance(ours, bool)):
+        if key in theirs and not (
+            theirs[key] == ours and isinstance(theirs[key], bool) == isinstance(ours, bool)
+        ):
             wrong.append(f"{key}: {ours!r}, theirs {theirs[key]!r}")
     made = transformers.AutoConfig.for_model(kind)
     if kind != "gpt2":
         base = "rotary_emb_base" if kind == "gpt_neox" else "rope_theta"
-        assert made.rope_parameters.get("full_attention", made.rope_parameters)["rope_theta"] == DEFAULTS[kind][base]
+        assert (
+            made.rope_parameters.get("full_attention", made.rope_parameters)["rope_theta"]
+            == DEFAULTS[kind][base]
+        )
     assert not wrong, wrong
 
 
@@ -212,9 +266,18 @@ def test_a_missing_key_is_what_its_own_class_says(kind: str) -> None:
 @pytest.mark.parametrize("kind", usually(("gpt2", "mixtral"), FAMILIES))
 def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
     """Keys that are no sizes, one by one and all together."""
-    config, sizes = (
-        SMALL[kind],
-        ("size", "layer", "heads", "embd", "n_", "experts", "vocab", "positions", "topk_group", "model_type"),
+    config = SMALL[kind]
+    sizes = (
+        "size",
+        "layer",
+        "heads",
+        "embd",
+        "n_",
+        "experts",
+        "vocab",
+        "positions",
+        "topk_group",
+        "model_type",
     )
     rest = [key for key in config if not any(part in key for part in sizes) or key.endswith("eps")]
     for left in (*([key] for key in rest), rest):
@@ -225,7 +288,8 @@ def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "llama-yarn", "llama-stretched"])
 def test_a_small_model_keeps_what_a_large_one_says(kind: str) -> None:
-    """Windows, lengths and patterns are shrunk so that all of them matter to the tokens of the probe."""
+    """Windows, lengths and patterns are shrunk so that all of them matter to the tokens of the
+    probe."""
     large = {**CONFIGS[kind], "pad_token_id": 5}
     small = reduced(large)
     assert small.keys() >= {key for key in large if key not in ALIASES.get(kind, {})}
@@ -242,7 +306,10 @@ def test_a_pattern_of_windows_is_shrunk_with_its_window() -> None:
         **WINDOW,
         "sliding_window": 512,
     }
-    for pattern in ({"max_window_layers": 39}, {"layer_types": ["full_attention"] + 39 * ["sliding_attention"]}):
+    for pattern in (
+        {"max_window_layers": 39},
+        {"layer_types": ["full_attention"] + 39 * ["sliding_attention"]},
+    ):
         model = from_hugging_face(reduced({**large, **pattern}))
         assert (model.layers, model.window) == (4, 6) and 0 < len(model.window_layers) < 4
         assert "computes what" in check_config({**large, **pattern}, "it")
@@ -255,8 +322,12 @@ def test_a_key_that_is_read_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) 
     for key, value in wrong.items():
         difference.cache_clear()
         changed = right.model_copy(update={key: value})
-        monkeypatch.setattr("tools.convert.hf.folder.from_hugging_face", lambda _, changed=changed: changed)
-        assert (difference(json.dumps(CONFIGS["mistral"])) > BOUND) == (key != "router_aux_loss"), key
+        monkeypatch.setattr(
+            "tools.convert.hf.folder.from_hugging_face", lambda _, changed=changed: changed
+        )
+        assert (difference(json.dumps(CONFIGS["mistral"])) > BOUND) == (key != "router_aux_loss"), (
+            key
+        )
     difference.cache_clear()
 
 
@@ -271,11 +342,21 @@ def refusal(config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_value_of_another_kind_is_refused_by_its_own_key(kind: str) -> None:
-    """Also by the other names of a key; null too, where a model cannot be made with it. No other error comes out."""
-    read = {key: value for key, value in DEFAULTS[kind].items() if value is not None and not key.endswith("token_id")}
+    """Also by the other names of a key; null too, where a model cannot be made with it. No other
+    error comes out."""
+    read = {
+        key: value
+        for key, value in DEFAULTS[kind].items()
+        if value is not None and not key.endswith("token_id")
+    }
     names = {other: read[key] for other, key in ALIASES.get(kind, {}).items() if key in read} | read
     for key, usual in names.items():
-        wrong = [1, "true"] if isinstance(usual, bool) else [1] if isinstance(usual, str) else ["1", True, -1, [1]]
+        if isinstance(usual, bool):
+            wrong = [1, "true"]
+        elif isinstance(usual, str):
+            wrong = [1]
+        else:
+            wrong = ["1", True, -1, [1]]
         for value in [*wrong, {"a": 1}, float("inf")]:
             with pytest.raises(UserError, match=rf"config.json has {key} = "):
                 from_hugging_face({**SMALL[kind], key: value})
@@ -284,6 +365,7 @@ def test_a_value_of_another_kind_is_refused_by_its_own_key(kind: str) -> None:
 
 
 def test_no_rotary_parameters_are_not_those_of_an_older_file() -> None:
-    """gpt-oss's class has YaRN where the key is missing, and plain rotary positions where it is empty."""
+    """gpt-oss's class has YaRN where the key is missing, and plain rotary positions where it is
+    empty."""
     for change in ({"rope_parameters": {}}, {"rope_parameters": None}):
         assert difference(json.dumps({**SMALL["gpt_oss"], **change})) <= BOUND, change

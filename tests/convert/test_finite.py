@@ -1,4 +1,5 @@
-"""Numbers that are NaN or infinite are converted as they are, and told by the names of their tensors."""
+"""Numbers that are NaN or infinite are converted as they are, and told by the names of their
+tensors."""
 
 from contextlib import redirect_stdout
 from io import StringIO
@@ -20,7 +21,8 @@ from tools.convert.initial import open_initial, start_from
 
 
 def with_wrong_numbers(folder: Path) -> Path:
-    """A folder of bf16 with NaN, infinities of both signs in one tensor, and numbers that FP16 does not hold."""
+    """A folder of bf16 with NaN, infinities of both signs in one tensor, and numbers that FP16 does
+    not hold."""
     write_folder(folder, "llama", torch.bfloat16)
     stored = load_file(folder / "model.safetensors")
     stored["model.layers.1.mlp.up_proj.weight"][3, 5:8] = torch.nan
@@ -70,14 +72,23 @@ def test_numbers_are_counted_whatever_their_sum(dtype: torch.dtype) -> None:
 def started(mesh: DeviceMesh, folder: Path) -> str:
     """What is said as ranks begin a run with the weights of a folder."""
     model = open_initial(folder).model
-    engine = Engine(model, plan("bf16"), mesh, schedule("1f1b", mesh["pp"].size(), 2), micro_batch=2, seq_length=12)
+    engine = Engine(
+        model,
+        plan("bf16"),
+        mesh,
+        schedule("1f1b", mesh["pp"].size(), 2),
+        micro_batch=2,
+        seq_length=12,
+    )
     with redirect_stdout(StringIO()) as said:
         start_from(folder, engine.optimizer)
     return said.getvalue()
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, *slow(({"tp": 2, "pp": 2},))], ids=str)
-def test_a_run_that_begins_with_such_numbers_says_so_once(axes: dict[str, int], tmp_path: Path) -> None:
+def test_a_run_that_begins_with_such_numbers_says_so_once(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
     first, *others = run_ranks(started, axes, folder=with_wrong_numbers(tmp_path / "hf"))
     assert [line.replace(f"{tmp_path}/hf: ", "") for line in first.splitlines()] == WRONG
     assert others == [""] * len(others)
@@ -86,7 +97,12 @@ def test_a_run_that_begins_with_such_numbers_says_so_once(axes: dict[str, int], 
 def test_values_are_the_same_if_nan_is_where_the_other_has_it() -> None:
     one = torch.tensor([1.0, torch.nan, 2.0])
     assert same_values(one, one.clone()) and same_values(one[::2], torch.tensor([1.0, 2.0]))
-    for other in (torch.tensor([1.0, 2.0, 2.0]), torch.tensor([torch.nan, 1.0, 2.0]), one[:2], one.bfloat16()):
+    for other in (
+        torch.tensor([1.0, 2.0, 2.0]),
+        torch.tensor([torch.nan, 1.0, 2.0]),
+        one[:2],
+        one.bfloat16(),
+    ):
         assert not same_values(one, other) and not same_values(other, one)
     codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     assert same_values(codes, codes.clone()) and not same_values(codes, codes[:1].expand(2))

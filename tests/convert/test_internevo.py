@@ -1,4 +1,5 @@
-"""InternEvo's checkpoints: every layout is the same model, with the logits of a plain one; nothing is left unsaid."""
+"""InternEvo's checkpoints: every layout is the same model, with the logits of a plain one; nothing
+is left unsaid."""
 
 from itertools import product
 from pathlib import Path
@@ -48,7 +49,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @here
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_logits_in_float64_are_those_of_a_plain_model(form: Form, tmp_path: Path) -> None:
-    whole, ids = weights(form), torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
+    whole = weights(form)
+    ids = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     source = open_source(save(tmp_path / "step", form, whole, tp=2, pp=2))
     ours = load_stage(source, "fp64")(ids.t()).transpose(0, 1)
     torch.testing.assert_close(ours, logits(form, whole, ids), rtol=0, atol=1e-10)
@@ -59,7 +61,9 @@ def test_logits_in_float64_are_those_of_a_plain_model(form: Form, tmp_path: Path
 def test_every_layout_is_the_same_model(form: Form, tmp_path: Path) -> None:
     whole = weights(form)
     expected = tensors(save(tmp_path / "whole", form, whole))
-    assert sum(values.numel() for values in expected.values()) == sum(values.numel() for values in whole.values())
+    assert sum(values.numel() for values in expected.values()) == sum(
+        values.numel() for values in whole.values()
+    )
     for n, layout in enumerate(LAYOUTS):
         found = tensors(save(tmp_path / str(n), form, whole, **layout))
         assert found.keys() == expected.keys()
@@ -90,7 +94,9 @@ def test_weight_parallelism_of_older_versions_cuts_layers_and_ends_apart(tmp_pat
     found = tensors(folder)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (folder / "model_tp0_wp2_pp0.pt").unlink()
-    with pytest.raises(UserError, match="is in the files of some ranks of a stage and not of others"):
+    with pytest.raises(
+        UserError, match="is in the files of some ranks of a stage and not of others"
+    ):
         open_source(folder)
 
 
@@ -144,7 +150,10 @@ def change(file: Path, **changes: Any) -> None:
         ({"use_dynamic_ntk_rope": True}, "use_dynamic_ntk_rope = True cannot be converted"),
         ({"qk_interleaved": True}, "qk_interleaved = True cannot be converted"),
         ({"norm_type": "l2"}, "norm_type = 'l2' is not known"),
-        ({"mlp_ratio": 8.0}, "mlp_ratio leads to a width of 512, but the feed-forward of all files has 256"),
+        (
+            {"mlp_ratio": 8.0},
+            "mlp_ratio leads to a width of 512, but the feed-forward of all files has 256",
+        ),
         ({"no_bias": True}, "no_bias = True, but the attention layers have biases"),
         ({"num_kv_attention_heads": 4}, "num_kv_attention_heads is not num_attention_heads"),
         ({"num_chunks": 2}, "num_chunks = 2, but the files hold 1"),
@@ -152,7 +161,10 @@ def change(file: Path, **changes: Any) -> None:
         ({"rope_base": 10**400}, "must be a number"),
         ({"num_layers": 7}, "lacks the tensor blocks.6.norm1.weight"),
         ({"num_layers": 5}, "blocks.5.norm1.weight, which its model has no place for"),
-        ({"vocab_size": 100}, "embedding.weight of 2 ranks makes [136, 48], but the model asks for [100, 48]"),
+        (
+            {"vocab_size": 100},
+            "embedding.weight of 2 ranks makes [136, 48], but the model asks for [100, 48]",
+        ),
         ({"num_attention_heads": 7}, "hidden 48 is not a multiple of heads 7"),
         ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon = '1e-5' must be a number"),
         ({"mlp_ratio": "2.67"}, "mlp_ratio = '2.67' must be a number"),
@@ -166,12 +178,17 @@ def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
 ) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
     given = {**Form().config, **config}
-    torch.save({key: value for key, value in given.items() if value is not None}, folder / "model_config.pt")
+    torch.save(
+        {key: value for key, value in given.items() if value is not None},
+        folder / "model_config.pt",
+    )
     assert said in refused(folder)
 
 
 @here
-@pytest.mark.parametrize("name", ["model_tp1_pp0.pt", "model_tp0_pp1.pt", "model_tp1_pp1.pt", "model_config.pt"])
+@pytest.mark.parametrize(
+    "name", ["model_tp1_pp0.pt", "model_tp0_pp1.pt", "model_tp1_pp1.pt", "model_config.pt"]
+)
 def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2, pp=2)
     (folder / name).unlink()
@@ -203,9 +220,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
     rows = torch.zeros(HIDDEN // 2, HIDDEN)
     assert "blocks.0.mlp.w9.weight" in broken("surplus", **{"blocks.0.mlp.w9.weight": rows})
-    assert "blocks.1.mlp.w1.weight is in the files of some ranks" in broken("lost", **{"blocks.1.mlp.w1.weight": None})
+    assert "blocks.1.mlp.w1.weight is in the files of some ranks" in broken(
+        "lost", **{"blocks.1.mlp.w1.weight": None}
+    )
     assert "norm.weight is in the files of some ranks" in broken("norm", **{"norm.weight": None})
-    assert "head.weight has values of another type" in broken("type", **{"head.weight": torch.zeros(68, 48).half()})
+    assert "head.weight has values of another type" in broken(
+        "type", **{"head.weight": torch.zeros(68, 48).half()}
+    )
     assert "text is no tensor" in broken("text", text="a")
 
 
@@ -241,7 +262,9 @@ def test_kinds_that_are_not_read_are_refused_by_name(name: str, tmp_path: Path) 
 def test_other_types_of_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()))
     torch.save({"layers.0.attention.wqkv.weight": torch.zeros(4, 4)}, folder / "model_tp0_pp0.pt")
-    assert "is no model of InternEvo's INTERNLM type" in refused(folder) and "convert2hf" in refused(folder)
+    assert "is no model of InternEvo's INTERNLM type" in refused(
+        folder
+    ) and "convert2hf" in refused(folder)
 
 
 @here
@@ -252,13 +275,17 @@ def test_a_folder_of_two_systems_is_refused_with_both_names(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model_config.pt", *slow(("model_tp0_pp0.pt",))])
-def test_a_hostile_pickle_does_not_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_pickle_does_not_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()))
     with config_class() as config:
         torch.save(config(x=Malice(tmp_path / "ran")), folder / name)
     assert main(["convert", str(folder), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert f"{folder / name} is not opened" in said and "getoutput" in said and "Traceback" not in said
+    assert (
+        f"{folder / name} is not opened" in said and "getoutput" in said and "Traceback" not in said
+    )
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
@@ -271,7 +298,8 @@ def test_its_own_settings_class_is_let_in_as_a_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "chunks": 3}])
 def test_stages_with_each_others_names_are_refused(layout: dict[str, int], tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), **layout)
-    first, last = folder / "model_tp0_pp0.pt", folder / "model_tp0_pp1.pt"
+    first = folder / "model_tp0_pp0.pt"
+    last = folder / "model_tp0_pp1.pt"
     first.rename(folder / "kept")
     last.rename(first)
     (folder / "kept").rename(last)
@@ -297,8 +325,10 @@ def test_a_copy_of_another_ranks_file_is_noted(tmp_path: Path) -> None:
 
 @here
 def test_ranks_that_hold_the_same_layers_by_design_are_no_copies(tmp_path: Path) -> None:
-    """Four ranks along tp cut the ends of the model, two along wp its layers: ranks 0 to 3 are 00, 11, 20, 31."""
-    form, pp = Form(), 3
+    """Four ranks along tp cut the ends of the model, two along wp its layers: ranks 0 to 3 are 00,
+    11, 20, 31."""
+    form = Form()
+    pp = 3
     whole = weights(form)
     folder = save(tmp_path / "pairs", form, whole, pp=pp)
     for file in folder.glob("*_pp*"):
@@ -318,7 +348,10 @@ def test_ranks_that_hold_the_same_layers_by_design_are_no_copies(tmp_path: Path)
 def test_tensors_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
     for rank in (0, 1):
-        change(folder / f"model_tp{rank}_pp0.pt", **{"blocks.1.mixer.out_proj.weight": torch.zeros(24).double()})
+        change(
+            folder / f"model_tp{rank}_pp0.pt",
+            **{"blocks.1.mixer.out_proj.weight": torch.zeros(24).double()},
+        )
     assert "blocks.1.mixer.out_proj.weight of 2 ranks makes []" in refused(folder)
 
 

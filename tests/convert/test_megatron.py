@@ -1,4 +1,5 @@
-"""Against the real megatron-core: its own modules load what we write, compute our logits, and write what we read."""
+"""Against the real megatron-core: its own modules load what we write, compute our logits, and write
+what we read."""
 
 import argparse
 import contextlib
@@ -15,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.other_systems import CONFIGS, FOR_MEGATRON, MEGATRON, NEEDS_MEGATRON, megatrons, slow, usually, write_folder
+from tests.other_systems import (
+    CONFIGS,
+    FOR_MEGATRON,
+    MEGATRON,
+    NEEDS_MEGATRON,
+    megatrons,
+    slow,
+    usually,
+    write_folder,
+)
 from tests.ranks import run_ranks
 from tools.cli import main
 from tools.convert.formats import open_source
@@ -25,7 +35,16 @@ from tools.convert.verify import load_stage
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), NEEDS_MEGATRON]  # warnings of megatron-core
 PRELOADED = MEGATRON
-KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3", "mixtral"]
+KINDS = [
+    "gpt2",
+    "gpt2-untied",
+    "llama",
+    "llama-tied",
+    "llama-stretched",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+]
 KINDS += [
     "llama-yarn",
     "qwen3_moe-dense-layers",
@@ -74,13 +93,17 @@ def build_chunks(
     options: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> list[Any]:
-    """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp x ep world, on the CPU, in its chunks.
+    """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp x ep world, on the
+    CPU, in its chunks.
 
-    expert_tp: over how many ranks an expert is cut, if not tp. respecify: changes Megatron's specification of a layer.
+    expert_tp: over how many ranks an expert is cut, if not tp. respecify: changes Megatron's
+        specification of a layer.
     virtual: stages on each rank. options: more of Megatron's configuration. changes: of ours.
     """
     several = virtual if virtual > 1 else None
-    torch._dynamo.config.disable = True  # theirs as it is written: compiling its small functions takes longer
+    torch._dynamo.config.disable = (
+        True  # theirs as it is written: compiling its small functions takes longer
+    )
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -90,7 +113,12 @@ def build_chunks(
     )
     model = from_hugging_face({**megatrons(kind), **changes})
     a = argparse.Namespace(**args_of(model, PADDED[tp], tp, pp, False, dtype))
-    options = {"expert_tensor_parallel_size": expert_tp, **expert_options(a), **latent_options(a), **(options or {})}
+    options = {
+        "expert_tensor_parallel_size": expert_tp,
+        **expert_options(a),
+        **latent_options(a),
+        **(options or {}),
+    }
     kind_of = "MLATransformerConfig" if a.multi_latent_attention else "TransformerConfig"
     config = getattr(core("transformer.transformer_config"), kind_of)(
         num_layers=a.num_layers,
@@ -140,7 +168,12 @@ def build_chunks(
 YARN = {f"yarn_{name}": name for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")}
 YARN |= {
     f"yarn_{name}": f"yarn_{name}"
-    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int")
+    for name in (
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "correction_range_round_to_int",
+    )
 }
 
 
@@ -151,38 +184,59 @@ def activation_of(a: argparse.Namespace) -> Any:
 
 
 def expert_options(a: argparse.Namespace) -> dict[str, Any]:
-    names = "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
-    names += "moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor moe_router_num_groups "
+    names = (
+        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+    )
+    names += (
+        "moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor "
+        "moe_router_num_groups "
+    )
     names += "moe_router_group_topk moe_router_enable_expert_bias"
     plain = {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"}
     plain |= {"moe_router_dtype": "fp32", "perform_initialization": a.softmax_type == "vanilla"}
-    return {"num_moe_experts": a.num_experts, **plain, **{name: getattr(a, name) for name in names.split()}}
+    return {
+        "num_moe_experts": a.num_experts,
+        **plain,
+        **{name: getattr(a, name) for name in names.split()},
+    }
 
 
 def latent_options(a: argparse.Namespace) -> dict[str, Any]:
     if not a.multi_latent_attention:
         return {}
     without_transformer_engine()
-    names = "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
-    names += "rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow "
+    names = (
+        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+        "v_head_dim rope_type "
+    )
+    names += (
+        "rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings "
+        "beta_fast beta_slow "
+    )
     names += "mscale mscale_all_dim"
     return {name: getattr(a, name) for name in names.split() if hasattr(a, name)}
 
 
 def without_transformer_engine() -> None:
-    """Multi-latent attention tells its core the widths of keys and values, which only Transformer Engine's takes."""
+    """Multi-latent attention tells its core the widths of keys and values, which only Transformer
+    Engine's takes."""
     attention = core("transformer.dot_product_attention").DotProductAttention
     if not hasattr(attention, "takes_widths"):
         made = attention.__init__
         attention.takes_widths = True
-        attention.__init__ = lambda self, *a, k_channels=None, v_channels=None, **options: made(self, *a, **options)
+        attention.__init__ = lambda self, *a, k_channels=None, v_channels=None, **options: made(
+            self, *a, **options
+        )
     core("transformer.multi_latent_attention").HAVE_TE = False
 
 
 def _chunk(a: argparse.Namespace, config: Any, layers: list[Any], virtual: int | None) -> Any:
     """The model of one virtual stage, or of the stage if it has no such."""
-    ranks, block = core("parallel_state"), core("transformer.transformer_block")
-    first = core("transformer.transformer_layer").get_transformer_layer_offset(config, vp_stage=virtual)
+    ranks = core("parallel_state")
+    block = core("transformer.transformer_block")
+    first = core("transformer.transformer_layer").get_transformer_layer_offset(
+        config, vp_stage=virtual
+    )
     own = layers[first : first + block.get_num_layers_to_build(config, vp_stage=virtual)]
     norm = core("models.gpt.gpt_layer_specs").LNImpl
     return core("models.gpt").GPTModel(
@@ -214,8 +268,10 @@ def place(mesh: DeviceMesh, pp: int) -> str:
 
 
 def load(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor | None:
-    """Loads our files strictly, as Megatron does; returns the logits if this rank has all layers."""
-    model = build(kind, tp, pp, expert_tp=1 if kind == "gpt_oss" else None)  # it has biases only of uncut experts
+    """Loads our files strictly, as Megatron does; returns the logits if this rank has all
+    layers."""
+    # it has biases only of uncut experts
+    model = build(kind, tp, pp, expert_tp=1 if kind == "gpt_oss" else None)
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = torch.load(folder / "iter_0000000" / place(mesh, pp), weights_only=True)
     model.eval().load_state_dict(content["model"], strict=True)
@@ -224,11 +280,14 @@ def load(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor 
     assert [n for n, _ in model.named_parameters()] == trained  # the optimizer counts on the order
     if pp > 1:
         return None
-    core("transformer.moe.moe_utils").te_general_gemm = None  # it asks for Transformer Engine's without looking
+    core(
+        "transformer.moe.moe_utils"
+    ).te_general_gemm = None  # it asks for Transformer Engine's without looking
     core("fusions.fused_softmax").get_sliding_window_causal_mask = windowed
     ids = ids_of()
     s = ids.shape[1]
-    positions, future = torch.arange(s)[None].expand(len(ids), -1), torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    positions = torch.arange(s)[None].expand(len(ids), -1)
+    future = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
     with torch.no_grad():
         return model(ids, positions, future)[..., :131]
 
@@ -252,19 +311,27 @@ def test_megatrons_own_modules_load_what_we_write_and_compute_our_logits(
 ) -> None:
     hf = write_folder(tmp_path / "hf", kind, **FOR_MEGATRON.get(kind, {}))
     run(hf, tmp_path / "megatron", "--to", "megatron", "--tp", tp, "--pp", pp, "--layers", "local")
-    answers = run_ranks(load, {"tp": tp, "pp": pp}, kind=kind, folder=tmp_path / "megatron", tp=tp, pp=pp)
+    answers = run_ranks(
+        load, {"tp": tp, "pp": pp}, kind=kind, folder=tmp_path / "megatron", tp=tp, pp=pp
+    )
     ours = load_stage(open_source(hf))(ids_of().t()).transpose(0, 1)
     for logits in answers if pp == 1 else ():
-        torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5 * max(1.0, ours.abs().max().item()))
+        torch.testing.assert_close(
+            logits, ours, rtol=0, atol=1e-5 * max(1.0, ours.abs().max().item())
+        )
 
 
 def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
-    """A checkpoint as Megatron-LM's own code lays it out, with the state of its own optimizer after two steps."""
+    """A checkpoint as Megatron-LM's own code lays it out, with the state of its own optimizer after
+    two steps."""
 
     pretend_there_is_a_gpu()
     model = build(kind, tp, pp, dtype)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype)
-    wrapped = core("transformer.module").Float16Module(model.config, model) if dtype == torch.bfloat16 else model
+    if dtype == torch.bfloat16:
+        wrapped = core("transformer.module").Float16Module(model.config, model)
+    else:
+        wrapped = model
     wrapped.ddp_config = core("distributed").DistributedDataParallelConfig()
     settings = core("optimizer").OptimizerConfig(
         optimizer="adam", lr=1e-3, bf16=dtype == torch.bfloat16, params_dtype=dtype, clip_grad=0.0
@@ -291,7 +358,8 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: tor
 
 
 def pretend_there_is_a_gpu() -> None:
-    """Megatron's optimizer makes numbers on a GPU, and tells half parameters by the type that tensors have there."""
+    """Megatron's optimizer makes numbers on a GPU, and tells half parameters by the type that
+    tensors have there."""
     kind_of = torch.Tensor.type
     torch.Tensor.type = lambda self, *a, **k: _as_cuda(kind_of(self, *a, **k))  # type: ignore[method-assign]
     for name in ("tensor", "zeros", "ones", "empty", "zeros_like"):
@@ -299,22 +367,31 @@ def pretend_there_is_a_gpu() -> None:
 
 
 def _on_cpu(make: Any, *sizes: Any, **options: Any) -> Tensor:
-    return make(*sizes, **(options | {"device": "cpu"} if options.get("device") == "cuda" else options))
+    return make(
+        *sizes, **(options | {"device": "cpu"} if options.get("device") == "cuda" else options)
+    )
 
 
 def _as_cuda(said: Any) -> Any:
-    return said.replace("torch.", "torch.cuda.", 1) if isinstance(said, str) and "cuda" not in said else said
+    if isinstance(said, str) and "cuda" not in said:
+        return said.replace("torch.", "torch.cuda.", 1)
+    return said
 
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("gpt2", torch.bfloat16), ("llama", torch.float32), *slow(("gpt2", torch.float32), ("llama", torch.bfloat16))],
+    [
+        ("gpt2", torch.bfloat16),
+        ("llama", torch.float32),
+        *slow(("gpt2", torch.float32), ("llama", torch.bfloat16)),
+    ],
 )
 def test_what_megatrons_own_modules_and_optimizer_save_is_read_with_its_state(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Rotary rows and vocabulary pieces are distinct per rank, so a wrong order cannot come back the same."""
+    """Rotary rows and vocabulary pieces are distinct per rank, so a wrong order cannot come back
+    the same."""
     run_ranks(save, {"tp": 2}, kind=kind, folder=tmp_path / "megatron", tp=2, pp=1, dtype=dtype)
     (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text("2")
     run(tmp_path / "megatron", tmp_path / "ours")
@@ -326,13 +403,19 @@ def test_what_megatrons_own_modules_and_optimizer_save_is_read_with_its_state(
         assert list(named) == list(ours["model"])
         assert all(_equal(n, named[n], ours["model"][n], rank) for n in named)
         inner, again = (o.get("optimizer", o) for o in (theirs["optimizer"], ours["optimizer"]))
-        assert [g["params"] for g in inner["param_groups"]] == [g["params"] for g in again["param_groups"]]
-        assert [g["wd_mult"] for g in inner["param_groups"]] == [g["wd_mult"] for g in again["param_groups"]]
+        assert [g["params"] for g in inner["param_groups"]] == [
+            g["params"] for g in again["param_groups"]
+        ]
+        assert [g["wd_mult"] for g in inner["param_groups"]] == [
+            g["wd_mult"] for g in again["param_groups"]
+        ]
         for number, state in inner["state"].items():
             for moment in ("exp_avg", "exp_avg_sq"):
                 assert _equal("", state[moment], again["state"][number][moment], rank)
             assert float(state["step"]) == again["state"][number]["step"] == 2
-        groups = [content["optimizer"].get("fp32_from_fp16_params", []) for content in (theirs, ours)]
+        groups = [
+            content["optimizer"].get("fp32_from_fp16_params", []) for content in (theirs, ours)
+        ]
         assert sum(map(len, groups[0])) == (len(named) if dtype == torch.bfloat16 else 0)
         masters = ([master for group in held for master in group] for held in groups)
         assert all(_equal("", one, other, rank) for one, other in zip(*masters, strict=True))
@@ -340,14 +423,17 @@ def test_what_megatrons_own_modules_and_optimizer_save_is_read_with_its_state(
 
 def _content(folder: Path, rank: int) -> Any:
     with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(folder / f"iter_0000002/mp_rank_{rank:02d}/model_optim_rng.pt", weights_only=True)
+        return torch.load(
+            folder / f"iter_0000002/mp_rank_{rank:02d}/model_optim_rng.pt", weights_only=True
+        )
 
 
 def _equal(name: str, one: Tensor, other: Tensor, rank: int) -> bool:
     """But for the padding of the vocabulary, which is not kept."""
     if len(one) == PADDED[2] // 2:
         real = min(max(131 - rank * PADDED[2] // 2, 0), PADDED[2] // 2)
-        one, other = one[:real], other[:real]
+        one = one[:real]
+        other = other[:real]
     return torch.equal(one, other)
 
 
@@ -355,14 +441,17 @@ def save_in_chunks(state: dict[str, Any], folder: Path) -> None:
     """By Megatron's own code; this rank's part of a distributed checkpoint."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it writes in children
     writer = core("dist_checkpointing.strategies.filesystem_async")
-    writer._results_queue = multiprocessing.get_context("fork").Manager().Queue()  # else a new interpreter serves it
+    # else a new interpreter serves it
+    writer._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
     core("dist_checkpointing").save(state, str(folder))
 
 
-def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> dict[str, Tensor]:
+def save_distributed(
+    mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int
+) -> dict[str, Tensor]:
     """What Megatron saves by default now (torch_dist); returns this rank's tensors."""
 
     model = build(kind, tp, pp)
@@ -375,15 +464,38 @@ def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", *slow(("deepseek_v3",), ("glm4_moe",))])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_a_distributed_checkpoint_of_megatrons_own_is_read(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
-    held = run_ranks(save_distributed, {"tp": tp, "pp": pp}, kind=kind, folder=tmp_path / "dist", tp=tp, pp=pp)
-    run(tmp_path / "dist", tmp_path / "legacy", "--to", "megatron", "--tp", tp, "--pp", pp, "--layers", "local")
+def test_a_distributed_checkpoint_of_megatrons_own_is_read(
+    kind: str, tp: int, pp: int, tmp_path: Path
+) -> None:
+    held = run_ranks(
+        save_distributed, {"tp": tp, "pp": pp}, kind=kind, folder=tmp_path / "dist", tp=tp, pp=pp
+    )
+    run(
+        tmp_path / "dist",
+        tmp_path / "legacy",
+        "--to",
+        "megatron",
+        "--tp",
+        tp,
+        "--pp",
+        pp,
+        "--layers",
+        "local",
+    )
     for rank in range(tp * pp):
         folder = f"mp_rank_{rank % tp:02d}" + (f"_{rank // tp:03d}" if pp > 1 else "")
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(tmp_path / f"legacy/iter_0000005/{folder}/model_optim_rng.pt", weights_only=True)
+            content = torch.load(
+                tmp_path / f"legacy/iter_0000005/{folder}/model_optim_rng.pt", weights_only=True
+            )
         assert content["model"].keys() == held[rank].keys()
         for name, values in content["model"].items():
-            real = max(0, min(len(values), 131 - (rank % tp) * len(values))) if "embeddings" in name else len(values)
-            real = real if not name.startswith("output") else max(0, min(len(values), 131 - (rank % tp) * len(values)))
+            if "embeddings" in name:
+                real = max(0, min(len(values), 131 - (rank % tp) * len(values)))
+            else:
+                real = len(values)
+            if not name.startswith("output"):
+                real = real
+            else:
+                real = max(0, min(len(values), 131 - (rank % tp) * len(values)))
             assert torch.equal(values[:real], held[rank][name][:real]), name

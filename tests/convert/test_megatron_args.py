@@ -1,4 +1,5 @@
-"""Args of another kind than Megatron writes, and files of ranks that do not belong together: refused by name."""
+"""Args of another kind than Megatron writes, and files of ranks that do not belong together:
+refused by name."""
 
 import argparse
 import shutil
@@ -17,7 +18,13 @@ from tools.convert.megatron.keys import ONLY, READ
 from tools.convert.megatron.kinds import COUNT, KINDS, NUMBER, SIZE, SWITCH, WORD
 from tools.convert.megatron.layout import model_of
 
-FORMS = {"no_rope_freq", "window_size", "window_attn_skip_freq", "moe_layer_freq"}  # numbers or lists: read by rules
+# numbers or lists: read by rules
+FORMS = {
+    "no_rope_freq",
+    "window_size",
+    "window_attn_skip_freq",
+    "moe_layer_freq",
+}
 ODD: dict[str, list[Any]] = {
     SWITCH: ["False", "no", 2, [True]],
     SIZE: ["4", 4.0, 0, -4, True, [4]],
@@ -64,19 +71,27 @@ def test_a_value_of_another_kind_is_refused_by_name(written: Path) -> None:
         for value in ODD[kind]:
             with pytest.raises(UserError, match=rf"Megatron's {key} = .* is not {kind}"):
                 model_of({**args, key: value}, None)
-    model_of({**args, "moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.01]}, None)
+    model_of(
+        {**args, "moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.01]}, None
+    )
 
 
 @pytest.mark.parametrize("skip", [[], [1, 0, 1], [1, 0, 1, 0, 1]])
 def test_windows_are_said_of_every_layer_and_no_other(skip: list[int], written: Path) -> None:
     args = vars(torch.load(file_of(written, "00_000"), weights_only=False)["args"])
-    with pytest.raises(UserError, match=r"window_attn_skip_freq = .* has not a value for each of 4 layers"):
+    with pytest.raises(
+        UserError, match=r"window_attn_skip_freq = .* has not a value for each of 4 layers"
+    ):
         model_of({**args, "window_size": (4, 0), "window_attn_skip_freq": skip}, None)
 
 
-@pytest.mark.parametrize("key", ["expert_model_parallel_size", "expert_tensor_parallel_size", "num_experts"])
+@pytest.mark.parametrize(
+    "key", ["expert_model_parallel_size", "expert_tensor_parallel_size", "num_experts"]
+)
 def test_what_ranks_are_found_by_has_its_kind_too(key: str, written: Path, tmp_path: Path) -> None:
-    folder = edited(written, tmp_path / "odd", "00_000", lambda held: setattr(held["args"], key, "2"))
+    folder = edited(
+        written, tmp_path / "odd", "00_000", lambda held: setattr(held["args"], key, "2")
+    )
     with pytest.raises(UserError, match=f"Megatron's {key} = '2' is not a whole number"):
         open_source(folder)
 
@@ -102,24 +117,33 @@ def half_a_copy(held: dict[str, Any]) -> None:
 def stepped(step: int, scale: float = 0.0) -> dict[str, Any]:
     """The state of an optimizer, with a loss scaler if `scale` is given, but without moments."""
     numbers = dict.fromkeys(("scale", "growth_tracker", "hysteresis_tracker"), scale)
-    return {"optimizer": {"state": {}, "param_groups": [{"step": step}]}, "grad_scaler": numbers if scale else None}
+    return {
+        "optimizer": {"state": {}, "param_groups": [{"step": step}]},
+        "grad_scaler": numbers if scale else None,
+    }
 
 
 def shortened(name: str) -> Callable[[dict[str, Any]], object]:
     return lambda held: held["model"].update({name: held["model"][name][:-1].clone()})
 
 
-EMBEDDING, DOWN = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+DOWN = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "rank"), [("qwen2", EMBEDDING, "00"), ("qwen2", EMBEDDING, "01"), ("deepseek_v3", DOWN, "01")]
+    ("kind", "name", "rank"),
+    [("qwen2", EMBEDDING, "00"), ("qwen2", EMBEDDING, "01"), ("deepseek_v3", DOWN, "01")],
 )
-def test_parts_of_other_shapes_than_the_first_are_refused(kind: str, name: str, rank: str, tmp_path: Path) -> None:
+def test_parts_of_other_shapes_than_the_first_are_refused(
+    kind: str, name: str, rank: str, tmp_path: Path
+) -> None:
     folder = write_folder(tmp_path / "hf", kind, **FOR_MEGATRON.get(kind, {}))
     layout = ("--to", "megatron", "--no-verify", "--tp", "2")
     assert main(["convert", str(folder), str(tmp_path / "there"), *layout]) == 0
-    with pytest.raises(UserError, match=f"{name} is .* on the tensor-parallel ranks, which do not fit each other"):
+    with pytest.raises(
+        UserError, match=f"{name} is .* on the tensor-parallel ranks, which do not fit each other"
+    ):
         open_source(edited(tmp_path / "there", tmp_path / "odd", rank, shortened(name)))
 
 
@@ -133,15 +157,30 @@ def test_parts_of_other_shapes_than_the_first_are_refused(kind: str, name: str, 
         (lambda held: held.update(model1={}), "holds model1 beside what is the whole model"),
         (lambda held: held.update(iteration="x"), "iteration = 'x'"),
         (lambda held: held.update(iteration=-4), "iteration = -4"),
-        (lambda held: held.update(opt_param_scheduler={"num_steps": "x"}), "num_steps = 'x' is not a whole number"),
+        (
+            lambda held: held.update(opt_param_scheduler={"num_steps": "x"}),
+            "num_steps = 'x' is not a whole number",
+        ),
         (
             lambda held: held.update(iteration=7),
             "was saved at another time than .*: iteration is 7 there, and 0 in the",
         ),
-        (lambda held: held.update(opt_param_scheduler={"num_steps": 3}), "num_steps of the scheduler is 3 there"),
-        (lambda held: held.update(optimizer=stepped(3)), "the step of the optimizer is 3 there, and 0 in the other"),
-        (lambda held: held.update(optimizer=stepped(0, 4.0)), "the state of the loss scaler is .*4.0.* there"),
-        (lambda held: held.update(checkpoint_version=1.0), r"checkpoint_version = 1.0, and only 2.0 and 3.0 are read"),
+        (
+            lambda held: held.update(opt_param_scheduler={"num_steps": 3}),
+            "num_steps of the scheduler is 3 there",
+        ),
+        (
+            lambda held: held.update(optimizer=stepped(3)),
+            "the step of the optimizer is 3 there, and 0 in the other",
+        ),
+        (
+            lambda held: held.update(optimizer=stepped(0, 4.0)),
+            "the state of the loss scaler is .*4.0.* there",
+        ),
+        (
+            lambda held: held.update(checkpoint_version=1.0),
+            r"checkpoint_version = 1.0, and only 2.0 and 3.0 are read",
+        ),
         (lambda held: held.update(checkpoint_version="3"), r"checkpoint_version = '3'"),
         (lambda held: held.update(checkpoint_version=4.0), r"checkpoint_version = 4.0"),
         (lambda held: held.pop("args"), "has no args, which the file of every rank has"),
@@ -155,8 +194,12 @@ def test_files_that_do_not_belong_together_are_refused(
         open_source(edited(written, tmp_path / "odd", rank, change))
 
 
-@pytest.mark.parametrize(("name", "said"), [("mp_rank_00", "are both of"), ("mp_rank_007", "is not named as")])
-def test_a_folder_more_than_there_are_ranks_is_refused(name: str, said: str, written: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("mp_rank_00", "are both of"), ("mp_rank_007", "is not named as")]
+)
+def test_a_folder_more_than_there_are_ranks_is_refused(
+    name: str, said: str, written: Path, tmp_path: Path
+) -> None:
     shutil.copytree(written, tmp_path / "odd")
     rank = file_of(tmp_path / "odd", "00_000").parent
     shutil.copytree(rank, rank.parent / name)
@@ -183,7 +226,9 @@ def test_tensor_ranks_with_each_others_names_are_noted(written: Path, tmp_path: 
     (note,) = open_source(folder).facts.notes
     assert "say rank = 1, which has another folder: files may have each other's names" in note
     converted = in_all(written, tmp_path / "one", lambda held: setattr(held["args"], "rank", 0))
-    assert not open_source(converted).facts.notes, "programs that convert write the same number into all"
+    assert not open_source(converted).facts.notes, (
+        "programs that convert write the same number into all"
+    )
 
 
 def in_all(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -193,19 +238,32 @@ def in_all(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -
     return folder
 
 
-def test_a_padded_vocabulary_of_other_rows_is_noted_and_a_shorter_one_refused(written: Path, tmp_path: Path) -> None:
-    padded = in_all(written, tmp_path / "more", lambda held: setattr(held["args"], "padded_vocab_size", 1024))
+def test_a_padded_vocabulary_of_other_rows_is_noted_and_a_shorter_one_refused(
+    written: Path, tmp_path: Path
+) -> None:
+    padded = in_all(
+        written, tmp_path / "more", lambda held: setattr(held["args"], "padded_vocab_size", 1024)
+    )
     (note,) = open_source(padded).facts.notes
-    assert note.startswith("args say padded_vocab_size = 1024, but embedding.word_embeddings.weight has 256 rows")
-    shorter = in_all(written, tmp_path / "less", lambda held: setattr(held["args"], "padded_vocab_size", 100))
+    assert note.startswith(
+        "args say padded_vocab_size = 1024, but embedding.word_embeddings.weight has 256 rows"
+    )
+    shorter = in_all(
+        written, tmp_path / "less", lambda held: setattr(held["args"], "padded_vocab_size", 100)
+    )
     with pytest.raises(UserError, match="padded_vocab_size = 100 is less than vocab_size = 131"):
         open_source(shorter)
 
 
 @pytest.mark.parametrize("optimizer", [3, {"state": {}}])
-def test_an_optimizer_of_no_known_form_is_told_as_unread(optimizer: object, written: Path, tmp_path: Path) -> None:
+def test_an_optimizer_of_no_known_form_is_told_as_unread(
+    optimizer: object, written: Path, tmp_path: Path
+) -> None:
     odd = in_all(written, tmp_path, lambda held: held.update(optimizer=optimizer))
-    assert "the optimizer's state" in open_source(odd).facts.unread and not open_source(written).facts.unread
+    assert (
+        "the optimizer's state" in open_source(odd).facts.unread
+        and not open_source(written).facts.unread
+    )
 
 
 def test_files_of_stages_with_each_others_names_are_refused(written: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A distributed checkpoint that Megatron-core saved without args: what the model is comes from a run file."""
+"""A distributed checkpoint that Megatron-core saved without args: what the model is comes from a
+run file."""
 
 from pathlib import Path
 
@@ -40,15 +41,20 @@ folder = "runs/mine"
 
 
 def bare(folder: Path) -> tuple[Path, Path]:
-    """Return a folder of Hugging Face's, and its model as Megatron-core saves it, with rows that pad the vocabulary."""
+    """Return a folder of Hugging Face's, and its model as Megatron-core saves it, with rows that
+    pad the vocabulary."""
     there = write_folder(folder / "hf", "llama")
     source = open_source(there)
-    model, sizes = source.model, heads(source.model)
+    model = source.model
+    sizes = heads(source.model)
     state = {}
     for match in matches(megatron(True, False, model), model):
         parts = [source.read(f"weight/{name}") for name in match.logical]
         whole = match.how.join(parts, sizes).contiguous()
-        state[match.foreign] = torch.nn.functional.pad(whole, (0, 0, 0, 5)) if match.cut == "vocabulary" else whole
+        if match.cut == "vocabulary":
+            state[match.foreign] = torch.nn.functional.pad(whole, (0, 0, 0, 5))
+        else:
+            state[match.foreign] = whole
     (folder / "core").mkdir()
     dcp.save(state, checkpoint_id=folder / "core", no_dist=True)
     return there, folder / "core"
@@ -65,7 +71,8 @@ def test_a_bare_checkpoint_of_megatron_core_is_read_as_a_run_file_says(
     given = ["--config", str(run), "--verify", "logits"]
     assert main(["convert", str(core), str(tmp_path / "out"), *given]) == 0
     assert "what the model is was taken from --config" in capsys.readouterr().out
-    ours, theirs = open_source(tmp_path / "out"), open_source(there)
+    ours = open_source(tmp_path / "out")
+    theirs = open_source(there)
     assert ours.shapes == theirs.shapes
     for key in ours.shapes:
         assert torch.equal(ours.read(key), theirs.read(key)), key
@@ -78,7 +85,10 @@ def test_a_run_file_of_another_model_names_the_tensor_that_does_not_fit(
     run = tmp_path / "run.toml"
     run.write_text(RUN.replace("ffn = 40", "ffn = 48"))
     assert main(["convert", str(core), str(tmp_path / "out"), "--config", str(run)]) == 2
-    assert "mlp.linear_fc1.weight is [80, 24], but the model asks for [96, 24]" in capsys.readouterr().err
+    assert (
+        "mlp.linear_fc1.weight is [80, 24], but the model asks for [96, 24]"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_file_is_refused_where_the_folder_itself_says_what_it_is(
@@ -87,7 +97,9 @@ def test_a_run_file_is_refused_where_the_folder_itself_says_what_it_is(
     run = tmp_path / "run.toml"
     run.write_text(RUN)
     there = write_folder(tmp_path / "hf", "llama")
-    assert main(["convert", str(there), str(tmp_path / "meg"), "--to", "megatron", "--no-verify"]) == 0
+    assert (
+        main(["convert", str(there), str(tmp_path / "meg"), "--to", "megatron", "--no-verify"]) == 0
+    )
     for folder in (there, tmp_path / "meg"):
         assert main(["convert", str(folder), str(tmp_path / "out"), "--config", str(run)]) == 2
         assert "--config is for " in capsys.readouterr().err

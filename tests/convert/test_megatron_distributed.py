@@ -1,4 +1,5 @@
-"""The state of megatron-core's distributed optimizer, and its experts over several ranks, saved by its own code."""
+"""The state of megatron-core's distributed optimizer, and its experts over several ranks, saved by
+its own code."""
 
 import argparse
 import zlib
@@ -26,29 +27,45 @@ pytestmark = [
     NEEDS_MEGATRON,
 ]
 PRELOADED = MEGATRON
-LR, STEPS, DECAY = 1e-2, 2, 0.01
+LR = 1e-2
+STEPS = 2
+DECAY = 0.01
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # kind, tp, pp, ep, elements of a bucket (0: one bucket, as without overlap)
 LAYOUTS = [("llama", 2, 1, 1, 0), ("gpt2", 1, 2, 1, 20), ("mixtral", 1, 1, 3, 0)]
 LAYOUTS += slow(("gpt2", 2, 1, 1, 600), ("deepseek_v3", 1, 1, 2, 0), ("glm4_moe", 2, 1, 1, 0))
 
 
-def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, bucket: int) -> dict[str, Tensor]:
-    """Two steps over bf16 weights, saved as Megatron-LM does; returns what plain AdamW makes of the same gradients."""
+def save(
+    mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, bucket: int
+) -> dict[str, Tensor]:
+    """Two steps over bf16 weights, saved as Megatron-LM does; returns what plain AdamW makes of the
+    same gradients."""
     pretend_there_is_a_gpu()
     dtype = torch.bfloat16
     model = build(kind, tp, pp, dtype, ep)
     optimizer = optimizer_of([model], zero=True, bucket=bucket)
     expected = stepped(model, optimizer)
     ranks = core("parallel_state")
-    t, p, e = (getattr(ranks, f"get_{axis}_model_parallel_rank")() for axis in ("tensor", "pipeline", "expert"))
+    t, p, e = (
+        getattr(ranks, f"get_{axis}_model_parallel_rank")()
+        for axis in ("tensor", "pipeline", "expert")
+    )
     place = folder / f"iter_{STEPS:07d}" / rank_folder(t, p, pp, e, ep)
     place.mkdir(parents=True, exist_ok=True)
     optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
     args = args_of(from_hugging_face(megatrons(kind)), PADDED[tp], tp, pp, False, dtype)
-    args |= {"expert_model_parallel_size": ep, "overlap_grad_reduce": bool(bucket), "ddp_bucket_size": bucket or None}
+    args |= {
+        "expert_model_parallel_size": ep,
+        "overlap_grad_reduce": bool(bucket),
+        "ddp_bucket_size": bucket or None,
+    }
     args |= {"num_experts": model.config.num_moe_experts}
-    if ranks.get_expert_data_parallel_rank() == 0 if ep > 1 else ranks.get_data_parallel_rank() == 0:
+    if (
+        ranks.get_expert_data_parallel_rank() == 0
+        if ep > 1
+        else ranks.get_data_parallel_rank() == 0
+    ):
         content = {
             "args": argparse.Namespace(**args, iteration=STEPS),
             "checkpoint_version": 3.0,
@@ -62,7 +79,8 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, b
 
 
 def optimizer_of(chunks: Sequence[Any], zero: bool, bucket: int = 0, **options: Any) -> Any:
-    """Megatron's optimizer of bf16 weights. zero: the distributed one. options: more of its configuration."""
+    """Megatron's optimizer of bf16 weights. zero: the distributed one. options: more of its
+    configuration."""
     settings = core("distributed").DistributedDataParallelConfig(
         use_distributed_optimizer=zero,
         grad_reduce_in_fp32=True,
@@ -71,7 +89,10 @@ def optimizer_of(chunks: Sequence[Any], zero: bool, bucket: int = 0, **options: 
     )
     wrapped = [
         core("distributed").DistributedDataParallel(
-            chunk.config, settings, core("transformer.module").Float16Module(chunk.config, chunk), number > 0
+            chunk.config,
+            settings,
+            core("transformer.module").Float16Module(chunk.config, chunk),
+            number > 0,
         )
         for number, chunk in enumerate(chunks)
     ]
@@ -103,7 +124,10 @@ def stepped(model: Any, optimizer: Any) -> dict[str, Tensor]:
 def gradient(name: str, p: Any, step: int) -> Tensor:
     """Alike on ranks that hold the parameter alike, the tied copies too."""
     ranks = core("parallel_state")
-    cut = ranks.get_tensor_model_parallel_rank() if getattr(p, "tensor_model_parallel", False) else 0
+    if getattr(p, "tensor_model_parallel", False):
+        cut = ranks.get_tensor_model_parallel_rank()
+    else:
+        cut = 0
     cut = ranks.get_expert_tensor_parallel_rank() if ".experts." in name else cut
     apart = ranks.get_expert_model_parallel_rank() if not getattr(p, "allreduce", True) else 0
     canonical = "word_embeddings" if "word_embeddings" in name or "output_layer" in name else name
@@ -117,7 +141,8 @@ def plain(model: Any) -> dict[str, Tensor]:
     found = {}
     for name, p in model.named_parameters():
         master = torch.nn.Parameter(p.detach().float().clone())
-        adam = torch.optim.AdamW([master], lr=LR, weight_decay=DECAY)  # of vectors too: its scheduler is not there
+        # of vectors too: its scheduler is not there
+        adam = torch.optim.AdamW([master], lr=LR, weight_decay=DECAY)
         for n in range(STEPS):
             master.grad = gradient(name, p, n)
             adam.step()
@@ -131,11 +156,17 @@ def test_masters_and_moments_of_the_distributed_optimizer_are_read(
     kind: str, tp: int, pp: int, ep: int, bucket: int, tmp_path: Path
 ) -> None:
     axes = {"tp": tp, "pp": pp, "dp": max(2, ep)}
-    answers = run_ranks(save, axes, kind=kind, folder=tmp_path / "megatron", tp=tp, pp=pp, ep=ep, bucket=bucket)
+    answers = run_ranks(
+        save, axes, kind=kind, folder=tmp_path / "megatron", tp=tp, pp=pp, ep=ep, bucket=bucket
+    )
     expected = {name: values for answer in answers for name, values in answer.items()}
     (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text(f"{STEPS}")
     run(tmp_path / "megatron", tmp_path / "ours")
-    assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {
+        "weight",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     run(tmp_path / "ours", tmp_path / "back", "--to", "megatron", "--layers", "local", "--dtype", "bf16",
         "--tp", tp, "--pp", pp, "--ep", ep)  # fmt: skip
     compared = 0
@@ -143,8 +174,13 @@ def test_masters_and_moments_of_the_distributed_optimizer_are_read(
         for name, held in _state(folder / "model_optim_rng.pt").items():
             for kind_of, values in zip(KINDS, held, strict=True):
                 wanted = expected[f"{folder.name}/{name} {kind_of}"]
-                real = slice(131) if "embeddings.weight" in name or name.startswith("output") else slice(None)
-                if tp > 1 and real.stop:  # the second rank has nothing but padding and the last rows
+                if "embeddings.weight" in name or name.startswith("output"):
+                    real = slice(131)
+                else:
+                    real = slice(None)
+                if (
+                    tp > 1 and real.stop
+                ):  # the second rank has nothing but padding and the last rows
                     continue
                 at = f"{folder.name} {name} {kind_of}"
                 torch.testing.assert_close(values[real], wanted[real], rtol=1e-5, atol=1e-7, msg=at)
@@ -156,7 +192,10 @@ def _state(file: Path) -> dict[str, tuple[Tensor, ...]]:
     """Name -> master and moments in one of our files."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = torch.load(file, weights_only=True)
-    optimizers = content["optimizer"] if isinstance(content["optimizer"], list) else [content["optimizer"]]
+    if isinstance(content["optimizer"], list):
+        optimizers = content["optimizer"]
+    else:
+        optimizers = [content["optimizer"]]
     named = {}
     for number, optimizer in enumerate(optimizers):
         for group, masters in zip(
@@ -175,12 +214,18 @@ def _state(file: Path) -> dict[str, tuple[Tensor, ...]]:
     return named
 
 
-def test_a_layout_that_the_args_do_not_lead_to_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Buckets of another size than the args say: the length tells, or else a master that is not its weight's."""
+def test_a_layout_that_the_args_do_not_lead_to_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Buckets of another size than the args say: the length tells, or else a master that is not its
+    weight's."""
     run_ranks(save, {"dp": 2}, kind="gpt2", folder=tmp_path / "m", tp=1, pp=1, ep=1, bucket=20)
     file = tmp_path / f"m/iter_{STEPS:07d}/mp_rank_00/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
     content["args"].ddp_bucket_size = 1 << 20
     torch.save(content, file)
     assert main(["convert", str(file.parents[1]), str(tmp_path / "ours")]) == 2
-    assert "distrib_optim.pt has not the layout that its args and its model lead to" in capsys.readouterr().err
+    assert (
+        "distrib_optim.pt has not the layout that its args and its model lead to"
+        in capsys.readouterr().err
+    )

@@ -1,7 +1,8 @@
-"""Every field of megatron-core and every argument of its GPTModel: the same logits, or refused by that name.
+"""Every field of megatron-core and every argument of its GPTModel: the same logits, or refused by
+that name.
 
-The oracle is megatron-core's own model on one CPU rank, in FP32. Fields that it takes on GPUs alone are refused or have
-a reason in `tools.convert.megatron.keys`, as every other one has.
+The oracle is megatron-core's own model on one CPU rank, in FP32. Fields that it takes on GPUs alone
+are refused or have a reason in `tools.convert.megatron.keys`, as every other one has.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ from tools.convert.megatron.layout import model_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), NEEDS_MEGATRON]  # warnings of megatron-core
 PRELOADED = MEGATRON
-VOCAB, LENGTH, BOUND = 64, 24, 1e-5
+VOCAB = 64
+LENGTH = 24
+BOUND = 1e-5
 SHARED: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 32,
@@ -90,7 +93,8 @@ GPT_OSS = {
     "softmax_type": "learnable",
     "perform_initialization": False,  # theirs forgets what it draws for the offset
 }
-# YaRN in ordinary attention: Megatron-LM's argument -> what GPTModel looks for in its configuration.
+# YaRN in ordinary attention: Megatron-LM's argument -> what GPTModel looks for in its
+# configuration.
 YARN = {
     "rotary_scaling_factor": "yarn_rotary_scaling_factor",
     "mscale": "yarn_mscale",
@@ -106,7 +110,8 @@ YARN = {
     },
 }
 STRETCHED = dict(zip(YARN, (4.0, 1.0, 0.0, 16, 8.0, 0.5, False), strict=True))
-# Fields of TransformerConfig and arguments of GPTModel, of models that differ where fields ask for it.
+# Fields of TransformerConfig and arguments of GPTModel, of models that differ where fields ask for
+# it.
 BASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (SHARED | LLAMA, MODEL | ROTARY),
     "gpt2": (SHARED, MODEL | {"share_embeddings_and_output_weights": True}),
@@ -192,7 +197,12 @@ PAIRS: list[dict[str, Any]] = [
     {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
     {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
-    {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    {
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
     {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True},
     {"moe_router_num_groups": 2, "moe_router_group_topk": 2},
     {"moe_layer_freq": 3, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16},
@@ -213,14 +223,18 @@ def core(module: str) -> Any:
 def config_fields() -> dict[str, Any]:
     """Fields with their defaults, those of multi-latent attention too."""
     found = fields(core("transformer.transformer_config").MLATransformerConfig)
-    plain = {f.name: f.default for f in fields(core("transformer.transformer_config").TransformerConfig)}
+    plain = {
+        f.name: f.default for f in fields(core("transformer.transformer_config").TransformerConfig)
+    }
     return {f.name: None if f.default is MISSING else f.default for f in found} | plain
 
 
 def latent() -> set[str]:
     """Fields that multi-latent attention has besides."""
     plain = {f.name for f in fields(core("transformer.transformer_config").TransformerConfig)}
-    return {f.name for f in fields(core("transformer.transformer_config").MLATransformerConfig)} - plain
+    return {
+        f.name for f in fields(core("transformer.transformer_config").MLATransformerConfig)
+    } - plain
 
 
 def arguments() -> dict[str, Any]:
@@ -256,20 +270,28 @@ def changes() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("kind", BASES)
 def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
     (verdicts,) = run_ranks(walk, {"dp": 1}, kind=kind)
-    wrong = [f"{change}: {verdict}" for change, verdict in verdicts if verdict.startswith(("taken", "refused without"))]
+    wrong = [
+        f"{change}: {verdict}"
+        for change, verdict in verdicts
+        if verdict.startswith(("taken", "refused without"))
+    ]
     same = [change for change, verdict in verdicts if verdict == "same"]
     assert not wrong, "\n".join(wrong)
     assert len(same) > 60 and sum(verdict == "refused" for _, verdict in verdicts) > 30
 
 
 def walk(mesh: DeviceMesh, kind: str) -> list[tuple[dict[str, Any], str]]:
-    torch._dynamo.config.disable = True  # theirs as it is written: compiling its small functions takes longer
+    torch._dynamo.config.disable = (
+        True  # theirs as it is written: compiling its small functions takes longer
+    )
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     core("transformer.utils").get_sliding_window_causal_mask = windowed
     core("fusions.fused_softmax").get_sliding_window_causal_mask = windowed
-    core("transformer.moe.moe_utils").te_general_gemm = None  # it asks for Transformer Engine's without looking
+    core(
+        "transformer.moe.moe_utils"
+    ).te_general_gemm = None  # it asks for Transformer Engine's without looking
     without_transformer_engine()
     core("parallel_state").initialize_model_parallel(1, 1)
     plain = judge(kind, {})
@@ -278,10 +300,13 @@ def walk(mesh: DeviceMesh, kind: str) -> list[tuple[dict[str, Any], str]]:
 
 
 def without_transformer_engine() -> None:
-    """Multi-latent attention tells its core the widths of keys and values, which only Transformer Engine's takes."""
+    """Multi-latent attention tells its core the widths of keys and values, which only Transformer
+    Engine's takes."""
     attention = core("transformer.dot_product_attention").DotProductAttention
     made = attention.__init__
-    attention.__init__ = lambda self, *a, k_channels=None, v_channels=None, **options: made(self, *a, **options)
+    attention.__init__ = lambda self, *a, k_channels=None, v_channels=None, **options: made(
+        self, *a, **options
+    )
     core("transformer.multi_latent_attention").HAVE_TE = False
 
 
@@ -300,20 +325,30 @@ def judge(kind: str, change: dict[str, Any]) -> str:
         if name in yarn:
             yarn[name] = value
         elif name in (*latent(), *YARN) and kind != "deepseek":
-            unused[name] = value  # of Megatron-LM's args; its configuration of such models has no such field
+            unused[name] = (
+                value  # of Megatron-LM's args; its configuration of such models has no such field
+            )
         else:
             (model if name in arguments() and name not in config_fields() else config)[name] = value
-    for name in ("rotary_percent", "rotary_base"):  # both have them; who reads them depends on the attention
+    for name in (
+        "rotary_percent",
+        "rotary_base",
+    ):  # both have them; who reads them depends on the attention
         if kind != "deepseek" and name in (held := {**config, **unused}):
             model[name] = held[name]
             config.pop(name, None)
-    said = {**arguments(), **({name: config_fields()[name] for name in latent()} if kind == "deepseek" else {})}
+    said = {
+        **arguments(),
+        **({name: config_fields()[name] for name in latent()} if kind == "deepseek" else {}),
+    }
     said |= config | model | yarn | unused
     try:
         ours = model_of(said, None)
     except UserError as error:
         names = {*change, *(ALIASES.get(name, name) for name in change)}
-        return "refused" if any(name in str(error) for name in names) else f"refused without its name: {error}"
+        if any(name in str(error) for name in names):
+            return "refused"
+        return f"refused without its name: {error}"
     try:
         made = theirs(config, model, {YARN[name]: value for name, value in yarn.items()})
         logits = run(made)
@@ -324,7 +359,9 @@ def judge(kind: str, change: dict[str, Any]) -> str:
         apart = (logits - expected).abs().max() / logits.abs().max()
     except KeyError as error:
         return f"taken, but its tensors are others: {error}"
-    return "same" if apart <= BOUND else f"taken, and another model: logits differ by {apart:.2g}"
+    if apart <= BOUND:
+        return "same"
+    return f"taken, and another model: logits differ by {apart:.2g}"
 
 
 def theirs(config: dict[str, Any], model: dict[str, Any], beside: dict[str, Any]) -> Any:
@@ -336,14 +373,19 @@ def theirs(config: dict[str, Any], model: dict[str, Any], beside: dict[str, Any]
     for name, value in beside.items():
         setattr(made, name, value)
     layers = core("models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec(
-        made, use_transformer_engine=False, normalization=made.normalization, qk_l2_norm=made.qk_l2_norm
+        made,
+        use_transformer_engine=False,
+        normalization=made.normalization,
+        qk_l2_norm=made.qk_l2_norm,
     )
     torch.manual_seed(0)
     built = core("models.gpt").GPTModel(made, layers, **model).eval()
     corrections = ((n, b) for n, b in built.named_buffers() if n.endswith("expert_bias"))
     with torch.no_grad():
         for name, values in (*built.named_parameters(), *corrections):
-            values.copy_(0.25 * torch.randn(values.shape) + float("norm" in name and name.endswith("weight")))
+            values.copy_(
+                0.25 * torch.randn(values.shape) + float("norm" in name and name.endswith("weight"))
+            )
     return built
 
 
@@ -362,7 +404,8 @@ OURS: dict[tuple[str, bool, str], Tensor] = {}
 
 
 def made_once(config: ModelConfig, state: dict[str, Tensor], interleaved: bool) -> Tensor:
-    """Our logits, computed once for all changes that leave our configuration and their weights as they are."""
+    """Our logits, computed once for all changes that leave our configuration and their weights as
+    they are."""
     read = hashlib.sha256()
     for name, values in state.items():
         if isinstance(values, Tensor):
@@ -376,13 +419,20 @@ def made_once(config: ModelConfig, state: dict[str, Tensor], interleaved: bool) 
 @torch.no_grad()
 def of_ours(config: ModelConfig, state: dict[str, Tensor], interleaved: bool) -> Tensor:
     """Our logits with their weights."""
-    rules, sizes = megatron(False, interleaved, config), heads(config)
+    rules = megatron(False, interleaved, config)
+    sizes = heads(config)
     found = matches(rules, config)
-    state = {name: values for name, values in state.items() if values is not None and "_extra_state" not in name}
+    state = {
+        name: values
+        for name, values in state.items()
+        if values is not None and "_extra_state" not in name
+    }
     weights = {
         name: part
         for match in found
-        for name, part in zip(match.logical, match.how.split(state.pop(match.foreign), sizes), strict=True)
+        for name, part in zip(
+            match.logical, match.how.split(state.pop(match.foreign), sizes), strict=True
+        )
     }
     if others := [name for name in state if not (config.tied and name == "output_layer.weight")]:
         raise KeyError(others[0])

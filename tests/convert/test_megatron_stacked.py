@@ -1,4 +1,5 @@
-"""Distributed checkpoints as the format is stated, written by torch alone: every way to stack; what is refused."""
+"""Distributed checkpoints as the format is stated, written by torch alone: every way to stack; what
+is refused."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -43,7 +44,10 @@ def state_of(source: Source, stacking: Stacking) -> dict[str, Tensor]:
     found: dict[str, Any] = {}
     for match in matches(megatron(True, False, source.model), source.model):
         parts = [source.read(f"weight/{name}") for name in match.logical]
-        values, (place, name) = match.how.join(parts, heads(source.model)), placed(match.foreign, layers, experts)
+        values, (place, name) = (
+            match.how.join(parts, heads(source.model)),
+            placed(match.foreign, layers, experts),
+        )
         if match.cut == "vocabulary":
             values = torch.cat([values, torch.full((PADDED - len(values), values.shape[1]), 7.0)])
         if apart and "linear_fc1.weight" in name:
@@ -57,7 +61,8 @@ def state_of(source: Source, stacking: Stacking) -> dict[str, Tensor]:
 
 def placed(name: str, layers: bool, experts: bool) -> tuple[tuple[int, ...], str]:
     """(numbers along the dims that stack, the name without them)."""
-    place, kept = [], []
+    place = []
+    kept = []
     for before, part in zip(["", *name.split(".")], name.split("."), strict=False):
         if part.isdigit() and (layers if before == "layers" else experts):
             place.append(int(part))
@@ -76,7 +81,9 @@ def write(folder: Path, source: Source, state: dict[str, Tensor]) -> Path:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     args = argparse.Namespace(**args_of(source.model, PADDED, 2, 1, True, torch.float32))
     groups = {"optimizer": {"param_groups": [{"step": 7}]}}
-    torch.save({"args": args, "iteration": 9, "optimizer": {0: groups, 1: groups}}, folder / "common.pt")
+    torch.save(
+        {"args": args, "iteration": 9, "optimizer": {0: groups, 1: groups}}, folder / "common.pt"
+    )
     return folder
 
 
@@ -106,20 +113,34 @@ def test_masters_moments_and_steps_stand_beside_the_weights(source: Source, tmp_
     assert read.facts.steps == 7
     for number, kind in enumerate(("weight", "exp_avg", "exp_avg_sq")):
         for key in source.keys("weight"):
-            assert torch.equal(read.read(key.replace("weight/", f"{kind}/", 1)), source.read(key) * (number + 1))
+            assert torch.equal(
+                read.read(key.replace("weight/", f"{kind}/", 1)), source.read(key) * (number + 1)
+            )
 
 
 @pytest.mark.parametrize("form", ["fully_sharded_bucket_space", "dp_zero_gather_scatter", None])
 def test_state_in_buffers_of_another_form_is_left_aside_and_said_to_be(
     form: str | None, source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flat = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+    flat = (
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, "
+        "torch.float32).bucket_idx_0.exp_avg"
+    )
     state = state_of(source, STACKINGS["experts"])
-    folder = write(tmp_path / "dist", source, state if form == "dp_zero_gather_scatter" else {**state, flat: ONES})
+    folder = write(
+        tmp_path / "dist",
+        source,
+        state if form == "dp_zero_gather_scatter" else {**state, flat: ONES},
+    )
     common = torch.load(folder / "common.pt", weights_only=False)
-    torch.save({**common, "optimizer": {0: {"param_state_sharding_type": form}}}, folder / "common.pt")
+    torch.save(
+        {**common, "optimizer": {0: {"param_state_sharding_type": form}}}, folder / "common.pt"
+    )
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
-    assert f"not read: the optimizer's state, in flat buffers of {form or 'an unnamed form'}" in capsys.readouterr().out
+    assert (
+        f"not read: the optimizer's state, in flat buffers of {form or 'an unnamed form'}"
+        in capsys.readouterr().out
+    )
     assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight"}
 
 
@@ -154,10 +175,19 @@ def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
-    "missing": (without(FC1), "lacks the tensor decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"),
-    "surplus": (lambda s: s | {"decoder.layers.mlp.shared.weight": torch.ones(4)}, "which its model has no place for"),
+    "missing": (
+        without(FC1),
+        "lacks the tensor decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
+    ),
+    "surplus": (
+        lambda s: s | {"decoder.layers.mlp.shared.weight": torch.ones(4)},
+        "which its model has no place for",
+    ),
     "other experts": (lambda s: s | {FC1: s[FC1][:, :2]}, "but its args say [4, 3] of its kind"),
-    "other layers": (lambda s: s | {FC1: torch.cat([s[FC1], s[FC1]])}, "but its args say [4, 3] of its kind"),
+    "other layers": (
+        lambda s: s | {FC1: torch.cat([s[FC1], s[FC1]])},
+        "but its args say [4, 3] of its kind",
+    ),
     "other shape": (lambda s: s | {FC1: s[FC1][..., :7]}, "but the model asks for [80, 24]"),
     "twice": (
         lambda s: s | {f"{CHAINED}exp_avg.{FC1}": s[FC1], f"optimizer.state.exp_avg.{FC1}": s[FC1]},
@@ -175,7 +205,9 @@ def test_what_does_not_fit_the_model_is_refused(
     fault: str, source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, said = REFUSED[fault]
-    folder = write(tmp_path / "dist", source, change(state_of(source, STACKINGS["layers and experts"])))
+    folder = write(
+        tmp_path / "dist", source, change(state_of(source, STACKINGS["layers and experts"]))
+    )
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
@@ -184,11 +216,28 @@ def test_what_does_not_fit_the_model_is_refused(
 def test_files_by_rank_of_experts_that_are_cut_over_more_ranks_are_refused(
     source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron names files by tensor-parallel rank, so ranks with other parts of experts overwrite each other's."""
-    assert main(["convert", str(source.path), str(tmp_path / "megatron"), "--to", "megatron", "--tp", "2"]) == 0
+    """Megatron names files by tensor-parallel rank, so ranks with other parts of experts overwrite
+    each other's."""
+    assert (
+        main(
+            [
+                "convert",
+                str(source.path),
+                str(tmp_path / "megatron"),
+                "--to",
+                "megatron",
+                "--tp",
+                "2",
+            ]
+        )
+        == 0
+    )
     file = next((tmp_path / "megatron").rglob("mp_rank_00/model_optim_rng.pt"))
     content = torch.load(file, weights_only=False)
     content["args"].expert_tensor_parallel_size = 4
     torch.save(content, file)
     assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "ours")]) == 2
-    assert "expert_tensor_parallel_size = 4 does not divide the 2 tensor-parallel ranks" in capsys.readouterr().err
+    assert (
+        "expert_tensor_parallel_size = 4 does not divide the 2 tensor-parallel ranks"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""Modules of multi-token prediction in folders of DeepSeek-V3 and GLM-4.5: read, written, and nothing in silence."""
+"""Modules of multi-token prediction in folders of DeepSeek-V3 and GLM-4.5: read, written, and
+nothing in silence."""
 
 import json
 from pathlib import Path
@@ -18,16 +19,24 @@ from tools.convert.verify import load_stage
 
 KINDS = ("deepseek_v3", "glm4_moe")
 IDS = torch.randint(131, (12, 1), generator=torch.Generator().manual_seed(1))
-COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+COPIES = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
 
 
 def folder_of(path: Path, kind: str, modules: int, **changes: Any) -> Path:
-    """A folder with the tensors of so many modules after four layers, with copies of embedding and head."""
+    """A folder with the tensors of so many modules after four layers, with copies of embedding and
+    head."""
     folder = write_folder(path, kind, num_nextn_predict_layers=modules, **changes)
     tensors = load_file(folder / "model.safetensors")
     for n in range(4, 4 + modules):
-        assert tensors[f"model.layers.{n}.eh_proj.weight"].shape[1] == 2 * CONFIGS[kind]["hidden_size"]
-        tensors |= {f"model.layers.{n}.{copy}": tensors[whole].clone() for copy, whole in COPIES.items()}
+        assert (
+            tensors[f"model.layers.{n}.eh_proj.weight"].shape[1] == 2 * CONFIGS[kind]["hidden_size"]
+        )
+        tensors |= {
+            f"model.layers.{n}.{copy}": tensors[whole].clone() for copy, whole in COPIES.items()
+        }
     return put(folder, tensors)
 
 
@@ -50,24 +59,35 @@ def test_modules_come_back_from_our_checkpoint_as_they_were(
     source = open_source(folder)
     assert source.model.mtp_layers == 2
     assert main(["convert", str(folder), str(tmp_path / "ours"), "--no-verify"]) == 0
-    assert "2 layers for multi-token prediction: they are read as model.mtp_layers" in capfd.readouterr().out
+    assert (
+        "2 layers for multi-token prediction: they are read as model.mtp_layers"
+        in capfd.readouterr().out
+    )
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "again"), "--no-verify"]) == 0
     theirs, ours = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
     assert theirs.keys() == ours.keys()
     assert not [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])]
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert (
+        json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"]
+        == 2
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_beside_its_modules_is_the_model_without_them(kind: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "hf", kind, 1)
     with_modules = load_stage(open_source(folder), "fp64")(IDS)
-    kept = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith("model.layers.4.")}
+    kept = {
+        n: t
+        for n, t in load_file(folder / "model.safetensors").items()
+        if not n.startswith("model.layers.4.")
+    }
     put(folder, kept)
     source = open_source(folder)
     assert source.model.mtp_layers == 0
     assert any(
-        "1 layers for multi-token prediction, of which the files hold no tensor" in n for n in source.facts.notes
+        "1 layers for multi-token prediction, of which the files hold no tensor" in n
+        for n in source.facts.notes
     )
     assert torch.equal(load_stage(source, "fp64")(IDS), with_modules)
 
@@ -87,7 +107,9 @@ def test_modules_are_there_as_config_says_or_refused(tmp_path: Path) -> None:
     without = {name: tensor for name, tensor in tensors.items() if "hnorm" not in name}
     with pytest.raises(UserError, match=r"lacks the tensor model.layers.4.hnorm.weight"):
         open_source(put(folder, without))
-    with pytest.raises(UserError, match=r"has the tensor model.layers.4.* which its model has no place for"):
+    with pytest.raises(
+        UserError, match=r"has the tensor model.layers.4.* which its model has no place for"
+    ):
         open_source(edit(put(folder, tensors), num_nextn_predict_layers=0))
     with pytest.raises(UserError, match=r"lacks the tensor model.layers.5.enorm.weight"):
         open_source(edit(folder, num_nextn_predict_layers=2))
@@ -98,7 +120,12 @@ def test_formats_without_a_place_for_modules_leave_them_out_and_say_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A run of Llama's form, to Hugging Face. Text and losses need no modules either."""
-    assert runs.train(runs.write_run(tmp_path), "model.mtp_layers=1", "train.steps=1", "model.dropout=0") == 0
+    assert (
+        runs.train(
+            runs.write_run(tmp_path), "model.mtp_layers=1", "train.steps=1", "model.dropout=0"
+        )
+        == 0
+    )
     assert "mtp loss" in capfd.readouterr().out
     (step,) = runs.steps(tmp_path / "run")
     assert 0 < step["mtp_loss"] < 2 * step["loss"]
@@ -113,7 +140,8 @@ def test_formats_without_a_place_for_modules_leave_them_out_and_say_so(
 
 
 def test_a_run_starts_from_a_folder_with_its_modules_or_without(tmp_path: Path) -> None:
-    folder, file = folder_of(tmp_path / "hf", "deepseek_v3", 1), tmp_path / "run.toml"
+    folder = folder_of(tmp_path / "hf", "deepseek_v3", 1)
+    file = tmp_path / "run.toml"
     train = "steps = 1\nglobal_batch = 2\nmicro_batch = 1\nseq_length = 16\n"
     file.write_text(f'[data]\nvocab_size = 131\n[train]\n{train}init_from = "{folder}"\n')
     assert load_run(file).model.mtp_layers == 1

@@ -1,4 +1,5 @@
-"""MXFP4 weights of gpt-oss are read bit for bit as transformers dequantizes them, or refused by name."""
+"""MXFP4 weights of gpt-oss are read bit for bit as transformers dequantizes them, or refused by
+name."""
 
 import json
 import re
@@ -20,7 +21,10 @@ from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.mxfp4 import dequantized
 from tools.convert.probe import check_config
 
-QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+QUANTIZED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 3}
 SIZES |= {"num_experts_per_tok": 2}
 Tensors = dict[str, Tensor]
@@ -31,17 +35,24 @@ def their(blocks: Tensor, scales: Tensor) -> Tensor:
     return module.convert_moe_packed_tensors(blocks, scales)
 
 
-def folder(path: Path, change: Callable[[Tensors], Any] = lambda tensors: None, **config: Any) -> Path:
+def folder(
+    path: Path, change: Callable[[Tensors], Any] = lambda tensors: None, **config: Any
+) -> Path:
     """A folder like the published ones: experts' weights in blocks and scales, the rest in bf16."""
     write_folder(path, "gpt_oss", torch.bfloat16, **SIZES)
     said = {**CONFIGS["gpt_oss"], **SIZES, "quantization_config": QUANTIZED, **config}
     (path / "config.json").write_text(json.dumps(said))
-    tensors, dice = load_file(path / "model.safetensors"), torch.Generator().manual_seed(0)
+    tensors = load_file(path / "model.safetensors")
+    dice = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         experts, inner, outer = tensors.pop(name).shape
         shape = experts, outer, inner // 32
-        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=dice)
-        tensors[f"{name}_scales"] = torch.randint(110, 130, shape, dtype=torch.uint8, generator=dice)
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (*shape, 16), dtype=torch.uint8, generator=dice
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            110, 130, shape, dtype=torch.uint8, generator=dice
+        )
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
@@ -50,7 +61,8 @@ def folder(path: Path, change: Callable[[Tensors], Any] = lambda tensors: None, 
 def test_all_numbers_with_all_scales_are_those_of_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1).view(1, -1, 1, 16)
     scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(1, -1, 1)
-    ours, theirs = dequantized(blocks[0], scales[0]).t().bfloat16(), their(blocks, scales)[0]
+    ours = dequantized(blocks[0], scales[0]).t().bfloat16()
+    theirs = their(blocks, scales)[0]
     finite = theirs.isfinite()
     assert torch.equal(finite, ours.isfinite()) and finite[:, : 253 * 16].all()
     assert torch.equal(ours.view(torch.int16)[finite], theirs.view(torch.int16)[finite])
@@ -61,16 +73,25 @@ def test_a_folder_is_read_as_bf16_and_written_back_as_transformers_dequantizes_i
 ) -> None:
     path = folder(tmp_path / "hf")
     assert main(["convert", str(path), str(tmp_path / "ours"), "--no-verify"]) == 0
-    assert "weights of experts are in MXFP4; they are read as bf16" in " ".join(capsys.readouterr().out.split())
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--no-verify"]) == 0
-    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert "weights of experts are in MXFP4; they are read as bf16" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert (
+        main(
+            ["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--no-verify"]
+        )
+        == 0
+    )
+    before = load_file(path / "model.safetensors")
+    after = load_file(tmp_path / "back" / "model.safetensors")
     halves = ("_blocks", "_scales")
     expected = {name: tensor for name, tensor in before.items() if not name.endswith(halves)}
     for name in (name.removesuffix("_blocks") for name in before if name.endswith("_blocks")):
         expected[name] = their(before[f"{name}_blocks"], before[f"{name}_scales"])
     assert after.keys() == expected.keys()
     assert all(
-        torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in expected.items()
+        torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype
+        for name, tensor in expected.items()
     )
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
@@ -86,11 +107,23 @@ def pop(name: str) -> Callable[[Tensors], Any]:
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (lambda t: None, {"quantization_config": None}, "stores .*_blocks, but quantization_config is missing"),
+        (
+            lambda t: None,
+            {"quantization_config": None},
+            "stores .*_blocks, but quantization_config is missing",
+        ),
         (pop("down_proj_scales"), {}, "has .*down_proj_blocks, but lacks .*down_proj_scales"),
         (pop("down_proj_blocks"), {}, "has .*down_proj_scales, but lacks its blocks"),
-        (lambda t: None, {"quantization_config": {"quant_method": "awq"}}, "'awq'}: only weights of quant_method"),
-        (lambda t: None, {"quantization_config": {**QUANTIZED, "bits": 3}}, "quantization_config with bits"),
+        (
+            lambda t: None,
+            {"quantization_config": {"quant_method": "awq"}},
+            "'awq'}: only weights of quant_method",
+        ),
+        (
+            lambda t: None,
+            {"quantization_config": {**QUANTIZED, "bits": 3}},
+            "quantization_config with bits",
+        ),
         (lambda t: None, {"hidden_size": 32}, "the model asks for"),
     ],
     ids=["not said", "no scales", "no blocks", "another method", "another key", "another size"],
@@ -108,7 +141,9 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
         source.read("weight/layers.1.mlp.experts.0.down.weight")
 
 
-def test_weights_that_are_not_quantized_though_the_config_says_so_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_quantized_though_the_config_says_so_are_refused(
+    tmp_path: Path,
+) -> None:
     path = write_folder(tmp_path / "hf", "gpt_oss", torch.bfloat16, quantization_config=QUANTIZED)
     with pytest.raises(UserError, match="stores no MXFP4 blocks, but quantization_config is mxfp4"):
         open_source(path)
@@ -164,7 +199,9 @@ def test_the_published_config_is_the_preset() -> None:
 
 @pytest.mark.parametrize("said", ["mxfp4", {}, [1], True, {"quant_method": "fp8"}])
 def test_another_quantization_is_refused_as_it_is_written(said: object) -> None:
-    with pytest.raises(UserError, match=re.escape(f"quantization_config = {said!r}: only weights of quant_method")):
+    with pytest.raises(
+        UserError, match=re.escape(f"quantization_config = {said!r}: only weights of quant_method")
+    ):
         from_hugging_face(PUBLISHED | {"quantization_config": said})
 
 

@@ -1,4 +1,5 @@
-"""The name tables and rearrangements: nothing lost, nothing twice, and each order what its system's own words say."""
+"""The name tables and rearrangements: nothing lost, nothing twice, and each order what its system's
+own words say."""
 
 from collections.abc import Callable
 from itertools import product
@@ -62,7 +63,9 @@ def test_what_is_joined_splits_into_the_same(how: Transform, sizes: Heads, colum
 def test_grouped_rows_stand_group_by_group_queries_before_their_key_and_value() -> None:
     sizes = Heads(4, 2, 3, 3)
     stacks = (("q", 4), ("k", 2), ("v", 2))
-    query, key, value = ([f"{name}{head}.{i}" for head in range(n) for i in range(3)] for name, n in stacks)
+    query, key, value = (
+        [f"{name}{head}.{i}" for head in range(n) for i in range(3)] for name, n in stacks
+    )
     names = query + key + value
     joined = GROUPED.join([x.flatten()[:, None] for x in parts(sizes, 1)], sizes)
     assert [names[i] for i in joined.flatten().tolist()] == [
@@ -72,7 +75,9 @@ def test_grouped_rows_stand_group_by_group_queries_before_their_key_and_value() 
     ]  # fmt: skip
 
 
-def test_interleaving_puts_the_features_that_turn_together_side_by_side_and_leaves_the_others() -> None:
+def test_interleaving_puts_the_features_that_turn_together_side_by_side_and_leaves_the_others() -> (
+    None
+):
     sizes = Heads(1, 1, 6, 4)
     query, key, value = parts(sizes, 1)
     joined = GROUPED_INTERLEAVED.join([query, key, value], sizes).flatten().tolist()
@@ -81,7 +86,9 @@ def test_interleaving_puts_the_features_that_turn_together_side_by_side_and_leav
     assert joined[12:] == value.flatten().tolist()
 
 
-@pytest.mark.parametrize(("cut", "tp"), [*product(("whole", "rows", "columns", "halves", "vocabulary"), (1, 2, 4))])
+@pytest.mark.parametrize(
+    ("cut", "tp"), [*product(("whole", "rows", "columns", "halves", "vocabulary"), (1, 2, 4))]
+)
 def test_ranks_parts_put_together_are_the_whole(cut: str, tp: int) -> None:
     whole = torch.arange(24 * 8).view(24, 8)
     padded = 32 if cut == "vocabulary" else 24
@@ -91,7 +98,8 @@ def test_ranks_parts_put_together_are_the_whole(cut: str, tp: int) -> None:
 
 
 def test_a_gated_layer_is_cut_so_that_a_rank_has_the_gate_of_its_own_features() -> None:
-    gate, up = torch.arange(8), 100 + torch.arange(8)
+    gate = torch.arange(8)
+    up = 100 + torch.arange(8)
     assert part(torch.cat((gate, up)), "halves", 1, 4, 0).tolist() == [2, 3, 102, 103]
 
 
@@ -115,7 +123,8 @@ def test_a_configuration_survives_the_way_to_ours_and_back(kind: str) -> None:
 def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
     model = from_hugging_face(megatrons(kind))
     again = model_of(args_of(model, 256, 2, 1, True, torch.float32), None)
-    ours, theirs = model.model_dump(), again.model_dump()
+    ours = model.model_dump()
+    theirs = again.model_dump()
     differs = {key for key in ours if ours[key] != theirs[key]}
     assert differs <= {"family", "bias", "init_std"}
     assert logical_shapes(again) == logical_shapes(model)
@@ -126,8 +135,11 @@ def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
 def test_every_tensor_goes_from_hugging_face_to_megatron_and_back_bit_for_bit(
     kind: str, interleaved: bool, tmp_path: Path
 ) -> None:
-    source = open_hf(write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {})))
-    sizes, tp = heads(source.model), 4
+    source = open_hf(
+        write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {}))
+    )
+    sizes = heads(source.model)
+    tp = 4
     seen = set()
     for match in matches(megatron(True, interleaved, source.model), source.model):
         ours = [source.read(f"weight/{name}") for name in match.logical]
@@ -144,7 +156,9 @@ def test_a_table_names_each_tensor_once(kind: str) -> None:
     model = from_hugging_face(CONFIGS[kind])
     found = matches(HUGGING_FACE[CONFIGS[kind]["model_type"]], model)
     assert len({match.foreign for match in found}) == len(found)
-    assert sorted(name for match in found for name in match.logical) == sorted(logical_shapes(model))
+    assert sorted(name for match in found for name in match.logical) == sorted(
+        logical_shapes(model)
+    )
 
 
 CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
@@ -180,7 +194,11 @@ def test_weights_that_are_no_floats_are_refused_by_name(dtype: torch.dtype, tmp_
     folder = write_folder(tmp_path / "hf", "deepseek_v3")
     stored = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.kv_b_proj.weight"
-    save_file(stored | {name: stored[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        stored | {name: stored[name].to(dtype)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(UserError, match=f"{name} is {str(dtype)[6:]}, not floats"):
         open_hf(folder)
 
@@ -190,8 +208,15 @@ def test_a_correction_stays_fp32_when_all_else_is_rounded(tmp_path: Path) -> Non
     for kind, options in (("hf", ["--to", "hf"]), ("ours", [])):
         made = tmp_path / kind / "made"
         made.parent.mkdir(exist_ok=True)
-        assert main(["convert", str(folder), str(made), *options, "--dtype", "bf16", "--no-verify"]) == 0
+        assert (
+            main(["convert", str(folder), str(made), *options, "--dtype", "bf16", "--no-verify"])
+            == 0
+        )
         again = open_source(made)
         dtypes = {key: again.dtype(key) for key in again.keys("weight")}
         narrow = {key for key, dtype in dtypes.items() if dtype == torch.bfloat16}
-        assert set(dtypes) - narrow == {key for key in dtypes if key.endswith(".router.correction")} != set()
+        assert (
+            set(dtypes) - narrow
+            == {key for key in dtypes if key.endswith(".router.correction")}
+            != set()
+        )

@@ -1,4 +1,5 @@
-"""NeMo 2's checkpoints: weights from torch_dist, the model from model.yaml, every key of it accounted for."""
+"""NeMo 2's checkpoints: weights from torch_dist, the model from model.yaml, every key of it
+accounted for."""
 
 import pickle
 from pathlib import Path
@@ -24,7 +25,12 @@ from tools.convert.verify import load_stage
 
 here = pytest.mark.usefixtures("torch_files_read_here")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
-SCALED = {"scale_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8}
+SCALED = {
+    "scale_factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "old_context_len": 8,
+}
 KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3"]
 
 
@@ -33,14 +39,20 @@ def save(folder: Path, kind: str = "llama", stacked: bool = True, **changes: Any
 
 
 def save_changed(folder: Path, kind: str, stacked: bool, changes: dict[Any, Any]) -> Path:
-    """A checkpoint of the model of `folder`/hf, in `folder`/nemo. changes: of its configuration; ...: no such key."""
+    """A checkpoint of the model of `folder`/hf, in `folder`/nemo. changes: of its configuration;
+    ...: no such key."""
     source = open_source(write_folder(folder / "hf", kind))
-    state = {f"module.{name}": values for name, values in state_of(source, (stacked, True, False)).items()}
+    state = {
+        f"module.{name}": values
+        for name, values in state_of(source, (stacked, True, False)).items()
+    }
     state |= {f"optimizer.state.exp_avg.{name}": values for name, values in state.items()}
     dcp.save(state, checkpoint_id=folder / "nemo/weights", no_dist=True)
     torch.save({"epoch": 0, "global_step": 7}, folder / "nemo/weights/common.pt")
     config = config_of(source.model) | changes
-    write_context(folder / "nemo", {key: value for key, value in config.items() if value is not ...})
+    write_context(
+        folder / "nemo", {key: value for key, value in config.items() if value is not ...}
+    )
     return folder / "nemo"
 
 
@@ -53,8 +65,10 @@ def tensors(source: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama-stretched", "qwen3"), KINDS))
 @pytest.mark.parametrize("stacked", [True, False])
 def test_it_is_the_model_that_was_saved(kind: str, stacked: bool, tmp_path: Path) -> None:
-    found, expected = open_source(save(tmp_path, kind, stacked), 131), open_source(tmp_path / "hf")
-    ours, theirs = tensors(found), tensors(expected)
+    found = open_source(save(tmp_path, kind, stacked), 131)
+    expected = open_source(tmp_path / "hf")
+    ours = tensors(found)
+    theirs = tensors(expected)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     ids = torch.randint(131, (2, 30), generator=torch.Generator().manual_seed(1)).t()
     assert torch.equal(load_stage(found, "fp64")(ids), load_stage(expected, "fp64")(ids))
@@ -88,14 +102,26 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
         ({"surprise": 3}, "the key 'surprise' is not known"),
         ({"num_moe_experts": 8}, "num_moe_experts = 8 cannot be converted: only None can"),
         ({"window_size": [4096, 0]}, "window_size = [4096, 0] cannot be converted"),
-        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma = True cannot be converted"),
-        ({"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor = 2.0 cannot be converted"),
-        ({"activation_func": {"_target_": "megatron.core.activations.squared_relu"}}, "squared_relu' with a gate"),
+        (
+            {"layernorm_zero_centered_gamma": True},
+            "layernorm_zero_centered_gamma = True cannot be converted",
+        ),
+        (
+            {"seq_len_interpolation_factor": 2.0},
+            "seq_len_interpolation_factor = 2.0 cannot be converted",
+        ),
+        (
+            {"activation_func": {"_target_": "megatron.core.activations.squared_relu"}},
+            "squared_relu' with a gate",
+        ),
         ({"gated_linear_unit": False}, "silu' with no gate is not known"),
         ({"normalization": "L2Norm"}, "normalization = 'L2Norm' is not known"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn' is not known"),
         ({"scale_factor": 8.0}, "lacks some of scale_factor"),
-        ({"_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B"}, "lacks some of scale_factor"),
+        (
+            {"_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B"},
+            "lacks some of scale_factor",
+        ),
         ({"rotary_interleaved": "False"}, "rotary_interleaved = 'False' is not True or False"),
         ({"add_bias_linear": "no"}, "add_bias_linear = 'no' is not True or False"),
         ({"bias_activation_fusion": None}, "bias_activation_fusion = None is not True or False"),
@@ -107,21 +133,39 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
         ({"normalization": ["RMSNorm"]}, "normalization = ['RMSNorm'] is not a word"),
         ({**SCALED, "scale_factor": None}, "scale_factor = None is not a number"),
         ({"activation_func": {"_target_": 5}}, "activation_func 5 with a gate"),
-        ({"activation_func": {"_target_": "mine.silu", "_call_": False}}, "activation_func 'mine.silu' with a gate"),
-        ({"activation_func": {**SILU, "inplace": True}}, "'inplace': True} with a gate is not known"),
+        (
+            {"activation_func": {"_target_": "mine.silu", "_call_": False}},
+            "activation_func 'mine.silu' with a gate",
+        ),
+        (
+            {"activation_func": {**SILU, "inplace": True}},
+            "'inplace': True} with a gate is not known",
+        ),
         ({"activation_func": {**SILU, "_call_": True}}, "with a gate is not known"),
         ({"transformer_layer_spec": {**OTHERS[SPEC], "depth": 2}}, "'depth': 2} is not known"),
         ({7: 3}, "the key 7 is not known"),
         ({"vocab_size": 131}, "the embedding has 256 tokens, but model.yaml says vocab_size = 131"),
-        ({"_target_": "nemo.collections.llm.gpt.model.gemma.GemmaConfig"}, "GemmaConfig' is not known"),
+        (
+            {"_target_": "nemo.collections.llm.gpt.model.gemma.GemmaConfig"},
+            "GemmaConfig' is not known",
+        ),
         ({"_target_": "__main__.MyConfig"}, "the class '__main__.MyConfig' is not known"),
         ({"_target_": ...}, "the class None is not known"),
-        ({"transformer_layer_spec": {"_target_": "__main__.my_spec"}}, "transformer_layer_spec = '__main__.my_spec'"),
-        ({"transformer_layer_spec": {"_target_": "functools.partial"}}, "spec = 'functools.partial' is not known"),
+        (
+            {"transformer_layer_spec": {"_target_": "__main__.my_spec"}},
+            "transformer_layer_spec = '__main__.my_spec'",
+        ),
+        (
+            {"transformer_layer_spec": {"_target_": "functools.partial"}},
+            "spec = 'functools.partial' is not known",
+        ),
         ({"transformer_layer_spec": ["rows"]}, "transformer_layer_spec = ['rows'] is not known"),
         ({"num_layers": 5}, "linear_proj.weight is [4, 24, 40], but its args say [5] of its kind"),
         ({"hidden_size": 48}, "but the model asks for"),
-        ({"add_qkv_bias": True}, "lacks the tensor decoder.layers.0.self_attention.linear_qkv.bias"),
+        (
+            {"add_qkv_bias": True},
+            "lacks the tensor decoder.layers.0.self_attention.linear_qkv.bias",
+        ),
     ],
 )
 def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
@@ -133,7 +177,10 @@ def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
 @here
 def test_the_tokens_are_those_that_are_said(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    assert "vocab_size is null, so NeMo took the tokenizer's: give its tokens as --vocab N" in refused(folder, None)
+    assert (
+        "vocab_size is null, so NeMo took the tokenizer's: give its tokens as --vocab N"
+        in refused(folder, None)
+    )
     (tmp_path / "two").mkdir()
     folder = save(tmp_path / "two", vocab_size=256)
     assert (open_source(folder).model.vocab, open_source(folder, 131).model.vocab) == (256, 131)
@@ -146,7 +193,9 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     text = file.read_text()
     faults = {"a: [": "cannot be read", "- 1": "does not hold a mapping", "a: 1": "has no config"}
     faults |= {f"{text}\nconfig: 3": "config is given twice", POINTER: "is a pointer of Git LFS"}
-    faults[text.replace("  num_layers:", "  num_layers: 9\n  num_layers:")] = "num_layers is given twice"
+    faults[text.replace("  num_layers:", "  num_layers: 9\n  num_layers:")] = (
+        "num_layers is given twice"
+    )
     for content, said in faults.items():
         file.write_text(content)
         assert f"{file} " in refused(folder) and said in refused(folder)
@@ -156,10 +205,14 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (values,) = (folder / "weights").glob("*.distcp")
     whole = values.read_bytes()
     values.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"\.metadata names bytes of .* that it does not have: it is not whole"):
+    with pytest.raises(
+        ValueError, match=r"\.metadata names bytes of .* that it does not have: it is not whole"
+    ):
         open_source(folder, 131)
     (folder / "weights/.metadata").rename(tmp_path / "kept")
-    assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(folder)
+    assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(
+        folder
+    )
 
 
 @here
@@ -179,13 +232,16 @@ def test_numbers_and_keys_may_be_spelled_in_any_way_that_yaml_has(tmp_path: Path
 
 @here
 def test_a_folder_of_megatron_bridge_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    """iter_0000007/ has run_config.yaml, and a common.pt without args (megatron/bridge/training/checkpointing.py)."""
+    """iter_0000007/ has run_config.yaml, and a common.pt without args
+    (megatron/bridge/training/checkpointing.py)."""
     folder = save(tmp_path) / "weights"
     folder = folder.rename(tmp_path / "iter_0000007")
     assert "common.pt has no args" in refused(folder) and "Bridge" not in refused(folder)
     (folder / "run_config.yaml").write_text("model: {num_layers: 4}\n")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder" in refused(tmp_path)
+    assert "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder" in refused(
+        tmp_path
+    )
 
 
 @here
@@ -195,14 +251,19 @@ def test_a_tensor_without_the_prefix_is_refused(tmp_path: Path) -> None:
     for file in (folder / "weights").iterdir():
         file.unlink()
     dcp.save(state, checkpoint_id=folder / "weights", no_dist=True)
-    assert "has the tensor decoder.final_layernorm.weight, which does not begin with 'module.'" in refused(folder)
+    assert (
+        "has the tensor decoder.final_layernorm.weight, which does not begin with 'module.'"
+        in refused(folder)
+    )
 
 
 @here
 def test_yaml_that_would_run_something_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path)
     file = folder / "context/model.yaml"
-    file.write_text(f"config: !!python/object/apply:subprocess.getoutput ['touch {tmp_path}/ran']\n")
+    file.write_text(
+        f"config: !!python/object/apply:subprocess.getoutput ['touch {tmp_path}/ran']\n"
+    )
     yaml.unsafe_load(file.read_text())
     assert (tmp_path / "ran").exists(), "the bait works where YAML is trusted"
     (tmp_path / "ran").unlink()
@@ -232,7 +293,9 @@ def test_a_checkpoint_that_is_unfinished_or_an_adapter_is_refused(tmp_path: Path
 
 
 @here
-def test_weights_beside_the_context_are_read_as_those_in_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_weights_beside_the_context_are_read_as_those_in_a_folder_of_their_own(
+    tmp_path: Path,
+) -> None:
     folder = save(tmp_path)
     for file in (folder / "weights").iterdir():
         file.rename(folder / file.name)

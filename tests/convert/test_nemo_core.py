@@ -1,4 +1,5 @@
-"""NeMo 2's checkpoints by Megatron-core's own code: its modules, its saving, and all fields of its configuration."""
+"""NeMo 2's checkpoints by Megatron-core's own code: its modules, its saving, and all fields of its
+configuration."""
 
 import dataclasses
 from pathlib import Path
@@ -31,12 +32,16 @@ PRELOADED = MEGATRON
 
 
 def fields_of(config: Any, model: ModelConfig) -> dict[str, Any]:
-    """What NeMo dumps: the model's own keys, and every field of Megatron-core's class with its default."""
+    """What NeMo dumps: the model's own keys, and every field of Megatron-core's class with its
+    default."""
     dumped = {}
     for field in dataclasses.fields(config):
         default = field.default if field.default is not dataclasses.MISSING else None
         plain = default is None or isinstance(default, str | int | float | bool)
-        dumped[field.name] = default if plain else {"_target_": f"somewhere.{field.name}", "_call_": False}
+        if plain:
+            dumped[field.name] = default
+        else:
+            dumped[field.name] = {"_target_": f"somewhere.{field.name}", "_call_": False}
     return dumped | config_of(model)
 
 
@@ -49,8 +54,10 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor 
         write_context(folder, fields_of(model.config, from_hugging_face(CONFIGS[kind])))
     if pp > 1:
         return None
-    ids, s = ids_of(), ids_of().shape[1]
-    positions, future = torch.arange(s)[None].expand(len(ids), -1), torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    ids = ids_of()
+    s = ids_of().shape[1]
+    positions = torch.arange(s)[None].expand(len(ids), -1)
+    future = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
     with torch.no_grad():
         return model.eval()(ids, positions, future)[..., :131]
 
@@ -58,11 +65,15 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor 
 @pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("kind", ["llama", *slow(("gpt2",), ("qwen3",), ("llama-tied",))])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (1, 2), (2, 2), (4, 1))])
-def test_what_megatron_core_saves_for_nemo_computes_the_same(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
+def test_what_megatron_core_saves_for_nemo_computes_the_same(
+    kind: str, tp: int, pp: int, tmp_path: Path
+) -> None:
     answers = run_ranks(save, {"tp": tp, "pp": pp}, kind=kind, folder=tmp_path, tp=tp, pp=pp)
     ours = load_stage(open_source(tmp_path, 131))(ids_of().t()).transpose(0, 1)
     for logits in answers if pp == 1 else ():
-        torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5 * max(1.0, ours.abs().max().item()))
+        torch.testing.assert_close(
+            logits, ours, rtol=0, atol=1e-5 * max(1.0, ours.abs().max().item())
+        )
 
 
 @pytest.mark.slow
@@ -77,7 +88,11 @@ def other_than(value: Any) -> Any:
         return not value
     if isinstance(value, int | float):
         return value + 1
-    return {"_target_": "elsewhere.other", "_call_": False} if isinstance(value, dict) else "other" if value else 3
+    if isinstance(value, dict):
+        return {"_target_": "elsewhere.other", "_call_": False}
+    if value:
+        return "other"
+    return 3
 
 
 def free(name: str) -> bool:
@@ -89,14 +104,18 @@ def taken(said: dict[str, Any], name: str) -> ModelConfig | None:
     try:
         return model_of(said | {name: other_than(said[name])}, 131, "model.yaml")
     except UserError as error:
-        return None if name in REQUIRED or name in " ".join(error.problems) else model_of(said, 131, "model.yaml")
+        if name in REQUIRED or name in " ".join(error.problems):
+            return None
+        return model_of(said, 131, "model.yaml")
 
 
 def test_no_field_that_would_make_it_another_model_passes_unread() -> None:
-    """A field that nothing is read of has its reason among Megatron's, which logits prove, or is of what is absent."""
+    """A field that nothing is read of has its reason among Megatron's, which logits prove, or is of
+    what is absent."""
     model = from_hugging_face(CONFIGS["llama"])
     config = core("transformer.transformer_config").TransformerConfig
-    said, names = fields_of(config, model), [field.name for field in dataclasses.fields(config)]
+    said = fields_of(config, model)
+    names = [field.name for field in dataclasses.fields(config)]
     passed = [name for name in names if name not in REQUIRED and taken(said, name) == model]
     unread = [name for name in passed if not name.startswith(("moe_", "mtp_"))]
     assert "num_moe_experts" in ONLY and len(passed) > 100

@@ -1,4 +1,5 @@
-"""NxD's checkpoints: every layout and every fusion is the Hugging Face model that was cut; nothing is left unsaid."""
+"""NxD's checkpoints: every layout and every fusion is the Hugging Face model that was cut; nothing
+is left unsaid."""
 
 import json
 import shutil
@@ -27,7 +28,12 @@ MANY: dict[str, Any] = {
     "hidden_size": 48,
     "vocab_size": 136,
 }
-EVEN: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 136}
+EVEN: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "vocab_size": 136,
+}
 LINEAR: dict[str, Any] = {"qkv_linear": True}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of NxD
     "apart": (EVEN, {}),
@@ -40,7 +46,9 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of 
 }
 
 
-def wholes(tmp_path: Path, kind: str = "llama", **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def wholes(
+    tmp_path: Path, kind: str = "llama", **changes: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A configuration and a state dict, with norms that are lively."""
     folder = write_folder(tmp_path / "hf", kind, **changes)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -52,7 +60,9 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 @here
@@ -85,14 +95,19 @@ def test_the_order_of_the_queries_is_that_of_the_source() -> None:
     whole = {"model.layers.0.self_attn.q_proj.weight": torch.arange(8.0)[:, None]}
     config = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
     form = Form(tp=4, qkv_linear=False, copies=2)
-    parts = [next(iter(rank_state(whole, config, form, t, 0).values())).flatten().tolist() for t in range(4)]
+    parts = [
+        next(iter(rank_state(whole, config, form, t, 0).values())).flatten().tolist()
+        for t in range(4)
+    ]
     assert parts == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 @here
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
-def test_logits_in_float64_are_those_of_transformers(kind: str, grouped: bool, tmp_path: Path) -> None:
+def test_logits_in_float64_are_those_of_transformers(
+    kind: str, grouped: bool, tmp_path: Path
+) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="needs the extra hf")
     config, whole = wholes(tmp_path, kind, **{**MANY, "num_key_value_heads": 2})
     wide = {name: values.double() for name, values in whole.items()}
@@ -101,12 +116,16 @@ def test_logits_in_float64_are_those_of_transformers(kind: str, grouped: bool, t
     ids = torch.randint(131, (2, 30), generator=torch.Generator().manual_seed(1))
     with float32_is_float64():
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float64
+            transformers.AutoConfig.for_model(**config),
+            attn_implementation="eager",
+            dtype=torch.float64,
         )
         model.load_state_dict(wide)
         expected = model.eval()(ids).logits
     form = Form(tp=4, pp=2, qkv_linear=True, fused=True, copies=2, grouped=grouped)
-    ours = load_stage(open_source(save(tmp_path / "nxd", config, wide, form)), "fp64")(ids.t()).transpose(0, 1)
+    ours = load_stage(open_source(save(tmp_path / "nxd", config, wide, form)), "fp64")(
+        ids.t()
+    ).transpose(0, 1)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
@@ -119,7 +138,11 @@ def test_older_and_merged_checkpoints_are_read(tmp_path: Path) -> None:
         folder = tmp_path / f"old{xser}"
         for t in range(2):
             own = rank_state(whole, config, Form(tp=2), t, 0)
-            put(folder / f"tp_rank_{t:02d}_pp_rank_00" / ("" if xser else "checkpoint.pt"), own, xser)
+            put(
+                folder / f"tp_rank_{t:02d}_pp_rank_00" / ("" if xser else "checkpoint.pt"),
+                own,
+                xser,
+            )
         (folder / "config.json").write_text(json.dumps(config))
         assert same(tensors(folder), expected)
     merged = tmp_path / "merged"
@@ -142,7 +165,10 @@ def test_the_folder_of_a_run_of_a_tag_and_of_its_model_are_the_same(
         assert main(["diff", str(folder), str(tmp_path / "hf")]) == 0
         assert "0 differ" in capsys.readouterr().out
     shutil.copy(run / "config.json", run / "step_100")
-    assert main(["convert", str(run / "step_100"), str(tmp_path / "compared"), "--verify", "logits"]) == 0
+    assert (
+        main(["convert", str(run / "step_100"), str(tmp_path / "compared"), "--verify", "logits"])
+        == 0
+    )
     assert "FP32 differ by at most 0 " in capsys.readouterr().out
     assert main(["convert", str(run), str(tmp_path / "ours")]) == 0
     assert "not read: the optimizer's state (optim/), scheduler.pt" in capsys.readouterr().out
@@ -161,14 +187,19 @@ def test_of_several_checkpoints_none_is_guessed(tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form())
     save(run, config, whole, Form(), tag="step_200")
-    assert "has several checkpoints of NxD: give the folder of one of step_100, step_200" in refused(run)
+    assert (
+        "has several checkpoints of NxD: give the folder of one of step_100, step_200"
+        in refused(run)
+    )
     (run / "step_200/done").unlink()
     assert open_source(run).path == run / "step_100"
     assert "was not saved whole" in refused(run / "step_200")
 
 
 @here
-@pytest.mark.parametrize("name", ["tp_rank_01_pp_rank_00", "tp_rank_00_pp_rank_01", "tp_rank_01_pp_rank_01"])
+@pytest.mark.parametrize(
+    "name", ["tp_rank_01_pp_rank_00", "tp_rank_00_pp_rank_01", "tp_rank_01_pp_rank_01"]
+)
 @pytest.mark.parametrize("optim", [True, False])
 def test_a_missing_file_is_named(name: str, optim: bool, tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
@@ -186,7 +217,9 @@ def test_ranks_that_are_missing_without_a_trace_are_missed(tmp_path: Path) -> No
     run = save(tmp_path / "run", config, whole, Form(tp=4))
     shutil.rmtree(run / "step_100/optim")
     (run / "step_100/model/dp_rank_00_tp_rank_03_pp_rank_00.pt").unlink()
-    assert "model.embed_tokens.weight is [102, 24], but the model asks for [136, 24]" in refused(run)
+    assert "model.embed_tokens.weight is [102, 24], but the model asks for [136, 24]" in refused(
+        run
+    )
 
 
 @here
@@ -195,8 +228,12 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     run = save(tmp_path / "run", config, whole, Form(tp=2))
     model = run / "step_100/model"
     (run / "config.json").unlink()
-    assert "config.json is missing: an NxD checkpoint does not say what the model is" in refused(run)
-    (run / "config.json").write_text(json.dumps({**config, "qkv_linear": True, "sequence_parallel_enabled": True}))
+    assert "config.json is missing: an NxD checkpoint does not say what the model is" in refused(
+        run
+    )
+    (run / "config.json").write_text(
+        json.dumps({**config, "qkv_linear": True, "sequence_parallel_enabled": True})
+    )
     assert open_source(run).kind == "nxd"
     torch.save(whole, run / "step_100/checkpoint.pt")
     assert "has files of ranks and checkpoint.pt" in refused(run / "step_100")
@@ -220,7 +257,9 @@ def test_weights_that_were_left_to_the_optimizer_are_named(tmp_path: Path) -> No
     run = save(tmp_path / "run", config, whole, Form(xser=True))
     lost = run / "step_100/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_3.pt"
     lost.unlink()
-    assert f"{lost} is missing" in refused(run) and "avoid_saving_lower_precision_weights" in refused(run)
+    assert f"{lost} is missing" in refused(
+        run
+    ) and "avoid_saving_lower_precision_weights" in refused(run)
 
 
 @here
@@ -231,7 +270,10 @@ def test_copies_of_a_head_that_differ_are_refused(tmp_path: Path) -> None:
     state = torch.load(file)
     key = "model.layers.1.self_attn.qkv_proj.weight_v"
     torch.save({**state, key: state[key] + 1}, file)
-    with pytest.raises(UserError, match=r"copies of a head .* differ in model\.layers\.1\.self_attn\.v_proj\.weight"):
+    with pytest.raises(
+        UserError,
+        match=r"copies of a head .* differ in model\.layers\.1\.self_attn\.v_proj\.weight",
+    ):
         tensors(run)
     key = "model.layers.0.self_attn.qkv_proj.weight_k"
     torch.save({**state, key: state[key] + 1}, file)
@@ -253,7 +295,9 @@ def test_a_hugging_face_folder_among_them_is_not_guessed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("xser", [True, *slow((False,))])
-def test_a_hostile_pickle_does_not_run(xser: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_pickle_does_not_run(
+    xser: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form(xser=xser))
     file = run / "step_100/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
@@ -276,29 +320,40 @@ def test_files_are_looked_into_by_the_process_that_trusts_none(tmp_path: Path) -
 @here
 @pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.qkv_proj.weight"])
 @pytest.mark.parametrize("rows", [-4, 4])
-def test_fused_parts_that_do_not_fit_each_other_are_refused(rows: int, name: str, tmp_path: Path) -> None:
+def test_fused_parts_that_do_not_fit_each_other_are_refused(
+    rows: int, name: str, tmp_path: Path
+) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form(tp=2, fused=True))
     file = run / "step_100/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
-    state, key = torch.load(file), f"model.layers.1.{name}"
-    torch.save({**state, key: torch.cat([state[key], state[key]])[: len(state[key]) + rows].clone()}, file)
+    state = torch.load(file)
+    key = f"model.layers.1.{name}"
+    torch.save(
+        {**state, key: torch.cat([state[key], state[key]])[: len(state[key]) + rows].clone()}, file
+    )
     assert f"{key} is [" in refused(run) and "do not fit each other" in refused(run)
 
 
 @here
 @pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.qkv_proj.weight"])
-def test_a_row_that_belongs_to_neither_of_two_fused_parts_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_row_that_belongs_to_neither_of_two_fused_parts_is_refused(
+    name: str, tmp_path: Path
+) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form(tp=2, fused=True))
     key = f"model.layers.1.{name}"
     for file in (run / "step_100/model").iterdir():
         state = torch.load(file)
         torch.save({**state, key: torch.cat([state[key], state[key][:1]])}, file)
-    assert f"{key} leaves" in refused(run) and "rows on a rank for two parts of one size" in refused(run)
+    assert f"{key} leaves" in refused(
+        run
+    ) and "rows on a rank for two parts of one size" in refused(run)
 
 
 @here
-def test_copies_of_a_damaged_tensor_are_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_of_a_damaged_tensor_are_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, whole = wholes(tmp_path, "llama-tied", **MANY)
     whole["lm_head.weight"] = whole["model.embed_tokens.weight"]
     for name in ("norm.weight", "embed_tokens.weight", "layers.0.self_attn.k_proj.weight"):
@@ -309,7 +364,9 @@ def test_copies_of_a_damaged_tensor_are_copies(tmp_path: Path, capsys: pytest.Ca
 
 
 @here
-@pytest.mark.parametrize("name", ["dp_rank_00_tp_rank_1_pp_rank_00.pt", "dp_rank_00_tp_rank_001_pp_rank_000.pt"])
+@pytest.mark.parametrize(
+    "name", ["dp_rank_00_tp_rank_1_pp_rank_00.pt", "dp_rank_00_tp_rank_001_pp_rank_000.pt"]
+)
 def test_two_files_of_one_rank_are_refused(name: str, tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     model = save(tmp_path / "run", config, whole, Form(tp=2)) / "step_100/model"
@@ -319,12 +376,17 @@ def test_two_files_of_one_rank_are_refused(name: str, tmp_path: Path) -> None:
 
 @here
 def test_what_config_json_and_its_neighbours_say_besides_is_carried_over(tmp_path: Path) -> None:
-    config, whole = wholes(tmp_path, **EVEN, bos_token_id=5, eos_token_id=[6, 7], architectures=["OtherForCausalLM"])
+    config, whole = wholes(
+        tmp_path, **EVEN, bos_token_id=5, eos_token_id=[6, 7], architectures=["OtherForCausalLM"]
+    )
     run = save(tmp_path / "run", config, whole, Form(tp=2))
     (run / "generation_config.json").write_text('{"temperature": 0.5}')
     (run / "tokenizer_config.json").write_text("{}")
     source = open_source(run)
-    assert (source.facts.special["bos_token_id"], source.facts.special["eos_token_id"]) == (5, [6, 7])
+    assert (source.facts.special["bos_token_id"], source.facts.special["eos_token_id"]) == (
+        5,
+        [6, 7],
+    )
     assert source.facts.generation == {"temperature": 0.5}
     assert any("architectures = ['OtherForCausalLM']" in note for note in source.facts.notes)
     assert [file.name for file in source.tokenizer] == ["tokenizer_config.json"]
@@ -349,15 +411,26 @@ def test_parts_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form(tp=2))
     for file in (run / "step_100/model").iterdir():
-        torch.save({**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file)
-    assert "the parts of model.layers.0.self_attn.o_proj.weight on the ranks do not fit each other" in refused(run)
+        torch.save(
+            {**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file
+        )
+    assert (
+        "the parts of model.layers.0.self_attn.o_proj.weight on the ranks do not fit each other"
+        in refused(run)
+    )
 
 
 @here
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight"])
-@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.zeros(0, 24), torch.zeros(24), torch.zeros(1, 12, 24)])
-def test_a_tensor_of_any_other_shape_is_refused(odd: Tensor, name: str, fused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["mlp.gate_up_proj.weight", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight"]
+)
+@pytest.mark.parametrize(
+    "odd", [torch.tensor(1.0), torch.zeros(0, 24), torch.zeros(24), torch.zeros(1, 12, 24)]
+)
+def test_a_tensor_of_any_other_shape_is_refused(
+    odd: Tensor, name: str, fused: bool, tmp_path: Path
+) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form(tp=2, fused=fused))
     for file in (run / "step_100/model").iterdir():

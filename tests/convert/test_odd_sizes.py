@@ -1,4 +1,5 @@
-"""Sizes and keys that families allow and few models have: read, written so that transformers loads them, or named."""
+"""Sizes and keys that families allow and few models have: read, written so that transformers loads
+them, or named."""
 
 import json
 from copy import deepcopy
@@ -16,14 +17,35 @@ from tools.convert.hf.config import from_hugging_face
 from tools.convert.probe import parameters, reduced
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
+    "transformers",
+    reason="needs the package transformers (pip install transformers)",
+    exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
-HELD = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "gpt_neox")
-ODD: dict[str, Any] = {"hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+HELD = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "gpt_neox",
+)
+ODD: dict[str, Any] = {
+    "hidden_size": 28,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+}
 FULL = {"layer_types": ["full_attention"] * 4}
 GROUPS = {"n_group": 4, "topk_group": 4, "n_routed_experts": 8}
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24, "truncate": False}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 24,
+    "truncate": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +72,20 @@ def test_an_export_is_of_a_family_whose_class_takes_its_sizes(
 ) -> None:
     write_folder(tmp_path / "given", kind, **changes)
     assert main(["convert", str(tmp_path / "given"), str(tmp_path / "ours")]) == 0
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "hf", "--verify", "logits"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "ours"),
+                str(tmp_path / "out"),
+                "--to",
+                "hf",
+                "--verify",
+                "logits",
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] in (written, kind)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -61,20 +96,38 @@ def test_sizes_that_its_class_refuses_are_named_with_the_config_and_a_way(
     folder = write_folder(tmp_path / "given", "llama", **ODD, attention_bias=True)
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
     said = capsys.readouterr().err
-    assert "given/config.json: transformers makes no model of config.json" in said and "not a multiple" in said
+    assert (
+        "given/config.json: transformers makes no model of config.json" in said
+        and "not a multiple" in said
+    )
     assert main(["convert", str(folder), str(tmp_path / "ours"), "--no-verify"]) == 0
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "hf", "--no-verify"]) == 2
+    assert (
+        main(
+            ["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "hf", "--no-verify"]
+        )
+        == 2
+    )
     assert "no Hugging Face family that is known here has all of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "gpt_oss"), CONFIGS))
 def test_the_class_of_a_config_has_as_many_parameters_as_our_model(kind: str) -> None:
-    assert parameters(json.dumps(CONFIGS[kind])) == from_hugging_face(deepcopy(CONFIGS[kind])).num_parameters
+    assert (
+        parameters(json.dumps(CONFIGS[kind]))
+        == from_hugging_face(deepcopy(CONFIGS[kind])).num_parameters
+    )
 
 
-@pytest.mark.parametrize(("hidden", "heads", "head_dim"), [(28, 3, 8), (48, 6, 8), (36, 6, 8), (32, 4, 8), (33, 4, 8)])
+@pytest.mark.parametrize(
+    ("hidden", "heads", "head_dim"), [(28, 3, 8), (48, 6, 8), (36, 6, 8), (32, 4, 8), (33, 4, 8)]
+)
 def test_a_reduced_config_keeps_what_divides_what(hidden: int, heads: int, head_dim: int) -> None:
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+    }
     config = deepcopy(CONFIGS["mistral"]) | sizes
     small = reduced(config)
     few = small["num_attention_heads"]
@@ -87,16 +140,27 @@ def test_a_range_in_fractions_of_pairs_is_read_as_transformers_5_reads_it_and_no
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_folder(tmp_path / "given", kind, rope_scaling=YARN)
-    assert main(["convert", str(tmp_path / "given"), str(tmp_path / "ours"), "--verify", "logits"]) == 0
-    assert "truncate = false in rope_scaling: transformers 5 does not read it" in capsys.readouterr().out
+    assert (
+        main(["convert", str(tmp_path / "given"), str(tmp_path / "ours"), "--verify", "logits"])
+        == 0
+    )
+    assert (
+        "truncate = false in rope_scaling: transformers 5 does not read it"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("kind", usually(("mixtral", "deepseek_v3"), HELD))
-def test_what_transformers_5_saves_as_it_holds_it_is_read_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**deepcopy(CONFIGS[kind])))
+def test_what_transformers_5_saves_as_it_holds_it_is_read_bit_for_bit(
+    kind: str, tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**deepcopy(CONFIGS[kind]))
+    )
     model.save_pretrained(tmp_path / "published")
     model.save_pretrained(tmp_path / "held", save_original_format=False)
-    published, held = open_source(tmp_path / "published"), open_source(tmp_path / "held")
+    published = open_source(tmp_path / "published")
+    held = open_source(tmp_path / "held")
     assert published.shapes == held.shapes
     for key in published.shapes:
         assert torch.equal(published.read(key), held.read(key)), key
@@ -131,7 +195,9 @@ def test_a_head_that_differs_from_its_embedding_names_a_way_that_works(
     folder = write_folder(tmp_path / "given", "llama", tie_word_embeddings=True)
     stored = load_file(folder / "model.safetensors")
     head = stored["model.embed_tokens.weight"] + 1
-    save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        stored | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
     assert "set tie_word_embeddings = false in" in capsys.readouterr().err
     config = json.loads((folder / "config.json").read_text())

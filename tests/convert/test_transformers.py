@@ -1,4 +1,5 @@
-"""Against the real transformers: its folders in, ours out, the same logits, the same training, the same token ids."""
+"""Against the real transformers: its folders in, ours out, the same logits, the same training, the
+same token ids."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -19,7 +20,9 @@ from tools.convert.formats import open_source
 from tools.convert.verify import compare_logits, load_stage
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
+    "transformers",
+    reason="needs the package transformers (pip install transformers)",
+    exc_type=ImportError,
 )
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers
@@ -32,9 +35,11 @@ def run(*arguments: object) -> None:
 
 
 def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model of random weights that is lively enough for every tensor to matter, saved by transformers."""
+    """A model of random weights that is lively enough for every tensor to matter, saved by
+    transformers."""
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(**deepcopy({**CONFIGS[kind], **changes}))  # which it changes inside
+    # which it changes inside
+    config = transformers.AutoConfig.for_model(**deepcopy({**CONFIGS[kind], **changes}))
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=dtype
     )
@@ -49,11 +54,15 @@ def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **change
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(kind: str, tmp_path: Path) -> None:
+def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(
+    kind: str, tmp_path: Path
+) -> None:
     theirs(tmp_path / "hf", kind)
     source = open_source(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    corrections = [values for name, values in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    corrections = [
+        values for name, values in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
     count = sum(values.numel() for values in (*model.parameters(), *corrections))
     assert sum(torch.Size(shape).numel() for shape in source.shapes.values()) == count
 
@@ -74,12 +83,26 @@ def test_what_is_exported_transformers_loads_and_computes_the_same(
 ) -> None:
     model = theirs(tmp_path / "hf", kind, **FOR_MEGATRON.get(kind, {}))
     run(tmp_path / "hf", tmp_path / "ours", "--verify", "logits")
-    run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2, "--verify", "logits")
+    run(
+        tmp_path / "ours",
+        tmp_path / "megatron",
+        "--to",
+        "megatron",
+        "--tp",
+        2,
+        "--pp",
+        2,
+        "--verify",
+        "logits",
+    )
     run(tmp_path / "megatron", tmp_path / "back", "--to", "hf", "--verify", "logits")
     assert capsys.readouterr().out.count("FP32 differ by at most") == 3
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ours, others = again.state_dict(), model.state_dict()
+    ours = again.state_dict()
+    others = model.state_dict()
     assert ours.keys() == others.keys()
     assert all(torch.equal(ours[name], others[name]) for name in others)
     assert again.dtype == torch.float32
@@ -91,8 +114,12 @@ def test_what_is_exported_transformers_loads_and_computes_the_same(
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters, those of each type of layer by names of their own."""
-    tables = {key: table for key, table in parameters.items() if isinstance(table, dict)} or {"": parameters}
-    return {f"{kind} {key}": value for kind, table in tables.items() for key, value in table.items()}
+    tables = {key: table for key, table in parameters.items() if isinstance(table, dict)} or {
+        "": parameters
+    }
+    return {
+        f"{kind} {key}": value for kind, table in tables.items() for key, value in table.items()
+    }
 
 
 @pytest.mark.cases(5)
@@ -103,14 +130,22 @@ def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
     model = theirs(tmp_path / "hf", kind)
     run(tmp_path / "hf", tmp_path / "ours")
     run(tmp_path / "ours", tmp_path / "back", "--to", "hf")
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ours, others = again.state_dict(), model.state_dict()
+    ours = again.state_dict()
+    others = model.state_dict()
     assert all(torch.equal(ours[name], others[name]) for name in others)
     for key in ("layer_types", "sliding_window", "query_pre_attn_scalar", "attention_bias"):
         assert getattr(again.config, key, None) == getattr(model.config, key, None), key
-    assert _flat(again.config.rope_parameters).items() >= _flat(model.config.rope_parameters).items()
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"]) == 2
+    assert (
+        _flat(again.config.rope_parameters).items() >= _flat(model.config.rope_parameters).items()
+    )
+    assert (
+        main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"])
+        == 2
+    )
     assert "Megatron's GPT model has no" in capsys.readouterr().err
 
 
@@ -140,13 +175,17 @@ def test_a_wrong_rearrangement_is_found_by_the_logits(
         for rule in names.HUGGING_FACE[kind]
     ]
     monkeypatch.setitem(names.HUGGING_FACE, kind, rules)
-    run(tmp_path / "hf", tmp_path / "ours", "--no-verify")  # which a small model with the same fault would refuse
+    # which a small model with the same fault would refuse
+    run(tmp_path / "hf", tmp_path / "ours", "--no-verify")
     monkeypatch.undo()
     with pytest.raises(UserError, match="are not the same model: FP32 logits differ"):
         compare_logits(tmp_path / "hf", tmp_path / "ours")
 
 
-LR, STEPS, BATCH, LENGTH = 1e-2, 3, 4, 16
+LR = 1e-2
+STEPS = 3
+BATCH = 4
+LENGTH = 16
 SPEED = 0.02  # of corrections
 EPS = 1e-6  # so that a gradient that is zero but for rounding, as a key bias has, moves nothing
 
@@ -163,7 +202,8 @@ def their_training(model: Any, batches: list[Tensor]) -> list[float]:
         {"params": [p for p in parameters.values() if p in vectors], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False)
-    losses, counts = [], counting(model)
+    losses = []
+    counts = counting(model)
     for tokens in batches:
         logits = model(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -243,14 +283,24 @@ def test_three_steps_from_a_folder_are_three_steps_of_transformers(
 ) -> None:
     with float32_is_float64():
         model = theirs(tmp_path / "hf", kind, torch.float64).train()
-    ids = torch.randint(131, (STEPS * BATCH * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        131, (STEPS * BATCH * LENGTH + 1,), generator=torch.Generator().manual_seed(1)
+    )
     file = write_job(tmp_path, ids)
-    alone = "model.router_aux_loss=0"  # theirs is asked for its logits, and so adds no loss of the router's
+    # theirs is asked for its logits, and so adds no loss of the router's
+    alone = "model.router_aux_loss=0"
     folder = train_on(
-        file, alone, f"model.router_correction_speed={SPEED}", tensor=tensor, pipeline=pipeline, data=data
+        file,
+        alone,
+        f"model.router_correction_speed={SPEED}",
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
     )
     batches = [
-        torch.stack([ids[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(n * BATCH, (n + 1) * BATCH)])
+        torch.stack(
+            [ids[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(n * BATCH, (n + 1) * BATCH)]
+        )
         for n in range(STEPS)
     ]
     with float32_is_float64():
@@ -270,7 +320,10 @@ def test_three_steps_from_a_folder_are_three_steps_of_transformers(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a SentencePiece tokenizer that ends with an export."""
     file = write_run(tmp_path_factory.mktemp("runs"))
-    assert main(["train", str(file), "train.steps=2", "--export-hf", str(file.parent / "exported")]) == 0
+    assert (
+        main(["train", str(file), "train.steps=2", "--export-hf", str(file.parent / "exported")])
+        == 0
+    )
     return file.parent
 
 
@@ -281,7 +334,9 @@ NASTY = [
 ]  # fmt: skip
 
 
-def test_a_sentencepiece_tokenizer_is_loaded_by_autotokenizer_with_the_same_ids(trained: Path) -> None:
+def test_a_sentencepiece_tokenizer_is_loaded_by_autotokenizer_with_the_same_ids(
+    trained: Path,
+) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "exported")
     ours = open_source(trained / "run")
     import sentencepiece  # noqa: PLC0415
@@ -298,7 +353,9 @@ def test_a_sentencepiece_tokenizer_is_loaded_by_autotokenizer_with_the_same_ids(
 def test_an_export_generates_with_transformers(trained: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "exported")
-    said = model.generate(**tokenizer("the model", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    said = model.generate(
+        **tokenizer("the model", return_tensors="pt"), max_new_tokens=5, do_sample=False
+    )
     assert said.shape[1] > 5
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert "logits" in compare_logits(trained / "run", trained / "exported")

@@ -1,4 +1,5 @@
-"""Exported folders under transformers 4, which vLLM and llama.cpp go by: the same logits as under 5, or a note."""
+"""Exported folders under transformers 4, which vLLM and llama.cpp go by: the same logits as under
+5, or a note."""
 
 import os
 import subprocess
@@ -36,10 +37,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss unscaled": ("gpt_oss", {"rope_parameters": BASE, "swiglu_limit": 7.0}),
     "olmo2 scaled": ("olmo2", {"rope_scaling": LINEAR}),
     "olmo3 of one base": ("olmo3", {"rope_scaling": None, "rope_parameters": ONE_BASE}),
-    "mistral of an odd size": ("mistral", {"hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "mistral of an odd size": (
+        "mistral",
+        {"hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ),
     "mistral that is no llama": (
         "mistral",
-        {"hidden_size": 28, "num_attention_heads": 3, "num_key_value_heads": 3, "sliding_window": None},
+        {
+            "hidden_size": 28,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "sliding_window": None,
+        },
     ),
     "deepseek_v3 of an odd size": ("deepseek_v3", {"hidden_size": 25}),
 }
@@ -49,7 +58,10 @@ BY_LAYER: dict[str, Any] = {
 }
 NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2 yarn": ("olmo2", {"rope_scaling": YARN}),
-    "olmo3 of two bases": ("olmo3", {"rope_scaling": None, "rope_parameters": BY_LAYER, "layer_types": SLIDING}),
+    "olmo3 of two bases": (
+        "olmo3",
+        {"rope_scaling": None, "rope_parameters": BY_LAYER, "layer_types": SLIDING},
+    ),
     "qwen2_moe of an odd size": ("qwen2_moe", {"hidden_size": 26}),
     "gpt_oss of another clamp": ("gpt_oss", {"swiglu_limit": 0.5}),
 }
@@ -57,11 +69,18 @@ NOTE = "config.json needs transformers 5 or newer"
 
 
 def exported(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
-    """Return a folder that was exported from a checkpoint of ours, with ids to compute logits for."""
+    """Return a folder that was exported from a checkpoint of ours, with ids to compute logits
+    for."""
     write_folder(folder / "given", kind, **changes)
     assert main(["convert", str(folder / "given"), str(folder / "ours"), "--no-verify"]) == 0
-    assert main(["convert", str(folder / "ours"), str(folder / "out"), "--to", "hf", "--no-verify"]) == 0
-    torch.save(torch.randint(131, (2, 40), generator=torch.Generator().manual_seed(2)), folder / "out/ids.pt")
+    assert (
+        main(["convert", str(folder / "ours"), str(folder / "out"), "--to", "hf", "--no-verify"])
+        == 0
+    )
+    torch.save(
+        torch.randint(131, (2, 40), generator=torch.Generator().manual_seed(2)),
+        folder / "out/ids.pt",
+    )
     return folder / "out"
 
 
@@ -81,7 +100,10 @@ def test_an_exported_folder_computes_the_same_under_transformers_4_or_a_note_say
         assert (NOTE in capsys.readouterr().out) == (name in NEWER), name
     run_older([*folders.values()])
     for name in CASES:
-        assert not (folders[name] / "refusal.txt").exists(), (name, (folders[name] / "refusal.txt").read_text())
+        assert not (folders[name] / "refusal.txt").exists(), (
+            name,
+            (folders[name] / "refusal.txt").read_text(),
+        )
     for name, folder in folders.items():
         expected = logits(folder, torch.load(folder / "ids.pt"), torch.float32)
         if name in NEWER:

@@ -1,4 +1,5 @@
-"""A model that no Hugging Face family says: the line names what would have to be otherwise, and no more."""
+"""A model that no Hugging Face family says: the line names what would have to be otherwise, and no
+more."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,10 @@ from tools.convert.megatron.layout import args_of
 from tools.convert.megatron.layout import unsaid as unsaid_by_args
 
 SIZES = {"layers": 3, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 53, "max_positions": 16}
-LATENT = {"latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5}, "experts": 4}
+LATENT = {
+    "latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+    "experts": 4,
+}
 SAYABLE: dict[str, dict[str, Any]] = {  # what a family needs besides sizes
     "gpt_neox": {"rotary_fraction": 0.5},
     "glm4_moe": {"experts": 4, "shared_experts": 24},
@@ -31,7 +35,13 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "router": (
         {"score": "softmax", "scale": 2.5},
         {"score": "softmax", "groups": 2, "groups_per_token": 2, "group_best": 1},
-        {"score": "sigmoid", "correction": True, "groups": 2, "groups_per_token": 2, "group_best": 1},
+        {
+            "score": "sigmoid",
+            "correction": True,
+            "groups": 2,
+            "groups_per_token": 2,
+            "group_best": 1,
+        },
         {"score": "sigmoid", "correction": True, "groups": 2},
     ),
     "window_layers": ((), (0,), (0, 1, 2)),
@@ -57,15 +67,23 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             {"family": "deepseek_v2", "shared_experts": 24, **LATENT},
             "deepseek_v2 cannot say norm_topk = True: False would do",
         ),
-        ({"family": "glm4_moe", "experts": 4, "shared_experts": 70}, "shared_experts = 70: 72 would do"),
+        (
+            {"family": "glm4_moe", "experts": 4, "shared_experts": 70},
+            "shared_experts = 70: 72 would do",
+        ),
         (
             {"family": "deepseek_v3", "shared_experts": 24, "dense_layers": (1,), **LATENT},
             "dense_layers = (1,): () would do",
         ),
-        ({"family": "llama", "norm": "layer", "attention_softcap": 3.0}, "norm = layer, attention_softcap = 3.0, and "),
+        (
+            {"family": "llama", "norm": "layer", "attention_softcap": 3.0},
+            "norm = layer, attention_softcap = 3.0, and ",
+        ),
     ],
 )
-def test_a_model_that_no_family_says_is_refused_by_what_makes_it_so(changes: dict[str, Any], said: str) -> None:
+def test_a_model_that_no_family_says_is_refused_by_what_makes_it_so(
+    changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError) as refused:
         to_hugging_face(ModelConfig.model_validate(SIZES | changes), "float32")
     (line,) = refused.value.problems
@@ -73,7 +91,8 @@ def test_a_model_that_no_family_says_is_refused_by_what_makes_it_so(changes: dic
 
 
 def sayable(model: ModelConfig) -> str:
-    """What refuses a model; nothing if a config.json says it. Modules for which a family has no place are left out."""
+    """What refuses a model; nothing if a config.json says it. Modules for which a family has no
+    place are left out."""
     try:
         kind = model_type(model)
         unsaid(model if has_modules(HUGGING_FACE[kind]) else model.alone)
@@ -98,7 +117,11 @@ def test_a_refusal_names_the_key_that_was_changed(family: str) -> None:
     plain = ModelConfig.model_validate(base)
     assert not sayable(plain)
     for key, value, model in changed(base):
-        differing = {name for name in ModelConfig.model_fields if getattr(model, name) != getattr(plain, name)}
+        differing = {
+            name
+            for name in ModelConfig.model_fields
+            if getattr(model, name) != getattr(plain, name)
+        }
         within = {*value} if isinstance(value, dict) else set[str]()
         said = sayable(model)
         assert not said or any(name in said for name in differing | within), (key, value, said)
@@ -109,18 +132,24 @@ def test_a_key_that_changes_no_result_hinders_no_export(family: str) -> None:
     base = SIZES | {"family": family, "router_z_loss": 0.25} | SAYABLE.get(family, {})
     plain = as_computed(ModelConfig.model_validate(base))
     for key, value, model in changed(base):
-        same = as_computed(model).model_copy(update={name: getattr(plain, name) for name in TRAINING})
+        same = as_computed(model).model_copy(
+            update={name: getattr(plain, name) for name in TRAINING}
+        )
         if same == plain:
             assert not sayable(model), (key, value)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"]
+)
 def test_a_key_that_changes_no_result_does_not_keep_a_model_from_megatron(family: str) -> None:
     latent = {"latent": {**LATENT["latent"], "norm_eps": 1e-5}, "experts": 4}
     base = SIZES | {"family": family} | (latent if family == "deepseek_v3" else {})
     plain = as_computed(ModelConfig.model_validate(base))
     for key, value, model in changed(base):
-        same = as_computed(model).model_copy(update={name: getattr(plain, name) for name in TRAINING})
+        same = as_computed(model).model_copy(
+            update={name: getattr(plain, name) for name in TRAINING}
+        )
         if same == plain:
             found = unsaid_by_args(model, args_of(model, 53, 1, 1, False, torch.float32))
             assert not found or key in TRAINING, (key, value, found)

@@ -1,4 +1,5 @@
-"""Values of torch files are read where they lie: a file that was packed anew or damaged is refused, not misread."""
+"""Values of torch files are read where they lie: a file that was packed anew or damaged is refused,
+not misread."""
 
 import zipfile
 from collections import OrderedDict
@@ -19,10 +20,13 @@ from tools.convert.core.untrusted import Part, described
 from tools.convert.formats import open_source
 
 here = pytest.mark.usefixtures("torch_files_read_here")
-STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
+STORED = zipfile.ZIP_STORED
+DEFLATED = zipfile.ZIP_DEFLATED
 
 
-def packed_anew(file: Path, change: Callable[[str, bytes], bytes | None], how: int = STORED) -> None:
+def packed_anew(
+    file: Path, change: Callable[[str, bytes], bytes | None], how: int = STORED
+) -> None:
     """Pack the archive again as other programs do, with entries changed or left out."""
     with zipfile.ZipFile(file) as archive:
         entries = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
@@ -54,7 +58,9 @@ def turned(name: str, content: bytes) -> bytes:
         (turned, STORED, "in the other order"),
     ],
 )
-def test_a_file_that_was_packed_anew_is_refused(change: Any, how: int, said: str, tmp_path: Path) -> None:
+def test_a_file_that_was_packed_anew_is_refused(
+    change: Any, how: int, said: str, tmp_path: Path
+) -> None:
     torch.save({"a": torch.randn(100, 9), "b": torch.randn(50, 7)}, tmp_path / "file.pt")
     packed_anew(tmp_path / "file.pt", change, how)
     with pytest.raises(ValueError, match=said):
@@ -79,10 +85,20 @@ def test_values_that_are_conjugated_when_they_are_read_are_refused(tmp_path: Pat
 class Crafted:
     """A tensor of a storage of six numbers, of any shape and place that a pickle may give it."""
 
-    def __init__(self, start: int, size: tuple[int, ...], strides: tuple[int, ...], sign: bool = False) -> None:
+    def __init__(
+        self, start: int, size: tuple[int, ...], strides: tuple[int, ...], sign: bool = False
+    ) -> None:
         six = torch.arange(6.0).untyped_storage()
         whole = torch.storage.TypedStorage(wrap_storage=six, dtype=torch.float32, _internal=True)
-        self.said = (whole, start, size, strides, False, OrderedDict(), *([{"neg": True}] if sign else []))
+        self.said = (
+            whole,
+            start,
+            size,
+            strides,
+            False,
+            OrderedDict(),
+            *([{"neg": True}] if sign else []),
+        )
 
     def __reduce__(self) -> Any:
         return _rebuild_tensor_v2, self.said
@@ -90,7 +106,12 @@ class Crafted:
 
 @here
 def test_a_tensor_is_within_its_values(tmp_path: Path) -> None:
-    for good in (Crafted(0, (6,), (1,)), Crafted(2, (2, 2), (1, 2)), Crafted(5, (4,), (0,)), Crafted(6, (0,), (1,))):
+    for good in (
+        Crafted(0, (6,), (1,)),
+        Crafted(2, (2, 2), (1, 2)),
+        Crafted(5, (4,), (0,)),
+        Crafted(6, (0,), (1,)),
+    ):
         torch.save({"a": good, "b": torch.ones(9)}, tmp_path / "file.pt")
         expected = torch.load(tmp_path / "file.pt")["a"]
         assert torch.equal(tensors_in(tmp_path / "file.pt")["a"].read(), expected)
@@ -105,7 +126,9 @@ def test_a_tensor_is_within_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [7, b"name", None, (1, 2), True])
 def test_what_is_no_name_is_not_left_out(key: Any, tmp_path: Path) -> None:
     hf = write_folder(tmp_path / "hf", "llama")
-    torch.save({**load_file(hf / "model.safetensors"), key: torch.zeros(2)}, hf / "pytorch_model.bin")
+    torch.save(
+        {**load_file(hf / "model.safetensors"), key: torch.zeros(2)}, hf / "pytorch_model.bin"
+    )
     (hf / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has the key|has the tensor"):
         open_source(hf)
@@ -120,13 +143,16 @@ def test_keys_that_would_become_one_are_refused(tmp_path: Path) -> None:
 @here
 def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.zeros(2)}}, tmp_path / "file.pt")
-    with pytest.raises(UserError, match="does not hold a dict of tensors alone: state_dict is no tensor"):
+    with pytest.raises(
+        UserError, match="does not hold a dict of tensors alone: state_dict is no tensor"
+    ):
         tensors_in(tmp_path / "file.pt")
 
 
 def flipped(file: Path, values: torch.Tensor, at: int = -1) -> None:
     """Turn a bit of a byte of values that lie in a file; of the last one, unless told."""
-    content, lie = bytearray(file.read_bytes()), values.numpy().tobytes()
+    content = bytearray(file.read_bytes())
+    lie = values.numpy().tobytes()
     assert content.count(lie) == 1
     content[content.index(lie) + at % len(lie)] ^= 1
     file.write_bytes(content)
@@ -143,20 +169,26 @@ def test_values_that_are_not_those_that_were_saved_are_refused(tmp_path: Path) -
     flipped(file, held["turned"].t())
     found = tensors_in(file)
     for damaged in (found["a"].read, found["turned"].read, lambda: found["a"].rows(0, 2)):
-        with pytest.raises(UserError, match=r"file\.pt is damaged: a tensor of \[.*\] in it has another CRC-32"):
+        with pytest.raises(
+            UserError, match=r"file\.pt is damaged: a tensor of \[.*\] in it has another CRC-32"
+        ):
             damaged()
-    assert torch.equal(found["b"].rows(0, 50), held["b"]) and torch.equal(found["a"].rows(3, 9), held["a"][3:9])
+    assert torch.equal(found["b"].rows(0, 50), held["b"]) and torch.equal(
+        found["a"].rows(3, 9), held["a"][3:9]
+    )
 
 
 @here
 def test_the_first_part_of_a_tensor_is_read_only_if_all_of_it_is_sound(tmp_path: Path) -> None:
-    values, file = torch.randn(6, 4, 5), tmp_path / "file.pt"
+    values = torch.randn(6, 4, 5)
+    file = tmp_path / "file.pt"
     torch.save({"a": values}, file)
     for broken in (False, True):
         if broken:
             flipped(file, values)
         whole = tensors_in(file)["a"]
-        first, other = whole.part((4, 5), whole.start), whole.part((4, 5), whole.start + 4 * 5 * 4)
+        first = whole.part((4, 5), whole.start)
+        other = whole.part((4, 5), whole.start + 4 * 5 * 4)
         rows = first.part((2, 5), first.start)
         assert torch.equal(other.read(), values[1])
         for part in (first, rows):
@@ -183,7 +215,9 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
 def test_the_values_of_a_distributed_checkpoint_are_not_read_to_find_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, read, plain = {"a": torch.randn(1 << 18), "b": torch.randn(300, 7).t()}, 0, Part.readinto
+    held = {"a": torch.randn(1 << 18), "b": torch.randn(300, 7).t()}
+    read = 0
+    plain = Part.readinto
     dcp.save(held, checkpoint_id=tmp_path / "there", no_dist=True)
 
     def counting(self: Part, buffer: Any) -> int:
@@ -195,4 +229,6 @@ def test_the_values_of_a_distributed_checkpoint_are_not_read_to_find_their_place
     monkeypatch.setattr(Part, "readinto", counting)
     found, _ = distributed_contents(tmp_path / "there")
     assert 0 < read < held["a"].nbytes / 4
-    assert all(torch.equal(entry["chunks"][0][1].read(), held[name]) for name, entry in found.items())
+    assert all(
+        torch.equal(entry["chunks"][0][1].read(), held[name]) for name, entry in found.items()
+    )

@@ -1,4 +1,5 @@
-"""A program that runs under transformers 4: the logits of the models in some folders, for the ids that lie in them.
+"""A program that runs under transformers 4: the logits of the models in some folders, for the ids
+that lie in them.
 
 Each folder has ids.pt, and gets logits.pt, or refusal.txt if its model is not loaded.
 """
@@ -18,10 +19,17 @@ def main(folders: list[str]) -> None:
     for folder in map(Path, folders):
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation="eager", torch_dtype=torch.float32, output_loading_info=True
+                folder,
+                attn_implementation="eager",
+                torch_dtype=torch.float32,
+                output_loading_info=True,
             )
             model, info = loaded
-            lacking = [name for what in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[what]]
+            lacking = [
+                name
+                for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+                for name in info[what]
+            ]
             assert not lacking, lacking
             with torch.no_grad():
                 logits = model.eval()(torch.load(folder / "ids.pt")).logits

@@ -32,7 +32,9 @@ def blend_of(folder: Path, weights: list[float], tokens: list[int], seed: int = 
                 writer.add_document(np.arange(start, min(start + 7, count)) + 1000 * number)
         resets = Resets(True, True, True)
         parts.append(Samples(IndexedDataset(folder / f"{number}"), 8, seed, True, resets=resets))
-    return Blend(parts, weights, [f"set{n}" for n in range(len(tokens))], [len(part) for part in parts])
+    return Blend(
+        parts, weights, [f"set{n}" for n in range(len(tokens))], [len(part) for part in parts]
+    )
 
 
 @settings(deadline=None, max_examples=300)
@@ -48,12 +50,21 @@ def test_every_prefix_is_within_one_sample_of_its_share(parts: list[int]) -> Non
 def test_many_small_data_sets_beside_a_large_one_do_not_pile_up() -> None:
     parts = [1000, *range(1, 60)]
     counts = np.cumsum(pattern(parts)[:, None] == np.arange(60), axis=0)
-    assert (abs(counts * sum(parts) - np.arange(1, sum(parts) + 1)[:, None] * np.array(parts)) < sum(parts)).all()
+    assert (
+        abs(counts * sum(parts) - np.arange(1, sum(parts) + 1)[:, None] * np.array(parts))
+        < sum(parts)
+    ).all()
 
 
 @pytest.mark.parametrize(
     ("weights", "expected"),
-    [([0.7, 0.3], [7, 3]), ([1.0, 2.0], [1, 2]), ([0.25, 0.5], [1, 2]), ([1e-3, 1.0], [1, 1000]), ([0.1] * 3, [1] * 3)],
+    [
+        ([0.7, 0.3], [7, 3]),
+        ([1.0, 2.0], [1, 2]),
+        ([0.25, 0.5], [1, 2]),
+        ([1e-3, 1.0], [1, 1000]),
+        ([0.1] * 3, [1] * 3),
+    ],
 )
 def test_weights_are_taken_as_they_are_written(weights: list[float], expected: list[int]) -> None:
     assert shares(weights) == expected
@@ -77,7 +88,9 @@ def test_a_batch_is_the_same_however_it_is_cut(
     parts = [blend.batch(int(start), count) for start, count in zip(starts, cuts, strict=True)]
     whole = blend.batch(position, sum(cuts))
     for name in ("tokens", "targets", "ids", "mask", "documents", "positions"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+        assert torch.equal(
+            torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)
+        ), name
 
 
 def test_each_data_set_goes_through_its_own_epochs_in_its_own_order(tmp_path: Path) -> None:
@@ -85,7 +98,8 @@ def test_each_data_set_goes_through_its_own_epochs_in_its_own_order(tmp_path: Pa
     batch = blend.batch(0, 240)
     which = batch.tokens[:, 0] // 1000
     for number, (part, taken) in enumerate(zip(blend.parts, blend.taken(240), strict=True)):
-        own, alone = batch.tokens[which == number], part.batch(0, taken)
+        own = batch.tokens[which == number]
+        alone = part.batch(0, taken)
         assert torch.equal(own, alone.tokens)
         assert torch.equal(batch.targets[which == number], alone.targets)
     assert blend.taken(240) == [120, 48, 72]
@@ -107,7 +121,8 @@ def test_held_out_text_of_a_blend_is_never_trained_on(tmp_path: Path) -> None:
     halves = [split(dataset, 8, 0.2, 1) for dataset in datasets]
     totals = [49, 99]
     train, held = (
-        Blend([part for part in some if part], [1.0, 1.0], ["a", "b"], totals) for some in zip(*halves, strict=True)
+        Blend([part for part in some if part], [1.0, 1.0], ["a", "b"], totals)
+        for some in zip(*halves, strict=True)
     )
     trained, kept = (set(b.labels(b.batch(0, 500).ids)) for b in (train, held))
     assert not trained & kept
@@ -119,12 +134,19 @@ TEXTS = {"a": "one two three four five six ", "b": "7 8 9 0 1 2 3 ", "c": "zebra
 
 @pytest.fixture(scope="module")
 def blended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run file, and an override that gives it a blend of two texts and a data set made by the same tokenizer."""
+    """A run file, and an override that gives it a blend of two texts and a data set made by the
+    same tokenizer."""
     folder = tmp_path_factory.mktemp("blend")
     file = runs.write_run(folder)
     for name, text in TEXTS.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text * n}) + "\n" for n in range(1, 25)))
-    build(open_source(str(folder / "c.jsonl")), load_tokenizer(folder / "data" / "text.model"), folder / "c")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text * n}) + "\n" for n in range(1, 25))
+        )
+    build(
+        open_source(str(folder / "c.jsonl")),
+        load_tokenizer(folder / "data" / "text.model"),
+        folder / "c",
+    )
     (folder / "c.model").write_bytes((folder / "data" / "text.model").read_bytes())
     entries = ((f"{folder}/a.jsonl", 0.5), (f"{folder}/b.jsonl", 0.2), (f"{folder}/c", 0.3))
     blend = ", ".join(f'{{source = "{source}", weight = {weight}}}' for source, weight in entries)
@@ -133,14 +155,19 @@ def blended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_a_blend_in_every_layout(blended: tuple[Path, str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_trains_on_a_blend_in_every_layout(
+    blended: tuple[Path, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     file, cache = blended
-    folder, given = file.parent, [cache, "precision.compute=fp64", "train.eval_every=3"]
+    folder = file.parent
+    given = [cache, "precision.compute=fp64", "train.eval_every=3"]
     assert runs.train(file, *given, f"train.folder={folder}/one") == 0
     said = capfd.readouterr().out
     assert "0.5 of the samples from" in said and "epochs in 6 steps" in said
     for name, layout in (("dp", {"data": 2}), ("tp pp", {"tensor": 2, "pipeline": 2})):
-        made = runs.train_on(file, *given, f"train.folder={folder}/{name}", "train.micro_batch=4", **layout)
+        made = runs.train_on(
+            file, *given, f"train.folder={folder}/{name}", "train.micro_batch=4", **layout
+        )
         runs.assert_close(runs.steps(folder / "one"), runs.steps(made), 1e-9)
     corpus = open_corpus(load_run(folder / "one" / "run.toml"))
     labels = corpus.train.labels(corpus.train.batch(0, 48).ids)
@@ -152,9 +179,15 @@ def test_a_run_trains_on_a_blend_in_every_layout(blended: tuple[Path, str], capf
 def test_an_overflow_names_data_set_and_sample(blended: tuple[Path, str]) -> None:
     file, cache = blended
     folder = runs.train_on(
-        file, cache, "precision.compute=fp16", "precision.loss_scale=1e38", f"train.folder={file.parent}/overflow"
+        file,
+        cache,
+        "precision.compute=fp16",
+        "precision.loss_scale=1e38",
+        f"train.folder={file.parent}/overflow",
     )
-    ids = [id for e in read_events(folder) for o in e["offenders"] for id in o.get("sample_ids", [])]
+    ids = [
+        id for e in read_events(folder) for o in e["offenders"] for id in o.get("sample_ids", [])
+    ]
     assert ids
     assert all(id.startswith(f"{file.parent}/") and id.rpartition(":")[2].isdigit() for id in ids)
 
@@ -163,13 +196,21 @@ def test_an_overflow_names_data_set_and_sample(blended: tuple[Path, str]) -> Non
     ("override", "why"),
     [
         ("data.blend=[]", "no problem"),
-        ('data.blend=[{source = "nowhere", weight = 1.0}]', r'data\.blend\[0\]\.source = "nowhere": .*no such file'),
+        (
+            'data.blend=[{source = "nowhere", weight = 1.0}]',
+            r'data\.blend\[0\]\.source = "nowhere": .*no such file',
+        ),
         ('data.blend=[{source = "python", weight = 0.0}]', "greater than 0"),
         ('data.blend=[{source = "python", weight = 1}, {source = "x"}]', "weight"),
-        ('data.blend=[{source = "python", weight = 0.1234567891}, {source = "b", weight = 1.0}]', "fewer digits"),
+        (
+            'data.blend=[{source = "python", weight = 0.1234567891}, {source = "b", weight = 1.0}]',
+            "fewer digits",
+        ),
     ],
 )
-def test_a_blend_that_cannot_be_is_refused_before_launch(tmp_path: Path, override: str, why: str) -> None:
+def test_a_blend_that_cannot_be_is_refused_before_launch(
+    tmp_path: Path, override: str, why: str
+) -> None:
     file = runs.write_run(tmp_path)
     text = (
         file.read_text()
@@ -190,7 +231,9 @@ def test_a_blend_and_a_source_contradict_each_other(tmp_path: Path) -> None:
         load_run(file, ['data.blend=[{source = "python", weight = 1.0}]'])
 
 
-def test_data_sets_of_different_tokenizers_are_not_blended(tmp_path: Path, blended: tuple[Path, str]) -> None:
+def test_data_sets_of_different_tokenizers_are_not_blended(
+    tmp_path: Path, blended: tuple[Path, str]
+) -> None:
     file, _ = blended
     for name, model in (("x", b"one"), ("y", b"another")):
         with IndexedWriter(tmp_path / name, 300) as writer:

@@ -61,15 +61,23 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_documents_are_encoded_one_by_one_each_with_its_end(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
+def test_documents_are_encoded_one_by_one_each_with_its_end(
+    tmp_path: Path, tokenizer: Bytes, lines: Path
+) -> None:
     result = build(open_source(str(lines)), tokenizer, tmp_path / "out")
     dataset = IndexedDataset(tmp_path / "out")
-    assert [dataset.document(i).tolist() for i in range(2)] == [[*"abé".encode(), 256], [*b"d", 256]]
-    assert dataset.num_sequences == dataset.num_documents == 2  # no document is written for an empty text
+    assert [dataset.document(i).tolist() for i in range(2)] == [
+        [*"abé".encode(), 256],
+        [*b"d", 256],
+    ]
+    # no document is written for an empty text
+    assert dataset.num_sequences == dataset.num_documents == 2
     assert (result.documents, result.tokens, result.chars, result.vocab_size) == (2, 7, 4, 257)
 
 
-def test_a_tokenizer_without_an_end_adds_none(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
+def test_a_tokenizer_without_an_end_adds_none(
+    tmp_path: Path, tokenizer: Bytes, lines: Path
+) -> None:
     tokenizer.eos = None
     assert build(open_source(str(lines)), tokenizer, tmp_path / "out").tokens == 5
 
@@ -85,7 +93,9 @@ def test_a_document_in_many_pieces_is_one_document(
     assert dataset.document(0).tolist() == [*b"one line\n" * 50, 256]
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_text(
+    tmp_path: Path, tokenizer: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readers, "PIECE_CHARS", 1 << 14)
     monkeypatch.setattr(module, "CHUNK_CHARS", 1 << 14)
 
@@ -111,7 +121,10 @@ def test_progress_tells_totals_that_grow_to_the_result(
     monkeypatch.setattr(module, "CHUNK_CHARS", 1)
     seen: list[tuple[int, int, int]] = []
     result = build(
-        open_source(str(lines)), tokenizer, tmp_path / "out", on_progress=lambda *totals: seen.append(totals)
+        open_source(str(lines)),
+        tokenizer,
+        tmp_path / "out",
+        on_progress=lambda *totals: seen.append(totals),
     )
     assert seen == sorted(seen)
     assert len(seen) == 2
@@ -119,7 +132,9 @@ def test_progress_tells_totals_that_grow_to_the_result(
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path, tokenizer: Bytes, lines: Path, older: bool) -> None:
+def test_a_build_that_fails_leaves_what_was_there(
+    tmp_path: Path, tokenizer: Bytes, lines: Path, older: bool
+) -> None:
     if older:
         build(open_source(str(lines)), tokenizer, tmp_path / "out")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -132,7 +147,9 @@ def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path, tokenizer: Byt
 
 
 @pytest.mark.parametrize("limit", [100_000, 300_000])
-def test_a_full_disk_is_told_of_and_leaves_nothing(tmp_path: Path, tokenizer: Bytes, limit: int) -> None:
+def test_a_full_disk_is_told_of_and_leaves_nothing(
+    tmp_path: Path, tokenizer: Bytes, limit: int
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n' * 40_000)  # 160 kB of tokens, then an index of 960 kB
     before = names(tmp_path)
@@ -155,7 +172,9 @@ def test_a_text_of_empty_documents_is_refused(tmp_path: Path, tokenizer: Bytes) 
 
 
 @pytest.mark.slow
-def test_a_killed_build_is_never_readable_and_can_be_repeated(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
+def test_a_killed_build_is_never_readable_and_can_be_repeated(
+    tmp_path: Path, tokenizer: Bytes, lines: Path
+) -> None:
     program = """
 import os, sys
 from pathlib import Path
@@ -165,7 +184,9 @@ for _ in range(10_000):
     writer.add_document([1, 2, 3])
 os._exit(9)  # as SIGKILL would
 """
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], cwd=Path(__file__).parents[2])
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "out")], cwd=Path(__file__).parents[2]
+    )
     assert killed.returncode == 9
     assert "out.bin.part" in names(tmp_path)
     with pytest.raises(UserError, match="no such file"):
@@ -175,7 +196,9 @@ os._exit(9)  # as SIGKILL would
     assert names(tmp_path) == {"x.jsonl", "bytes.tok", "out.bin", "out.idx", "out.json"}
 
 
-def test_another_data_set_is_not_overwritten_unless_told(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
+def test_another_data_set_is_not_overwritten_unless_told(
+    tmp_path: Path, tokenizer: Bytes, lines: Path
+) -> None:
     source = open_source(str(lines))
     build(source, tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match=r"out\.idx exists"):
@@ -190,7 +213,11 @@ def test_a_data_set_is_reused_only_for_the_same_text_and_tokenizer(
     result = build(open_source(str(lines)), tokenizer, out)
     again = reusable(out, open_source(str(lines)), tokenizer)
     assert again is not None and again.reused
-    assert (again.documents, again.tokens, again.chars) == (result.documents, result.tokens, result.chars)
+    assert (again.documents, again.tokens, again.chars) == (
+        result.documents,
+        result.tokens,
+        result.chars,
+    )
     assert (again.vocab_size, again.eos, again.tokenizer) == (257, 256, tokenizer.path)
     assert reusable(out, open_source(str(lines), max_chars=3), tokenizer) is None
     assert reusable(out, open_source(str(lines)), tokenizer, vocab_size=300) is None
@@ -200,7 +227,13 @@ def test_a_data_set_is_reused_only_for_the_same_text_and_tokenizer(
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("out.json", b"{"), ("out.json", b"[]"), ("out.json", b"{}"), ("out.idx", b""), ("out.bin", b"")],
+    [
+        ("out.json", b"{"),
+        ("out.json", b"[]"),
+        ("out.json", b"{}"),
+        ("out.idx", b""),
+        ("out.bin", b""),
+    ],
 )
 def test_a_damaged_data_set_is_refused_and_its_remedy_works(
     tmp_path: Path, tokenizer: Bytes, lines: Path, name: str, content: bytes
@@ -216,7 +249,9 @@ def test_a_damaged_data_set_is_refused_and_its_remedy_works(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_pair_that_others_put_there_is_not_reused(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
+def test_a_pair_that_others_put_there_is_not_reused(
+    tmp_path: Path, tokenizer: Bytes, lines: Path
+) -> None:
     build(open_source(str(lines)), tokenizer, tmp_path / "out")
     with IndexedWriter(tmp_path / "out", 257) as writer:
         writer.add_document([1, 2])
@@ -243,7 +278,8 @@ def test_a_record_never_vouches_for_a_data_set_made_later(
 
 
 def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
-    source, out = open_source("python", max_chars=100_000), tmp_path / "data" / "py"
+    source = open_source("python", max_chars=100_000)
+    out = tmp_path / "data" / "py"
     made = prepare(source, out, vocab_size=400)
     assert names(out.parent) == {"py.model", "py.bin", "py.idx", "py.json"}
     assert (made.vocab_size, made.chars, made.reused) == (400, 100_000, False)
@@ -255,7 +291,9 @@ def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
         prepare(source, out, vocab_size=401)
     tokenizer = load_tokenizer(made.tokenizer)
     dataset = IndexedDataset(out)
-    texts = [tokenizer.decode(dataset.document(i)[:-1].tolist()) for i in range(dataset.num_documents)]
+    texts = [
+        tokenizer.decode(dataset.document(i)[:-1].tolist()) for i in range(dataset.num_documents)
+    ]
     assert texts == [text for _, text in source]
 
 

@@ -22,7 +22,10 @@ def written(folder: Path, documents: list[list[int]]) -> IndexedDataset:
 
 
 @settings(deadline=None, max_examples=30)
-@given(documents=st.lists(st.lists(st.integers(0, 80), max_size=5), min_size=1, max_size=6), data=st.data())
+@given(
+    documents=st.lists(st.lists(st.integers(0, 80), max_size=5), min_size=1, max_size=6),
+    data=st.data(),
+)
 def test_a_stream_with_begin_tokens_is_each_document_after_its_begin_token(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], data: st.DataObject
 ) -> None:
@@ -44,7 +47,9 @@ def test_a_stream_with_begin_tokens_is_each_document_after_its_begin_token(
         assert stored[begun.stored_place(start)] == flat[start]
 
 
-def test_a_data_set_that_has_the_token_before_its_documents_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_data_set_that_has_the_token_before_its_documents_is_taken_as_it_is(
+    tmp_path: Path,
+) -> None:
     there = written(tmp_path, [[BEGIN, 1, 2], [BEGIN, 3]])
     assert with_begin(there, BEGIN) is there
     ended = written(tmp_path, [[1, 2, 7], [3, 7]])
@@ -58,4 +63,6 @@ def test_what_stands_before_documents_is_what_a_model_sees_there(tmp_path: Path)
     ended = written(tmp_path, [[1, 2, 7], [3, 7]])
     assert document_tokens(ended, BEGIN, 7) == DocumentTokens(7, 7)
     assert document_tokens(Begun(ended, BEGIN), BEGIN, 7) == DocumentTokens(BEGIN, 7)
-    assert document_tokens(ended, None, 9) == DocumentTokens(None, None), "no document ends with the token"
+    assert document_tokens(ended, None, 9) == DocumentTokens(None, None), (
+        "no document ends with the token"
+    )

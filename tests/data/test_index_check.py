@@ -1,4 +1,5 @@
-"""Laws of the recorded check of an index: large sets open without being read, and what has changed is checked again."""
+"""Laws of the recorded check of an index: large sets open without being read, and what has changed
+is checked again."""
 
 import json
 import os
@@ -24,7 +25,8 @@ DOCUMENTS = 10**10
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sets of a hundred sequences count as large, and files that were written this moment as settled."""
+    """Sets of a hundred sequences count as large, and files that were written this moment as
+    settled."""
     for name, value in {"LARGE": 100, "PLACE": 8, "SETTLED": -(10**12)}.items():
         monkeypatch.setattr(index_check, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -39,7 +41,8 @@ def made(folder: Path, documents: int = 500) -> Path:
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The full checks that are made from now on."""
-    checks, check = list[str](), index_check._check_all
+    checks = list[str]()
+    check = index_check._check_all
 
     def spy(index: Index) -> None:
         checks.append(index.path.name)
@@ -52,7 +55,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_large_index_is_checked_once_and_again_when_it_or_its_tokens_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, checks = made(tmp_path), spied(monkeypatch)
+    prefix = made(tmp_path)
+    checks = spied(monkeypatch)
     for _ in range(3):
         IndexedDataset(prefix)
     assert len(checks) == 1
@@ -71,7 +75,9 @@ def test_a_large_index_is_checked_once_and_again_when_it_or_its_tokens_change(
     assert len(checks) == 5
 
 
-def test_a_file_that_has_just_changed_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_has_just_changed_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_check, "SETTLED", 10**12)
     IndexedDataset(prefix := made(tmp_path))
     assert not beside(prefix, ".checked").exists()
@@ -80,7 +86,8 @@ def test_a_file_that_has_just_changed_is_not_recorded(tmp_path: Path, monkeypatc
 def test_a_folder_that_may_not_be_written_to_costs_a_check_at_each_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, checks = made(tmp_path), spied(monkeypatch)
+    prefix = made(tmp_path)
+    checks = spied(monkeypatch)
 
     def refused(path: Path, content: bytes) -> None:
         raise PermissionError(path)
@@ -143,7 +150,9 @@ def test_damage_at_the_ends_is_caught_at_every_opening(
         IndexedDataset(prefix)
 
 
-def test_damage_within_a_recorded_index_is_caught_by_its_random_places_or_its_digest(tmp_path: Path) -> None:
+def test_damage_within_a_recorded_index_is_caught_by_its_random_places_or_its_digest(
+    tmp_path: Path,
+) -> None:
     prefix = made(tmp_path)
     IndexedDataset(prefix)
     before = contents_of(IndexedDataset(prefix))
@@ -156,7 +165,8 @@ def test_damage_within_a_recorded_index_is_caught_by_its_random_places_or_its_di
             caught += 1
         else:
             assert contents_of(opened).idx_sha256 != before.idx_sha256
-    assert caught > 5  # 16 places of 9 of 500 sequences catch one damaged one in a quarter of the openings
+    # 16 places of 9 of 500 sequences catch one damaged one in a quarter of the openings
+    assert caught > 5
     with pytest.raises(UserError, match="corrupt index"):
         IndexedDataset(prefix, again=True)
 
@@ -170,9 +180,12 @@ def test_a_bin_of_another_size_is_refused(tmp_path: Path) -> None:
         IndexedDataset(prefix)
 
 
-def test_a_set_of_ten_trillion_tokens_opens_without_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_of_ten_trillion_tokens_opens_without_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_check, "PLACE", 1 << 10)
-    read, check = list[int](), index_check._check_sequences
+    read = list[int]()
+    check = index_check._check_sequences
 
     def counted(index: Index, start: int, count: int, begin: int) -> int:
         read.append(20 * count)

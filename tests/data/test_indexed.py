@@ -23,10 +23,20 @@ def write(prefix: Path, documents: list[list[int]], vocab_size: int = 1000) -> P
 
 def assemble(prefix: Path, lengths: list[int], documents: list[int], **change: Any) -> Path:
     """A pair put together by hand, with ids 0, 1, 2, … as int32 unless a field is changed."""
-    field = {"magic": b"MMIDIDX\x00\x00", "version": 1, "code": 4, "ids": "<i4", "modes": b"", "tail": b""} | change
-    total, itemsize = sum(map(abs, lengths)), np.dtype(field["ids"]).itemsize
+    field = {
+        "magic": b"MMIDIDX\x00\x00",
+        "version": 1,
+        "code": 4,
+        "ids": "<i4",
+        "modes": b"",
+        "tail": b"",
+    } | change
+    total = sum(map(abs, lengths))
+    itemsize = np.dtype(field["ids"]).itemsize
     pointers = field.get("pointers", [sum(lengths[:i]) * itemsize for i in range(len(lengths))])
-    idx = field["magic"] + struct.pack("<QBQQ", field["version"], field["code"], len(lengths), len(documents))
+    idx = field["magic"] + struct.pack(
+        "<QBQQ", field["version"], field["code"], len(lengths), len(documents)
+    )
     idx += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *pointers)
     idx += struct.pack(f"<{len(documents)}q", *documents) + field["modes"] + field["tail"]
     Path(f"{prefix}.idx").write_bytes(idx)
@@ -114,7 +124,10 @@ def test_an_empty_data_set_has_no_tokens(tmp_path: Path) -> None:
         ("dtype code 9", {"code": 9}),
         ("dtype code 0", {"code": 0}),
         ("too long", {"tail": b"123"}),
-        ("sequence 1 begins at byte 12 where the lengths before it end at byte 8", {"pointers": [0, 12]}),
+        (
+            "sequence 1 begins at byte 12 where the lengths before it end at byte 8",
+            {"pointers": [0, 12]},
+        ),
         ("sequence 0 begins at byte 4", {"pointers": [4, 12]}),
         ("sequence 1 has a negative length", {"lengths": [2, -3]}),
         ("run from 0 to 1 where they should run from 0 to 2", {"documents": [0, 1, 1]}),
@@ -125,7 +138,9 @@ def test_an_empty_data_set_has_no_tokens(tmp_path: Path) -> None:
         ("describes 20 bytes of tokens where x.bin has 10", {"ids": "<u2", "pointers": [0, 8]}),
     ],
 )
-def test_a_corrupt_index_is_refused_by_what_is_wrong(tmp_path: Path, why: str, change: dict) -> None:
+def test_a_corrupt_index_is_refused_by_what_is_wrong(
+    tmp_path: Path, why: str, change: dict
+) -> None:
     shape = {"lengths": [2, 3], "documents": [0, 1, 2]}
     with pytest.raises(UserError) as error:
         IndexedDataset(assemble(tmp_path / "x", **(shape | change)))
@@ -133,7 +148,9 @@ def test_a_corrupt_index_is_refused_by_what_is_wrong(tmp_path: Path, why: str, c
     assert str(tmp_path / "x.idx") in str(error.value)
 
 
-def test_an_index_without_ends_of_documents_has_a_document_for_each_sequence(tmp_path: Path) -> None:
+def test_an_index_without_ends_of_documents_has_a_document_for_each_sequence(
+    tmp_path: Path,
+) -> None:
     """As Megatron's own builder writes it if nobody ends a document, and as Megatron reads it."""
     dataset = IndexedDataset(assemble(tmp_path / "x", [3, 1, 2], [0]))
     documents = [dataset.document(number).tolist() for number in range(dataset.num_documents)]
@@ -141,10 +158,14 @@ def test_an_index_without_ends_of_documents_has_a_document_for_each_sequence(tmp
     assert dataset.document_lengths().tolist() == [3, 1, 2]
     assert dataset.documents_of(0, 6).tolist() == [0, 0, 0, 1, 2, 2]
     (note,) = dataset.notes
-    assert note == f"{tmp_path}/x.idx has no ends of documents: each of its sequences is taken for a document"
+    assert note == (
+        f"{tmp_path}/x.idx has no ends of documents: each of its sequences is taken for a document"
+    )
 
 
-def test_sequences_that_are_no_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_are_no_text_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_check, "CHUNK", 2)
     with pytest.raises(UserError, match=r"x\.idx: sequence 2 has mode 1 .*text only"):
         IndexedDataset(assemble(tmp_path / "x", [2, 3, 1], [0, 2, 2, 3], modes=b"\0\0\1"))
@@ -177,7 +198,9 @@ def test_an_index_that_claims_absurd_counts_is_refused_at_once(tmp_path: Path) -
 def test_a_bin_of_another_size_is_refused(tmp_path: Path, change: bytes) -> None:
     write(tmp_path / "x", [[1, 2], [3, 4]])
     (tmp_path / "x.bin").write_bytes(change)
-    with pytest.raises(UserError, match=f"describes 8 bytes of tokens where x.bin has {len(change)}"):
+    with pytest.raises(
+        UserError, match=f"describes 8 bytes of tokens where x.bin has {len(change)}"
+    ):
         IndexedDataset(tmp_path / "x")
 
 
@@ -202,7 +225,8 @@ def test_tokens_and_documents_out_of_range_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ids", [[-1], [5, 1000], [70000]])
 def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path, ids: list[int]) -> None:
     with pytest.raises(
-        UserError, match=rf"x: .* do not fit a vocabulary of 1000, the first is {max(ids, key=abs)} in document 1;"
+        UserError,
+        match=rf"x: .* do not fit a vocabulary of 1000, the first is {max(ids, key=abs)} in document 1;",
     ):
         write(tmp_path / "x", [[1], ids])
     assert os.listdir(tmp_path) == []
@@ -212,9 +236,7 @@ def test_a_vocabulary_must_hold_every_id(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(indexed, "CHUNK", 2)
     dataset = IndexedDataset(write(tmp_path / "x", [[1, 2, 41], [3, 4]]))
     check_vocabulary(dataset, contents_of(dataset), 42)
-    said = (
-        r"x has token ids 1 to 41, which a vocabulary of 41 .* is 41 in document 0 of .*x.bin, token 2: .*at least 42"
-    )
+    said = r"x has token ids 1 to 41, which a vocabulary of 41 .* is 41 in document 0 of .*x.bin, token 2: .*at least 42"
     with pytest.raises(UserError, match=said):
         check_vocabulary(dataset, contents_of(dataset), 41)
 
@@ -223,7 +245,9 @@ def test_negative_ids_are_in_no_vocabulary(tmp_path: Path) -> None:
     assemble(tmp_path / "x", [2], [0, 1], code=2, ids="i1")
     (tmp_path / "x.bin").write_bytes(struct.pack("<2b", 3, -4))
     dataset = IndexedDataset(tmp_path / "x")
-    with pytest.raises(UserError, match=r"token ids -4 to 3, .* the first is -4 in document 0 of .*, token 1"):
+    with pytest.raises(
+        UserError, match=r"token ids -4 to 3, .* the first is -4 in document 0 of .*, token 1"
+    ):
         check_vocabulary(dataset, contents_of(dataset), 100)
 
 
@@ -245,7 +269,8 @@ def test_a_crash_while_publishing_leaves_no_readable_mixture(
 ) -> None:
     if older:
         write(tmp_path / "x", [[9, 9]])
-    done, replace = [], os.replace
+    done = []
+    replace = os.replace
 
     def crash(part: str, path: Path) -> None:
         if len(done) == renames:

@@ -1,4 +1,5 @@
-"""Tokens are what was built, and ids are the vocabulary's, before anything is trained on them; looked at once."""
+"""Tokens are what was built, and ids are the vocabulary's, before anything is trained on them;
+looked at once."""
 
 import json
 import os
@@ -38,14 +39,16 @@ from tools.training.trainer import Trainer
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints at 3 and 6."""
+    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints
+    at 3 and 6."""
     file = write_run(tmp_path_factory.mktemp("intact"))
     assert train(file, "data.cache=") == 0
     return file
 
 
 def until_time_moves(path: Path) -> None:
-    """Waits until a change of the file gets a later time than its last one: a filesystem's clock ticks slowly."""
+    """Waits until a change of the file gets a later time than its last one: a filesystem's clock
+    ticks slowly."""
     other = path.with_name("tick")
     other.touch()
     while other.stat().st_ctime_ns <= path.stat().st_ctime_ns:
@@ -95,7 +98,9 @@ def test_a_damaged_token_file_is_never_trained_on_and_its_remedy_works(
     capfd.readouterr()
     assert train(file, *arguments) == 2
     remedy = f"remove {run}/data/text.idx and the same command makes it anew"
-    what = f"{run}/data/text.bin is not what was built (SHA-256 differs from the record's): {remedy}"
+    what = (
+        f"{run}/data/text.bin is not what was built (SHA-256 differs from the record's): {remedy}"
+    )
     assert capfd.readouterr().err == f'data.source = "{file.parent}/text.txt": {what}\n'
     assert main(["data", "verify", str(run / "data" / "text")]) == 2
     assert main(["data", "inspect", str(run / "data" / "text")]) == 2
@@ -112,7 +117,9 @@ def test_train_and_verify_agree_about_what_is_damaged(
     data = shutil.copytree(file.parent / "run" / "data", tmp_path / "data")
     asked = [f"data.source={data}/text", "train.steps=1", f"train.folder={tmp_path}/run"]
     assert (train(file, *asked), main(["data", "verify", f"{data}/text"])) == (0, 0)
-    (data / f"text{suffix}").write_bytes((data / f"text{suffix}").read_bytes()[:-4] + b"\x00\x01\x00\x00")
+    (data / f"text{suffix}").write_bytes(
+        (data / f"text{suffix}").read_bytes()[:-4] + b"\x00\x01\x00\x00"
+    )
     capfd.readouterr()
     assert (train(file, *asked), main(["data", "verify", f"{data}/text"])) == (2, 2)
     assert f"text{suffix}" in capfd.readouterr().err
@@ -130,11 +137,18 @@ def test_an_id_outside_of_the_vocabulary_is_found_before_a_step(
     tensor: int, file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ids_of(tmp_path / "ids", 60_000, [*range(300)], [5, 6, 400, 7, 350])
-    asked = [f"data.source={tmp_path}/ids", "data.tokenizer=", "model.vocab=330", "data.vocab_size=330"]
+    asked = [
+        f"data.source={tmp_path}/ids",
+        "data.tokenizer=",
+        "model.vocab=330",
+        "data.vocab_size=330",
+    ]
     assert train(file, *asked, f"train.folder={tmp_path}/run", f"parallel.tensor={tensor}") == 2
     (line,) = capfd.readouterr().err.splitlines()
     said = f"{tmp_path}/ids has token ids 0 to 400, which a vocabulary of 330 does not hold; "
-    assert said + f"the first is 400 in document 1 of {tmp_path}/ids.bin, token 302: set the" in line
+    assert (
+        said + f"the first is 400 in document 1 of {tmp_path}/ids.bin, token 302: set the" in line
+    )
     assert "data.source = " in line and "model.vocab = 330" in line
     assert not (tmp_path / "run").exists()
 
@@ -146,7 +160,8 @@ def look(prefix: Path) -> intact.Contents:
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are read from end to end."""
-    names, scan = list[str](), intact._scan
+    names = list[str]()
+    scan = intact._scan
 
     def spy(opened: Any, dtype: Any) -> Any:
         names.append(Path(opened.name).name)
@@ -169,7 +184,9 @@ def test_a_file_is_read_once_and_again_when_it_changes(
     first = look(ids_of(tmp_path / "x", 100, [1, 2, 3]))
     assert scans == ["x.idx", "x.bin"]
     look(tmp_path / "x")
-    assert scans == ["x.idx", "x.bin"] * 2, "what was written this moment may be written again in the same one"
+    assert scans == ["x.idx", "x.bin"] * 2, (
+        "what was written this moment may be written again in the same one"
+    )
     monkeypatch.setattr(intact, "SETTLED", -(10**18))  # from now on it was written long ago
     assert look(tmp_path / "x") == first == look(tmp_path / "x")
     assert scans == ["x.idx", "x.bin"] * 3
@@ -192,7 +209,10 @@ def test_without_a_place_to_remember_every_start_reads(
 
 
 def test_of_a_large_file_blocks_are_compared_and_verify_reads_all(
-    tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    scans: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in {"WHOLE": 1000, "BLOCK": 512, "SAMPLED": 4, "SETTLED": -1}.items():
         monkeypatch.setattr(intact, name, value)
@@ -203,14 +223,20 @@ def test_of_a_large_file_blocks_are_compared_and_verify_reads_all(
     good = look(tmp_path / "x")
     assert "x.bin" not in scans and good.bin_sha256 == record["bin_sha256"] and not good.sampled
     blank(tmp_path / "x.bin")
-    with pytest.raises(UserError, match=r"x\.bin is not what was built \(SHA-256 of block \d+ differs\)"):
+    with pytest.raises(
+        UserError, match=r"x\.bin is not what was built \(SHA-256 of block \d+ differs\)"
+    ):
         look(tmp_path / "x")
-    command("build", "python", tmp_path / "x", "--vocab-size", 400, "--max-chars", 40_000, "--overwrite")
+    command(
+        "build", "python", tmp_path / "x", "--vocab-size", 400, "--max-chars", 40_000, "--overwrite"
+    )
     flip(tmp_path / "x.bin")
     capsys.readouterr()
     assert command("verify", tmp_path / "x") == 2
     assert "x.bin is not what was built" in capsys.readouterr().out
-    with pytest.raises(UserError, match="is not what was built"):  # whatever blocks a start would have read
+    with pytest.raises(
+        UserError, match="is not what was built"
+    ):  # whatever blocks a start would have read
         look(tmp_path / "x")
 
 
@@ -225,7 +251,9 @@ def test_of_a_large_file_of_others_the_same_blocks_are_its_identity(
     assert look(tmp_path / "x").bin_sha256 != first.bin_sha256
     with pytest.raises(UserError, match=r"the first is 100 in document 0 of .*/y\.bin, token 100"):
         check_vocabulary(
-            dataset := IndexedDataset(ids_of(tmp_path / "y", 999, [*range(900)])), contents_of(dataset), 100
+            dataset := IndexedDataset(ids_of(tmp_path / "y", 999, [*range(900)])),
+            contents_of(dataset),
+            100,
         )
 
 
@@ -239,10 +267,11 @@ def test_a_build_never_writes_an_id_that_its_vocabulary_does_not_hold(tmp_path: 
 
 
 def change_and_train(mesh: DeviceMesh, file: Path, overrides: list[str], at: int) -> list[Any]:
-    """What a rank says of a file that is changed after it was looked at, from sample `at` on; and the last whole
-    checkpoint."""
+    """What a rank says of a file that is changed after it was looked at, from sample `at` on; and
+    the last whole checkpoint."""
     config = load_run(file, overrides)
-    corpus, world = open_corpus(config), Axis.world(mesh)
+    corpus = open_corpus(config)
+    world = Axis.world(mesh)
     trainer = Trainer(config, corpus, mesh)
     world.barrier()
     if world.rank == 0:
@@ -253,12 +282,17 @@ def change_and_train(mesh: DeviceMesh, file: Path, overrides: list[str], at: int
     before = [buffer.weights.clone() for buffer in trainer.engine.optimizer.all_buffers()]
     with pytest.raises(UserError) as said:
         trainer.run()
-    same = all(torch.equal(a, b.weights) for a, b in zip(before, trainer.engine.optimizer.all_buffers(), strict=True))
+    same = all(
+        torch.equal(a, b.weights)
+        for a, b in zip(before, trainer.engine.optimizer.all_buffers(), strict=True)
+    )
     return [str(said.value), same, latest(config.checkpoint_folder)]
 
 
 @pytest.mark.cases(3, sample=1)
-@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"dp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=lambda axes: str(axes))
+@pytest.mark.parametrize(
+    "axes", [{}, {"tp": 2}, {"dp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=lambda axes: str(axes)
+)
 @pytest.mark.parametrize("validation", ["before", "after"])
 def test_an_id_that_appears_on_the_way_ends_the_run_on_all_ranks_with_its_place(
     axes: dict[str, int], validation: str, file: Path, tmp_path: Path
@@ -266,20 +300,29 @@ def test_an_id_that_appears_on_the_way_ends_the_run_on_all_ranks_with_its_place(
     shutil.copytree(file.parent / "run" / "data", tmp_path / "data")
     names = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
     layout = [f"parallel.{names[axis]}={size}" for axis, size in axes.items()]
-    data = ["data.shuffle=false", f"data.source={tmp_path}/data/text", f"train.folder={tmp_path}/run"]
+    data = [
+        "data.shuffle=false",
+        f"data.source={tmp_path}/data/text",
+        f"train.folder={tmp_path}/run",
+    ]
     asked = [*layout, *data, f"optimizer.validation={validation}"]
     ranks = run_ranks(change_and_train, axes, file=file, overrides=asked, at=5)
     for said, same, saved in ranks:
         place = f"token id 65000 in document 0 of {tmp_path}/data/text.bin, token 80"
         assert said.startswith(
-            f"sample 4 has {place}, which a vocabulary of 330 does not hold; no step was taken with it"
+            f"sample 4 has {place}, which a vocabulary of 330 does not hold; no step was "
+            "taken with it"
         )
         assert same and saved is None
 
 
 def test_an_id_in_what_is_held_out_is_found_too(file: Path, tmp_path: Path) -> None:
     shutil.copytree(file.parent / "run" / "data", tmp_path / "data")
-    asked = [f"data.source={tmp_path}/data/text", f"train.folder={tmp_path}/run", "train.eval_every=1"]
+    asked = [
+        f"data.source={tmp_path}/data/text",
+        f"train.folder={tmp_path}/run",
+        "train.eval_every=1",
+    ]
     held_out = open_corpus(load_run(file, asked)).held_out
     assert held_out is not None
     first = held_out.place(0)[1]
@@ -302,13 +345,16 @@ def strangers(mesh: DeviceMesh, vocab: int, strange: int) -> tuple[Tensor, Tenso
 def test_no_layer_takes_a_strange_id_for_a_zero_row(tp: int, strange: int) -> None:
     """Vocabularies of 7 are padded to 8 and 9 rows over two and three ranks."""
     for x, losses, _ in run_ranks(strangers, {"tp": tp}, vocab=7, strange=strange):
-        assert x.isnan().any(-1).tolist() == losses.isnan().tolist() == [[False, True], [False, False]]
+        assert (
+            x.isnan().any(-1).tolist() == losses.isnan().tolist() == [[False, True], [False, False]]
+        )
         torch.testing.assert_close(losses[~losses.isnan()], torch.full((3,), 7.0).log())
 
 
 def collectives_of_steps(mesh: DeviceMesh, layout: Run) -> list[str]:
     """Which collectives over the whole mesh two steps of an engine make."""
-    engine, made = make_engine(mesh, layout), list[str]()
+    engine = make_engine(mesh, layout)
+    made = list[str]()
     shares = [share_of(mesh, batch) for batch in batches(layout)]
     for name in ("start_sum_", "sum_", "max_", "gather", "barrier"):
         inner = getattr(Axis, name)
@@ -331,10 +377,14 @@ def test_a_good_step_asks_the_whole_mesh_once_as_ever() -> None:
 
 @pytest.mark.parametrize("key", [*NUMBERS, "eos"])
 @pytest.mark.parametrize("value", ["5", 0.5, True, [1]])
-def test_a_record_whose_numbers_are_none_is_refused(key: str, value: object, tmp_path: Path) -> None:
+def test_a_record_whose_numbers_are_none_is_refused(
+    key: str, value: object, tmp_path: Path
+) -> None:
     record = {"bin_sha256": "", "idx_sha256": "", "eos": None}
     (tmp_path / "x.json").write_text(json.dumps(record))
     assert read_record(tmp_path / "x") == record
     (tmp_path / "x.json").write_text(json.dumps({**record, key: value}))
-    with pytest.raises(UserError, match=r"x\.json is damaged or of an older version: build the data set again"):
+    with pytest.raises(
+        UserError, match=r"x\.json is damaged or of an older version: build the data set again"
+    ):
         read_record(tmp_path / "x")

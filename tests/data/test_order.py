@@ -34,7 +34,9 @@ def test_a_sample_asked_alone_is_the_one_asked_in_bulk(n: int, seed: int, positi
     assert bulk.dtype == np.int64
     assert ((bulk >= 0) & (bulk < n)).all()
     assert [int(order(positions[i : i + 1], n, seed)[0]) for i in range(20)] == bulk.tolist()
-    assert order(positions[::-1].reshape(4, 5), n, seed).tolist() == bulk[::-1].reshape(4, 5).tolist()
+    assert (
+        order(positions[::-1].reshape(4, 5), n, seed).tolist() == bulk[::-1].reshape(4, 5).tolist()
+    )
 
 
 def test_positions_run_on_over_epochs() -> None:
@@ -45,7 +47,9 @@ def test_positions_run_on_over_epochs() -> None:
 
 def test_seeds_and_epochs_give_unrelated_orders() -> None:
     n = 10_000
-    orders = [whole(n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))] + [np.arange(n)]
+    orders = [whole(n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))] + [
+        np.arange(n)
+    ]
     for i, one in enumerate(orders):
         for other in orders[:i]:
             assert (one == other).sum() < 20  # two unrelated orders agree in about 1 place
@@ -53,14 +57,16 @@ def test_seeds_and_epochs_give_unrelated_orders() -> None:
 
 
 def test_small_sets_are_shuffled_evenly() -> None:
-    """Each of 5 samples comes first in a fifth of the epochs, give or take 5 standard deviations."""
+    """Each of 5 samples comes first in a fifth of the epochs, give or take 5 standard
+    deviations."""
     first = [int(permute(np.array([0]), 5, 0, epoch)[0]) for epoch in range(2000)]
     assert np.abs(np.bincount(first, minlength=5) - 400).max() < 5 * (2000 * 0.2 * 0.8) ** 0.5
 
 
 def test_neighbours_are_scattered() -> None:
     gaps = np.abs(np.diff(whole(100_000, 7, 0)))
-    assert abs(gaps.mean() / 100_000 - 1 / 3) < 0.01  # the mean distance of two random points of an interval
+    # the mean distance of two random points of an interval
+    assert abs(gaps.mean() / 100_000 - 1 / 3) < 0.01
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:

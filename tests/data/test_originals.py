@@ -36,7 +36,13 @@ NASTY = [
     "日" * 5_000,
     "def f(x):\n    return {\n        'a': [1, 2],\n    }\n",
 ]
-SPELLED = ["a<|endoftext|>b", "<|endoftext|>", "<s>x</s>", "<unk><pad>", "<|endoftext|><|endoftext|> <|endoftext|>"]
+SPELLED = [
+    "a<|endoftext|>b",
+    "<|endoftext|>",
+    "<s>x</s>",
+    "<unk><pad>",
+    "<|endoftext|><|endoftext|> <|endoftext|>",
+]
 
 
 def library() -> list[str]:
@@ -50,12 +56,15 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(train_hugging_face(library(), tmp_path_factory.mktemp("hf") / "tokenizer.json", 900))
+    return load_tokenizer(
+        train_hugging_face(library(), tmp_path_factory.mktemp("hf") / "tokenizer.json", 900)
+    )
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece model that changes what it reads: NFKC, spaces put before and taken away, a token of its own."""
+    """A SentencePiece model that changes what it reads: NFKC, spaces put before and taken away, a
+    token of its own."""
     prefix = tmp_path_factory.mktemp("other") / "unigram"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter("\n".join(library()).splitlines()[:4000]),
@@ -69,7 +78,9 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix.with_suffix(".model")
 
 
-@pytest.mark.parametrize("text", [*NASTY, *SPELLED, "a<sep>b"], ids=range(len(NASTY) + len(SPELLED) + 1))
+@pytest.mark.parametrize(
+    "text", [*NASTY, *SPELLED, "a<sep>b"], ids=range(len(NASTY) + len(SPELLED) + 1)
+)
 def test_ids_are_those_of_sentencepiece(pieces: Tokenizer, others: Path, text: str) -> None:
     for path in (pieces.path, others):
         theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -108,7 +119,9 @@ def of_kind(kind: str, path: Path) -> tokenizers.Tokenizer:
     bpe = tokenizers.models.BPE
     merges = [("<", "/"), ("s", ">"), ("</", "s>")]
     models = {
-        "unigram": lambda: tokenizers.models.Unigram([(token, -float(n)) for token, n in numbers.items()], unk_id=0),
+        "unigram": lambda: tokenizers.models.Unigram(
+            [(token, -float(n)) for token, n in numbers.items()], unk_id=0
+        ),
         "words": lambda: tokenizers.models.WordLevel(numbers, unk_token="<unk>"),
         "pieces of words": lambda: tokenizers.models.WordPiece(numbers, unk_token="<unk>"),
         "merges": lambda: bpe(numbers, merges, unk_token="<unk>"),
@@ -141,7 +154,9 @@ def test_no_kind_of_model_finds_a_special_token_in_a_text(kind: str, tmp_path: P
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_an_end_that_texts_can_hold_is_noted(declared: bool, tmp_path: Path) -> None:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     if declared:
         made.add_tokens(["</s>"])
@@ -151,14 +166,21 @@ def test_an_end_that_texts_can_hold_is_noted(declared: bool, tmp_path: Path) -> 
 
 
 def test_bytes_and_characters_that_are_special_tokens_stay_in_texts(tmp_path: Path) -> None:
-    vocab = {token: n for n, token in enumerate(["!", "a", *(f"<0x{n:02X}>" for n in range(256)), "</s>"])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True, ignore_merges=True))
+    vocab = {
+        token: n
+        for n, token in enumerate(["!", "a", *(f"<0x{n:02X}>" for n in range(256)), "</s>"])
+    }
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], byte_fallback=True, ignore_merges=True)
+    )
     made.add_special_tokens([*vocab])
     made.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path / "tokenizer.json").encode("a!\x02") == [1, 0, 4]
 
 
-def test_nothing_is_added_or_cut_that_the_file_asks_for(byte_level: Tokenizer, tmp_path: Path) -> None:
+def test_nothing_is_added_or_cut_that_the_file_asks_for(
+    byte_level: Tokenizer, tmp_path: Path
+) -> None:
     asking = tokenizers.Tokenizer.from_file(str(byte_level.path))
     asking.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -171,28 +193,38 @@ def test_nothing_is_added_or_cut_that_the_file_asks_for(byte_level: Tokenizer, t
     assert load_tokenizer(tmp_path / "tokenizer.json").encode("a") == byte_level.encode("a")
 
 
-def test_special_tokens_are_known_by_their_role(pieces: Tokenizer, byte_level: Tokenizer, others: Path) -> None:
+def test_special_tokens_are_known_by_their_role(
+    pieces: Tokenizer, byte_level: Tokenizer, others: Path
+) -> None:
     assert (pieces.bos, pieces.eos, pieces.pad) == (1, 2, None)
     assert (byte_level.bos, byte_level.eos, byte_level.pad) == (None, 0, None)
     assert load_tokenizer(others).pad == 3
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
-def test_half_a_surrogate_pair_is_refused(pieces: Tokenizer, byte_level: Tokenizer, text: str) -> None:
+def test_half_a_surrogate_pair_is_refused(
+    pieces: Tokenizer, byte_level: Tokenizer, text: str
+) -> None:
     for tokenizer in (pieces, byte_level):
         with pytest.raises(UserError, match="surrogate"):
             tokenizer.encode(text)
 
 
-def test_learning_gives_the_same_bytes_for_the_same_text(byte_level: Tokenizer, tmp_path: Path) -> None:
+def test_learning_gives_the_same_bytes_for_the_same_text(
+    byte_level: Tokenizer, tmp_path: Path
+) -> None:
     again = train_hugging_face(iter(library()), tmp_path / "x.json", 900)
     assert again.read_bytes() == byte_level.path.read_bytes()
     with pytest.raises(UserError, match="is another model"):
         train_hugging_face(library(), again, 800)
-    assert load_tokenizer(train_hugging_face(library(), again, 800, overwrite=True)).vocab_size == 800
+    assert (
+        load_tokenizer(train_hugging_face(library(), again, 800, overwrite=True)).vocab_size == 800
+    )
 
 
-@pytest.mark.parametrize(("size", "why"), [(0, "give at least"), (256, "take 257"), (10**6, "at most that")])
+@pytest.mark.parametrize(
+    ("size", "why"), [(0, "give at least"), (256, "take 257"), (10**6, "at most that")]
+)
 def test_a_size_that_does_not_suit_the_text_is_refused(tmp_path: Path, size: int, why: str) -> None:
     with pytest.raises(UserError, match=why):
         train_hugging_face(["a text\n" * 3], tmp_path / "x.json", size)
@@ -201,7 +233,9 @@ def test_a_size_that_does_not_suit_the_text_is_refused(tmp_path: Path, size: int
         train_hugging_face([""], tmp_path / "x.json", 300)
 
 
-def test_without_the_package_learning_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_learning_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"pip install tokenizers"):
         train_hugging_face(["x"], tmp_path / "x.json", 300)

@@ -1,4 +1,5 @@
-"""Zstd and Parquet: the same documents as plain JSON lines, and one line that names file and place if they are bad."""
+"""Zstd and Parquet: the same documents as plain JSON lines, and one line that names file and place
+if they are bad."""
 
 import json
 import sys
@@ -17,13 +18,23 @@ from megaprec.errors import UserError
 from tests.data.test_text import documents
 from tests.data.test_tokenizer import hugging_face
 
-TEXTS = ["one", "zwei\nZeilen", "", "三😀\0", "x" * 5000, *(f"text number {n}" for n in range(2000))]
+TEXTS = [
+    "one",
+    "zwei\nZeilen",
+    "",
+    "三😀\0",
+    "x" * 5000,
+    *(f"text number {n}" for n in range(2000)),
+]
 LINES = [json.dumps({"id": n, "text": text}).encode() + b"\n" for n, text in enumerate(TEXTS)]
 
 
 def write_zstd(path: Path, *frames: bytes) -> Path:
     for content in frames:
-        with pyarrow.OSFile(str(path) + ".one", "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as stream:
+        with (
+            pyarrow.OSFile(str(path) + ".one", "wb") as file,
+            pyarrow.CompressedOutputStream(file, "zstd") as stream,
+        ):
             stream.write(content)
         with path.open("ab") as whole:
             whole.write(Path(str(path) + ".one").read_bytes())
@@ -74,10 +85,14 @@ def test_a_folder_may_hold_all_kinds(tmp_path: Path) -> None:
         lambda data: data[:-1],
         lambda data: data[: len(data) // 2],
         lambda data: b"plain",
-        lambda data: data[:6] + b"\xff" * 30 + data[36:],  # a flipped bit elsewhere may decode: there is no checksum
+        lambda data: (
+            data[:6] + b"\xff" * 30 + data[36:]
+        ),  # a flipped bit elsewhere may decode: there is no checksum
     ],
 )
-def test_a_broken_zstd_file_is_named_with_the_line(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_broken_zstd_file_is_named_with_the_line(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     path = write_zstd(tmp_path / "x.jsonl.zst", b"".join(LINES))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=r"x\.jsonl\.zst:\d+: not (a whole zstd file|JSON)"):
@@ -90,10 +105,14 @@ def test_a_broken_zstd_file_is_named_with_the_line(tmp_path: Path, damage: Calla
         lambda data: data[:-1],
         lambda data: data[: len(data) // 2],
         lambda data: b"PAR1",
-        lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+        lambda data: (
+            data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+        ),
     ],
 )
-def test_a_broken_parquet_file_is_named_with_the_row(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_broken_parquet_file_is_named_with_the_row(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     path = write_parquet(tmp_path / "x.parquet", compression="none", write_page_checksum=True)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=r"x\.parquet:\d+: not a whole Parquet file") as error:
@@ -110,7 +129,9 @@ def test_a_broken_parquet_file_is_named_with_the_row(tmp_path: Path, damage: Cal
         ([["a"]], pyarrow.list_(pyarrow.string()), "is of type list"),
     ],
 )
-def test_a_column_that_is_no_text_is_refused(tmp_path: Path, values: list[Any], kind: Any, why: str) -> None:
+def test_a_column_that_is_no_text_is_refused(
+    tmp_path: Path, values: list[Any], kind: Any, why: str
+) -> None:
     path = write_parquet(tmp_path / "x.parquet", values, kind)
     with pytest.raises(UserError, match=why):
         list(open_source(str(path)))
@@ -118,7 +139,9 @@ def test_a_column_that_is_no_text_is_refused(tmp_path: Path, values: list[Any], 
         list(open_source(str(path), text_field="body"))
 
 
-def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_twice(tmp_path: Path) -> None:
+def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_twice(
+    tmp_path: Path,
+) -> None:
     columns = [pyarrow.array([text]) for text in ("a", "b", "c")]
     table = pyarrow.Table.from_arrays(columns, names=["text", "n", "n"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
@@ -128,13 +151,19 @@ def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_t
 
 
 def test_a_column_with_a_dot_in_its_name_is_not_a_part_of_another(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"a": [{"b": "part"}], "a.b": ["text"]}), tmp_path / "x.parquet")
-    assert [*open_source(str(tmp_path / "x.parquet"), text_field="a.b")] == [("x.parquet:1", "text")]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"a": [{"b": "part"}], "a.b": ["text"]}), tmp_path / "x.parquet"
+    )
+    assert [*open_source(str(tmp_path / "x.parquet"), text_field="a.b")] == [
+        ("x.parquet:1", "text")
+    ]
 
 
 def test_bytes_that_are_no_utf8_are_named_with_the_row(tmp_path: Path) -> None:
     bad = pyarrow.Array.from_buffers(
-        pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xff\xfe")]
+        pyarrow.string(),
+        2,
+        [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xff\xfe")],
     )
     path = write_parquet(tmp_path / "x.parquet", bad)
     with pytest.raises(UserError, match=r"x\.parquet:2: field 'text' is not UTF-8"):

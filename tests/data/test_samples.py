@@ -22,7 +22,10 @@ def stream(folder: Path, tokens: int) -> IndexedDataset:
 
 
 def joined(batches: list[Batch]) -> list[list]:
-    return [torch.cat([getattr(b, name) for b in batches]).tolist() for name in ("tokens", "targets", "ids")]
+    return [
+        torch.cat([getattr(b, name) for b in batches]).tolist()
+        for name in ("tokens", "targets", "ids")
+    ]
 
 
 def test_sample_i_is_the_ith_stretch_of_the_stream(tmp_path: Path) -> None:
@@ -36,13 +39,19 @@ def test_sample_i_is_the_ith_stretch_of_the_stream(tmp_path: Path) -> None:
     assert {batch.tokens.dtype, batch.targets.dtype, batch.ids.dtype} == {torch.int64}
 
 
-@pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "samples"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2), (24, 2), (25, 3)]
+)
 def test_the_last_target_needs_a_token_too(tmp_path: Path, tokens: int, samples: int) -> None:
     assert count_samples(stream(tmp_path, tokens), 8) == samples
 
 
 @settings(deadline=None, max_examples=50)
-@given(position=st.integers(0, 200), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6), shuffle=st.booleans())
+@given(
+    position=st.integers(0, 200),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    shuffle=st.booleans(),
+)
 def test_a_batch_is_the_same_however_it_is_cut(
     tmp_path_factory: pytest.TempPathFactory, position: int, cuts: list[int], shuffle: bool
 ) -> None:
@@ -62,7 +71,9 @@ def test_every_epoch_trains_on_every_target_once_in_another_order(tmp_path: Path
 
 
 def test_the_first_token_of_a_document_is_no_target_in_the_loss(tmp_path: Path) -> None:
-    batch = Samples(stream(tmp_path, 41), 8, 0, shuffle=False, resets=Resets(eod_mask_loss=True)).batch(0, 5)
+    batch = Samples(
+        stream(tmp_path, 41), 8, 0, shuffle=False, resets=Resets(eod_mask_loss=True)
+    ).batch(0, 5)
     assert batch.mask is not None and batch.mask.dtype == torch.float32
     assert batch.targets[batch.mask == 0].tolist() == [7, 14, 21, 28, 35]
     assert (batch.documents, batch.positions) == (None, None)
@@ -72,7 +83,9 @@ def test_documents_and_positions_are_told_as_they_lie_in_the_stream(tmp_path: Pa
     resets = Resets(attention_mask=True, position_ids=True)
     batch = Samples(stream(tmp_path, 41), 8, 4, shuffle=True, resets=resets).batch(0, 5)
     assert batch.documents is not None and batch.positions is not None and batch.mask is None
-    for tokens, documents, positions in zip(batch.tokens, batch.documents, batch.positions, strict=True):
+    for tokens, documents, positions in zip(
+        batch.tokens, batch.documents, batch.positions, strict=True
+    ):
         assert torch.equal(documents, tokens // 7 - tokens[0] // 7)
         assert torch.equal(positions, torch.minimum(tokens % 7, tokens - tokens[0]))
 
@@ -82,7 +95,8 @@ def test_documents_and_positions_are_told_as_they_lie_in_the_stream(tmp_path: Pa
 def test_a_document_may_be_empty_or_many_sequences(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]]
 ) -> None:
-    folder, expected = tmp_path_factory.mktemp("odd"), list[int]()
+    folder = tmp_path_factory.mktemp("odd")
+    expected = list[int]()
     with IndexedWriter(folder / "x", 100) as writer:
         for number, sequences in enumerate(lengths):
             for length in sequences:
@@ -106,7 +120,8 @@ def test_no_target_is_both_trained_on_and_held_out(tmp_path: Path, fraction: flo
     trained = train.batch(0, 3 * len(train))
     kept = held.batch(0, 3 * len(held))
     assert trained.targets.max() < kept.targets.min()
-    assert kept.ids[: len(held)].tolist() == list(range(len(train), 100))  # the end of the text, in file order
+    # the end of the text, in file order
+    assert kept.ids[: len(held)].tolist() == list(range(len(train), 100))
     assert set(trained.ids.tolist()) == set(range(len(train)))
 
 
@@ -115,8 +130,12 @@ def test_nothing_held_out_trains_on_everything(tmp_path: Path) -> None:
     assert (len(train), held) == (10, None)
 
 
-@pytest.mark.parametrize(("held_out", "tokens", "needed"), [(0.1, 16, 17), (0, 8, 9), (0.99, 9, 17), (0.1, 0, 17)])
-def test_a_text_too_short_says_what_it_has_and_needs(tmp_path: Path, held_out: float, tokens: int, needed: int) -> None:
+@pytest.mark.parametrize(
+    ("held_out", "tokens", "needed"), [(0.1, 16, 17), (0, 8, 9), (0.99, 9, 17), (0.1, 0, 17)]
+)
+def test_a_text_too_short_says_what_it_has_and_needs(
+    tmp_path: Path, held_out: float, tokens: int, needed: int
+) -> None:
     with pytest.raises(UserError, match=f"has {tokens} tokens.*need {needed};"):
         split(stream(tmp_path, tokens), 8, held_out, seed=0)
 

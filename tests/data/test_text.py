@@ -1,4 +1,5 @@
-"""Sources give the same documents in the same order every time, and say what is wrong with a bad one."""
+"""Sources give the same documents in the same order every time, and say what is wrong with a bad
+one."""
 
 import bz2
 import gzip
@@ -22,11 +23,18 @@ from tools.cli import main
 
 def documents(source: Source) -> dict[str, str]:
     """Name and text of each document, its pieces joined."""
-    return {name: "".join(text for _, text in pieces) for name, pieces in groupby(source, key=lambda piece: piece[0])}
+    return {
+        name: "".join(text for _, text in pieces)
+        for name, pieces in groupby(source, key=lambda piece: piece[0])
+    }
 
 
 def jsonl(path: Path, *lines: object) -> Path:
-    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join(
+            line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
+        )
+    )
     return path
 
 
@@ -42,10 +50,14 @@ def test_the_beginning_of_the_standard_library_is_varied_and_always_the_same() -
     some = list(open_source("python", max_chars=1_000_000))
     assert some == list(open_source("python", max_chars=1_000_000))
     assert some == list(open_source("python"))[: len(some) - 1] + some[-1:]
-    assert len({name.partition("/")[0] for name, _ in some}) > 10, "modules and packages of many subjects"
+    assert len({name.partition("/")[0] for name, _ in some}) > 10, (
+        "modules and packages of many subjects"
+    )
 
 
-def test_a_file_is_one_document_kept_to_the_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_one_document_kept_to_the_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "one\r\n\n  two\ttwo é\U0001f600\r three, which is a long line\nend" * 3
     (tmp_path / "a.log").write_bytes(text.encode())
     for size in (1, 2, 3, 5, 7, 1000):
@@ -83,7 +95,9 @@ def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_jsonl_is_one_document_a_line_plain_or_zipped(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "x.jsonl", {"text": "a\nb"}, b"\n", {"n": 1, "text": "é\u2028"}, b'{"text": ""}')
+    path = jsonl(
+        tmp_path / "x.jsonl", {"text": "a\nb"}, b"\n", {"n": 1, "text": "é\u2028"}, b'{"text": ""}'
+    )
     expected = {"x.jsonl:1": "a\nb", "x.jsonl:3": "é\u2028", "x.jsonl:4": ""}
     assert documents(open_source(str(path))) == expected
     zipped = tmp_path / "x.jsonl.gz"
@@ -125,7 +139,13 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, why: 
 )
 def test_a_broken_gzip_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(damage(gzip.compress(b"".join(json.dumps({"text": str(i)}).encode() + b"\n" for i in range(999)))))
+    path.write_bytes(
+        damage(
+            gzip.compress(
+                b"".join(json.dumps({"text": str(i)}).encode() + b"\n" for i in range(999))
+            )
+        )
+    )
     with pytest.raises(UserError, match="not a whole gzip file"):
         list(open_source(str(path)))
 
@@ -133,7 +153,9 @@ def test_a_broken_gzip_file_is_named(tmp_path: Path, damage: Callable[[bytes], b
 @pytest.mark.parametrize("limit", [1, 4, 5, 7, 100])
 def test_a_limit_is_kept_to_the_character(tmp_path: Path, limit: int) -> None:
     path = jsonl(tmp_path / "x.jsonl", *({"text": text} for text in ("abcd", "efg", "hi")))
-    assert "".join(documents(open_source(str(path), max_chars=limit)).values()) == "abcdefghi"[:limit]
+    assert (
+        "".join(documents(open_source(str(path), max_chars=limit)).values()) == "abcdefghi"[:limit]
+    )
 
 
 def test_what_lies_behind_the_limit_is_not_read(tmp_path: Path) -> None:
@@ -141,17 +163,23 @@ def test_what_lies_behind_the_limit_is_not_read(tmp_path: Path) -> None:
     assert documents(open_source(str(path), max_chars=4)) == {"x.jsonl:1": "abcd"}
 
 
-def test_the_line_of_the_first_byte_that_is_not_utf8_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_the_first_byte_that_is_not_utf8_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "x.txt"
     for size in (5, 1 << 20):  # a letter of two bytes may lie in two pieces
         monkeypatch.setattr("megaprec.data.readers.PIECE_CHARS", size)
         for good in (0, 1, 7):
             file.write_bytes("schön\n".encode() * good + "Köln\nKöln".encode("latin-1"))
-            with pytest.raises(UserError, match=rf"x\.txt is not UTF-8 text \(.* in line {good + 1};"):
+            with pytest.raises(
+                UserError, match=rf"x\.txt is not UTF-8 text \(.* in line {good + 1};"
+            ):
                 list(open_source(str(file)))
 
 
-def test_text_that_is_not_utf8_is_an_error_but_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_not_utf8_is_an_error_but_in_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.py").write_bytes("é".encode("latin-1"))
     (tmp_path / "b.py").write_text("fine")
     with pytest.raises(UserError, match=r"a\.py is not UTF-8"):
@@ -169,7 +197,9 @@ def test_text_that_is_not_utf8_is_an_error_but_in_the_library(tmp_path: Path, mo
         ({"a.txt": ""}, "is empty"),
     ],
 )
-def test_a_missing_or_empty_text_is_refused_at_once(tmp_path: Path, content: dict | None, why: str) -> None:
+def test_a_missing_or_empty_text_is_refused_at_once(
+    tmp_path: Path, content: dict | None, why: str
+) -> None:
     if content is not None:
         (tmp_path / "d").mkdir()
         for name, text in content.items():
@@ -217,13 +247,17 @@ def test_packed_text_is_unpacked(tmp_path: Path, name: str) -> None:
     assert documents(open_source(str(tmp_path / name))) == {name: "é and\r\n so on"}
 
 
-def test_a_json_list_is_one_document_an_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_list_is_one_document_an_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = ["one", "", 'two ]}, "x', "\u2028é" * 50, "end"]
     items = [{"id": 1, "text": text} if number % 2 else text for number, text in enumerate(texts)]
     for size in (1, 2, 3, 1000):
         monkeypatch.setattr(json_list, "READ", size)
         for indent in (None, 2):
-            (tmp_path / "x.json").write_text(f" \n{json.dumps(items, indent=indent, ensure_ascii=False)}\n ")
+            (tmp_path / "x.json").write_text(
+                f" \n{json.dumps(items, indent=indent, ensure_ascii=False)}\n "
+            )
             found = documents(open_source(str(tmp_path / "x.json")))
             assert found == {f"x.json:{number}": text for number, text in enumerate(texts, 1)}
 
@@ -234,7 +268,10 @@ def test_a_json_list_is_one_document_an_item(tmp_path: Path, monkeypatch: pytest
         ('{"text": "x"}', "not a JSON list of texts"),
         ("", "is empty"),
         ('["a", 3]', "x.json:2: this is 3, not an object with field 'text'"),
-        ('[{"text": "a"}, {"body": "b", "id": 1}]', "x.json:2: no field 'text' (there is: body, id)"),
+        (
+            '[{"text": "a"}, {"body": "b", "id": 1}]',
+            "x.json:2: no field 'text' (there is: body, id)",
+        ),
         ('["a", "b"', "x.json:3: not a JSON list (the list breaks off)"),
         ('["a", "b', "x.json:2: not a JSON list"),
         ('["a" "b"]', "x.json:2: not a JSON list ('\"' where , or ] is expected)"),
@@ -243,14 +280,18 @@ def test_a_json_list_is_one_document_an_item(tmp_path: Path, monkeypatch: pytest
         ('["\\ud800"]', "x.json:1: the item is no Unicode text"),
     ],
 )
-def test_what_is_no_list_of_texts_is_refused_with_the_item(tmp_path: Path, content: str, why: str) -> None:
+def test_what_is_no_list_of_texts_is_refused_with_the_item(
+    tmp_path: Path, content: str, why: str
+) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(UserError) as error:
         list(open_source(str(tmp_path / "x.json")))
     assert why in str(error.value)
 
 
-def test_a_wrong_field_names_those_that_there_are_and_where_the_field_is_named(tmp_path: Path) -> None:
+def test_a_wrong_field_names_those_that_there_are_and_where_the_field_is_named(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UserError) as error:
         list(open_source(str(jsonl(tmp_path / "x.jsonl", {"body": "x", "id": 1}))))
     where = "data.text_field in a run file, --text-field in a command"
@@ -263,12 +304,22 @@ def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_pat
     for name in (*read, *left):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         text = '["of a list"]' if name == "d.json" else f'{{"text": "{name}"}}'
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        (tmp_path / name).write_bytes(
+            gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        )
     (tmp_path / "link").symlink_to(tmp_path / "sub")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     source = open_source(str(tmp_path))
     assert {name.removesuffix(":1") for name in documents(source)} == read
-    reasons = [".html", ".csv.gz", ".json that is no list", "without ending", "hidden", ".pdf", "links to folders"]
+    reasons = [
+        ".html",
+        ".csv.gz",
+        ".json that is no list",
+        "without ending",
+        "hidden",
+        ".pdf",
+        "links to folders",
+    ]
     assert source.left_out == dict.fromkeys([*reasons, "broken links or devices"], 1) | {".html": 2}
     (tmp_path / "empty.txt").touch()
     assert open_source(str(tmp_path)).left_out == {**source.left_out, "empty": 1}
@@ -297,11 +348,15 @@ def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: s
     assert why in str(error.value)
 
 
-def test_plain_text_with_zero_bytes_is_refused_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_text_with_zero_bytes_is_refused_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readers, "PIECE_CHARS", 4)
     for content, line in (("hello".encode("utf-16-le"), 1), (b"one\ntwo\nthr\0ee\n", 3)):
         (tmp_path / "x.txt").write_bytes(content)
-        with pytest.raises(UserError, match=rf"x\.txt is not UTF-8 text \(a zero byte in line {line}: .*UTF-16"):
+        with pytest.raises(
+            UserError, match=rf"x\.txt is not UTF-8 text \(a zero byte in line {line}: .*UTF-16"
+        ):
             list(open_source(str(tmp_path / "x.txt")))
 
 
@@ -369,12 +424,23 @@ def test_a_mark_of_byte_order_is_no_part_of_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["build", "init", "train", "verify"])
 def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rows without the field or with another value, no JSON, no UTF-8, a file that is cut off, rows that are null."""
+    """Rows without the field or with another value, no JSON, no UTF-8, a file that is cut off, rows
+    that are null."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
-    rows = ['{"text": "good"}', '{"body": 1}', "no JSON", '{"body": 2}', '{"text": 7}', '{"text": "also good"}']
+    rows = [
+        '{"text": "good"}',
+        '{"body": 1}',
+        "no JSON",
+        '{"body": 2}',
+        '{"text": 7}',
+        '{"text": "also good"}',
+    ]
     (tmp_path / "text" / "a.jsonl").write_text("\n".join(rows))
     (tmp_path / "text" / "b.txt").write_bytes(b"good\n\xff\xfe bad\n")
     (tmp_path / "text" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 900)[:-20])
@@ -382,7 +448,10 @@ def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
     pyarrow.parquet.write_table(table, tmp_path / "text" / "d.parquet")
     (tmp_path / "text" / "e.json").write_text('["good", 3, {"text": null}]')
     (tmp_path / "text" / "f.txt").write_text("good " * 300)
-    run = "[model]\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsource = 'text'\n[train]\nsteps = 1\nglobal_batch = 1\n"
+    run = (
+        "[model]\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsource = 'text'\n[train]\nsteps = "
+        "1\nglobal_batch = 1\n"
+    )
     (tmp_path / "run.toml").write_text(f"{run}micro_batch = 1\nseq_length = 8\n")
     commands = {
         "build": ["data", "build", "text", "tokens", "--vocab-size", "300"],
@@ -393,8 +462,18 @@ def test_all_bad_files_and_rows_of_a_folder_are_told_at_once(
     assert main(commands[command]) == 2
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "text/" in line]
-    wanted = ("a.jsonl:2: no field 'text'", "a.jsonl:3: not JSON", "a.jsonl:5: field 'text' is 7", "b.txt is not UTF-8")
-    wanted += ("c.jsonl.gz:", "d.parquet:2: field 'text' is null", "e.json:2: ", "e.json:3: field 'text' is null")
+    wanted = (
+        "a.jsonl:2: no field 'text'",
+        "a.jsonl:3: not JSON",
+        "a.jsonl:5: field 'text' is 7",
+        "b.txt is not UTF-8",
+    )
+    wanted += (
+        "c.jsonl.gz:",
+        "d.parquet:2: field 'text' is null",
+        "e.json:2: ",
+        "e.json:3: field 'text' is null",
+    )
     assert [sum(f"text/{one}" in line for line in lines) for one in wanted] == [1] * 8
     assert "; so 1 other rows of this file" in next(line for line in lines if "a.jsonl:2" in line)
 
@@ -411,7 +490,9 @@ def test_of_many_bad_files_the_first_are_told_and_the_others_counted(tmp_path: P
 
 
 def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"text": "a \\"text\\""}\n{"text": "first", "text": "second"}\n')
+    (tmp_path / "x.jsonl").write_text(
+        '{"text": "a \\"text\\""}\n{"text": "first", "text": "second"}\n'
+    )
     (tmp_path / "x.json").write_text('["a", {"text": "first", "n": 1, "text": "second"}]')
     for name in ("x.jsonl", "x.json"):
         with pytest.raises(UserError, match=rf"{name}:2: not .*field 'text' is given twice"):

@@ -59,7 +59,9 @@ def test_any_text_comes_back_exactly(trained: Tokenizer, text: str) -> None:
         "\x10_\x10.\x10",
     ],
 )
-def test_nothing_is_normalised_or_mistaken_for_a_special_token(trained: Tokenizer, text: str) -> None:
+def test_nothing_is_normalised_or_mistaken_for_a_special_token(
+    trained: Tokenizer, text: str
+) -> None:
     ids = trained.encode(text)
     assert trained.decode(ids) == text
     assert trained.eos not in ids
@@ -76,7 +78,9 @@ def test_the_vocabulary_has_the_size_asked_for_and_an_end(trained: Tokenizer) ->
     assert max(trained.encode("".join(library(100_000)))) < 1000
 
 
-def test_training_gives_the_same_bytes_for_the_same_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_gives_the_same_bytes_for_the_same_text(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts = library(200_000)
     one = train_sentencepiece(texts, tmp_path / "one", 600).read_bytes()
     two = train_sentencepiece(iter(texts), tmp_path / "elsewhere" / "two", 600).read_bytes()
@@ -96,9 +100,12 @@ def test_a_large_text_is_sampled_evenly_and_always_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "why"), [(0, "give at least"), (100, "give at least"), (100_000, "give at most that, or more text")]
+    ("size", "why"),
+    [(0, "give at least"), (100, "give at least"), (100_000, "give at most that, or more text")],
 )
-def test_a_size_that_does_not_suit_the_text_is_refused_with_one_that_does(tmp_path: Path, size: int, why: str) -> None:
+def test_a_size_that_does_not_suit_the_text_is_refused_with_one_that_does(
+    tmp_path: Path, size: int, why: str
+) -> None:
     texts = library(20_000)
     with pytest.raises(UserError, match=why) as error:
         train_sentencepiece(texts, tmp_path / "x", size)
@@ -126,7 +133,10 @@ def test_another_model_is_not_overwritten_unless_told(tmp_path: Path) -> None:
 
 def hugging_face(path: Path) -> Path:
     """A character tokenizer with a gap in its ids and an end-of-document token."""
-    vocabulary = {letter: i for i, letter in enumerate(string.ascii_lowercase)} | {"<|endoftext|>": 40, "<unk>": 41}
+    vocabulary = {letter: i for i, letter in enumerate(string.ascii_lowercase)} | {
+        "<|endoftext|>": 40,
+        "<unk>": 41,
+    }
     model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -143,20 +153,26 @@ def test_a_hugging_face_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("declared", ["z", {"content": "z"}])
-def test_the_configuration_beside_a_hugging_face_file_names_its_end(tmp_path: Path, declared: object) -> None:
+def test_the_configuration_beside_a_hugging_face_file_names_its_end(
+    tmp_path: Path, declared: object
+) -> None:
     hugging_face(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
     assert load_tokenizer(tmp_path / "tokenizer.json").eos == 25
 
 
-def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_message_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = hugging_face(tmp_path / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="needs tokenizers: pip install tokenizers"):
         load_tokenizer(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"{", b'{"model": 3}', b"hello", b"\xff\xfe\x00", b"\x00" * 100])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"{", b'{"model": 3}', b"hello", b"\xff\xfe\x00", b"\x00" * 100]
+)
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.model").write_bytes(content)
     with pytest.raises(UserError, match="neither a SentencePiece"):
@@ -171,10 +187,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 LOSSY: dict[str, tuple[dict[str, object], str]] = {
     "lower case": ({"type": "Lowercase"}, "capital letters"),
     "NFKC": ({"type": "NFKC"}, "combining characters, characters that have a plainer form"),
-    "accents": ({"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}, "accents"),
-    "BERT": ({"type": "BertNormalizer", "clean_text": True, "lowercase": False}, "control characters"),
-    "spaces": ({"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}, "spaces that follow each other"),
-    "ends": ({"type": "Strip", "strip_left": True, "strip_right": True}, "spaces at the beginning, spaces at the end"),
+    "accents": (
+        {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]},
+        "accents",
+    ),
+    "BERT": (
+        {"type": "BertNormalizer", "clean_text": True, "lowercase": False},
+        "control characters",
+    ),
+    "spaces": (
+        {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "},
+        "spaces that follow each other",
+    ),
+    "ends": (
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+        "spaces at the beginning, spaces at the end",
+    ),
 }
 
 
@@ -184,7 +212,11 @@ def test_what_a_tokenizer_loses_is_said_where_it_is_loaded(case: str, tmp_path: 
     assert load_tokenizer(path).notes == ()
     normalizer, what = LOSSY[case]
     defaults = {"handle_chinese_chars": False, "strip_accents": False} if case == "BERT" else {}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer | defaults}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer | defaults})
+    )
     (note,) = load_tokenizer(path).notes
-    assert note.startswith(f"{path} does not give texts back as they were: it changes or leaves out ")
+    assert note.startswith(
+        f"{path} does not give texts back as they were: it changes or leaves out "
+    )
     assert what in note

@@ -1,4 +1,5 @@
-"""A tokenizer and the settings beside it mean what transformers reads in them, or are refused by name."""
+"""A tokenizer and the settings beside it mean what transformers reads in them, or are refused by
+name."""
 
 import io
 import json
@@ -28,7 +29,9 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def definition(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return train_hugging_face([TEXT], tmp_path_factory.mktemp("tok") / "tokenizer.json", SIZE).read_text("utf-8")
+    return train_hugging_face(
+        [TEXT], tmp_path_factory.mktemp("tok") / "tokenizer.json", SIZE
+    ).read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +43,18 @@ def _pieces(**options: Any) -> bytes:
     model = io.BytesIO()
     given = {"vocab_size": 330, "model_type": "bpe", "byte_fallback": True, **options}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_writer=model, hard_vocab_limit=False, minloglevel=2, **given
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=model,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **given,
     )
     return model.getvalue()
 
 
-def written(folder: Path, definition: str, change: Callable[[Json], object] = dict, **beside: object) -> Path:
+def written(
+    folder: Path, definition: str, change: Callable[[Json], object] = dict, **beside: object
+) -> Path:
     """A changed tokenizer.json, with files of settings beside it; returns its path."""
     said = json.loads(definition)
     change(said)
@@ -56,7 +65,13 @@ def written(folder: Path, definition: str, change: Callable[[Json], object] = di
 
 
 def added(content: str, number: int, special: bool = True) -> Json:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
+    }
     return {"id": number, "content": content, **flags}
 
 
@@ -66,14 +81,26 @@ def _words(said: Json) -> None:
 
 
 READ_OTHERWISE: dict[str, tuple[Callable[[Json], object], str]] = {
-    "splits at random": (lambda said: said["model"].update(dropout=0.1), "model.dropout = 0.1 splits texts at random"),
+    "splits at random": (
+        lambda said: said["model"].update(dropout=0.1),
+        "model.dropout = 0.1 splits texts at random",
+    ),
     "added after a gap": (
         lambda said: said["added_tokens"].append(added("<x>", SIZE + 7)),
         f"added_tokens has '<x>' as token {SIZE + 7}, but it becomes token {SIZE}",
     ),
-    "added with another id": (lambda said: said["added_tokens"][0].update(id=5), "as token 5, but it becomes token 0"),
-    "two of one id": (lambda said: said["model"]["vocab"].update(zzz=5), "'%' and 'zzz' are both token 5"),
-    "beyond reason": (lambda said: said["model"]["vocab"].update(zzz=4 * 10**9), "'zzz' is token 4000000000"),
+    "added with another id": (
+        lambda said: said["added_tokens"][0].update(id=5),
+        "as token 5, but it becomes token 0",
+    ),
+    "two of one id": (
+        lambda said: said["model"]["vocab"].update(zzz=5),
+        "'%' and 'zzz' are both token 5",
+    ),
+    "beyond reason": (
+        lambda said: said["model"]["vocab"].update(zzz=4 * 10**9),
+        "'zzz' is token 4000000000",
+    ),
     "ends unclear": (
         lambda said: said["added_tokens"].append(added("</s>", SIZE)),
         "has <|endoftext|> and </s>, and nothing says which of them ends a document",
@@ -82,35 +109,55 @@ READ_OTHERWISE: dict[str, tuple[Callable[[Json], object], str]] = {
 
 
 @pytest.mark.parametrize("case", READ_OTHERWISE)
-def test_what_the_library_would_read_otherwise_is_refused_by_name(case: str, definition: str, tmp_path: Path) -> None:
+def test_what_the_library_would_read_otherwise_is_refused_by_name(
+    case: str, definition: str, tmp_path: Path
+) -> None:
     change, why = READ_OTHERWISE[case]
-    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/tokenizer.json") + ".*" + re.escape(why)):
+    with pytest.raises(
+        UserError, match=re.escape(f"{tmp_path}/tokenizer.json") + ".*" + re.escape(why)
+    ):
         load_tokenizer(written(tmp_path, definition, change))
 
 
 def test_a_key_given_twice_is_refused_by_name(definition: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(definition.replace('"vocab": {', '"vocab": {"the": 7, "the": 9, ', 1))
+    (tmp_path / "tokenizer.json").write_text(
+        definition.replace('"vocab": {', '"vocab": {"the": 7, "the": 9, ', 1)
+    )
     with pytest.raises(UserError, match=r"tokenizer\.json: it has the key 'the' twice"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1" * 60, "[" * 5000 + "]" * 5000])
-def test_values_that_no_tokenizer_has_are_refused(value: str, definition: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(definition.replace('"dropout": null', f'"dropout": {value}', 1))
+def test_values_that_no_tokenizer_has_are_refused(
+    value: str, definition: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        definition.replace('"dropout": null', f'"dropout": {value}', 1)
+    )
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
 SETTINGS: dict[str, tuple[Json, str]] = {
-    "an end that is no token": ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "eos_token = '<|im_end|>'"),
-    "another token": ({"special_tokens_map": {"cls_token": {"content": "[CLS]"}}}, "cls_token = '[CLS]'"),
+    "an end that is no token": (
+        {"tokenizer_config": {"eos_token": "<|im_end|>"}},
+        "eos_token = '<|im_end|>'",
+    ),
+    "another token": (
+        {"special_tokens_map": {"cls_token": {"content": "[CLS]"}}},
+        "cls_token = '[CLS]'",
+    ),
     "a further token": ({"special_tokens_map": {"additional_special_tokens": ["<a>"]}}, "'<a>'"),
     "a further token, as transformers 5 writes it": (
         {"tokenizer_config": {"extra_special_tokens": ["<a>"]}},
         "extra_special_tokens: '<a>'",
     ),
     "a further token with a role": (
-        {"tokenizer_config": {"model_specific_special_tokens": {"image_token": {"content": "<a>"}}}},
+        {
+            "tokenizer_config": {
+                "model_specific_special_tokens": {"image_token": {"content": "<a>"}}
+            }
+        },
         "model_specific_special_tokens: '<a>'",
     ),
     "further tokens that are no list": (
@@ -132,9 +179,15 @@ SETTINGS: dict[str, tuple[Json, str]] = {
     "a number": ({"tokenizer_config": {"eos_token": 0}}, "eos_token = 0: give a token, as text"),
     "a list": ({"tokenizer_config": []}, "does not hold a JSON object"),
     "no JSON": ({"special_tokens_map": "{"}, "cannot be read"),
-    "a key twice": ({"tokenizer_config": '{"eos_token": "a", "eos_token": "b"}'}, "it has the key 'eos_token' twice"),
+    "a key twice": (
+        {"tokenizer_config": '{"eos_token": "a", "eos_token": "b"}'},
+        "it has the key 'eos_token' twice",
+    ),
     "no id": ({"added_tokens": {"<a>": "x"}}, "'<a>' has the id 'x'"),
-    "no table": ({"tokenizer_config": {"added_tokens_decoder": [1]}}, "added_tokens_decoder is no table"),
+    "no table": (
+        {"tokenizer_config": {"added_tokens_decoder": [1]}},
+        "added_tokens_decoder is no table",
+    ),
 }
 
 
@@ -143,13 +196,18 @@ def test_settings_that_the_tokenizer_does_not_bear_out_are_refused_by_file_and_t
     case: str, definition: str, tmp_path: Path
 ) -> None:
     beside, why = SETTINGS[case]
-    with pytest.raises(UserError, match=f"^{tmp_path}/{next(iter(beside))}.json.*" + re.escape(why)):
+    with pytest.raises(
+        UserError, match=f"^{tmp_path}/{next(iter(beside))}.json.*" + re.escape(why)
+    ):
         load_tokenizer(written(tmp_path, definition, **beside))
 
 
 ENDS: dict[str, Json] = {
     "only the map": {"special_tokens_map": {"eos_token": "t"}},
-    "the map differs": {"tokenizer_config": {"eos_token": END}, "special_tokens_map": {"eos_token": "t"}},
+    "the map differs": {
+        "tokenizer_config": {"eos_token": END},
+        "special_tokens_map": {"eos_token": "t"},
+    },
     "the map differs from newer settings": {
         "tokenizer_config": {"eos_token": END, "added_tokens_decoder": {"0": added(END, 0)}},
         "special_tokens_map": {"eos_token": "t"},
@@ -159,17 +217,28 @@ ENDS: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_document_ends_with_the_token_that_transformers_reads(case: str, definition: str, tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+def test_a_document_ends_with_the_token_that_transformers_reads(
+    case: str, definition: str, tmp_path: Path
+) -> None:
+    transformers: Any = pytest.importorskip(
+        "transformers", reason="needs transformers: the extra hf"
+    )
     tokenizer = load_tokenizer(written(tmp_path, definition, **ENDS[case]))
     assert tokenizer.eos == transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id
-    (*notes, ordinary) = tokenizer.notes if tokenizer.eos else (*tokenizer.notes, "'t', which ends a document")
+    if tokenizer.eos:
+        (*notes, ordinary) = tokenizer.notes
+    else:
+        (*notes, ordinary) = (*tokenizer.notes, "'t', which ends a document")
     assert "'t', which ends a document" in ordinary and len(notes) == ("differs" in case)
-    assert all("special_tokens_map.json" in note and "tokenizer_config.json" in note for note in notes)
+    assert all(
+        "special_tokens_map.json" in note and "tokenizer_config.json" in note for note in notes
+    )
 
 
 @pytest.mark.parametrize("html", [False, True])
-def test_the_usual_end_is_sought_among_special_tokens_first(html: bool, definition: str, tmp_path: Path) -> None:
+def test_the_usual_end_is_sought_among_special_tokens_first(
+    html: bool, definition: str, tmp_path: Path
+) -> None:
     """`</s>` may be a tag of HTML, as in Gemma's vocabulary."""
     change = [added("</s>", SIZE, special=False)] if html else []
     path = written(tmp_path, definition, lambda said: said["added_tokens"].extend(change))
@@ -177,14 +246,26 @@ def test_the_usual_end_is_sought_among_special_tokens_first(html: bool, definiti
 
 
 NOTES: dict[str, tuple[Callable[[Json], object], Json, str]] = {
-    "code of its own": (dict, {"auto_map": {"AutoTokenizer": ["a.B", None]}}, "code of the folder's own is not run"),
-    "a space before texts": (dict, {"add_prefix_space": True}, "add_prefix_space = true is not followed, for pre_tok"),
+    "code of its own": (
+        dict,
+        {"auto_map": {"AutoTokenizer": ["a.B", None]}},
+        "code of the folder's own is not run",
+    ),
+    "a space before texts": (
+        dict,
+        {"add_prefix_space": True},
+        "add_prefix_space = true is not followed, for pre_tok",
+    ),
     "a key of another version": (
         lambda said: (said["model"].update(heat=3), said["pre_tokenizer"].update(cold=1)),
         {},
         "pre_tokenizer.cold, model.heat: the package tokenizers does not read it",
     ),
-    "a flag of another version": (lambda said: said["added_tokens"][0].update(hot=1), {}, "added_tokens.hot: the pack"),
+    "a flag of another version": (
+        lambda said: said["added_tokens"][0].update(hot=1),
+        {},
+        "added_tokens.hot: the pack",
+    ),
     "characters without a token": (
         lambda said: said.update(pre_tokenizer=None, decoder=None),
         {},
@@ -194,14 +275,23 @@ NOTES: dict[str, tuple[Callable[[Json], object], Json, str]] = {
 
 
 @pytest.mark.parametrize("case", NOTES)
-def test_what_other_programs_follow_and_what_gets_lost_is_noted(case: str, definition: str, tmp_path: Path) -> None:
+def test_what_other_programs_follow_and_what_gets_lost_is_noted(
+    case: str, definition: str, tmp_path: Path
+) -> None:
     change, config, why = NOTES[case]
     (note,) = load_tokenizer(written(tmp_path, definition, change, tokenizer_config=config)).notes
     assert why in note
-    assert load_tokenizer(written(tmp_path, definition, tokenizer_config={"add_prefix_space": False})).notes == ()
+    assert (
+        load_tokenizer(
+            written(tmp_path, definition, tokenizer_config={"add_prefix_space": False})
+        ).notes
+        == ()
+    )
 
 
-def test_an_old_spelling_that_the_library_takes_over_is_not_noted(definition: str, tmp_path: Path) -> None:
+def test_an_old_spelling_that_the_library_takes_over_is_not_noted(
+    definition: str, tmp_path: Path
+) -> None:
     old = {"type": "Metaspace", "replacement": "_", "str_rep": "_", "add_prefix_space": True}
     path = written(tmp_path, definition, lambda said: said.update(pre_tokenizer=old, decoder=old))
     tokenizer = load_tokenizer(path)
@@ -210,24 +300,34 @@ def test_an_old_spelling_that_the_library_takes_over_is_not_noted(definition: st
 
 
 def test_a_sentencepiece_model_that_is_cut_off_is_refused(pieces: bytes, tmp_path: Path) -> None:
-    """At the border of two of its fields the library reads what is there, and takes its defaults for the rest."""
+    """At the border of two of its fields the library reads what is there, and takes its defaults
+    for the rest."""
     kept = list(protobuf_fields(pieces))
     assert kept[-1][0] == 3
     ends = [len(pieces) - len(kept[-1][1]) - 2, *range(1, len(pieces), 997)]
     for end in ends:
         (tmp_path / "a.model").write_bytes(pieces[:end])
-        with pytest.raises(UserError, match=r"a\.model (has no normalizer_spec.* cut off|is neither)"):
+        with pytest.raises(
+            UserError, match=r"a\.model (has no normalizer_spec.* cut off|is neither)"
+        ):
             load_tokenizer(tmp_path / "a.model")
 
 
-def test_settings_beside_a_tokenizer_model_count_as_beside_a_tokenizer_json(pieces: bytes, tmp_path: Path) -> None:
+def test_settings_beside_a_tokenizer_model_count_as_beside_a_tokenizer_json(
+    pieces: bytes, tmp_path: Path
+) -> None:
     for name in ("tokenizer.model", "other.model"):
         (tmp_path / name).write_bytes(pieces)
     said = {"eos_token": "<s>", "added_tokens_decoder": {"2": {"content": "</s>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    assert [load_tokenizer(tmp_path / name).eos for name in ("tokenizer.model", "other.model")] == [1, 2]
+    assert [load_tokenizer(tmp_path / name).eos for name in ("tokenizer.model", "other.model")] == [
+        1,
+        2,
+    ]
     (tmp_path / "added_tokens.json").write_text('{"<|im_end|>": 330}')
-    with pytest.raises(UserError, match=r"added_tokens\.json adds token 330, '<\|im_end\|>', which tokenizer.model"):
+    with pytest.raises(
+        UserError, match=r"added_tokens\.json adds token 330, '<\|im_end\|>', which tokenizer.model"
+    ):
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
@@ -237,20 +337,33 @@ def test_a_piece_that_settings_give_another_name_is_noted_if_no_text_can_hold_it
 ) -> None:
     """InternLM2's settings call unused pieces `<|im_end|>` and the like; special tokens are never read from a text."""
     (tmp_path / "tokenizer.model").write_bytes(pieces)
-    said = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"300": {"content": "<|im_end|>", "special": special}}}
+    said = {
+        "eos_token": "<|im_end|>",
+        "added_tokens_decoder": {"300": {"content": "<|im_end|>", "special": special}},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     if not special:
-        with pytest.raises(UserError, match=r"adds token 300, '<\|im_end\|>', which tokenizer.model does not have"):
+        with pytest.raises(
+            UserError, match=r"adds token 300, '<\|im_end\|>', which tokenizer.model does not have"
+        ):
             load_tokenizer(tmp_path / "tokenizer.model")
         return
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     note, of_losses = tokenizer.notes
-    assert "does not give texts back as they were" in of_losses and of_losses.endswith("the sign U+2581")
-    assert tokenizer.eos == 300 and "tokenizer_config.json: '<|im_end|>' is token 300, which is " in note
+    assert "does not give texts back as they were" in of_losses and of_losses.endswith(
+        "the sign U+2581"
+    )
+    assert (
+        tokenizer.eos == 300
+        and "tokenizer_config.json: '<|im_end|>' is token 300, which is " in note
+    )
 
 
 KINDS = {
-    "a.model": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+    "a.model": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "a pointer of Git LFS",
+    ),
     "b.model": (b"\x1f\x8b\x08\x00", "packed by gzip"),
     "c.pkl": (b"\x80\x04}\x94.", "perhaps a pickle"),
     "d.tiktoken": (b"IQ== 0\nIg== 1\n", "a vocabulary of tiktoken"),
@@ -272,7 +385,10 @@ KINDS = {
 def test_a_file_of_another_kind_is_called_what_it_is(name: str, tmp_path: Path) -> None:
     content, what = KINDS[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name} is neither a SentencePiece .* tokenizer.json: it .*{re.escape(what)}"):
+    with pytest.raises(
+        UserError,
+        match=f"{name} is neither a SentencePiece .* tokenizer.json: it .*{re.escape(what)}",
+    ):
         load_tokenizer(tmp_path / name)
 
 
@@ -303,7 +419,9 @@ def test_tokens_of_unknown_text_are_counted(tmp_path: Path) -> None:
     assert prepare(source, tmp_path / "out", tokenizer=tmp_path / "a.model").unknown == 2
 
 
-def test_a_data_set_is_not_reused_when_documents_end_with_another_token(definition: str, tmp_path: Path) -> None:
+def test_a_data_set_is_not_reused_when_documents_end_with_another_token(
+    definition: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("the text")
     source = open_source(str(tmp_path / "a.txt"))
     path = written(tmp_path, definition, tokenizer_config={"eos_token": END})
@@ -314,18 +432,24 @@ def test_a_data_set_is_not_reused_when_documents_end_with_another_token(definiti
         prepare(source, tmp_path / "out", tokenizer=path)
 
 
-def test_no_text_is_made_of_ids_that_no_token_has(definition: str, pieces: bytes, tmp_path: Path) -> None:
+def test_no_text_is_made_of_ids_that_no_token_has(
+    definition: str, pieces: bytes, tmp_path: Path
+) -> None:
     (tmp_path / "a.model").write_bytes(pieces)
     for path in (written(tmp_path, definition), tmp_path / "a.model"):
         tokenizer = load_tokenizer(path)
         for wrong in (tokenizer.vocab_size, -1):
-            with pytest.raises(UserError, match=f"{path.name} has no token {wrong}: it has {tokenizer.vocab_size}"):
+            with pytest.raises(
+                UserError, match=f"{path.name} has no token {wrong}: it has {tokenizer.vocab_size}"
+            ):
                 tokenizer.decode([1, wrong])
 
 
 def test_a_part_of_another_version_is_refused_by_name(definition: str, tmp_path: Path) -> None:
     path = written(tmp_path, definition, lambda said: said.update(lowercase=True))
-    with pytest.raises(UserError, match=r"tokenizer.json: the package tokenizers .*: it does not know lowercase:"):
+    with pytest.raises(
+        UserError, match=r"tokenizer.json: the package tokenizers .*: it does not know lowercase:"
+    ):
         load_tokenizer(path)
 
 

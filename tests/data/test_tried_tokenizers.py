@@ -32,7 +32,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> list[Any]:
     """The commands that are started to try tokenizers."""
-    run, started = subprocess.run, list[Any]()
+    run = subprocess.run
+    started = list[Any]()
 
     def noted(command: Any, **options: Any) -> Any:
         started.append(command)
@@ -51,14 +52,23 @@ def test_a_tokenizer_that_the_library_cannot_bear_is_refused_in_one_line(
     path = train_hugging_face(TEXTS, tmp_path / "tokenizer.json", 270)
     path.write_text(json.dumps(json.loads(path.read_text()) | HARMFUL[name]))
     (tmp_path / "text.txt").write_text(TEXTS[0])
-    command = ["data", "build", str(tmp_path / "text.txt"), str(tmp_path / "tokens"), "--tokenizer", str(path)]
+    command = [
+        "data",
+        "build",
+        str(tmp_path / "text.txt"),
+        str(tmp_path / "tokens"),
+        "--tokenizer",
+        str(path),
+    ]
     assert main(command) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{path}: the package tokenizers ") and said.count("\n") == 1
     assert "save it anew by the library" in said
 
 
-def test_a_tokenizer_is_tried_once_and_one_that_was_made_here_never(tmp_path: Path, tries: list[Any]) -> None:
+def test_a_tokenizer_is_tried_once_and_one_that_was_made_here_never(
+    tmp_path: Path, tries: list[Any]
+) -> None:
     load_tokenizer(train_sentencepiece(TEXTS, tmp_path / "own", 300))
     own = train_hugging_face(TEXTS, tmp_path / "tokenizer.json", 270)
     load_tokenizer(own)
@@ -69,7 +79,9 @@ def test_a_tokenizer_is_tried_once_and_one_that_was_made_here_never(tmp_path: Pa
     assert len(tries) == 1
 
 
-def test_a_file_that_the_library_refuses_is_refused_by_the_reason(tmp_path: Path, tries: list[Any]) -> None:
+def test_a_file_that_the_library_refuses_is_refused_by_the_reason(
+    tmp_path: Path, tries: list[Any]
+) -> None:
     file = tmp_path / "x.model"
     file.write_bytes(b"\x0a\x05abcde" * 30)
     with pytest.raises(UserError, match="neither a SentencePiece"):

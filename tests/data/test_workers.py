@@ -52,7 +52,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """Documents of all lengths: none, less than a chunk and many chunks."""
     path = tmp_path_factory.mktemp("text") / "x.jsonl"
     library = "".join(text for _, text in open_source("python", max_chars=900_000))
-    cuts = [0, 10, 10, 5_000, 30_000, 30_000, 30_001, 200_000, *range(200_000, 900_000, 1777), 900_000]
+    cuts = [
+        0,
+        10,
+        10,
+        5_000,
+        30_000,
+        30_000,
+        30_001,
+        200_000,
+        *range(200_000, 900_000, 1777),
+        900_000,
+    ]
     texts = [library[a:b] for a, b in pairwise(cuts)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return open_source(str(path))
@@ -71,15 +82,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def digests(prefix: Path) -> list[str]:
-    return [hashlib.sha256(prefix.with_suffix(suffix).read_bytes()).hexdigest() for suffix in (".bin", ".idx", ".json")]
+    return [
+        hashlib.sha256(prefix.with_suffix(suffix).read_bytes()).hexdigest()
+        for suffix in (".bin", ".idx", ".json")
+    ]
 
 
 @pytest.mark.usefixtures("small")
-def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, source: Source, model: Tokenizer) -> None:
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, source: Source, model: Tokenizer
+) -> None:
     for number in (1, 2, 5):
         build(source, model, tmp_path / f"{number}", workers=number)
     assert digests(tmp_path / "1") == digests(tmp_path / "2") == digests(tmp_path / "5")
-    dataset, texts = IndexedDataset(tmp_path / "5"), [text for _, text in source if text]
+    dataset = IndexedDataset(tmp_path / "5")
+    texts = [text for _, text in source if text]
     assert dataset.num_documents == len(texts)
     for index in (0, 1, 4, len(texts) - 1):
         assert dataset.document(index).tolist() == [*model.encode(texts[index]), model.eos]
@@ -101,7 +118,9 @@ def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer)
     whole = request.getvalue()
     command = [sys.executable, "-m", encoding.__name__, str(model.path), str(model.eos)]
     for length in (3, 20, len(whole) - 1, len(whole)):
-        ended = subprocess.run(command, input=whole[:length], capture_output=True, timeout=600, cwd=ROOT)
+        ended = subprocess.run(
+            command, input=whole[:length], capture_output=True, timeout=600, cwd=ROOT
+        )
         assert (ended.returncode == 0, ended.stderr) == (length == len(whole), b"")
 
 
@@ -109,11 +128,24 @@ def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer)
 @pytest.mark.parametrize(("number", "chunks"), [(2, 17), (1, 2)])
 @pytest.mark.usefixtures("small")
 def test_a_killed_build_goes_on_to_the_same_bytes(
-    tmp_path: Path, source: Source, model: Tokenizer, monkeypatch: pytest.MonkeyPatch, number: int, chunks: int
+    tmp_path: Path,
+    source: Source,
+    model: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    chunks: int,
 ) -> None:
-    words = [str(source.root / "x.jsonl"), str(model.path), str(tmp_path / "out"), str(number), str(chunks), str(SMALL)]
+    words = [
+        str(source.root / "x.jsonl"),
+        str(model.path),
+        str(tmp_path / "out"),
+        str(number),
+        str(chunks),
+        str(SMALL),
+    ]
     command = [sys.executable, "-c", KILLED, *words]
-    killed = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, timeout=600)  # waits for all that hold the pipe
+    # waits for all that hold the pipe
+    killed = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, timeout=600)
     assert (killed.returncode, killed.stderr) == (-signal.SIGKILL, b"")
     with pytest.raises(UserError, match="no such file"):
         IndexedDataset(tmp_path / "out")
@@ -145,7 +177,9 @@ def interrupt(source: Source, model: Tokenizer, prefix: Path, chunks: int = 9) -
 
 
 @pytest.mark.usefixtures("small")
-def test_what_another_text_left_is_not_taken_up(tmp_path: Path, source: Source, model: Tokenizer) -> None:
+def test_what_another_text_left_is_not_taken_up(
+    tmp_path: Path, source: Source, model: Tokenizer
+) -> None:
     interrupt(source, model, tmp_path / "out")
     other = open_source("python", max_chars=100_000)
     build(other, model, tmp_path / "out")
@@ -154,7 +188,9 @@ def test_what_another_text_left_is_not_taken_up(tmp_path: Path, source: Source, 
 
 
 @pytest.mark.usefixtures("small")
-def test_a_build_can_be_interrupted_again_and_again(tmp_path: Path, source: Source, model: Tokenizer) -> None:
+def test_a_build_can_be_interrupted_again_and_again(
+    tmp_path: Path, source: Source, model: Tokenizer
+) -> None:
     for _ in range(3):
         interrupt(source, model, tmp_path / "out", 8)
     build(source, model, tmp_path / "out")
@@ -199,8 +235,12 @@ def test_a_worker_that_dies_is_told_of_and_nothing_is_left(
     assert all(process.returncode is not None for process in started)
 
 
-def test_a_short_text_is_not_worth_a_process(tmp_path: Path, model: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_text_is_not_worth_a_process(
+    tmp_path: Path, model: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workers, "_processes", lambda *_: pytest.fail("a process was started"))
     assert build(open_source("python", max_chars=5_000), model, tmp_path / "a", workers=1).documents
     (tmp_path / "a.txt").write_text("short")
-    assert build(open_source(str(tmp_path / "a.txt")), model, tmp_path / "b", workers=8).documents == 1
+    assert (
+        build(open_source(str(tmp_path / "a.txt")), model, tmp_path / "b", workers=8).documents == 1
+    )

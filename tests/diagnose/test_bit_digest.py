@@ -9,7 +9,15 @@ from torch import Tensor
 from megaprec.diagnose.bit_digest import WIDTH, digest, hexadecimal
 from tests.flips import INTEGERS
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.bool,
+)
 
 
 def values(count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -28,7 +36,8 @@ def test_each_flipped_bit_changes_both_sums(data: st.DataObject) -> None:
     count = data.draw(st.sampled_from((1, 3, 7, 64, 1001, WIDTH + 5)))
     x = values(count, dtype)
     y = x.clone()
-    bit, place = data.draw(st.integers(0, 8 * x.itemsize - 1)), data.draw(st.integers(0, count - 1))
+    bit = data.draw(st.integers(0, 8 * x.itemsize - 1))
+    place = data.draw(st.integers(0, count - 1))
     mask = -(1 << bit) if x.itemsize == 8 and bit == 63 else 1 << bit
     integers = y.view(INTEGERS[x.itemsize])
     integers[place] ^= torch.tensor(mask).to(integers.dtype)
@@ -40,7 +49,8 @@ def test_each_flipped_bit_changes_both_sums(data: st.DataObject) -> None:
 def test_two_elements_that_are_swapped_change_both_sums(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES[:6]))
     count = data.draw(st.sampled_from((2, 9, 300, 3 * WIDTH + 1)))
-    one, other = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, count - 1))
+    one = data.draw(st.integers(0, count - 1))
+    other = data.draw(st.integers(0, count - 1))
     x = values(count, dtype)
     x[one], x[other] = 2.0, 3.0
     y = x.clone()
@@ -49,7 +59,9 @@ def test_two_elements_that_are_swapped_change_both_sums(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:5])
-def test_rows_that_are_swapped_and_signs_that_are_flipped_change_both_sums(dtype: torch.dtype) -> None:
+def test_rows_that_are_swapped_and_signs_that_are_flipped_change_both_sums(
+    dtype: torch.dtype,
+) -> None:
     x = values(96 * 1024, dtype).view(96, 1024)
     for one, other in ((0, 1), (3, 67), (94, 95)):
         y = x.clone()

@@ -14,7 +14,8 @@ from megaprec.diagnose.call_stack import Call, calls_of, main_calls, main_stack,
 
 ROOT = Path(__file__).parents[2]
 FRAMES = {"_current_frames", "_current_exceptions", "f_back"}
-# `_getframe` of the thread's own stack is walked here, by the thread itself, while it stands still in it.
+# `_getframe` of the thread's own stack is walked here, by the thread itself, while it stands still
+# in it.
 OWN_STACK = {"tools/parity/progress.py"}
 
 
@@ -66,19 +67,25 @@ def test_a_transfer_that_the_users_own_code_makes_is_a_wait() -> None:
 
 
 def test_no_watcher_walks_the_frames_of_a_running_thread() -> None:
-    """Python frees a frame while another thread walks it: a rank that was healthy died of SIGSEGV."""
+    """Python frees a frame while another thread walks it: a rank that was healthy died of
+    SIGSEGV."""
     walking = {
         str(path.relative_to(ROOT))
         for package in ("megaprec", "parallel", "models", "tools")
         for path in (ROOT / package).rglob("*.py")
-        if FRAMES & {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        if FRAMES
+        & {
+            node.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        }
     }
     assert walking == OWN_STACK
 
 
-# Deep and short calls of Python from torch's C++, of which the stack is written as often as can be. Garbage whose
-# finalizers release the interpreter's lock is collected all the time: whoever walks `f_back` here, 4,000 times a
-# second, dies of SIGSEGV within 20 seconds on Python 3.11.
+# Deep and short calls of Python from torch's C++, of which the stack is written as often as can be.
+# Garbage whose finalizers release the interpreter's lock is collected all the time: whoever walks
+# `f_back` here, 4,000 times a second, dies of SIGSEGV within 20 seconds on Python 3.11.
 WATCHED = """
 import gc, sys, threading, time
 import torch
@@ -133,6 +140,8 @@ print(looks)
 @pytest.mark.parametrize("seconds", [1, pytest.param(300, marks=pytest.mark.campaign)])
 def test_a_thread_that_is_watched_as_often_as_can_be_goes_on(seconds: int) -> None:
     command = [sys.executable, "-c", WATCHED, str(seconds)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds + 120, check=False)
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=seconds + 120, check=False
+    )
     assert (run.returncode, run.stderr) == (0, "")
     assert int(run.stdout) > 0

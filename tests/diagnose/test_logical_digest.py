@@ -1,4 +1,5 @@
-"""A digest of a logical tensor sees every bit and its place, and does not depend on how ranks share the tensor."""
+"""A digest of a logical tensor sees every bit and its place, and does not depend on how ranks share
+the tensor."""
 
 from math import prod
 
@@ -34,14 +35,19 @@ def differ(x: Tensor, y: Tensor) -> bool:
 def test_slices_along_any_dim_and_runs_of_them_add_up_to_the_whole(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES[1:6]))
     x = values(shape, data.draw(st.sampled_from(DTYPES)))
-    size, dim = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([None, *range(len(shape))]))
+    size = data.draw(st.integers(1, 5))
+    dim = data.draw(st.sampled_from([None, *range(len(shape))]))
     total = torch.zeros(2, dtype=torch.int64)
     for rank in range(size):
         part = Part.cut("x", shape, dim, Axis("tp", rank, size))
         own = part.take(x).reshape(-1)
         ends = sorted(data.draw(st.lists(st.integers(0, len(own)), max_size=4)))
         runs = zip([0, *ends], [*ends, len(own)], strict=True)
-        total += sum((digest_terms(own[a:b], part, a) for a, b in runs), total * 0) if part.copy == 0 else 0
+        total += (
+            sum((digest_terms(own[a:b], part, a) for a, b in runs), total * 0)
+            if part.copy == 0
+            else 0
+        )
     assert torch.equal(total, whole(x))
 
 
@@ -51,11 +57,14 @@ def test_each_flipped_bit_changes_both_sums(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     x = values(data.draw(st.sampled_from(SHAPES)), dtype)
     y = x.clone()
-    bit, place = data.draw(st.integers(0, 8 * x.itemsize - 1)), data.draw(st.integers(0, x.numel() - 1))
+    bit = data.draw(st.integers(0, 8 * x.itemsize - 1))
+    place = data.draw(st.integers(0, x.numel() - 1))
     mask = -(1 << bit) if x.itemsize == 8 and bit == 63 else 1 << bit
     integers = y.view(INTEGERS[x.itemsize]).view(-1)
     integers[place] ^= torch.tensor(mask).to(integers.dtype)
-    if not x.view(-1)[place].float().isnan() and not y.view(-1)[place].float().isnan():  # NaNs of eight bits are one
+    if (
+        not x.view(-1)[place].float().isnan() and not y.view(-1)[place].float().isnan()
+    ):  # NaNs of eight bits are one
         assert differ(x, y)
 
 

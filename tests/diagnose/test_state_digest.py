@@ -1,4 +1,5 @@
-"""The digests of a state are the same in every layout that holds it, and another state has others."""
+"""The digests of a state are the same in every layout that holds it, and another state has
+others."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,8 @@ RUNS = {
     "mixtral": Run(MODELS["mixtral"], "bf16", steps=2, changes={"masters": "split"}),
 }
 ALONE, *OTHERS = LAYOUTS
-MANY = sorted(OTHERS, key=lambda layout: layout != (2, 1, 2))  # the first has copies over tp, over dp, and shards
+# the first has copies over tp, over dp, and shards
+MANY = sorted(OTHERS, key=lambda layout: layout != (2, 1, 2))
 
 
 def made(optimizer: ParallelAMPOptimizer) -> Digests:
@@ -71,15 +73,21 @@ def test_every_weight_and_moment_has_a_digest(saved: tuple[Path, dict[str, Diges
         assert sorted(found) == ["exp_avg", "exp_avg_sq", "weight"], name
         names = {"embedding.weight", "layers.1.attention.key.weight"}
         assert all(names <= tensors.keys() == found["weight"].keys() for tensors in found.values())
-        assert len({one for tensors in found.values() for one in tensors.values()}) > 2 * len(found["weight"])
+        assert len({one for tensors in found.values() for one in tensors.values()}) > 2 * len(
+            found["weight"]
+        )
 
 
 def change(what: str, optimizer: ParallelAMPOptimizer) -> tuple[str, ...]:
     """Change the state; returns "kind/name" of what is another."""
-    buffer = next(b for b in optimizer.all_buffers() if len({p.part.shape for p in b.pieces}) < len(b.pieces))
+    buffer = next(
+        b for b in optimizer.all_buffers() if len({p.part.shape for p in b.pieces}) < len(b.pieces)
+    )
     shapes: dict[tuple[int, ...], Any] = {}
     one, other = next(
-        (p, shapes[p.part.shape]) for p in buffer.pieces if p.part.shape in shapes or shapes.update({p.part.shape: p})
+        (p, shapes[p.part.shape])
+        for p in buffer.pieces
+        if p.part.shape in shapes or shapes.update({p.part.shape: p})
     )
     moment = buffer.state["exp_avg"]
     if what == "lowest bit":
@@ -89,11 +97,14 @@ def change(what: str, optimizer: ParallelAMPOptimizer) -> tuple[str, ...]:
         moment[one.start] *= -1
         return (f"exp_avg/{one.part.name}",)
     if what == "tensors swapped":
-        first, second = moment[one.start : one.stop].clone(), moment[other.start : other.stop].clone()
+        first = moment[one.start : one.stop].clone()
+        second = moment[other.start : other.stop].clone()
         moment[one.start : one.stop], moment[other.start : other.stop] = second, first
         return f"exp_avg/{one.part.name}", f"exp_avg/{other.part.name}"
     if what == "moments swapped":
-        first, second = (buffer.state[kind][one.start].clone() for kind in ("exp_avg", "exp_avg_sq"))
+        first, second = (
+            buffer.state[kind][one.start].clone() for kind in ("exp_avg", "exp_avg_sq")
+        )
         buffer.state["exp_avg"][one.start], buffer.state["exp_avg_sq"][one.start] = second, first
         return f"exp_avg/{one.part.name}", f"exp_avg_sq/{one.part.name}"
     assert buffer.masters is not None
@@ -101,7 +112,9 @@ def change(what: str, optimizer: ParallelAMPOptimizer) -> tuple[str, ...]:
     return (f"weight/{one.part.name}",)
 
 
-@pytest.mark.parametrize("what", ["lowest bit", "sign", "tensors swapped", "moments swapped", "master"])
+@pytest.mark.parametrize(
+    "what", ["lowest bit", "sign", "tensors swapped", "moments swapped", "master"]
+)
 def test_what_changes_is_named_and_nothing_else(what: str) -> None:
     run = RUNS["gpt2, tied"]
     engine = make_engine(None, run)
@@ -109,6 +122,11 @@ def test_what_changes_is_named_and_nothing_else(what: str) -> None:
     before = made(engine.optimizer)
     changed = change(what, engine.optimizer)
     after = made(engine.optimizer)
-    apart = [f"{kind}/{name}" for kind in before for name in before[kind] if before[kind][name] != after[kind][name]]
+    apart = [
+        f"{kind}/{name}"
+        for kind in before
+        for name in before[kind]
+        if before[kind][name] != after[kind][name]
+    ]
     assert sorted(apart) == sorted(changed)
     assert folded(before) != folded(after)

@@ -1,6 +1,7 @@
 """The first tensor that is not finite is named, with the module in which it arose."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ class Break(torch.autograd.Function):
     """x itself, but for what `forward` and `backward` make of it and of its gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ANN001
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.change = backward
         return forward(x.clone())
 
@@ -33,11 +39,17 @@ def spoilt(x: Tensor) -> Tensor:
 
 
 class Pair(nn.Module):
-    """Two linear layers and, between them, `Break`; the first returns a tuple. `scale` is a parameter of its own."""
+    """Two linear layers and, between them, `Break`; the first returns a tuple. `scale` is a
+    parameter of its own."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor] = same, backward: Callable[[Tensor], Tensor] = same) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor] = same,
+        backward: Callable[[Tensor], Tensor] = same,
+    ) -> None:
         super().__init__()
-        self.first, self.second = Tupled(4, 6), nn.Linear(6, 4)
+        self.first = Tupled(4, 6)
+        self.second = nn.Linear(6, 4)
         self.scale = nn.Parameter(torch.ones(6))
         self.change = forward, backward
 
@@ -56,7 +68,9 @@ def model(middle: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), middle or Pair(), nn.Linear(4, 2))
 
 
-def traced(net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = torch.sum) -> Trace:
+def traced(
+    net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = torch.sum
+) -> Trace:
     x = torch.arange(15.0).view(5, 3) / 10 if x is None else x
     with Trace(net) as trace:
         value = loss(net(x))
@@ -65,14 +79,17 @@ def traced(net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Ten
     return trace
 
 
-def found_in(net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = torch.sum) -> Finding:
+def found_in(
+    net: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = torch.sum
+) -> Finding:
     found = traced(net, x, loss).found
     assert found is not None
     return found
 
 
 def test_a_finite_pass_finds_nothing_and_changes_no_number() -> None:
-    net, plain = model(), model()
+    net = model()
+    plain = model()
     trace = traced(net)
     plain(torch.arange(15.0).view(5, 3) / 10).sum().backward()
     assert trace.found is None
@@ -127,7 +144,8 @@ def test_a_residual_does_not_hide_which_branch_broke() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.good, self.bad = nn.Linear(4, 4), Inner()
+            self.good = nn.Linear(4, 4)
+            self.bad = Inner()
 
         def forward(self, x: Tensor) -> Tensor:
             return x + self.good(x) + self.bad(x)
@@ -146,7 +164,11 @@ def test_a_gradient_of_a_weight_is_found_even_if_all_that_passes_is_finite() -> 
         net.get_submodule("0").get_parameter("weight").fill_(1e-38)
         net.get_submodule("1").get_parameter("weight").fill_(1.0)
     found = found_in(net, torch.full((5, 3), 1e38), lambda y: 2 * y.sum())
-    assert (found.module, found.what, found.parameters) == ("0", "gradient of 0.weight", ("0.weight",))
+    assert (found.module, found.what, found.parameters) == (
+        "0",
+        "gradient of 0.weight",
+        ("0.weight",),
+    )
     assert (found.infs, found.shape) == (3, (1, 3))
 
 
@@ -155,7 +177,12 @@ def test_a_gradient_of_a_weight_is_found_even_if_all_that_passes_is_finite() -> 
     [
         (torch.full((5, 3), torch.nan), torch.sum, None, "input of the model"),
         (None, lambda y: y.sum() * torch.inf, None, "loss"),
-        (None, lambda y: Break.apply(y, same, spoilt).sum(), None, "gradient of the output of the model"),
+        (
+            None,
+            lambda y: Break.apply(y, same, spoilt).sum(),
+            None,
+            "gradient of the output of the model",
+        ),
     ],
 )
 def test_what_the_model_is_given_and_what_is_made_of_its_output_may_be_to_blame(

@@ -13,11 +13,23 @@ DYNAMIC = LossScaling("dynamic", initial=8.0, minimum=1.0)
 
 
 def watched(scaling: LossScaling, steps: str, scale: float, patience: int = 3) -> OverflowMonitor:
-    """After steps such as "..xn": a dot is applied, an x skipped, an n skipped with a loss that is NaN."""
+    """After steps such as "..xn": a dot is applied, an x skipped, an n skipped with a loss that is
+    NaN."""
     watch = OverflowMonitor(scaling, patience)
     for step in steps:
         loss = nan if step == "n" else 1.0
-        watch.note(StepReport("applied" if step == "." else "skipped_overflow", loss, 1.0, 0, 0.0, (0,), scale, 0.1))
+        watch.note(
+            StepReport(
+                "applied" if step == "." else "skipped_overflow",
+                loss,
+                1.0,
+                0,
+                0.0,
+                (0,),
+                scale,
+                0.1,
+            )
+        )
     return watch
 
 
@@ -46,12 +58,20 @@ def test_training_is_hopeless_after_as_many_skips_in_a_row_as_are_borne_that_no_
     [
         (DYNAMIC, "xxxx", 4.0, "4 in a row at the start: normal"),
         (DYNAMIC, "." * 999 + "x", 4.0, "1 in the last 1000 steps: normal while the scale adapts"),
-        (DYNAMIC, "." * 50 + "x." * 20, 4.0, "20 in the last 90 steps: more than an adapting scale explains"),
+        (
+            DYNAMIC,
+            "." * 50 + "x." * 20,
+            4.0,
+            "20 in the last 90 steps: more than an adapting scale explains",
+        ),
         (
             DYNAMIC,
             ".nn",
             4.0,
-            "2 in a row in which the loss itself was not finite, which a lower scale cannot help: this",
+            (
+                "2 in a row in which the loss itself was not finite, which a lower scale cannot "
+                "help: this"
+            ),
         ),
         (DYNAMIC, "." + "x" * 12, 1.0, "12 in a row at the minimum scale: this will not recover"),
         (LossScaling("none"), ".x", 1.0, "1 in the last 2 steps: without a loss scale"),
@@ -61,19 +81,35 @@ def test_training_is_hopeless_after_as_many_skips_in_a_row_as_are_borne_that_no_
             2.0**22,
             "1 in the last 2 steps: the gradients do not fit; lower prec",
         ),
-        (LossScaling("constant", 2.0**22), "xx", 2.0**22, "2 in a row at a constant scale: this will not recover"),
-        (LossScaling("none"), ".xx", 1.0, "2 in a row and there is no scale to lower: this will not recover"),
+        (
+            LossScaling("constant", 2.0**22),
+            "xx",
+            2.0**22,
+            "2 in a row at a constant scale: this will not recover",
+        ),
+        (
+            LossScaling("none"),
+            ".xx",
+            1.0,
+            "2 in a row and there is no scale to lower: this will not recover",
+        ),
     ],
 )
-def test_the_advice_says_whether_to_care(scaling: LossScaling, steps: str, scale: float, said: str) -> None:
+def test_the_advice_says_whether_to_care(
+    scaling: LossScaling, steps: str, scale: float, said: str
+) -> None:
     assert said in watched(scaling, steps, scale).advice()
 
 
 @pytest.mark.parametrize("scaling", [DYNAMIC, LossScaling("constant", 4.0), LossScaling("none")])
-def test_no_scale_is_blamed_or_trusted_where_the_loss_itself_is_not_finite(scaling: LossScaling) -> None:
+def test_no_scale_is_blamed_or_trusted_where_the_loss_itself_is_not_finite(
+    scaling: LossScaling,
+) -> None:
     watch = watched(scaling, ".", 4.0)
     for _ in range(2):
-        watch.note(StepReport("skipped_overflow", float("nan"), float("nan"), 0, 0.0, (0,), 4.0, 0.1))
+        watch.note(
+            StepReport("skipped_overflow", float("nan"), float("nan"), 0, 0.0, (0,), 4.0, 0.1)
+        )
         assert "lower the learning rate" in watch.advice()
         assert "normal" not in watch.advice()
         assert "loss_scale" not in watch.advice()
@@ -84,7 +120,10 @@ def test_a_watch_goes_on_counting_where_it_was_saved_and_has_hope_again_when_it_
     steps: str, more: str
 ) -> None:
     saved = json.loads(json.dumps(watched(DYNAMIC, steps, 1.0).state_dict()))
-    for left, hopeless in ((saved, True), (watched(DYNAMIC, steps + more, 1.0).state_dict(), False)):
+    for left, hopeless in (
+        (saved, True),
+        (watched(DYNAMIC, steps + more, 1.0).state_dict(), False),
+    ):
         resumed = OverflowMonitor(DYNAMIC, 3)
         resumed.load_state_dict(left)
         assert not resumed.hopeless

@@ -1,4 +1,5 @@
-"""Colossal-AI's TORCH mode around an ordinary module is torch's own mixed precision, bit for bit."""
+"""Colossal-AI's TORCH mode around an ordinary module is torch's own mixed precision, bit for
+bit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,11 @@ from megaprec.dialects import colossalai
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 
-STEPS, LR, DECAY, BETAS, EPS = 40, 3e-3, 0.1, (0.9, 0.95), 1e-8
+STEPS = 40
+LR = 3e-3
+DECAY = 0.1
+BETAS = (0.9, 0.95)
+EPS = 1e-8
 VECTOR = 16  # elements of FP32, or a multiple of what a CPU takes at a time
 OVERFLOWS = {6: 1e30, 7: float("inf"), 21: float("nan")}  # step -> what the loss is multiplied by
 SCALER = {"init_scale": 2.0**9, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 5}
@@ -73,7 +78,10 @@ def trained_by_torch(model: nn.Module) -> Log:
 def trained_by_us(model: nn.Module) -> Log:
     plan = colossalai.resolve({"fp16": {"mode": "TORCH", **SCALER}}).plan
     attach_whole(model)
-    optimizer, log = ParallelAMPOptimizer([model], plan, rule=AdamW(BETAS, EPS), weight_decay=DECAY, clip=0.0), Log()
+    optimizer = ParallelAMPOptimizer(
+        [model], plan, rule=AdamW(BETAS, EPS), weight_decay=DECAY, clip=0.0
+    )
+    log = Log()
     for step in range(STEPS):
         scale = optimizer.scale.item()
         (loss_of(model, step) * optimizer.scale).backward()
@@ -83,18 +91,23 @@ def trained_by_us(model: nn.Module) -> Log:
 
 
 def test_torch_mode_is_autocast_gradscaler_and_fused_adamw_bit_for_bit() -> None:
-    mine, expected = trained_by_us(make_model(48)), trained_by_torch(make_model(48))
+    mine = trained_by_us(make_model(48))
+    expected = trained_by_torch(make_model(48))
     assert mine.scales == expected.scales
     assert expected.skipped == mine.skipped == [*OVERFLOWS]
     assert all(torch.equal(a, b) for a, b in pairs(mine, expected))
-    assert max(mine.scales) > mine.scales[0] > min(mine.scales), "the scale did not both grow and fall"
+    assert max(mine.scales) > mine.scales[0] > min(mine.scales), (
+        "the scale did not both grow and fall"
+    )
 
 
 def test_elements_that_do_not_fill_a_vector_are_all_that_torch_may_round_otherwise() -> None:
-    """torch's kernel updates the last few elements of a tensor one by one, with other roundings than the rest of it. In
-    a flat buffer a parameter that is no multiple of `VECTOR` has no such last elements.
+    """torch's kernel updates the last few elements of a tensor one by one, with other roundings
+    than the rest of it. In a flat buffer a parameter that is no multiple of `VECTOR` has no such
+    last elements.
     """
-    mine, expected = trained_by_us(make_model(51)), trained_by_torch(make_model(51))
+    mine = trained_by_us(make_model(51))
+    expected = trained_by_torch(make_model(51))
     assert mine.scales == expected.scales and mine.skipped == expected.skipped
     for ours, theirs in zip(mine.weights, expected.weights, strict=True):
         for a, b in zip(ours, theirs, strict=True):

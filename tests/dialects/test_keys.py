@@ -1,7 +1,9 @@
-"""Every key of the five systems: with a value that is not its default it changes what it decides, and nothing else.
+"""Every key of the five systems: with a value that is not its default it changes what it decides,
+and nothing else.
 
-A row is a key, its value, and the fields of the plan (`scaling.initial`: a field of one), the run-file keys or the
-number of notes that are then different from what the configuration around it gives.
+A row is a key, its value, and the fields of the plan (`scaling.initial`: a field of one), the
+run-file keys or the number of notes that are then different from what the configuration around it
+gives.
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,9 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import LossScaling
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32 = torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
 Row = tuple[str, Any, dict[str, Any]]
 Case = tuple[str, type[Keys], dict[str, Any], str, Any, dict[str, Any]]
 
@@ -30,7 +34,9 @@ def fields(names: str, value: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
-def rows(system: str, kind: type[Keys], table: str, around: dict[str, Any], *keys: Row) -> Iterator[Case]:
+def rows(
+    system: str, kind: type[Keys], table: str, around: dict[str, Any], *keys: Row
+) -> Iterator[Case]:
     """Cases of keys that stand in `table` of a configuration like `around`."""
     for key, value, changes in keys:
         yield system, kind, around, f"{table}.{key}" if table else key, value, changes
@@ -39,17 +45,31 @@ def rows(system: str, kind: type[Keys], table: str, around: dict[str, Any], *key
 def recipe(name: str, *keys: Row) -> Iterator[Case]:
     """Cases of a recipe of Transformer Engine's, in fields of FP8Recipe."""
     around = {"fp8_autocast": {"fp8_recipe": {"recipe": name}}}
-    put = [(key, value, {f"fp8.{field}": to for field, to in changes.items()}) for key, value, changes in keys]
+    put = [
+        (key, value, {f"fp8.{field}": to for field, to in changes.items()})
+        for key, value, changes in keys
+    ]
     return rows("smp", smp.RECIPES[name], "fp8_autocast.fp8_recipe", around, *put)
 
 
 LATER_STD = dict.fromkeys(STDS.values(), 0.02) | {"shrink": "layer"}
-INTERNLM_STD = {"embedding": 0.0052, "head": 0.0052, "qkv": 0.006, "output": 0.006, "up": 0.006, "down": 0.006}
+INTERNLM_STD = {
+    "embedding": 0.0052,
+    "head": 0.0052,
+    "qkv": 0.006,
+    "output": 0.006,
+    "up": 0.006,
+    "down": 0.006,
+}
 ZERO = {"optimizer_config": {"zero_one_enabled": True}}
-TORCH, PARALLEL = {"fp16": {"mode": "TORCH"}}, {"fp16": {"mode": "PARALLEL"}}
-O1, O2 = {"fp16": {"mode": "APEX"}}, {"fp16": {"mode": "APEX", "opt_level": "O2"}}
+TORCH = {"fp16": {"mode": "TORCH"}}
+PARALLEL = {"fp16": {"mode": "PARALLEL"}}
+O1 = {"fp16": {"mode": "APEX"}}
+O2 = {"fp16": {"mode": "APEX", "opt_level": "O2"}}
 TWO_LOSSES = {"fp16": {"mode": "APEX", "num_losses": 2}}
-BF16_MIXED, FP16_MIXED, FP8 = {"precision": "bf16"}, {"precision": "16"}, {"precision": "bf16", "fp8": "hybrid"}
+BF16_MIXED = {"precision": "bf16"}
+FP16_MIXED = {"precision": "16"}
+FP8 = {"precision": "bf16", "fp8": "hybrid"}
 MX = {**FP8, "fp8_recipe": "mxfp8", "num_layers_at_start_in_bf16": 2}
 FIRST = {**FP8, "fp8_recipe": "mxfp8", "first_last_layers_bf16": True}
 AUTOCAST = {**BF16_MIXED, "autocast_enabled": True}
@@ -66,7 +86,9 @@ ATTENTION: tuple[Row, ...] = (
 )
 
 
-def halved(amax: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor, recipe: FP8Recipe) -> torch.Tensor:
+def halved(
+    amax: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor, recipe: FP8Recipe
+) -> torch.Tensor:
     return largest / amax / 2
 
 
@@ -103,7 +125,11 @@ CASES: list[Case] = [
         "environment",
         ZERO,
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1", {"rounding": "stochastic"}),
-        ("XLA_DOWNCAST_BF16", "1", {}),  # what makes the masters FP32 there, and changes nothing here
+        (
+            "XLA_DOWNCAST_BF16",
+            "1",
+            {},
+        ),  # what makes the masters FP32 there, and changes nothing here
     ),
     *rows(
         "nxd",
@@ -113,7 +139,8 @@ CASES: list[Case] = [
         (
             "zero_one_enabled",
             True,
-            fields("masters moments gradients reduce", FP32) | {"rounding": "nearest", "parallel.zero": True},
+            fields("masters moments gradients reduce", FP32)
+            | {"rounding": "nearest", "parallel.zero": True},
         ),
         ("grad_clipping", False, {"optimizer.clip": 0.0}),
         ("max_grad_norm", 0.5, {"optimizer.clip": 0.5}),
@@ -123,7 +150,11 @@ CASES: list[Case] = [
         smp.MixedPrecision,
         "mixed_precision",
         {"mixed_precision": {}},
-        ("param_dtype", "bfloat16", fields("compute attention residual pipeline parameters reduce output", BF16)),
+        (
+            "param_dtype",
+            "bfloat16",
+            fields("compute attention residual pipeline parameters reduce output", BF16),
+        ),
         ("reduce_dtype", torch.bfloat16, {"reduce": BF16}),
         ("buffer_dtype", "torch.bfloat16", {"buffers": BF16}),
         ("cast_forward_inputs", True, {"cast_inputs": "all"}),
@@ -144,14 +175,23 @@ CASES: list[Case] = [
         (
             "param_dtype",
             "half",
-            fields("compute attention residual pipeline parameters reduce output", FP16) | {"notes": 1},
+            fields("compute attention residual pipeline parameters reduce output", FP16)
+            | {"notes": 1},
         ),
         ("reduce_dtype", "half", {"reduce": FP16}),
         ("output_dtype", "bfloat16", {"output": BF16}),
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
     ),
-    *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0.5, {"optimizer.clip": 0.5})),
-    *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0, {"optimizer.clip": 0, "notes": 1})),
+    *rows(
+        "smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0.5, {"optimizer.clip": 0.5})
+    ),
+    *rows(
+        "smp",
+        smp.Smp,
+        "",
+        {"mixed_precision": {}},
+        ("max_grad_norm", 0, {"optimizer.clip": 0, "notes": 1}),
+    ),
     *rows("smp", GradScaler, "grad_scaler", {"grad_scaler": {}}, *TORCH_SCALER),
     *rows(
         "smp",
@@ -159,7 +199,11 @@ CASES: list[Case] = [
         "fp8_autocast",
         {"fp8_autocast": {}},
         ("enabled", False, {"fp8": None}),
-        ("fp8_group", "tsm.state.world_process_group", {}),  # the default, the world, by its other name
+        (
+            "fp8_group",
+            "tsm.state.world_process_group",
+            {},
+        ),  # the default, the world, by its other name
         ("fp8_recipe", smp.DelayedScaling(amax_history_len=32), {"fp8.history_length": 32}),
     ),
     *rows(
@@ -207,7 +251,12 @@ CASES: list[Case] = [
         colossalai.Apex,
         "fp16",
         O1,
-        ("opt_level", "O2", fields("residual pipeline parameters reduce", FP16) | {"output": FP32, "keep_fp32": NORMS}),
+        (
+            "opt_level",
+            "O2",
+            fields("residual pipeline parameters reduce", FP16)
+            | {"output": FP32, "keep_fp32": NORMS},
+        ),
         ("patch_torch_functions", False, fields("compute attention output", FP32)),
     ),
     *rows(
@@ -221,7 +270,11 @@ CASES: list[Case] = [
             fields("compute attention residual pipeline parameters reduce", FP32)
             | {"keep_fp32": (), "scaling": LossScaling()},
         ),
-        ("cast_model_type", "bfloat16", fields("compute attention residual pipeline parameters reduce", BF16)),
+        (
+            "cast_model_type",
+            "bfloat16",
+            fields("compute attention residual pipeline parameters reduce", BF16),
+        ),
         ("keep_batchnorm_fp32", "False", {"keep_fp32": ()}),
         ("master_weights", False, fields("masters gradients", FP16)),
         ("loss_scale", 128.0, {"scaling": LossScaling("constant", 128.0)}),
@@ -231,7 +284,11 @@ CASES: list[Case] = [
         ("max_loss_scale", 1024.0, fields("scaling.maximum scaling.initial", 1024.0)),
     ),
     *rows(
-        "colossalai", colossalai.Apex, "fp16", {"fp16": {**O2["fp16"], "num_losses": 2}}, ("verbosity", 0, {"notes": 0})
+        "colossalai",
+        colossalai.Apex,
+        "fp16",
+        {"fp16": {**O2["fp16"], "num_losses": 2}},
+        ("verbosity", 0, {"notes": 0}),
     ),
     *rows(
         "colossalai",
@@ -263,7 +320,9 @@ CASES: list[Case] = [
         ("max_scale", 2.0**40, {"scaling.maximum": 2.0**40}),
         ("verbose", True, {}),  # prints more there
     ),
-    *rows("colossalai", colossalai.Config, "", TORCH, ("clip_grad_norm", 0.5, {"optimizer.clip": 0.5})),
+    *rows(
+        "colossalai", colossalai.Config, "", TORCH, ("clip_grad_norm", 0.5, {"optimizer.clip": 0.5})
+    ),
     *rows(
         "colossalai",
         colossalai.Config,
@@ -280,7 +339,13 @@ CASES: list[Case] = [
             },
         ),
     ),
-    *rows("colossalai", plugins.TorchDDPPlugin, "plugin", DDP, ("fp8_communication", True, {"notes": 1})),
+    *rows(
+        "colossalai",
+        plugins.TorchDDPPlugin,
+        "plugin",
+        DDP,
+        ("fp8_communication", True, {"notes": 1}),
+    ),
     *rows(
         "colossalai",
         plugins.HybridParallelPlugin,
@@ -289,7 +354,8 @@ CASES: list[Case] = [
         (
             "precision",
             "bf16",
-            fields("compute attention residual pipeline parameters gradients reduce", BF16) | UNSCALED,
+            fields("compute attention residual pipeline parameters gradients reduce", BF16)
+            | UNSCALED,
         ),
         ("zero_stage", 1, {"parallel.zero": True}),
         ("tp_size", 2, {"parallel.tensor": 2}),
@@ -311,7 +377,8 @@ CASES: list[Case] = [
         (
             "precision",
             "bf16",
-            fields("compute attention residual pipeline parameters gradients reduce", BF16) | UNSCALED,
+            fields("compute attention residual pipeline parameters gradients reduce", BF16)
+            | UNSCALED,
         ),
         ("communication_dtype", "float32", {"reduce": FP32}),
         ("master_weights", False, {"masters": FP16}),
@@ -328,7 +395,8 @@ CASES: list[Case] = [
         (
             "precision",
             "bf16",
-            fields("compute attention residual pipeline parameters gradients reduce output", BF16) | UNSCALED,
+            fields("compute attention residual pipeline parameters gradients reduce output", BF16)
+            | UNSCALED,
         ),
         ("master_weights", False, {"masters": FP16}),
         ("force_outputs_fp32", True, {"output": FP32}),
@@ -351,7 +419,11 @@ CASES: list[Case] = [
         ("num_attention_heads", 4, {"model.heads": 4, "model.kv_heads": 4, "model.head_dim": 512}),
         ("embed_split_hidden", True, {"notes": 1}),
         ("vocab_size", 100, {"model.vocab": 100}),
-        ("embed_grad_scale", 0.1, {"model.embedding_grad_scale": 0.1, "model.head_grad_scale": 0.1}),
+        (
+            "embed_grad_scale",
+            0.1,
+            {"model.embedding_grad_scale": 0.1, "model.head_grad_scale": 0.1},
+        ),
         ("parallel_output", False, {"notes": 1}),
         ("hidden_size", 64, {"model.hidden": 64, "model.head_dim": 4, "model.ffn": 256}),
         ("num_layers", 3, {"model.layers": 3}),
@@ -369,11 +441,18 @@ CASES: list[Case] = [
         ("dropout_selective_checkpoint", True, {"notes": 1}),
         ("rope_base", 500, {"model.rope_base": 500.0}),
         ("use_swiglu", False, {"model.mlp": "gelu"}),
-        ("use_scaled_init", False, {"model.init": INTERNLM_STD | {"output": 0.0015, "down": 0.0015, "shrink": "none"}}),
+        (
+            "use_scaled_init",
+            False,
+            {"model.init": INTERNLM_STD | {"output": 0.0015, "down": 0.0015, "shrink": "none"}},
+        ),
         (
             "use_dynamic_ntk_rope",
             True,
-            {"model.rope_scaling": {"kind": "dynamic", "original_max_position_embeddings": 2048}, "notes": 1},
+            {
+                "model.rope_scaling": {"kind": "dynamic", "original_max_position_embeddings": 2048},
+                "notes": 1,
+            },
         ),
         (
             "model_type",
@@ -629,20 +708,32 @@ def read(resolved: Resolved, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("system", "_", "config", "key", "value", "changes"), CASES, ids=[f"{case[0]} {case[3]}" for case in CASES]
+    ("system", "_", "config", "key", "value", "changes"),
+    CASES,
+    ids=[f"{case[0]} {case[3]}" for case in CASES],
 )
 def test_a_key_changes_what_it_decides_and_nothing_else(
-    system: str, _: type[Keys], config: dict[str, Any], key: str, value: Any, changes: dict[str, Any]
+    system: str,
+    _: type[Keys],
+    config: dict[str, Any],
+    key: str,
+    value: Any,
+    changes: dict[str, Any],
 ) -> None:
     resolve = DIALECTS[system].resolve
-    before, after = resolve(config), resolve(with_key(config, key, value))
+    before = resolve(config)
+    after = resolve(with_key(config, key, value))
     for name, expected in changes.items():
         assert read(after, name) == expected, name
         assert read(before, name) != expected, f"{name} is {expected} already"
     fields = {line.partition(" = ")[0] for line in differences(before.plan, after.plan)}
-    assert fields == {name.partition(".")[0] for name in changes if hasattr(after.plan, name.partition(".")[0])}
+    assert fields == {
+        name.partition(".")[0] for name in changes if hasattr(after.plan, name.partition(".")[0])
+    }
     settled = {name for name, value in said(after).items() if said(before).get(name) != value}
-    assert settled == {name for name in changes if name.partition(".")[0] in ("model", "parallel", "optimizer")}
+    assert settled == {
+        name for name in changes if name.partition(".")[0] in ("model", "parallel", "optimizer")
+    }
 
 
 TABLES = {"kind", "environment", "plugin", "v1", "mp_policy", "fp8_autocast"}
@@ -671,8 +762,18 @@ IDLE = [
     ("nemo", {**FP8, "fp8_recipe": "tensorwise"}, "num_layers_at_end_in_bf16", 2),
     ("nemo", BF16_MIXED, "fp4_recipe", "mxfp4"),
     ("nemo", V1, "v1.native_amp_init_scale", 4.0),
-    ("colossalai", {"plugin": {"kind": "HybridParallelPlugin", "precision": "bf16"}}, "plugin.initial_scale", 4.0),
-    ("colossalai", {"plugin": {"kind": "LowLevelZeroPlugin", "precision": "bf16"}}, "plugin.hysteresis", 4),
+    (
+        "colossalai",
+        {"plugin": {"kind": "HybridParallelPlugin", "precision": "bf16"}},
+        "plugin.initial_scale",
+        4.0,
+    ),
+    (
+        "colossalai",
+        {"plugin": {"kind": "LowLevelZeroPlugin", "precision": "bf16"}},
+        "plugin.hysteresis",
+        4,
+    ),
     ("colossalai", HYBRID, "plugin.communication_dtype", "float32"),
     ("colossalai", HYBRID, "clip_grad_norm", 0.5),
     ("colossalai", DDP, "clip_grad_norm", 0.5),
@@ -682,20 +783,27 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize(("system", "config", "key", "value"), IDLE, ids=[f"{case[0]} {case[2]}" for case in IDLE])
+@pytest.mark.parametrize(
+    ("system", "config", "key", "value"), IDLE, ids=[f"{case[0]} {case[2]}" for case in IDLE]
+)
 def test_a_key_that_changes_nothing_beside_the_others_is_noted_by_name(
     system: str, config: dict[str, Any], key: str, value: Any
 ) -> None:
     resolve = DIALECTS[system].resolve
-    before, after = resolve(config), resolve(with_key(config, key, value))
+    before = resolve(config)
+    after = resolve(with_key(config, key, value))
     assert not [*differences(before.plan, after.plan)] and said(before) == said(after)
     (note,) = set(after.notes) - set(before.notes)
     assert key.removeprefix("v1.").rpartition(".")[2] in note and "changes nothing" in note
 
 
-@pytest.mark.parametrize(("key", "value"), [("clip_grad", 0.5), ("fp8", "hybrid"), ("precision", "16")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("clip_grad", 0.5), ("fp8", "hybrid"), ("precision", "16")]
+)
 def test_the_plugins_keys_beside_nemo_1s_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"precision.nemo.{key} = .*: v1, NeMo 1's YAML, is there too"):
+    with pytest.raises(
+        UserError, match=rf"precision.nemo.{key} = .*: v1, NeMo 1's YAML, is there too"
+    ):
         nemo.resolve({**V1, key: value})
 
 
@@ -706,5 +814,7 @@ def test_every_key_of_every_class_is_tried() -> None:
     known = {(kind, key) for kind in classes for key in kind.model_fields} - skipped
     assert known == {(kind, key.rpartition(".")[2]) for _, kind, _, key, *_ in CASES}
     systems = (nxd, smp, colossalai, plugins, internevo, nemo, nemo_v1)
-    defined = {k for m in systems for k in vars(m).values() if isinstance(k, type) and issubclass(k, Keys)}
+    defined = {
+        k for m in systems for k in vars(m).values() if isinstance(k, type) and issubclass(k, Keys)
+    }
     assert defined - classes == {Keys, plugins.Plugin}  # what others are made from

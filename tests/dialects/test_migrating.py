@@ -19,7 +19,9 @@ PARTS = {colossalai: (colossalai_plugins,), nemo: (nemo_v1,)}
 
 def known(dialect: ModuleType) -> set[str]:
     """All keys of all tables of a dialect."""
-    kinds = [kind for module in (dialect, *PARTS.get(dialect, ())) for kind in vars(module).values()]
+    kinds = [
+        kind for module in (dialect, *PARTS.get(dialect, ())) for kind in vars(module).values()
+    ]
     tables = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Keys)]
     return {key for table in tables for key in table.model_fields}
 
@@ -28,7 +30,9 @@ def known(dialect: ModuleType) -> set[str]:
 def test_every_key_of_a_dialect_is_in_its_table_and_none_is_stale(section: str) -> None:
     text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].split("\n## ")[0]
     cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
-    explained = {key for cell in cells if not cell.startswith("**") for key in re.findall(r"`(\w+)`", cell)}
+    explained = {
+        key for cell in cells if not cell.startswith("**") for key in re.findall(r"`(\w+)`", cell)
+    }
     assert explained == known(SECTIONS[section])
 
 

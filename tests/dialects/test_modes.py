@@ -1,7 +1,8 @@
-"""Every mode of the five dialects trains, in the dtypes that its system says, alike on one process and on four ranks.
+"""Every mode of the five dialects trains, in the dtypes that its system says, alike on one process
+and on four ranks.
 
-What is inspected are the tensors of a model in training. What they must be is written down in `tests.modes` from the
-systems' own documentation, not read from the plan.
+What is inspected are the tensors of a model in training. What they must be is written down in
+`tests.modes` from the systems' own documentation, not read from the plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,17 @@ from models.stages import Stage
 from parallel.norms import RMSNorm
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.p2p import P2P
-from tests.layouts import LENGTH, SAMPLES, Fragment, Recording, Run, assemble, batches, fragments, share_of
+from tests.layouts import (
+    LENGTH,
+    SAMPLES,
+    Fragment,
+    Recording,
+    Run,
+    assemble,
+    batches,
+    fragments,
+    share_of,
+)
 from tests.modes import KEPT, MODES, B, F, Mode, resolved
 from tests.other_systems import slow
 from tests.ranks import run_ranks
@@ -48,17 +59,23 @@ MODEL: dict[str, Any] = {
     "max_positions": 16,
 }
 LAYOUTS = {"dp2 tp2": {"dp": 2, "tp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
-# With stages only what they send is new: every third mode, in which are all systems and all dtypes that are sent.
+# With stages only what they send is new: every third mode, in which are all systems and all dtypes
+# that are sent.
 IN_LAYOUTS = [
     *((name, "dp2 tp2") for name in MODES),
     *slow(*((name, "tp2 pp2") for name in [*MODES][::3])),
-    *(pytest.param(*(name, "tp2 pp2"), marks=pytest.mark.campaign) for n, name in enumerate(MODES) if n % 3),
+    *(
+        pytest.param(*(name, "tp2 pp2"), marks=pytest.mark.campaign)
+        for n, name in enumerate(MODES)
+        if n % 3
+    ),
 ]
 
 
 @dataclass
 class Seen:
-    """dtypes of the tensors of a training run on one rank, by what they are; by parameter name where they differ."""
+    """dtypes of the tensors of a training run on one rank, by what they are; by parameter name
+    where they differ."""
 
     of: dict[str, set[torch.dtype]] = field(default_factory=dict)
     rounded: int = 0  # products of factors that were rounded to TF32
@@ -70,7 +87,8 @@ class Seen:
 
 @dataclass
 class Trained:
-    """On one rank: logical gradients of the first applied step (unscaled) and weights at the end."""
+    """On one rank: logical gradients of the first applied step (unscaled) and weights at the
+    end."""
 
     reports: list[StepReport]
     grads: list[Fragment]
@@ -91,8 +109,11 @@ class Together:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Notes what is multiplied, what goes from stage to stage and what is summed over dp."""
-    product, send, start = gemm.product, P2P.send, Buffer.start_reduce
-    rounded_product, mix = gemm.product_tf32, Attention._mix
+    product = gemm.product
+    send = P2P.send
+    start = Buffer.start_reduce
+    rounded_product = gemm.product_tf32
+    mix = Attention._mix
 
     def noted_product(a: Tensor, b: Tensor, *more: Any) -> Tensor:
         seen.note("products", a.dtype)
@@ -105,7 +126,9 @@ def watched(seen: Seen) -> Iterator[None]:
         seen.wrong += not torch.equal(made, round_tf32(a) @ round_tf32(b))
         return made
 
-    def noted_mix(attention: Attention, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Tensor:
+    def noted_mix(
+        attention: Attention, query: Tensor, key: Tensor, value: Tensor, *more: Any
+    ) -> Tensor:
         for tensor in (query, key, value):
             seen.note("attention", tensor.dtype)
         return mix(attention, query, key, value, *more)
@@ -127,7 +150,9 @@ def watched(seen: Seen) -> Iterator[None]:
 
             return sum_
 
-        with patch.multiple(axis, **{name: noting(original) for name, original in originals.items()}):
+        with patch.multiple(
+            axis, **{name: noting(original) for name, original in originals.items()}
+        ):
             return start(buffer)
 
     with (
@@ -161,9 +186,13 @@ def hook(engine: Engine, seen: Seen) -> None:
             if isinstance(module, DecoderLayer):
                 module.register_forward_hook(note_layer)
             if isinstance(module, Attention | MLP):
-                module.register_forward_hook(lambda branch, given, made: seen.note("branches make", made.dtype))
+                module.register_forward_hook(
+                    lambda branch, given, made: seen.note("branches make", made.dtype)
+                )
     if engine.last in engine.stages:
-        engine.stages[engine.last].register_forward_hook(lambda stage, given, made: seen.note("logits", made.dtype))
+        engine.stages[engine.last].register_forward_hook(
+            lambda stage, given, made: seen.note("logits", made.dtype)
+        )
 
 
 def note_state(engine: Engine, seen: Seen) -> None:
@@ -182,9 +211,14 @@ def note_state(engine: Engine, seen: Seen) -> None:
 
 
 def make(mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool, clip: float) -> Engine:
-    def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
-        rule = AdamW(eps=1e-4)  # a smaller one makes of each gradient its sign, and of noise near zero a whole step
-        return Recording(parts, plan, mesh, rule=rule, clip=clip, zero_size=0 if zero else 1, seed=5, plant=None)
+    def make_optimizer(
+        parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
+    ) -> Recording:
+        # a smaller one makes of each gradient its sign, and of noise near zero a whole step
+        rule = AdamW(eps=1e-4)
+        return Recording(
+            parts, plan, mesh, rule=rule, clip=clip, zero_size=0 if zero else 1, seed=5, plant=None
+        )
 
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
     return Engine(
@@ -200,21 +234,34 @@ def make(mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool, clip: float) 
     )
 
 
-def train_one(mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool = True, clip: float = 1.0) -> Trained:
-    seen, engine = Seen(), make(mesh, made, zero, clip)
+def train_one(
+    mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool = True, clip: float = 1.0
+) -> Trained:
+    seen = Seen()
+    engine = make(mesh, made, zero, clip)
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
     hook(engine, seen)
-    data, reports = batches(Run(MODEL, steps=STEPS)), []
+    data = batches(Run(MODEL, steps=STEPS))
+    reports = []
     with watched(seen):
         for number in range(12):
-            reports.append(engine.step(share_of(mesh, data[sum(r.changed for r in reports)]), 1e-2, number))
+            reports.append(
+                engine.step(share_of(mesh, data[sum(r.changed for r in reports)]), 1e-2, number)
+            )
             if sum(r.changed for r in reports) == STEPS:
                 break
     note_state(engine, seen)
     first = next(number for number, report in enumerate(reports) if report.changed)
     grads = [
-        Fragment(f.name, f.shape, f.offset, f.local, f.first, f.values.double() / reports[first].loss_scale)
+        Fragment(
+            f.name,
+            f.shape,
+            f.offset,
+            f.local,
+            f.first,
+            f.values.double() / reports[first].loss_scale,
+        )
         for f in optimizer.seen[first]
     ]
     after = fragments(optimizer.all_buffers(), lambda buffer: buffer.own(buffer.weights).double())
@@ -261,10 +308,15 @@ PARAMETERS = ("weights", "gradients", "masters", "moments")
 def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them(
     name: str, layout: str, alike: list[dict[str, Any]]
 ) -> None:
-    mode, ranks = MODES[name], results(layout, tried_in(layout, alike))[name].seen
+    mode = MODES[name]
+    ranks = results(layout, tried_in(layout, alike))[name].seen
     residual = mode.residual or mode.products
     expected = {"norms compute in": F, "norms are given": residual, "norms make": mode.products}
-    expected |= {"layers are given": residual, "layers make": residual, "branches make": mode.products}
+    expected |= {
+        "layers are given": residual,
+        "layers make": residual,
+        "branches make": mode.products,
+    }
     expected |= {"logits": mode.logits or mode.products, "tables": mode.tables}
     expected["attention"] = mode.attention or mode.products
     if "pp" in LAYOUTS[layout]:
@@ -279,10 +331,14 @@ def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_th
 
 @pytest.mark.parametrize("name", MODES)
 def test_what_is_kept_of_a_parameter_has_the_dtypes_that_the_system_gives_it(name: str) -> None:
-    mode, ranks = MODES[name], results("dp2 tp2", tuple(MODES))[name].seen
+    mode = MODES[name]
+    ranks = results("dp2 tp2", tuple(MODES))[name].seen
     for what in (*PARAMETERS, "travel"):
         found = {
-            key: {dtype_name(d) for d in of} for seen in ranks for key, of in seen.of.items() if key.startswith(what)
+            key: {dtype_name(d) for d in of}
+            for seen in ranks
+            for key, of in seen.of.items()
+            if key.startswith(what)
         }
         assert len(found) == 21
         for key, dtypes in found.items():
@@ -307,12 +363,16 @@ def error(name: str, of: str) -> float:
 def test_a_mode_trains_in_a_layout_as_it_does_on_one_process(
     name: str, layout: str, alike: list[dict[str, Any]]
 ) -> None:
-    """A layout only sums in another order, with as many roundings. So its error has the size of that of one process,
-    which is measured against float64, and the two differ by at most both errors. Where gradients travel in BF16 they
-    may have the error of a BF16 model besides, which one process, where nothing travels, has not.
+    """A layout only sums in another order, with as many roundings. So its error has the size of
+    that of one process, which is measured against float64, and the two differ by at most both
+    errors. Where gradients travel in BF16 they may have the error of a BF16 model besides, which
+    one process, where nothing travels, has not.
     """
-    ours, one = results(layout, tried_in(layout, alike))[name], alone(name)
-    assert [(r.outcome, r.loss_scale) for r in ours.reports] == [(r.outcome, r.loss_scale) for r in one.reports]
+    ours = results(layout, tried_in(layout, alike))[name]
+    one = alone(name)
+    assert [(r.outcome, r.loss_scale) for r in ours.reports] == [
+        (r.outcome, r.loss_scale) for r in one.reports
+    ]
     for of in ("grads", "after"):
         travel = error("FSDP bf16", of) if MODES[name].travel == B else 0.0
         assert distance(getattr(ours, of), getattr(one, of)) <= 2 * max(error(name, of), travel), of
@@ -320,12 +380,15 @@ def test_a_mode_trains_in_a_layout_as_it_does_on_one_process(
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_gradient_is_as_exact_as_the_dtypes_it_is_made_in(name: str) -> None:
-    """It passes through some 16 roundings: four in each direction of each of two layers. Their errors, each at most
-    `unit`, have nothing to do with each other, so together they are about the root of 16 as large.
+    """It passes through some 16 roundings: four in each direction of each of two layers. Their
+    errors, each at most `unit`, have nothing to do with each other, so together they are about the
+    root of 16 as large.
     """
     whole = exact(*resolved(MODES[name])[1:]).grads
     assert error(name, "grads") <= 4 * MODES[name].unit * size(whole)
-    assert error(name, "grads") > 0.05 * MODES[name].unit * size(whole), "it is more exact than it can be"
+    assert error(name, "grads") > 0.05 * MODES[name].unit * size(whole), (
+        "it is more exact than it can be"
+    )
 
 
 def test_a_scale_that_is_too_high_falls_in_a_mode_until_it_trains() -> None:

@@ -1,6 +1,8 @@
-"""The examples of the five systems' own documentation, as they stand there, give the plan that the page describes.
+"""The examples of the five systems' own documentation, as they stand there, give the plan that the
+page describes.
 
-`...` for what a page leaves out, `{TRAINER_ARGS}` for what a reader puts in and `torch.bfloat16()` are the pages' own.
+`...` for what a page leaves out, `{TRAINER_ARGS}` for what a reader puts in and `torch.bfloat16()`
+are the pages' own.
 """
 
 from dataclasses import replace
@@ -17,7 +19,9 @@ from tools.commands.precision import Understood, understand
 from tools.config.native_keys import native
 from tools.console.toml import toml
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 NXD = """
 mixed_precision_config = {
 "use_master_weights": True,
@@ -152,7 +156,9 @@ plugins=fp16_mixed(),
 **trainer_args,
 )
 """
-NEMO_FP8 = NEMO.replace("_mixed", "_with_fp8_mixed").replace("trainer_args =", "fp8_args = {FP8_ARGS}\ntrainer_args =")
+NEMO_FP8 = NEMO.replace("_mixed", "_with_fp8_mixed").replace(
+    "trainer_args =", "fp8_args = {FP8_ARGS}\ntrainer_args ="
+)
 NEMO_FP8 = NEMO_FP8.replace("**trainer_args,", "**trainer_args,\n**fp8_args,")
 RECIPE = """
 from functools import partial
@@ -163,14 +169,26 @@ recipe.trainer.plugins = fp16_mixed()
 """
 DELAYED = FP8Recipe(reduce_over="stage", parameters=True)
 SNIPPETS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "nxd": (NXD, "", {"compute": BF16, "masters": FP32, "gradients": FP32, "masters_in_checkpoint": False}),
+    "nxd": (
+        NXD,
+        "",
+        {"compute": BF16, "masters": FP32, "gradients": FP32, "masters_in_checkpoint": False},
+    ),
     "nxd default": (NXD_DEFAULT, "", {"masters": FP32, "gradients": FP32, "rounding": "nearest"}),
     "nxd off": (NXD_OFF, "", {"masters": BF16, "gradients": BF16, "rounding": "stochastic"}),
     "smp fp8": (SMP_FP8, "", {"fp8": FP8Recipe(history_length=32)}),
-    "smp fsdp": (SMP_FSDP, "", {"parameters": BF16, "reduce": BF16, "buffers": BF16, "masters": FP32}),
+    "smp fsdp": (
+        SMP_FSDP,
+        "",
+        {"parameters": BF16, "reduce": BF16, "buffers": BF16, "masters": FP32},
+    ),
     "torch": (TORCH, "", {"parameters": FP32, "compute": FP16}),
     "apex": (APEX, "", {"parameters": FP32, "compute": FP16}),
-    "parallel": (PARALLEL, "", {"parameters": FP16, "scaling": LossScaling("dynamic", maximum=2.0**32)}),
+    "parallel": (
+        PARALLEL,
+        "",
+        {"parameters": FP16, "scaling": LossScaling("dynamic", maximum=2.0**32)},
+    ),
     "naive model": (NAIVE_MODEL, "", {"parameters": BF16, "output": FP32}),
     "tf32": (TF32, "", {"parameters": FP32, "tf32": True}),
     "nemo bf16": (NEMO, "trainer_bf16", {"parameters": BF16, "reduce": FP32}),
@@ -188,16 +206,22 @@ def read(name: str, folder: Path) -> Understood:
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_gives_the_plan_that_its_page_describes(name: str, tmp_path: Path) -> None:
-    plan, expected = read(name, tmp_path).plan, SNIPPETS[name][2]
+    plan = read(name, tmp_path).plan
+    expected = SNIPPETS[name][2]
     assert {field: getattr(plan, field) for field in expected} == expected
 
 
 def trained(name: str, folder: Path, tensor: int, pipeline: int) -> list[dict[str, Any]]:
-    """Five steps of a small run with the snippet's plan; scales begin low enough for all of them to be applied."""
+    """Five steps of a small run with the snippet's plan; scales begin low enough for all of them to
+    be applied."""
     found = read(name, folder)
     scaling = replace(found.plan.scaling, initial=min(found.plan.scaling.initial, 1024.0))
     keys = native(replace(found.plan, scaling=scaling))
-    keys |= {key: entry.value for key, entry in found.settings.items() if key in ("optimizer.clip", "parallel.zero")}
+    keys |= {
+        key: entry.value
+        for key, entry in found.settings.items()
+        if key in ("optimizer.clip", "parallel.zero")
+    }
     keys |= {"model.hidden": 32, "model.ffn": 64, "train.steps": 5}
     told = [f"{key}={toml(value)}" for key, value in keys.items()]
     return steps(train_on(write_run(folder), *told, tensor=tensor, pipeline=pipeline))
@@ -211,7 +235,9 @@ def test_a_snippets_plan_trains_in_a_layout(name: str, tmp_path: Path) -> None:
 @pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_every_snippets_plan_trains_in_every_layout(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+def test_every_snippets_plan_trains_in_every_layout(
+    name: str, tensor: int, pipeline: int, tmp_path: Path
+) -> None:
     made = trained(name, tmp_path, tensor, pipeline)
     assert [step["outcome"] for step in made] == ["applied"] * 5
     assert made[-1]["loss"] < made[0]["loss"]

@@ -1,4 +1,5 @@
-"""A plan written back in its own words is the same plan; in another's, what is not listed as unsaid is said."""
+"""A plan written back in its own words is the same plan; in another's, what is not listed as unsaid
+is said."""
 
 from typing import Any
 
@@ -25,8 +26,16 @@ def resolve(system: str, config: Any) -> Resolved:
 SCALES = st.sampled_from([1.0, 2.0**10, 2.0**16, 2.0**24])
 HALF = st.sampled_from(["float16", "bfloat16"])
 ANY = st.sampled_from(["float16", "bfloat16", "float32"])
-FACTORS = {"growth_factor": st.sampled_from([2.0, 1.5]), "backoff_factor": st.sampled_from([0.5, 0.8])}
-TORCH_SCALER = {"init_scale": SCALES, "growth_interval": st.integers(1, 3000), "enabled": st.booleans(), **FACTORS}
+FACTORS = {
+    "growth_factor": st.sampled_from([2.0, 1.5]),
+    "backoff_factor": st.sampled_from([0.5, 0.8]),
+}
+TORCH_SCALER = {
+    "init_scale": SCALES,
+    "growth_interval": st.integers(1, 3000),
+    "enabled": st.booleans(),
+    **FACTORS,
+}
 
 
 def some(required: Any = None, /, **optional: Any) -> st.SearchStrategy[dict[str, Any]]:
@@ -41,7 +50,9 @@ NXD = st.one_of(
         use_fp32_grad_acc=st.booleans(),
         use_master_weights_in_ckpt=st.booleans(),
     ),
-    some({"optimizer_config": st.just({"zero_one_enabled": True})}, use_master_weights=st.just(False)),
+    some(
+        {"optimizer_config": st.just({"zero_one_enabled": True})}, use_master_weights=st.just(False)
+    ),
 )
 DELAYED = some(
     margin=st.integers(-2, 8),
@@ -53,7 +64,9 @@ DELAYED = some(
     fp8_mha=st.booleans(),
     override_linear_precision=st.sampled_from([[False] * 3, [False, False, True]]),
 )
-OTHER = some({"recipe": st.sampled_from(["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])})
+OTHER = some(
+    {"recipe": st.sampled_from(["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])}
+)
 AUTOCAST = some(enabled=st.booleans(), calibrating=st.booleans(), fp8_recipe=DELAYED | OTHER)
 SMP = some(
     mixed_precision=some(
@@ -66,7 +79,11 @@ SMP = some(
     grad_scaler=some(**TORCH_SCALER),
     fp8_autocast=AUTOCAST,
 ) | some(
-    {"mp_policy": some(param_dtype=ANY, reduce_dtype=ANY, output_dtype=ANY, cast_forward_inputs=st.booleans())},
+    {
+        "mp_policy": some(
+            param_dtype=ANY, reduce_dtype=ANY, output_dtype=ANY, cast_forward_inputs=st.booleans()
+        )
+    },
     fp8_autocast=AUTOCAST,
 )
 COLOSSALAI = st.one_of(
@@ -110,7 +127,9 @@ COLOSSALAI = st.one_of(
     ),
 )
 INTERNEVO = some(
-    dtype=st.sampled_from(["torch.float16", "torch.half", "torch.bfloat16", "torch.float32", "torch.tf32"]),
+    dtype=st.sampled_from(
+        ["torch.float16", "torch.half", "torch.bfloat16", "torch.float32", "torch.tf32"]
+    ),
     checkpoint=st.booleans() | st.sampled_from([0.25, 0.5]),
     residual_in_fp32=st.booleans(),
     use_fp32_norm=st.booleans(),
@@ -120,10 +139,13 @@ INTERNEVO = some(
     use_flash_attn=st.booleans(),
     drop_rate=st.sampled_from([0.0, 0.1]),
     attn_drop_rate=st.sampled_from([0.0, 0.1]),
-    grad_scaler=some(fp16=some(initial_scale=SCALES, growth_interval=st.integers(1, 3000)), **FACTORS),
+    grad_scaler=some(
+        fp16=some(initial_scale=SCALES, growth_interval=st.integers(1, 3000)), **FACTORS
+    ),
     hybrid_zero_optimizer=some(clip_grad_norm=SCALES),
     parallel=some(
-        zero1=st.sampled_from([-1, 1, 2, {"size": 4}]), tensor=st.sampled_from([1, {"size": 2, "mode": "fsp"}])
+        zero1=st.sampled_from([-1, 1, 2, {"size": 4}]),
+        tensor=st.sampled_from([1, {"size": 2, "mode": "fsp"}]),
     ),
 )
 WHOLE: dict[str, Any] = {
@@ -145,11 +167,16 @@ LATER: dict[str, Any] = {
     "ffn_other_init_std": st.sampled_from([0.01, 0.02]),
     "out_head_init_std": st.sampled_from([0.01, 0.02]),
 }
-NTK: dict[str, Any] = {"use_dynamic_ntk_rope": st.booleans(), "max_position_embeddings": st.sampled_from([64, 2048])}
+NTK: dict[str, Any] = {
+    "use_dynamic_ntk_rope": st.booleans(),
+    "max_position_embeddings": st.sampled_from([64, 2048]),
+}
 HIDDEN = st.sampled_from([192, 1000, 2048, 4096])
 INTERNEVO |= some({"hidden_size": HIDDEN}, **WHOLE, **NTK)
 INTERNEVO |= some({"hidden_size": HIDDEN, "model_type": st.just("LLAMA2")}, **WHOLE, **LATER)
-INTERNEVO |= some({"hidden_size": HIDDEN, "model_type": st.just("INTERNLM2_PUBLIC")}, **WHOLE, **LATER, **NTK)
+INTERNEVO |= some(
+    {"hidden_size": HIDDEN, "model_type": st.just("INTERNLM2_PUBLIC")}, **WHOLE, **LATER, **NTK
+)
 NEMO_FIELDS = {
     "pipeline_dtype": st.just("float32"),
     "grad_reduce_in_fp32": st.booleans(),
@@ -184,7 +211,9 @@ def resolved_or_none(system: str, config: dict[str, Any]) -> Resolved | None:
 @pytest.mark.parametrize("system", CONFIGS)
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_a_plan_written_back_in_its_own_words_is_the_same_plan(system: str, data: st.DataObject) -> None:
+def test_a_plan_written_back_in_its_own_words_is_the_same_plan(
+    system: str, data: st.DataObject
+) -> None:
     resolved = resolved_or_none(system, data.draw(CONFIGS[system]))
     if resolved is None:
         return
@@ -200,7 +229,8 @@ def test_a_plan_written_back_in_its_own_words_is_the_same_plan(system: str, data
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_what_is_not_listed_as_unsaid_is_said(system: str, to: str, data: st.DataObject) -> None:
-    """A field that the translation does not list has its value there; so one without a list translates back exactly."""
+    """A field that the translation does not list has its value there; so one without a list
+    translates back exactly."""
     resolved = resolved_or_none(system, data.draw(CONFIGS[system]))
     if resolved is None:
         return
@@ -209,7 +239,10 @@ def test_what_is_not_listed_as_unsaid_is_said(system: str, to: str, data: st.Dat
     listed = {line.partition(" = ")[0] for line in translation.unsaid}
     assert {line.partition(" = ")[0] for line in differences(resolved.plan, other.plan)} <= listed
     if not translation.unsaid:
-        assert resolve(system, translate(other.plan, said(other) | said(resolved), system).config).plan == resolved.plan
+        assert (
+            resolve(system, translate(other.plan, said(other) | said(resolved), system).config).plan
+            == resolved.plan
+        )
 
 
 @pytest.mark.parametrize("system", CONFIGS)
@@ -220,6 +253,10 @@ def test_native_keys_say_all_of_any_plan(system: str, data: st.DataObject) -> No
     if resolved is None:
         return
     keys = native(resolved.plan)
-    precision = {key.removeprefix("precision."): value for key, value in keys.items() if key.startswith("precision.")}
+    precision = {
+        key.removeprefix("precision."): value
+        for key, value in keys.items()
+        if key.startswith("precision.")
+    }
     fp8 = {key.removeprefix("fp8."): value for key, value in keys.items() if key.startswith("fp8.")}
     assert plan_of(Precision.model_validate(precision), FP8.model_validate(fp8)) == resolved.plan

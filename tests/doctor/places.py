@@ -1,4 +1,5 @@
-"""Ranks to check without a launch: places over the store of the test's own world, on hosts that are made up."""
+"""Ranks to check without a launch: places over the store of the test's own world, on hosts that are
+made up."""
 
 from pathlib import Path
 
@@ -11,7 +12,8 @@ HOSTS = ("alpha", "beta", "gamma", "delta")
 
 
 def place(folder: Path, layout: tuple[int, int, int] = (1, 1, 1)) -> Place:
-    """This rank of the joined world, each on a host of its own; one rank on alpha if none is joined."""
+    """This rank of the joined world, each on a host of its own; one rank on alpha if none is
+    joined."""
     joined = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
     store = _get_default_store() if joined else dist.HashStore()

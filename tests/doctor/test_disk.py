@@ -1,4 +1,5 @@
-"""The doctor's check of a filesystem: a good one has no problems, and each planted fault is named."""
+"""The doctor's check of a filesystem: a good one has no problems, and each planted fault is
+named."""
 
 import errno
 import re
@@ -58,18 +59,32 @@ def no_lock(descriptor: int, how: int) -> None:
 
 
 FAULTS: dict[str, tuple[Disk, str]] = {
-    "a name that is absent": (Disk(rename=missing_for_a_moment), "rename is not atomic: a reader found no file"),
-    "content in parts": (Disk(rename=written_in_place), r"rename is not atomic: a reader found (0|100) of 4096 bytes"),
-    "folders": (Disk(rename=refuse_folders), r"a folder cannot be renamed \(Invalid cross-device link\)"),
+    "a name that is absent": (
+        Disk(rename=missing_for_a_moment),
+        "rename is not atomic: a reader found no file",
+    ),
+    "content in parts": (
+        Disk(rename=written_in_place),
+        r"rename is not atomic: a reader found (0|100) of 4096 bytes",
+    ),
+    "folders": (
+        Disk(rename=refuse_folders),
+        r"a folder cannot be renamed \(Invalid cross-device link\)",
+    ),
     "fsync": (Disk(sync=no_sync), r"fsync fails \(Invalid argument\)"),
     "locks refused": (Disk(lock=no_lock), "locks do not hold: No locks available"),
-    "locks without effect": (Disk(lock=lambda *_: None), "locks do not hold: two processes can have the same one"),
+    "locks without effect": (
+        Disk(lock=lambda *_: None),
+        "locks do not hold: two processes can have the same one",
+    ),
     "room": (Disk(free=lambda folder: 10**6), "977 KiB free, but at least 1.00 GiB are needed"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_of_a_filesystem_is_named_and_only_it(fault: str, tmp_path: Path) -> None:
+def test_each_planted_fault_of_a_filesystem_is_named_and_only_it(
+    fault: str, tmp_path: Path
+) -> None:
     planted, said = FAULTS[fault]
     ((problem, remedy),) = tried(tmp_path, 0, planted)["problems"]
     assert re.match(said, problem) and remedy
@@ -95,7 +110,10 @@ def test_a_file_server_with_another_clock_is_named(
     monkeypatch.setattr(disk, "_file_time", shifted)
     found = probe(place(tmp_path))
     (finding,) = judge([found])
-    assert finding.verdict == WRONG and f"new files are {seconds:+.1f} s from this host's clock" in finding.said
+    assert (
+        finding.verdict == WRONG
+        and f"new files are {seconds:+.1f} s from this host's clock" in finding.said
+    )
 
 
 def test_the_type_of_a_filesystem_is_that_of_the_mount_nearest_to_it() -> None:

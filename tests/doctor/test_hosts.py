@@ -1,4 +1,5 @@
-"""Clocks, the shared filesystem and links between ranks on different hosts; each planted fault is named."""
+"""Clocks, the shared filesystem and links between ranks on different hosts; each planted fault is
+named."""
 
 import re
 import time
@@ -65,14 +66,17 @@ def look(mesh: DeviceMesh, folder: Path, fault: str) -> dict[str, Any]:
 
 def look_elsewhere(here: Place, fault: str) -> dict[str, Any]:
     """A host with another filesystem, empty or with the first content only."""
-    told, other = Place.told, here.folder / "other"
+    told = Place.told
+    other = here.folder / "other"
     other.mkdir()
     if fault == "stale":
         (other / "file").write_bytes(b"one")
     with (
         patch.object(shared, "SEEN", 0.3),
         patch.object(
-            Place, "told", lambda p, key, seconds: str(other) if key == "shared/one" else told(p, key, seconds)
+            Place,
+            "told",
+            lambda p, key, seconds: str(other) if key == "shared/one" else told(p, key, seconds),
         ),
     ):
         return shared.probe(here)
@@ -107,15 +111,21 @@ class Steady:
 
 def measure(mesh: DeviceMesh, folder: Path, fault: str) -> list[dict[str, Any]]:
     """The links of a rank of dp 2 x tp 2; rank 3 has the fault."""
-    here, clock = place(folder, (1, 2, 2)), Steady()
-    with patch.object(links, "time", clock), patch.object(links, "ROUNDS", 2), faulty(fault, here.rank, clock):
+    here = place(folder, (1, 2, 2))
+    clock = Steady()
+    with (
+        patch.object(links, "time", clock),
+        patch.object(links, "ROUNDS", 2),
+        faulty(fault, here.rank, clock),
+    ):
         return links.measure(here)
 
 
 @contextmanager
 def faulty(fault: str, rank: int, clock: Steady) -> Iterator[None]:
     """Small messages from rank 3 take 120 ms, or one of them is overtaken by the next."""
-    send, receive = Pair.send, Pair.receive
+    send = Pair.send
+    receive = Pair.receive
     sent: list[torch.Tensor] = []
 
     def slow(pair: Pair, tensor: torch.Tensor) -> None:
@@ -177,8 +187,18 @@ def test_a_link_is_slow_by_itself_or_beside_others_of_its_kind() -> None:
 
 
 def test_a_link_that_fails_and_a_sum_that_is_wrong_are_named() -> None:
-    (one,) = judged({"axis": "tp", "device": "cpu", "ranks": [0, 1], "hosts": ["a", "b"], "error": "timed out"})
+    (one,) = judged(
+        {"axis": "tp", "device": "cpu", "ranks": [0, 1], "hosts": ["a", "b"], "error": "timed out"}
+    )
     assert one.said == "rank 0 on a and rank 1 on b: timed out" and "ethtool" in one.remedy
-    sums = {"axis": "tp", "size": 2, "collective": True, "rank": 1, "host": "beta", "in_order": True, "sum_s": 1.0}
+    sums = {
+        "axis": "tp",
+        "size": 2,
+        "collective": True,
+        "rank": 1,
+        "host": "beta",
+        "in_order": True,
+        "sum_s": 1.0,
+    }
     (one,) = links.judge([[{**sums, "right": False}]])
     assert one.said == "rank 1 on beta: a sum is wrong"

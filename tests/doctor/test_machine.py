@@ -12,7 +12,14 @@ from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding
 
 def answers(**differs: Any) -> list[dict[str, Any]]:
     """What three hosts answer, of which the last differs in these."""
-    usual = {"megaprec": "1", "torch": "2.13", "python": "3.11", "system": "Linux", "byteorder": "little", "cores": 8}
+    usual = {
+        "megaprec": "1",
+        "torch": "2.13",
+        "python": "3.11",
+        "system": "Linux",
+        "byteorder": "little",
+        "cores": 8,
+    }
     usual |= {
         "threads": 4,
         "local_ranks": 1,
@@ -20,7 +27,14 @@ def answers(**differs: Any) -> list[dict[str, Any]]:
         "cuda": "13.0",
         "gpu_tool": "/bin/nvidia-smi",
     }
-    usual |= {"untested": [], "device": "cuda", "gpu": "H200", "memory": 2**37, "used_by_others": 0, "nccl": "2.28"}
+    usual |= {
+        "untested": [],
+        "device": "cuda",
+        "gpu": "H200",
+        "memory": 2**37,
+        "used_by_others": 0,
+        "nccl": "2.28",
+    }
     made = [{**usual, "rank": n, "host": HOSTS[n], "uuid": str(n)} for n in range(3)]
     made[2] |= differs
     return made
@@ -50,7 +64,10 @@ def test_more_ranks_than_cores_are_well_with_one_thread_each() -> None:
         ({"used_by_others": 2**35}, "other processes use 32.0 GiB of the GPU of rank 2 on gamma"),
         ({"gpu": "H100"}, "rank 2 on gamma has H100, the others H200"),
         ({"threads": 8, "local_ranks": 4}, "4 local ranks x 8 threads on 8 cores of gamma"),
-        ({"device": "cpu"}, "nvidia-smi is there, but torch sees no GPU, or fewer than ranks: rank 2 on gamma"),
+        (
+            {"device": "cpu"},
+            "nvidia-smi is there, but torch sees no GPU, or fewer than ranks: rank 2 on gamma",
+        ),
     ],
 )
 def test_a_host_that_differs_is_named_with_a_remedy(differs: dict[str, Any], said: str) -> None:
@@ -75,12 +92,16 @@ def test_the_facts_of_this_machine_are_judged_well(tmp_path: Any) -> None:
 def test_each_kernel_is_here_and_right_or_absent_with_the_reason(tmp_path: Any) -> None:
     found = kernels.probe(place(tmp_path))
     for name, (state, why) in found["tried"].items():
-        assert state in (kernels.HERE, kernels.ABSENT) and bool(why) == (state == kernels.ABSENT), name
+        assert state in (kernels.HERE, kernels.ABSENT) and bool(why) == (state == kernels.ABSENT), (
+            name
+        )
     verdicts = {one.verdict for one in kernels.judge([found])}
     assert verdicts <= {OK, NOT_TRIED}
 
 
-def test_a_kernel_that_computes_wrongly_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_computes_wrongly_is_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, offs: (a @ b[0]) * 1.1)
     (one,) = [f for f in kernels.judge([kernels.probe(place(tmp_path))]) if f.verdict == WRONG]
     assert one.said.startswith("grouped products on alpha: wrong by ")

@@ -1,4 +1,5 @@
-"""A rank that does not answer, hangs or fails is named, and the others go on without waiting for it."""
+"""A rank that does not answer, hangs or fails is named, and the others go on without waiting for
+it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +36,10 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def test_a_rank_that_does_not_answer_is_named_and_nothing_waits_for_it(alone: Place) -> None:
     called: list[str] = []
-    checks = [check(lambda p: 1, seconds=0.05), check(lambda p: called.append("together"), together=True)]
+    checks = [
+        check(lambda p: 1, seconds=0.05),
+        check(lambda p: called.append("together"), together=True),
+    ]
     findings, whole = conduct(checks, alone)
     assert [one.verdict for one in findings] == [WRONG, NOT_TRIED] and not whole and not called
     assert findings[0].said == findings[1].said == "rank 1 on beta did not answer within 0.05 s"
@@ -53,7 +57,10 @@ def test_a_rank_that_is_still_at_work_is_named(alone: Place) -> None:
 def test_a_rank_that_fails_is_named_with_its_reason(alone: Place) -> None:
     alone.tell("0/1", {"host": "beta", "error": "OSError: [Errno 5] Input/output error"})
     (finding,), _ = conduct([check(lambda p: 1)], alone)
-    assert finding.verdict == WRONG and finding.said == "rank 1 on beta: OSError: [Errno 5] Input/output error"
+    assert (
+        finding.verdict == WRONG
+        and finding.said == "rank 1 on beta: OSError: [Errno 5] Input/output error"
+    )
 
 
 def test_the_answers_of_all_ranks_are_judged_in_the_order_of_ranks(alone: Place) -> None:
@@ -67,5 +74,6 @@ def test_many_ranks_are_named_in_a_short_line() -> None:
     said = named({rank: f"node{rank:03}" for rank in range(100)})
     assert said == "ranks 0, 1, 2, 3 and 96 more on node000, node001, node002, node003 and 96 more"
     assert (
-        named({4: "b", 3: "a"}) == "ranks 3 and 4 on a and b" and named({3: ""}) == "rank 3 on a host that is not known"
+        named({4: "b", 3: "a"}) == "ranks 3 and 4 on a and b"
+        and named({3: ""}) == "rank 3 on a host that is not known"
     )

@@ -1,7 +1,9 @@
-"""Changes to a configuration file that keep its meaning, change it in a known way, or leave it open.
+"""Changes to a configuration file that keep its meaning, change it in a known way, or leave it
+open.
 
-Each takes the text of a file and a random number generator and returns the changed text and what must come of it:
-"same" (the plan as before), "named" (refused, or a note that was not there before) or None where it does not apply.
+Each takes the text of a file and a random number generator and returns the changed text and what
+must come of it: "same" (the plan as before), "named" (refused, or a note that was not there before)
+or None where it does not apply.
 """
 
 import ast
@@ -11,9 +13,32 @@ from collections.abc import Callable
 
 Mutant = tuple[str, str]
 KEYS = frozenset(
-    {"param_dtype", "reduce_dtype", "buffer_dtype", "params_dtype", "pipeline_dtype", "dtype", "precision", "opt_level"}
-    | {"use_master_weights", "use_fp32_grad_acc", "zero_one_enabled", "grad_reduce_in_fp32", "clip_grad_norm"}
-    | {"fp8_margin", "amax_history_len", "fp8_format", "fp8_recipe", "initial_scale", "init_scale", "hysteresis"}
+    {
+        "param_dtype",
+        "reduce_dtype",
+        "buffer_dtype",
+        "params_dtype",
+        "pipeline_dtype",
+        "dtype",
+        "precision",
+        "opt_level",
+    }
+    | {
+        "use_master_weights",
+        "use_fp32_grad_acc",
+        "zero_one_enabled",
+        "grad_reduce_in_fp32",
+        "clip_grad_norm",
+    }
+    | {
+        "fp8_margin",
+        "amax_history_len",
+        "fp8_format",
+        "fp8_recipe",
+        "initial_scale",
+        "init_scale",
+        "hysteresis",
+    }
     | {"growth_interval", "max_loss_scale", "loss_scale"}
 )
 
@@ -21,14 +46,18 @@ KEYS = frozenset(
 def _assignments(tree: ast.Module) -> list[ast.Assign]:
     """Plain assignments at the top of the module to names that stand only for what is assigned."""
     found = [node for node in tree.body if isinstance(node, ast.Assign)]
-    return [node for node in found if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)]
+    return [
+        node for node in found if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    ]
 
 
 def moved_into_function(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """The whole file as the body of a function that is called, as a script's main is."""
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     body = [node for node in tree.body if node not in imports]
-    if not body or any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in imports):
+    if not body or any(
+        isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in imports
+    ):
         return None
     text = "\n".join(ast.unparse(node) for node in body)
     inner = "\n".join(f"    {line}" for line in text.split("\n"))
@@ -39,12 +68,19 @@ def moved_into_function(tree: ast.Module, rng: random.Random) -> Mutant | None:
 def through_a_name(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """The value of a keyword is assigned to a name first."""
     words = [word for node in tree.body for word in _keywords(node) if word.arg in KEYS]
-    literal = [word for word in words if ast.unparse(word.value).startswith(("torch.", '"', "'", *"0123456789"))]
+    literal = [
+        word
+        for word in words
+        if ast.unparse(word.value).startswith(("torch.", '"', "'", *"0123456789"))
+    ]
     if not literal:
         return None
     word = rng.choice(literal)
-    value, word.value = ast.unparse(word.value), ast.Name("chosen_elsewhere")
-    first = next(i for i, node in enumerate(tree.body) if not isinstance(node, ast.ImportFrom | ast.Import))
+    value = ast.unparse(word.value)
+    word.value = ast.Name("chosen_elsewhere")
+    first = next(
+        i for i, node in enumerate(tree.body) if not isinstance(node, ast.ImportFrom | ast.Import)
+    )
     lines = [ast.unparse(node) for node in tree.body]
     return "\n".join([*lines[:first], f"chosen_elsewhere = {value}", *lines[first:]]), "same"
 
@@ -61,12 +97,18 @@ def under_a_constant(tree: ast.Module, rng: random.Random) -> Mutant | None:
 
 def renamed(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """An imported name under an alias."""
-    names = [(node, alias) for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names = [
+        (node, alias)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
     plain = [(node, alias) for node, alias in names if alias.asname is None and alias.name != "*"]
     if not plain:
         return None
     _, alias = rng.choice(plain)
-    old, alias.asname = alias.name, f"{alias.name}_by_another_name"
+    old = alias.name
+    alias.asname = f"{alias.name}_by_another_name"
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == old:
             node.id = alias.asname
@@ -75,7 +117,11 @@ def renamed(tree: ast.Module, rng: random.Random) -> Mutant | None:
 
 def spread(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """The keywords of a call by ** of a dict."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _named(node) and node.keywords]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _named(node) and node.keywords
+    ]
     calls = [node for node in calls if all(word.arg for word in node.keywords)]
     if not calls:
         return None
@@ -91,8 +137,12 @@ def conditional(tree: ast.Module, rng: random.Random) -> Mutant | None:
     if not words:
         return None
     word = rng.choice(words)
-    other = ast.Constant(64 if isinstance(word.value, ast.Constant) and word.value.value != 64 else 63)
-    word.value = ast.IfExp(ast.parse("open('x').read() == 'y'", mode="eval").body, word.value, other)
+    other = ast.Constant(
+        64 if isinstance(word.value, ast.Constant) and word.value.value != 64 else 63
+    )
+    word.value = ast.IfExp(
+        ast.parse("open('x').read() == 'y'", mode="eval").body, word.value, other
+    )
     return ast.unparse(tree), "named"
 
 
@@ -107,12 +157,19 @@ def from_outside(tree: ast.Module, rng: random.Random) -> Mutant | None:
 
 def misspelt(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """A precision key with two letters exchanged."""
-    words = [word for node in tree.body for word in _keywords(node) if word.arg in KEYS and len(word.arg or "") > 7]
+    words = [
+        word
+        for node in tree.body
+        for word in _keywords(node)
+        if word.arg in KEYS and len(word.arg or "") > 7
+    ]
     if not words:
         return None
     word = rng.choice(words)
     name = str(word.arg)
-    places = [i for i in range(1, len(name) - 2) if name[i] != name[i + 1] and "_" not in name[i : i + 2]]
+    places = [
+        i for i in range(1, len(name) - 2) if name[i] != name[i + 1] and "_" not in name[i : i + 2]
+    ]
     i = rng.choice(places)
     word.arg = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
     return ast.unparse(tree), "named"
@@ -120,7 +177,11 @@ def misspelt(tree: ast.Module, rng: random.Random) -> Mutant | None:
 
 def overridden(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """A field that the system does not have is assigned to an object of it."""
-    found = [node for node in _assignments(tree) if isinstance(node.value, ast.Call) and _named(node.value)]
+    found = [
+        node
+        for node in _assignments(tree)
+        if isinstance(node.value, ast.Call) and _named(node.value)
+    ]
     if not found:
         return None
     name = ast.unparse(rng.choice(found).targets[0])
@@ -139,7 +200,11 @@ def with_noise(tree: ast.Module, rng: random.Random) -> Mutant | None:
 
 
 def _keywords(node: ast.AST) -> list[ast.keyword]:
-    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call) and (_named(inner) or _is_dict(inner))]
+    calls = [
+        inner
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Call) and (_named(inner) or _is_dict(inner))
+    ]
     return [word for call in calls for word in call.keywords]
 
 
@@ -151,7 +216,9 @@ def _named(call: ast.Call) -> bool:
     """Whether a call is of one of the systems' classes or functions."""
     last = ast.unparse(call.func).rpartition(".")[2]
     known = "MixedPrecision|MixedPrecisionPolicy|ShardedGradScaler|DelayedScaling|MegatronMixedPrecision"
-    known += "|MixedPrecisionConfig|HybridParallelPlugin|LowLevelZeroPlugin|GeminiPlugin|fp8_autocast"
+    known += (
+        "|MixedPrecisionConfig|HybridParallelPlugin|LowLevelZeroPlugin|GeminiPlugin|fp8_autocast"
+    )
     return re.fullmatch(known, last) is not None
 
 

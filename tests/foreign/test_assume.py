@@ -21,7 +21,9 @@ CONDITIONS = {
 
 
 def write(folder: Path, condition: str) -> Path:
-    (path := folder / "train.py").write_text(f"if {condition}:\n    " + PLUGIN.replace("\n", "\n    ", 1))
+    (path := folder / "train.py").write_text(
+        f"if {condition}:\n    " + PLUGIN.replace("\n", "\n    ", 1)
+    )
     return path
 
 
@@ -33,7 +35,9 @@ def test_the_option_that_a_refusal_gives_answers_it(case: str, tmp_path: Path) -
     options = re.findall(r"(--assume .*) or False says it", str(caught.value))
     assert options, caught.value
     word, item = shlex.split(options[0])
-    assert word == "--assume" and str(understand(path, assume=[item]).plan.compute) == "torch.bfloat16"
+    assert (
+        word == "--assume" and str(understand(path, assume=[item]).plan.compute) == "torch.bfloat16"
+    )
 
 
 @pytest.mark.parametrize("case", [case for case, (_, value) in CONDITIONS.items() if value])
@@ -43,10 +47,17 @@ def test_a_value_that_decides_a_condition_may_be_assumed_instead(case: str, tmp_
     assert str(understand(path, assume=[item]).plan.compute) == "torch.bfloat16"
 
 
-@pytest.mark.parametrize("head", ["for name in names", "while running()", "with opened() as plugin"])
+@pytest.mark.parametrize(
+    "head", ["for name in names", "while running()", "with opened() as plugin"]
+)
 def test_no_option_is_given_for_what_cannot_be_assumed(head: str, tmp_path: Path) -> None:
-    text = f"{head}:\n    precision = pick(one_of_many_names, another_of_many_names, and_a_third_of_the_many_names)\n"
-    (path := tmp_path / "train.py").write_text(text + "    HybridParallelPlugin(precision=precision)\n")
+    text = (
+        f"{head}:\n    precision = pick(one_of_many_names, another_of_many_names, "
+        "and_a_third_of_the_many_names)\n"
+    )
+    (path := tmp_path / "train.py").write_text(
+        text + "    HybridParallelPlugin(precision=precision)\n"
+    )
     with pytest.raises(UserError) as caught:
         understand(path)
     for option in re.findall(r"(--assume .*?)(?: or False says it| gives it)", str(caught.value)):
@@ -55,9 +66,13 @@ def test_no_option_is_given_for_what_cannot_be_assumed(head: str, tmp_path: Path
 
 
 def test_an_unknown_size_of_a_layout_is_noted_and_left_to_the_run_file(tmp_path: Path) -> None:
-    (path := tmp_path / "train.py").write_text("HybridParallelPlugin(tp_size=world(), pp_size=2, precision='bf16')\n")
+    (path := tmp_path / "train.py").write_text(
+        "HybridParallelPlugin(tp_size=world(), pp_size=2, precision='bf16')\n"
+    )
     found = understand(path)
-    assert "parallel.tensor" not in found.settings and found.settings["parallel.pipeline"].value == 2
+    assert (
+        "parallel.tensor" not in found.settings and found.settings["parallel.pipeline"].value == 2
+    )
     assert any("tp_size of HybridParallelPlugin(...)" in note for note in found.notes)
 
 
@@ -75,10 +90,16 @@ def test_the_result_of_a_function_from_elsewhere_may_be_assumed(tmp_path: Path) 
     """As in NxD's own examples, whose helper has the name of a function of Megatron-Bridge."""
     (path := tmp_path / "train.py").write_text(ELSEWHERE)
     with pytest.raises(
-        UserError, match="get_mixed_precision_config comes from training_utils: what it does is not known"
+        UserError,
+        match="get_mixed_precision_config comes from training_utils: what it does is not known",
     ) as caught:
         understand(path)
     option = re.findall(r"--assume '(.*?)=\.\.\.' gives it", str(caught.value))[0]
-    found = understand(path, assume=[option + "={'use_master_weights': True, 'use_fp32_grad_acc': False}"])
-    assert (str(found.plan.masters), str(found.plan.gradients)) == ("torch.float32", "torch.bfloat16")
+    found = understand(
+        path, assume=[option + "={'use_master_weights': True, 'use_fp32_grad_acc': False}"]
+    )
+    assert (str(found.plan.masters), str(found.plan.gradients)) == (
+        "torch.float32",
+        "torch.bfloat16",
+    )
     assert not found.notes

@@ -1,4 +1,5 @@
-"""Files of five systems' users come to the plan that the system's own source gives them, or are refused by name."""
+"""Files of five systems' users come to the plan that the system's own source gives them, or are
+refused by name."""
 
 import re
 from dataclasses import replace
@@ -28,7 +29,9 @@ REFUSED = entries([entry for entry in TABLE if entry.refused])
 
 
 def test_every_file_is_in_the_table_once_and_every_entry_has_its_file() -> None:
-    assert sorted(entry.file for entry in TABLE) == sorted(path.name for path in FOLDER.iterdir() if path.is_file())
+    assert sorted(entry.file for entry in TABLE) == sorted(
+        path.name for path in FOLDER.iterdir() if path.is_file()
+    )
 
 
 def test_no_entry_expects_a_file_to_be_read_and_refused_or_to_be_quiet_and_noted() -> None:
@@ -38,7 +41,9 @@ def test_no_entry_expects_a_file_to_be_read_and_refused_or_to_be_quiet_and_noted
 
 
 @pytest.mark.parametrize("entry", READ)
-def test_what_the_table_expects_is_a_plan_and_run_file_keys_that_there_can_be(entry: Expected) -> None:
+def test_what_the_table_expects_is_a_plan_and_run_file_keys_that_there_can_be(
+    entry: Expected,
+) -> None:
     assert replace(plan("fp32"), **entry.plan).compute == entry.plan["compute"]
     assert set(entry.settings) <= known_keys()
 
@@ -60,7 +65,9 @@ def test_a_file_comes_to_the_plan_that_its_system_makes_of_it(entry: Expected) -
 def test_a_file_decides_the_run_file_keys_that_its_system_reads_there(entry: Expected) -> None:
     found = {key: given.value for key, given in understand(FOLDER / entry.file).settings.items()}
     assert {key: found.get(key) for key in entry.settings} == dict(entry.settings)
-    more = {key: value for key, value in found.items() if key in USUAL and key not in entry.settings}
+    more = {
+        key: value for key, value in found.items() if key in USUAL and key not in entry.settings
+    }
     assert more == {key: USUAL[key] for key in more}
 
 
@@ -78,11 +85,18 @@ def test_a_file_whose_every_word_of_precision_is_used_makes_no_noise(entry: Expe
 @pytest.mark.parametrize("entry", entries([entry for entry in TABLE if entry.unsaid]))
 def test_a_note_says_nothing_of_what_has_no_bearing_on_precision(entry: Expected) -> None:
     notes = understand(FOLDER / entry.file).notes
-    assert [(word, note) for word in entry.unsaid for note in notes if word in note.replace(str(FOLDER), "")] == []
+    assert [
+        (word, note)
+        for word in entry.unsaid
+        for note in notes
+        if word in note.replace(str(FOLDER), "")
+    ] == []
 
 
 @pytest.mark.parametrize("entry", REFUSED)
-def test_a_file_that_leaves_something_open_is_refused_with_its_name_and_line(entry: Expected) -> None:
+def test_a_file_that_leaves_something_open_is_refused_with_its_name_and_line(
+    entry: Expected,
+) -> None:
     with pytest.raises(UserError) as caught:
         understand(FOLDER / entry.file)
     said = str(caught.value)

@@ -1,4 +1,5 @@
-"""OmegaConf's `${...}` in YAML stands for the value that it names in the file, or is refused where it is needed."""
+"""OmegaConf's `${...}` in YAML stands for the value that it names in the file, or is refused where
+it is needed."""
 
 from pathlib import Path
 
@@ -38,5 +39,7 @@ def test_a_value_named_by_another_is_that_value(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", OPEN)
 def test_what_names_no_value_of_the_file_is_refused(case: str, tmp_path: Path) -> None:
     (path := tmp_path / "config.yaml").write_text(OPEN[case] + MODEL)
-    with pytest.raises(UserError, match=r"precision of trainer.precision: .*(interpolation|filled in)"):
+    with pytest.raises(
+        UserError, match=r"precision of trainer.precision: .*(interpolation|filled in)"
+    ):
         understand(path)

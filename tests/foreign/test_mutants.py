@@ -1,4 +1,5 @@
-"""A changed file of another system is read rightly, refused or noted: never read as something else in silence."""
+"""A changed file of another system is read rightly, refused or noted: never read as something else
+in silence."""
 
 import ast
 import random
@@ -12,10 +13,14 @@ from tests.foreign.mutants import MUTATIONS
 from tools.commands.precision import Understood, understand
 
 FOLDER = Path(__file__).parent / "files"
-OVERWRITTEN = "internevo_overridden.py"  # whatever its first values are changed to, later ones replace them
+OVERWRITTEN = (
+    "internevo_overridden.py"  # whatever its first values are changed to, later ones replace them
+)
 FILES = sorted(entry.file for entry in TABLE if entry.file.endswith(".py") and not entry.refused)
 FILES.remove(OVERWRITTEN)
-SAMPLE, PROOF, CAMPAIGN = 80, 300, 2000
+SAMPLE = 80
+PROOF = 300
+CAMPAIGN = 2000
 
 
 def read(path: Path) -> Understood | UserError:
@@ -34,20 +39,27 @@ def without_place(notes: tuple[str, ...]) -> list[str]:
 
 
 def check(seed: int, folder: Path) -> str:
-    """Makes mutant number `seed`; a line about what is wrong with how it is read, empty if nothing is."""
+    """Makes mutant number `seed`; a line about what is wrong with how it is read, empty if nothing
+    is."""
     rng = random.Random(seed)
-    file, mutate = rng.choice(FILES), rng.choice(MUTATIONS)
+    file = rng.choice(FILES)
+    mutate = rng.choice(MUTATIONS)
     before = understand(FOLDER / file)
     made = mutate(ast.parse((FOLDER / file).read_text()), rng)
-    if made is None or any("not handed on" in note for note in before.notes):  # what changes may be left out already
+    if made is None or any(
+        "not handed on" in note for note in before.notes
+    ):  # what changes may be left out already
         return ""
     path = folder / file
     path.write_text(made[0])
-    after, label = read(path), f"seed {seed}, {mutate.__name__} of {file}"
+    after = read(path)
+    label = f"seed {seed}, {mutate.__name__} of {file}"
     if made[1] == "same":
         if isinstance(after, UserError):
             return f"{label}: refused: {after}"
-        return "" if decided(after) == decided(before) else f"{label}: read as another configuration"
+        if decided(after) == decided(before):
+            return ""
+        return f"{label}: read as another configuration"
     if isinstance(after, UserError) or without_place(after.notes) != without_place(before.notes):
         return ""
     return f"{label}: read in silence"
@@ -64,4 +76,6 @@ def test_hundreds_of_changed_files_are_read_rightly_refused_or_noted(tmp_path: P
 
 @pytest.mark.campaign
 def test_two_thousand_changed_files_are_read_rightly_refused_or_noted(tmp_path: Path) -> None:
-    assert [line for seed in range(PROOF, SAMPLE + CAMPAIGN) if (line := check(seed, tmp_path))] == []
+    assert [
+        line for seed in range(PROOF, SAMPLE + CAMPAIGN) if (line := check(seed, tmp_path))
+    ] == []

@@ -1,4 +1,5 @@
-"""A file of a program that is none of the five is not taken for one of them because a name in it is the same."""
+"""A file of a program that is none of the five is not taken for one of them because a name in it is
+the same."""
 
 from pathlib import Path
 
@@ -10,15 +11,25 @@ from tools.commands.precision import understand
 FILES = {
     "Colossal-AI's ZeRO of 0.1": (
         "config.py",
-        "zero = dict(model_config=dict(shard_strategy=TensorShardStrategy()), optimizer_config=dict())\n",
+        (
+            "zero = dict(model_config=dict(shard_strategy=TensorShardStrategy()), "
+            "optimizer_config=dict())\n"
+        ),
         "zero = dict(...): Colossal-AI's ZeRO before its plugins",
     ),
     "the same beside a mode": (
         "config.py",
-        "fp16 = dict(mode='NAIVE')\nzero = dict(level=2, optimizer_config=dict(initial_scale=2**5))\n",
+        (
+            "fp16 = dict(mode='NAIVE')\nzero = dict(level=2, "
+            "optimizer_config=dict(initial_scale=2**5))\n"
+        ),
         "line 2: zero = dict(...)",
     ),
-    "an optimizer's empty settings": ("config.py", "optimizer_config = dict()\n", "says nothing of precision"),
+    "an optimizer's empty settings": (
+        "config.py",
+        "optimizer_config = dict()\n",
+        "says nothing of precision",
+    ),
     "an optimizer's own settings": (
         "config.py",
         "optimizer_config = dict(grad_clip=None)\nmodel = dict(type='ResNet')\n",
@@ -33,7 +44,9 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_table_of_a_common_name_is_no_systems_without_a_key_of_its_own(case: str, tmp_path: Path) -> None:
+def test_a_table_of_a_common_name_is_no_systems_without_a_key_of_its_own(
+    case: str, tmp_path: Path
+) -> None:
     name, text, said = FILES[case]
     (path := tmp_path / name).write_text(text)
     with pytest.raises(UserError) as caught:
@@ -43,15 +56,24 @@ def test_a_table_of_a_common_name_is_no_systems_without_a_key_of_its_own(case: s
 
 def test_a_misspelt_key_beside_nxds_own_table_is_refused_by_name(tmp_path: Path) -> None:
     (path := tmp_path / "config.py").write_text(
-        "mixed_precision_config = dict(use_master_weights=True)\noptimizer_config = dict(zero_one=True)\n"
+        "mixed_precision_config = dict(use_master_weights=True)\noptimizer_config = "
+        "dict(zero_one=True)\n"
     )
-    with pytest.raises(UserError, match=r"optimizer_config.zero_one = true .*line 2.*: no such key"):
+    with pytest.raises(
+        UserError, match=r"optimizer_config.zero_one = true .*line 2.*: no such key"
+    ):
         understand(path)
 
 
 PARTS = {
-    "InternEvo's scaler": ("grad_scaler = dict(fp16=dict(initial_scale=2**10))\n", "InternEvo's `model = dict(...)`"),
-    "InternEvo's clipping": ("hybrid_zero_optimizer = dict(clip_grad_norm=1.0)\n", "InternEvo's `model = dict(...)`"),
+    "InternEvo's scaler": (
+        "grad_scaler = dict(fp16=dict(initial_scale=2**10))\n",
+        "InternEvo's `model = dict(...)`",
+    ),
+    "InternEvo's clipping": (
+        "hybrid_zero_optimizer = dict(clip_grad_norm=1.0)\n",
+        "InternEvo's `model = dict(...)`",
+    ),
     "NeMo's optimizer": (
         "opt = OptimizerConfig(clip_grad=0.5, use_distributed_optimizer=True)\n",
         "NeMo's precision plugin",

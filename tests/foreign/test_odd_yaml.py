@@ -1,4 +1,5 @@
-"""YAML that is no plain table of settings ends with one line that names the file, whatever a value calls itself."""
+"""YAML that is no plain table of settings ends with one line that names the file, whatever a value
+calls itself."""
 
 from pathlib import Path
 
@@ -40,5 +41,8 @@ def test_a_value_that_is_none_of_its_kind_is_one_line(text: str) -> None:
 
 def test_no_object_is_made_of_a_tag(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    data = from_yaml(Path("odd.yaml"), f"a: !!python/object/apply:os.system ['touch {mark}']\nb: !!python/name:os.x\n")
+    data = from_yaml(
+        Path("odd.yaml"),
+        f"a: !!python/object/apply:os.system ['touch {mark}']\nb: !!python/name:os.x\n",
+    )
     assert data is not None and not mark.exists()

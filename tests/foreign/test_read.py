@@ -1,4 +1,5 @@
-"""Other systems' files are read without being run, quickly, and what is wrong with one is a line with its place."""
+"""Other systems' files are read without being run, quickly, and what is wrong with one is a line
+with its place."""
 
 import json
 import os
@@ -16,11 +17,13 @@ from tests.foreign.expected import TABLE
 from tools.cli import main
 from tools.commands.precision import understand
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
+FP16 = torch.float16
 HOSTILE = {
     "does not end.py": "while True:\n    x = 1\ndef f():\n    return f()\nf()\n",
     "calls itself.py": "def f(x):\n    return f(f(x))\nf(f(1))\n",
-    "doubles.py": "def a(): pass\n" + "\n".join(f"def {b}(): {a}(); {a}()" for a, b in pairwise(ascii_lowercase)),
+    "doubles.py": "def a(): pass\n"
+    + "\n".join(f"def {b}(): {a}(); {a}()" for a, b in pairwise(ascii_lowercase)),
     "deep.py": "x = " + "(" * 5000 + ")" * 5000,
     "deep sum.py": "x = " + "1 + " * 30000 + "1",
     "megabyte.py": "x = [" + "[1, 2], " * 130_000 + "]",
@@ -30,21 +33,30 @@ HOSTILE = {
     "deep.json": "[" * 100_000 + "]" * 100_000,
     "deep.toml": "x = " + "[" * 5000 + "]" * 5000,
     "deep.yaml": "[" * 5000 + "]" * 5000,
-    "laughs.yaml": "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]" for i in range(1, 20)),
+    "laughs.yaml": "a0: &a0 [x]\n"
+    + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]" for i in range(1, 20)),
     "object.yaml": "mp_policy:\n  param_dtype: !!python/object/apply:os.system ['touch {mark}']\n",
-    "runs.py": "import os\nos.system('touch {mark}')\nfp16 = dict(mode=__import__('os').system('touch {mark}'))\n",
+    "runs.py": (
+        "import os\nos.system('touch {mark}')\nfp16 = dict(mode=__import__('os').system('touch "
+        "{mark}'))\n"
+    ),
     "calls.py": "fp16 = dict(mode=exec('import os; os.system(\"touch {mark}\")') or 'TORCH')\n",
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_one_line_with_its_name_soon_and_runs_nothing(name: str, tmp_path: Path) -> None:
-    path, mark = tmp_path / name, tmp_path / "ran"
+def test_a_hostile_file_is_one_line_with_its_name_soon_and_runs_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    mark = tmp_path / "ran"
     path.write_text(HOSTILE[name].replace("{mark}", str(mark)))
     began = time.process_time()
     with pytest.raises(UserError) as caught:
         understand(path)
-    assert time.process_time() - began < 15, "what grows without bound takes for ever, whatever the machine"
+    assert time.process_time() - began < 15, (
+        "what grows without bound takes for ever, whatever the machine"
+    )
     assert not mark.exists()
     assert all(len(problem.splitlines()) == 1 for problem in caught.value.problems)
     assert str(path) in caught.value.problems[0]
@@ -96,9 +108,14 @@ def wrap(args, dtype=torch.float32):
 
 def test_what_a_file_leaves_open_is_refused_until_it_is_assumed(tmp_path: Path) -> None:
     path = write(tmp_path, OPEN)
-    with pytest.raises(UserError, match=r"line 5: .*depends on `args.bf16` \(line 4\).* --assume 'args.bf16=True'"):
+    with pytest.raises(
+        UserError, match=r"line 5: .*depends on `args.bf16` \(line 4\).* --assume 'args.bf16=True'"
+    ):
         understand(path)
-    with pytest.raises(UserError, match=r"reduce_dtype .*`dtype` is an argument of wrap\(\), by default torch.float32"):
+    with pytest.raises(
+        UserError,
+        match=r"reduce_dtype .*`dtype` is an argument of wrap\(\), by default torch.float32",
+    ):
         understand(path, assume=["args.bf16=True"])
     for bf16, dtype in ((True, BF16), (False, FP16)):
         found = understand(path, assume=[f"args.bf16={bf16}", "dtype=torch.bfloat16"])
@@ -107,18 +124,25 @@ def test_what_a_file_leaves_open_is_refused_until_it_is_assumed(tmp_path: Path) 
 
 def test_an_assumption_that_nothing_needs_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "plugins = bf16_mixed()")
-    with pytest.raises(UserError, match=r"--assume args.fp8=...: .* has no such expression whose value is open"):
+    with pytest.raises(
+        UserError, match=r"--assume args.fp8=...: .* has no such expression whose value is open"
+    ):
         understand(path, assume=["args.fp8=True"])
     with pytest.raises(UserError, match="must be EXPRESSION=VALUE"):
         understand(path, assume=["args fp8"])
 
 
-TWO = "one = run.Config(nl.Trainer, plugins=bf16_mixed())\ntwo = run.Config(nl.Trainer, plugins=fp16_mixed())\n"
+TWO = (
+    "one = run.Config(nl.Trainer, plugins=bf16_mixed())\ntwo = run.Config(nl.Trainer, "
+    "plugins=fp16_mixed())\n"
+)
 
 
 def test_of_several_runs_in_a_file_one_is_picked_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, TWO)
-    with pytest.raises(UserError, match=r"line 2: a second one, and they differ: .* name one with --pick"):
+    with pytest.raises(
+        UserError, match=r"line 2: a second one, and they differ: .* name one with --pick"
+    ):
         understand(path)
     assert understand(path, pick="one").plan.compute == BF16
     assert understand(path, pick="two").plan.compute == FP16
@@ -126,7 +150,9 @@ def test_of_several_runs_in_a_file_one_is_picked_by_name(tmp_path: Path) -> None
         understand(path, pick="tow")
 
 
-def test_strict_refuses_what_would_be_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_refuses_what_would_be_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, "plugins = bf16_mixed()\ntorch.set_float32_matmul_precision('high')\n")
     assert main(["precision", "show", str(path)]) == 0
     note = f"note: {path}, line 2: torch.set_float32_matmul_precision('high'): not read"
@@ -135,12 +161,16 @@ def test_strict_refuses_what_would_be_noted(tmp_path: Path, capsys: pytest.Captu
     assert note in capsys.readouterr().err
 
 
-def test_translate_writes_notes_as_comments_and_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_translate_writes_notes_as_comments_and_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, "plugins = bf16_mixed()\nmodel.half()\n")
     assert main(["precision", "translate", str(path), "--to", "native"]) == 0
     captured = capsys.readouterr()
     assert "line 2: model.half(): not read" in captured.err
-    assert any(line.startswith("# note: ") and "model.half()" in line for line in captured.out.splitlines())
+    assert any(
+        line.startswith("# note: ") and "model.half()" in line for line in captured.out.splitlines()
+    )
     assert main(["precision", "translate", str(path), "--to", "native", "--strict"]) == 2
 
 
@@ -164,11 +194,20 @@ def test_a_terminal_shows_names_of_files_without_their_folders(
     path = write(tmp_path, "plugins = bf16_mixed()")
     assert main(["precision", "show", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "precision plan of config.py" in out and "recipe (line 1)" in out and str(tmp_path) not in out
+    assert (
+        "precision plan of config.py" in out
+        and "recipe (line 1)" in out
+        and str(tmp_path) not in out
+    )
 
 
-def test_a_run_names_what_was_noted_about_its_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 2\nmicro_batch = 1\nseq_length = 8\n'
+def test_a_run_names_what_was_noted_about_its_precision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = (
+        '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 2\nmicro_batch = '
+        "1\nseq_length = 8\n"
+    )
     run += f'folder = "{tmp_path / "run"}"\n[data]\nsource = "nowhere.txt"\n'
     run += '[precision.smp.mp_policy]\nparam_dtype = "bfloat16"\n'
     path = write(tmp_path, run, "run.toml")
@@ -206,7 +245,10 @@ with t.autocast(recipe=r.DelayedScaling(2, r.Format.E4M3)):
 RENAMED: list[tuple[str, dict[str, Any]]] = [
     (ALIASES, {"reduce_over": "world"}),
     (MODULES, {"format": "e4m3", "margin": 2}),
-    ("te.fp8_autocast(True, False, DelayedScaling(amax_history_len=4), None)", {"history_length": 4}),
+    (
+        "te.fp8_autocast(True, False, DelayedScaling(amax_history_len=4), None)",
+        {"history_length": 4},
+    ),
 ]
 
 
@@ -220,12 +262,18 @@ def test_transformer_engine_is_known_by_any_alias_and_by_position(
 
 TWICE = {
     "x.py": (
-        "from torch.distributed.fsdp import MixedPrecision\nMixedPrecision(param_dtype=a, param_dtype=b)",
+        (
+            "from torch.distributed.fsdp import MixedPrecision\nMixedPrecision(param_dtype=a, "
+            "param_dtype=b)"
+        ),
         "line 2",
     ),
     "y.py": ("fp16 = {'mode': AMP_TYPE.TORCH,\n'init_scale': 2, 'init_scale': 4}", "line 2"),
     "x.yaml": ("trainer:\n  precision: bf16\n  devices: 8\n  precision: 16\n", "line 4"),
-    "x.json": ('{"mixed_precision_config": {"use_master_weights": true, "use_master_weights": false}}', "use_master"),
+    "x.json": (
+        '{"mixed_precision_config": {"use_master_weights": true, "use_master_weights": false}}',
+        "use_master",
+    ),
 }
 
 

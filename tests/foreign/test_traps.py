@@ -9,41 +9,62 @@ import torch
 from megaprec.errors import UserError
 from tools.commands.precision import understand
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 USE = "\nFSDP(model, mixed_precision=MixedPrecision(param_dtype=dtype))\n"
 OPEN = None
 """The file leaves the value open: it is refused."""
 TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a field of a recipe under a condition": (
-        "recipe = llm.llama3_8b.pretrain_recipe()\nif args.fp8:\n    recipe.trainer.plugins.fp8 = 'hybrid'",
+        (
+            "recipe = llm.llama3_8b.pretrain_recipe()\nif args.fp8:\n    "
+            "recipe.trainer.plugins.fp8 = 'hybrid'"
+        ),
         OPEN,
     ),
     "an early return": (
-        "def tune(recipe):\n    if not args.fp8:\n        return recipe\n    recipe.trainer.plugins.fp8 = 'hybrid'\n"
+        "def tune(recipe):\n    if not args.fp8:\n        return recipe\n    "
+        "recipe.trainer.plugins.fp8 = 'hybrid'\n"
         "    return recipe\nr = tune(llm.llama3_8b.pretrain_recipe())",
         OPEN,
     ),
-    "an error before": ("if not args.ok:\n    raise ValueError\ndtype = torch.bfloat16" + USE, {"compute": BF16}),
+    "an error before": (
+        "if not args.ok:\n    raise ValueError\ndtype = torch.bfloat16" + USE,
+        {"compute": BF16},
+    ),
     "pop under a condition": (
-        "kw = dict(param_dtype=torch.bfloat16)\nif args.m:\n    kw.pop('param_dtype')\nMixedPrecision(**kw)",
+        (
+            "kw = dict(param_dtype=torch.bfloat16)\nif args.m:\n    "
+            "kw.pop('param_dtype')\nMixedPrecision(**kw)"
+        ),
         OPEN,
     ),
     "global": (
-        "dtype = torch.bfloat16\ndef setup():\n    global dtype\n    dtype = torch.float16\nsetup()" + USE,
+        "dtype = torch.bfloat16\ndef setup():\n    global dtype\n    dtype = torch.float16\nsetup()"
+        + USE,
         {"compute": FP16},
     ),
     "nonlocal": (
-        "def f():\n    dtype = torch.bfloat16\n    def g():\n        nonlocal dtype\n        dtype = torch.float16\n"
+        "def f():\n    dtype = torch.bfloat16\n    def g():\n        nonlocal dtype\n        "
+        "dtype = torch.float16\n"
         "    g()\n    return MixedPrecision(dtype)\nf()",
         {"compute": FP16},
     ),
-    "break": ("for d in [torch.bfloat16, torch.float16]:\n    dtype = d\n    break" + USE, {"compute": BF16}),
+    "break": (
+        "for d in [torch.bfloat16, torch.float16]:\n    dtype = d\n    break" + USE,
+        {"compute": BF16},
+    ),
     "continue": (
-        "kw = {}\nfor k, v in {'param_dtype': torch.bfloat16, 'reduce_dtype': torch.float32}.items():\n"
+        "kw = {}\nfor k, v in {'param_dtype': torch.bfloat16, 'reduce_dtype': "
+        "torch.float32}.items():\n"
         "    if k == 'reduce_dtype':\n        continue\n    kw[k] = v\nMixedPrecision(**kw)",
         {"reduce": BF16},
     ),
-    "else of a loop": ("for n in []:\n    pass\nelse:\n    dtype = torch.bfloat16" + USE, {"compute": BF16}),
+    "else of a loop": (
+        "for n in []:\n    pass\nelse:\n    dtype = torch.bfloat16" + USE,
+        {"compute": BF16},
+    ),
     "a deep copy": (
         "import copy\na = dict(b={'param_dtype': torch.bfloat16})\nc = copy.deepcopy(a)\n"
         "c['b']['param_dtype'] = torch.float16\nMixedPrecision(**a['b'])",
@@ -58,16 +79,24 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "a list that may be empty": (
-        "flags = []\nif args.half:\n    flags.append('half')\ndtype = torch.float16 if flags else torch.bfloat16" + USE,
+        (
+            "flags = []\nif args.half:\n    flags.append('half')\ndtype = torch.float16 if flags "
+            "else torch.bfloat16"
+        )
+        + USE,
         OPEN,
     ),
     "a method of what pop returns": (
-        "kw = dict(tp_size=2, pp_size=1, precision='BF16')\nprecision = kw.pop('precision', 'FP16').lower()\n"
+        "kw = dict(tp_size=2, pp_size=1, precision='BF16')\nprecision = kw.pop('precision', "
+        "'FP16').lower()\n"
         "HybridParallelPlugin(precision=precision, **kw)",
         {"compute": BF16},
     ),
     "a key that is not known": (
-        "import sys\nkw = dict(param_dtype=torch.bfloat16)\nkw[sys.argv[1]] = torch.float16\nMixedPrecision(**kw)",
+        (
+            "import sys\nkw = dict(param_dtype=torch.bfloat16)\nkw[sys.argv[1]] = "
+            "torch.float16\nMixedPrecision(**kw)"
+        ),
         OPEN,
     ),
     "an item of a list": (
@@ -83,11 +112,16 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "fields of a dataclass by position": (
-        "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\ndtype = C(torch.float16).dtype" + USE,
+        (
+            "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\ndtype = "
+            "C(torch.float16).dtype"
+        )
+        + USE,
         {"compute": FP16},
     ),
     "__post_init__": (
-        "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\n    def __post_init__(self):\n"
+        "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\n    def "
+        "__post_init__(self):\n"
         "        self.dtype = torch.float16\ndtype = C().dtype" + USE,
         {"compute": FP16},
     ),
@@ -97,7 +131,10 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         {"fp8": None},
     ),
     "a default that was evaluated before": (
-        "dtype = torch.bfloat16\ndef f(d=dtype):\n    return MixedPrecision(d)\ndtype = torch.float16\nf()",
+        (
+            "dtype = torch.bfloat16\ndef f(d=dtype):\n    return MixedPrecision(d)\ndtype = "
+            "torch.float16\nf()"
+        ),
         {"compute": BF16},
     ),
     "setdefault of the environment": (
@@ -111,20 +148,31 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "a function that may end without a value": (
-        "import sys\ndef f():\n    if sys.argv[1] == 'a':\n        return torch.float16\ndtype = f()" + USE,
+        (
+            "import sys\ndef f():\n    if sys.argv[1] == 'a':\n        return "
+            "torch.float16\ndtype = f()"
+        )
+        + USE,
         OPEN,
     ),
     "a decorator": (
-        "def half(f):\n    return lambda **k: f(dtype=torch.float16)\n@half\ndef make(dtype=torch.bfloat16):\n"
+        "def half(f):\n    return lambda **k: f(dtype=torch.float16)\n@half\ndef "
+        "make(dtype=torch.bfloat16):\n"
         "    return dtype\ndtype = make()" + USE,
         OPEN,
     ),
     "a dict into which a file is loaded": (
-        "cfg = {'dtype': torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ndtype = cfg['dtype']" + USE,
+        (
+            "cfg = {'dtype': torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ndtype = "
+            "cfg['dtype']"
+        )
+        + USE,
         OPEN,
     ),
     "a key that is set after the file is loaded": (
-        "cfg = {'dtype': torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ncfg['dtype'] = torch.float16\n"
+        "cfg = {'dtype': "
+        "torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ncfg['dtype'] = "
+        "torch.float16\n"
         "dtype = cfg.get('dtype')" + USE,
         {"compute": FP16},
     ),
@@ -137,50 +185,84 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         {"compute": BF16},
     ),
     "keywords beside those that are not known": (
-        "def make(dtype=torch.float16, **more):\n    return dtype\ndtype = make(dtype=torch.bfloat16, **load())" + USE,
+        (
+            "def make(dtype=torch.float16, **more):\n    return dtype\ndtype = "
+            "make(dtype=torch.bfloat16, **load())"
+        )
+        + USE,
         {"compute": BF16},
     ),
     "keys that are not known in a loop": (
-        "cfg = {'dtype': torch.bfloat16}\nfor k, v in load().items():\n    cfg[k] = v\ndtype = cfg['dtype']" + USE,
+        (
+            "cfg = {'dtype': torch.bfloat16}\nfor k, v in load().items():\n    cfg[k] = v\ndtype "
+            "= cfg['dtype']"
+        )
+        + USE,
         OPEN,
     ),
     "settings by setattr in a loop": (
-        "cfg = SimpleNamespace(dtype=torch.bfloat16)\nfor k, v in load().items():\n    setattr(cfg, k, v)\n"
+        "cfg = SimpleNamespace(dtype=torch.bfloat16)\nfor k, v in load().items():\n    "
+        "setattr(cfg, k, v)\n"
         "dtype = cfg.dtype" + USE,
         OPEN,
     ),
     "settings of a class by setattr in a loop": (
-        "class C:\n    dtype = torch.bfloat16\nfor k, v in load().items():\n    setattr(C, k, v)\ndtype = C.dtype"
+        (
+            "class C:\n    dtype = torch.bfloat16\nfor k, v in load().items():\n    setattr(C, "
+            "k, v)\ndtype = C.dtype"
+        )
         + USE,
         OPEN,
     ),
     "settings of an object by setattr in a loop": (
-        "class C:\n    dtype = torch.bfloat16\nc = C()\nfor k, v in load().items():\n    setattr(c, k, v)\n"
+        "class C:\n    dtype = torch.bfloat16\nc = C()\nfor k, v in load().items():\n    "
+        "setattr(c, k, v)\n"
         "dtype = c.dtype" + USE,
         OPEN,
     ),
     "a field through vars": (
-        "args = parse()\nargs.dtype = torch.bfloat16\nvars(args)['dtype'] = torch.float16\ndtype = args.dtype" + USE,
+        (
+            "args = parse()\nargs.dtype = torch.bfloat16\nvars(args)['dtype'] = "
+            "torch.float16\ndtype = args.dtype"
+        )
+        + USE,
         {"compute": FP16},
     ),
     "fields that are loaded behind an object": (
-        "args = parse()\nargs.dtype = torch.bfloat16\nargs.__dict__.update(load())\ndtype = args.dtype" + USE,
+        (
+            "args = parse()\nargs.dtype = torch.bfloat16\nargs.__dict__.update(load())\ndtype = "
+            "args.dtype"
+        )
+        + USE,
         OPEN,
     ),
     "fields that are only looked at": (
-        "args = parse()\nargs.dtype = torch.bfloat16\nprint(vars(args), args.__dict__)\ndtype = args.dtype" + USE,
+        (
+            "args = parse()\nargs.dtype = torch.bfloat16\nprint(vars(args), "
+            "args.__dict__)\ndtype = args.dtype"
+        )
+        + USE,
         {"compute": BF16},
     ),
     "a dict that is emptied": (
-        "kw = dict(param_dtype=torch.float16)\nkw.clear()\nkw['param_dtype'] = torch.bfloat16\nMixedPrecision(**kw)",
+        (
+            "kw = dict(param_dtype=torch.float16)\nkw.clear()\nkw['param_dtype'] = "
+            "torch.bfloat16\nMixedPrecision(**kw)"
+        ),
         {"compute": BF16, "reduce": BF16},
     ),
     "an item of a dict by its method": (
-        "kw = dict(param_dtype=torch.float16)\nkw.__setitem__('param_dtype', torch.bfloat16)\nMixedPrecision(**kw)",
+        (
+            "kw = dict(param_dtype=torch.float16)\nkw.__setitem__('param_dtype', "
+            "torch.bfloat16)\nMixedPrecision(**kw)"
+        ),
         {"compute": BF16},
     ),
     "a dict's update by its class": (
-        "kw = dict(param_dtype=torch.float16)\ndict.update(kw, param_dtype=torch.bfloat16)\nMixedPrecision(**kw)",
+        (
+            "kw = dict(param_dtype=torch.float16)\ndict.update(kw, "
+            "param_dtype=torch.bfloat16)\nMixedPrecision(**kw)"
+        ),
         {"compute": BF16},
     ),
     "a dict that a package's method changes": (
@@ -188,7 +270,10 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "an update that is handed on": (
-        "cfg = dict(dtype=torch.bfloat16)\nlist(map(cfg.update, [{'dtype': torch.float16}]))\ndtype = cfg['dtype']"
+        (
+            "cfg = dict(dtype=torch.bfloat16)\nlist(map(cfg.update, [{'dtype': "
+            "torch.float16}]))\ndtype = cfg['dtype']"
+        )
         + USE,
         OPEN,
     ),
@@ -197,7 +282,11 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "an attribute that is deleted": (
-        "class C:\n    dtype = torch.float16\nc = C()\nc.dtype = torch.bfloat16\ndel c.dtype\ndtype = c.dtype" + USE,
+        (
+            "class C:\n    dtype = torch.float16\nc = C()\nc.dtype = torch.bfloat16\ndel "
+            "c.dtype\ndtype = c.dtype"
+        )
+        + USE,
         OPEN,
     ),
     "a dict that holds itself": ("model = dict(dtype='torch.bfloat16')\nmodel['x'] = model", OPEN),
@@ -226,7 +315,8 @@ def test_what_may_set_anything_is_noted(text: str, tmp_path: Path) -> None:
 def test_keys_of_yaml_win_over_those_that_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
-        "base: &b {param_dtype: float16, reduce_dtype: float32}\nmp_policy:\n  param_dtype: bfloat16\n  <<: *b\n"
+        "base: &b {param_dtype: float16, reduce_dtype: float32}\nmp_policy:\n  param_dtype: "
+        "bfloat16\n  <<: *b\n"
     )
     plan = understand(path).plan
     assert (plan.compute, plan.reduce) == (BF16, FP32)

@@ -1,4 +1,5 @@
-"""A file of another system is named as that system's, in one line with what to do, by every door that takes a file."""
+"""A file of another system is named as that system's, in one line with what to do, by every door
+that takes a file."""
 
 import json
 from pathlib import Path
@@ -23,7 +24,8 @@ FILES = {
     "args.json": ("Trainer", json.dumps({"output_dir": "out", "learning_rate": 5e-5, "num_train_epochs": 3})),
     "clm.sh": (
         "Trainer",
-        "python run_clm.py --model_name_or_path gpt2 --per_device_train_batch_size 8 --output_dir out\n",
+        ("python run_clm.py --model_name_or_path gpt2 --per_device_train_batch_size 8 "
+            "--output_dir out\n"),
     ),
     "hf.py": ("Trainer", "from transformers import TrainingArguments\nargs = TrainingArguments(output_dir='x')\n"),
     "default_config.yaml": (
@@ -71,7 +73,9 @@ def test_precision_show_reads_a_file_or_names_whose_it_is(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", [*FILES, "ds.json", "megatron.sh"])
-def test_a_command_that_takes_a_run_file_names_whose_file_it_was_given(name: str, tmp_path: Path) -> None:
+def test_a_command_that_takes_a_run_file_names_whose_file_it_was_given(
+    name: str, tmp_path: Path
+) -> None:
     if name == "ds.json":
         path = tmp_path / name
         path.write_text(json.dumps({"train_batch_size": 8}))
@@ -90,18 +94,29 @@ def test_a_run_file_is_sent_to_train_by_import_args(tmp_path: Path) -> None:
     for path in sorted((HERE / "examples").glob("*.toml")):
         with pytest.raises(UserError) as caught:
             import_run([str(path)], {}, {}, None)
-        assert caught.value.problems == (f"{path}: a run file of megaprec: megaprec train {path} runs it",)
+        assert caught.value.problems == (
+            f"{path}: a run file of megaprec: megaprec train {path} runs it",
+        )
 
 
 def test_no_mark_of_another_system_is_made_of_megatrons_arguments() -> None:
-    theirs = {*READ, *megatron_idle.SHAPES, *megatron_refused.SHAPES, *(row.sets for row in READ.values())}
+    theirs = {
+        *READ,
+        *megatron_idle.SHAPES,
+        *megatron_refused.SHAPES,
+        *(row.sets for row in READ.values()),
+    }
     for kind in KINDS:
         assert not [mark for mark in kind.marks if set(mark.split()) <= theirs], kind.whose
 
 
 def test_every_key_of_ours_that_a_line_names_is_there() -> None:
     for kind in KINDS:
-        ours = [pair.rpartition(" is ")[2].rstrip(";") for pair in kind.way.split(", ") if " is " in pair]
+        ours = [
+            pair.rpartition(" is ")[2].rstrip(";")
+            for pair in kind.way.split(", ")
+            if " is " in pair
+        ]
         for key in ours:
             tables = ("[parallel]", "[model]", "the product of [parallel]")
             assert key in (*known_keys(), "model.preset", *tables), key
@@ -117,7 +132,9 @@ def test_every_key_of_ours_that_a_line_names_is_there() -> None:
         ("odd.py", "alpha = 1\n"),
     ],
 )
-def test_a_file_of_no_known_system_is_one_line_without_guesses(name: str, text: str, tmp_path: Path) -> None:
+def test_a_file_of_no_known_system_is_one_line_without_guesses(
+    name: str, text: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     path.write_text(text)
     assert whose_file(path, text) is None
@@ -128,8 +145,19 @@ def test_a_file_of_no_known_system_is_one_line_without_guesses(name: str, text: 
 
 
 def test_arguments_of_megatron_as_json_are_read_as_those_of_yaml(tmp_path: Path) -> None:
-    content = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "lr": 1e-3}
-    content |= {"max_position_embeddings": 32, "micro_batch_size": 1, "train_iters": 10, "vocab_size": 512}
+    content = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "lr": 1e-3,
+    }
+    content |= {
+        "max_position_embeddings": 32,
+        "micro_batch_size": 1,
+        "train_iters": 10,
+        "vocab_size": 512,
+    }
     content |= {"data_path": "tokens/mine"}
     texts = list[str]()
     for name in ("args.json", "args.yaml"):
@@ -140,8 +168,19 @@ def test_arguments_of_megatron_as_json_are_read_as_those_of_yaml(tmp_path: Path)
 
 
 def test_a_variable_in_a_yaml_file_is_given_by_assume_as_its_line_says(tmp_path: Path) -> None:
-    content = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "lr": 1e-3}
-    content |= {"max_position_embeddings": 32, "micro_batch_size": 1, "train_iters": 10, "vocab_size": 512}
+    content = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "lr": 1e-3,
+    }
+    content |= {
+        "max_position_embeddings": 32,
+        "micro_batch_size": 1,
+        "train_iters": 10,
+        "vocab_size": 512,
+    }
     content |= {"data_path": "${DATA}/mine"}
     path = tmp_path / "args.yaml"
     path.write_text(json.dumps(content))

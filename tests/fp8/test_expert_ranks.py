@@ -1,4 +1,5 @@
-"""FP8 products of experts on ranks of their own: one scale for each tensor, and the training of one process."""
+"""FP8 products of experts on ranks of their own: one scale for each tensor, and the training of one
+process."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,31 +34,54 @@ def in_one(one: Run) -> Run:
 
 @pytest.mark.cases(0, slow=2)
 @pytest.mark.parametrize(("axes", "experts"), LAYOUTS, ids=str)
-def test_scales_and_amaxes_of_all_ranks_are_those_of_one_process(axes: dict[str, int], experts: dict[str, Any]) -> None:
-    """Powers of two forgive the last bits of sums over ranks, of which the amaxes in the history are."""
+def test_scales_and_amaxes_of_all_ranks_are_those_of_one_process(
+    axes: dict[str, int], experts: dict[str, Any]
+) -> None:
+    """Powers of two forgive the last bits of sums over ranks, of which the amaxes in the history
+    are."""
     powers = run(fp8(power_2_scales=True), model=EXPERTS, steps=3, micro_batch=2, **experts)
-    stored = run(fp8(power_2_scales=True, parameters=True), model=EXPERTS, steps=3, micro_batch=2, **experts)
+    stored = run(
+        fp8(power_2_scales=True, parameters=True), model=EXPERTS, steps=3, micro_batch=2, **experts
+    )
     for one, of_run in zip((powers, stored), states([powers, stored], **axes), strict=True):
         right = alone(in_one(one))
         assert set().union(*(rank.scale for rank in of_run)) == right.scale.keys()
         for rank in of_run:
-            assert any(".experts.0." in name for name in rank.scale) and any(".experts.3." in n for n in rank.scale)
+            assert any(".experts.0." in name for name in rank.scale) and any(
+                ".experts.3." in n for n in rank.scale
+            )
             for name, scale in rank.scale.items():
                 assert torch.equal(scale, right.scale[name]), name
-                torch.testing.assert_close(rank.history[name], right.history[name], rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    rank.history[name], right.history[name], rtol=1e-5, atol=1e-7
+                )
 
 
 @pytest.mark.cases(0, slow=1)
 @pytest.mark.parametrize(
     ("axes", "experts"), [({"tp": 2}, {"expert": 2, "expert_tensor": 1}), *LAYOUTS[1:]], ids=str
 )  # fmt: skip
-def test_every_recipe_trains_as_one_process_does(axes: dict[str, int], experts: dict[str, Any]) -> None:
-    """Whole experts of two tensor-parallel ranks get the rows of one process in its order. With several replicas their
-    rows are those of several micro-batches, so current scales are others: by at most the error of FP8 itself."""
-    runs = [run(fp8(kind, pad=True), model=EXPERTS, steps=2, micro_batch=2, **experts) for kind in KINDS]
-    runs += [run(fp8("current", pad=True, parameters=True), model=EXPERTS, steps=2, micro_batch=2, **experts)]
+def test_every_recipe_trains_as_one_process_does(
+    axes: dict[str, int], experts: dict[str, Any]
+) -> None:
+    """Whole experts of two tensor-parallel ranks get the rows of one process in its order. With
+    several replicas their rows are those of several micro-batches, so current scales are others: by
+    at most the error of FP8 itself."""
+    runs = [
+        run(fp8(kind, pad=True), model=EXPERTS, steps=2, micro_batch=2, **experts) for kind in KINDS
+    ]
+    runs += [
+        run(
+            fp8("current", pad=True, parameters=True),
+            model=EXPERTS,
+            steps=2,
+            micro_batch=2,
+            **experts,
+        )
+    ]
     for one, result in zip(runs, train_all(runs, **axes), strict=True):
-        reference, single = whole(replace(in_one(one), changes={})), whole(in_one(one))
+        reference = whole(replace(in_one(one), changes={}))
+        single = whole(in_one(one))
         error = [distance(a, b) for a, b in zip(single.grads, reference.grads, strict=True)]
         assert all(e > 0.01 for e in error), "the products are not in FP8"
         first, second = (distance(a, b) for a, b in zip(result.grads, single.grads, strict=True))
@@ -69,5 +93,12 @@ def test_every_recipe_trains_as_one_process_does(axes: dict[str, int], experts: 
 def test_scales_that_differ_between_replicas_are_refused() -> None:
     recipe = fp8(reduce_amax=False)
     axes = lone_experts(2, 2, 1)
-    with pytest.raises(UserError, match=r"fp8\.reduce_amax = false and experts on ranks of their own"):
-        Context(plan("bf16", fp8=recipe), axes.tp if axes else Axis("tp"), fp8=FP8State(recipe, 2), experts=axes)
+    with pytest.raises(
+        UserError, match=r"fp8\.reduce_amax = false and experts on ranks of their own"
+    ):
+        Context(
+            plan("bf16", fp8=recipe),
+            axes.tp if axes else Axis("tp"),
+            fp8=FP8State(recipe, 2),
+            experts=axes,
+        )

@@ -1,4 +1,5 @@
-"""The two FP8 formats: every code, every tie and its neighbours, and what becomes of numbers that do not fit."""
+"""The two FP8 formats: every code, every tie and its neighbours, and what becomes of numbers that
+do not fit."""
 
 import math
 from itertools import pairwise
@@ -19,7 +20,8 @@ def meant(code: int, dtype: torch.dtype) -> float:
     """What an eight-bit code stands for, by the paper's table."""
     bits, mantissa_bits, bias = SIZES[dtype]
     sign = -1.0 if code >> 7 else 1.0
-    exponent, mantissa = (code >> mantissa_bits) & (2**bits - 1), code & (2**mantissa_bits - 1)
+    exponent = (code >> mantissa_bits) & (2**bits - 1)
+    mantissa = code & (2**mantissa_bits - 1)
     if dtype == E4M3 and code & 0x7F == 0x7F:
         return math.nan
     if dtype == E5M2 and exponent == 31:
@@ -34,14 +36,17 @@ def codes(tensor: Tensor) -> list[int]:
 
 
 def nearest(value: float, dtype: torch.dtype) -> int:
-    """The code of a finite number, by search: of two equally near the one whose last bit is 0; the largest beyond."""
+    """The code of a finite number, by search: of two equally near the one whose last bit is 0; the
+    largest beyond."""
     finite = [c for c in range(128) if math.isfinite(meant(c, dtype))]
     best = min(finite, key=lambda c: (abs(meant(c, dtype) - abs(value)), c & 1))
     return best | (0x80 if math.copysign(1, value) < 0 else 0)
 
 
 @FORMATS
-def test_every_code_stands_for_what_the_paper_says_and_is_cast_to_itself(dtype: torch.dtype) -> None:
+def test_every_code_stands_for_what_the_paper_says_and_is_cast_to_itself(
+    dtype: torch.dtype,
+) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     told = torch.tensor([meant(code, dtype) for code in range(256)])
     torch.testing.assert_close(every, told, rtol=0, atol=0, equal_nan=True)
@@ -54,13 +59,17 @@ def test_every_code_stands_for_what_the_paper_says_and_is_cast_to_itself(dtype: 
 
 @FORMATS
 @pytest.mark.parametrize("wide", WIDE, ids=str)
-def test_ties_go_to_even_and_their_neighbours_to_the_nearest(dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_ties_go_to_even_and_their_neighbours_to_the_nearest(
+    dtype: torch.dtype, wide: torch.dtype
+) -> None:
     values = sorted(meant(code, dtype) for code in range(128) if math.isfinite(meant(code, dtype)))
     ties = [(a + b) / 2 for a, b in pairwise(values)]
     tied = torch.tensor(ties, dtype=torch.float64).to(wide)
     assert tied.tolist() == ties, "the wide dtype holds every tie"
     far = torch.full_like(tied, torch.inf)
-    tried = torch.cat([tied, tied.nextafter(far), tied.nextafter(-far), -tied, -tied.nextafter(far)])
+    tried = torch.cat(
+        [tied, tied.nextafter(far), tied.nextafter(-far), -tied, -tied.nextafter(far)]
+    )
     assert codes(cast(tried, dtype)) == [nearest(value, dtype) for value in tried.tolist()]
     assert codes(cast(tried, dtype)) == codes(tried.to(dtype)), "torch's own cast rounds the same"
 
@@ -69,7 +78,9 @@ def test_ties_go_to_even_and_their_neighbours_to_the_nearest(dtype: torch.dtype,
 def test_finite_numbers_saturate_wherever_they_come_from(dtype: torch.dtype) -> None:
     most = limit(dtype)
     for wide in WIDE:
-        beyond = torch.tensor([most, 1.01 * most, 1.1 * most, torch.finfo(wide).max], dtype=torch.float64).to(wide)
+        beyond = torch.tensor(
+            [most, 1.01 * most, 1.1 * most, torch.finfo(wide).max], dtype=torch.float64
+        ).to(wide)
         beyond = beyond[beyond.isfinite()]
         assert cast(beyond, dtype).float().tolist() == [most] * len(beyond)
         assert cast(-beyond, dtype).float().tolist() == [-most] * len(beyond)
@@ -78,16 +89,25 @@ def test_finite_numbers_saturate_wherever_they_come_from(dtype: torch.dtype) -> 
 @FORMATS
 def test_an_overflow_stays_visible(dtype: torch.dtype) -> None:
     for wide in WIDE:
-        seen = cast(torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0], dtype=wide), dtype).float()
+        seen = cast(
+            torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0], dtype=wide), dtype
+        ).float()
         assert seen.isfinite().tolist() == [False, False, False, True]
     if dtype == E5M2:
-        assert cast(torch.tensor([torch.inf, -torch.inf]), dtype).float().tolist() == [torch.inf, -torch.inf]
+        assert cast(torch.tensor([torch.inf, -torch.inf]), dtype).float().tolist() == [
+            torch.inf,
+            -torch.inf,
+        ]
 
 
 @FORMATS
 def test_a_scale_too_high_saturates_but_makes_no_infinity(dtype: torch.dtype) -> None:
     scale = torch.tensor(torch.finfo(torch.float32).max)
-    assert cast(torch.tensor([2.0, -1e30, 0.0]), dtype, scale).float().tolist() == [limit(dtype), -limit(dtype), 0.0]
+    assert cast(torch.tensor([2.0, -1e30, 0.0]), dtype, scale).float().tolist() == [
+        limit(dtype),
+        -limit(dtype),
+        0.0,
+    ]
     assert not cast(torch.tensor([torch.inf]), dtype, scale).float().isfinite().any()
 
 
@@ -103,6 +123,10 @@ def test_zero_keeps_its_sign() -> None:
 
 
 def test_gradients_alone_are_in_e5m2_and_only_in_hybrid() -> None:
-    told = [format_of(FP8Recipe(format=form), role) for form in ("hybrid", "e4m3") for role in ("input", "gradient")]
+    told = [
+        format_of(FP8Recipe(format=form), role)
+        for form in ("hybrid", "e4m3")
+        for role in ("input", "gradient")
+    ]
     assert told == [E4M3, E5M2, E4M3, E4M3]
     assert format_of(FP8Recipe(), "weight") == E4M3

@@ -1,4 +1,5 @@
-"""Every FP8 mode of the dialects trains: the systems' own words make products in the formats that they say."""
+"""Every FP8 mode of the dialects trains: the systems' own words make products in the formats that
+they say."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from tests.fp8.test_training import MODEL, run
 from tests.layouts import batches, share_of
 from tests.ranks import run_ranks
 
-HYBRID, ALIKE = {(E4M3, E4M3), (E5M2, E4M3)}, {(E4M3, E4M3)}
+HYBRID = {(E4M3, E4M3), (E5M2, E4M3)}
+ALIKE = {(E4M3, E4M3)}
 BF16 = {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 
 
@@ -32,8 +34,14 @@ def autocast(recipe: Any) -> tuple[str, Any]:
 
 MODES: dict[str, tuple[tuple[str, Any], set[tuple[torch.dtype, torch.dtype]]]] = {
     "NeMo bf16_with_fp8_mixed": (nemo("bf16_with_fp8_mixed"), HYBRID),
-    "NeMo bf16_with_fp8_mixed, weight gradients wide": (nemo("bf16_with_fp8_mixed", fp8_wgrad=False), HYBRID),
-    "NeMo fp16_with_fp8_mixed": (nemo("fp16_with_fp8_mixed", fp16_initial_loss_scale=2.0**10), HYBRID),
+    "NeMo bf16_with_fp8_mixed, weight gradients wide": (
+        nemo("bf16_with_fp8_mixed", fp8_wgrad=False),
+        HYBRID,
+    ),
+    "NeMo fp16_with_fp8_mixed": (
+        nemo("fp16_with_fp8_mixed", fp16_initial_loss_scale=2.0**10),
+        HYBRID,
+    ),
     "NeMo bf16_with_fp8_current_scaling_mixed": (
         nemo("bf16_with_fp8_current_scaling_mixed", first_last_layers_bf16=False),
         HYBRID,
@@ -49,8 +57,10 @@ LIMIT = 40  # steps; a loss scale of 2^32 halves until it does not overflow
 
 def train_one(mesh: DeviceMesh | None, system: str, config: Any) -> tuple[list[Any], set[Any]]:
     """Reports up to the third applied step, and the formats of the factors of all products."""
-    made, seen = DIALECTS[system].resolve(config), set[Any]()
-    multiply, add = linear.multiply, linear.add_product_
+    made = DIALECTS[system].resolve(config)
+    seen = set[Any]()
+    multiply = linear.multiply
+    add = linear.add_product_
 
     def noted(a: Codes, b: Codes, *others: Any, **options: Any) -> Any:
         seen.add((a.values.dtype, b.values.dtype))
@@ -60,8 +70,12 @@ def train_one(mesh: DeviceMesh | None, system: str, config: Any) -> tuple[list[A
         seen.add((a.values.dtype, b.values.dtype, total.dtype))
         add(total, a, b, *others)
 
-    with patch.object(test_modes, "MODEL", MODEL), patch.multiple(linear, multiply=noted, add_product_=noted_add):
-        engine, reports = test_modes.make(mesh, made.plan, True, 1.0), []
+    with (
+        patch.object(test_modes, "MODEL", MODEL),
+        patch.multiple(linear, multiply=noted, add_product_=noted_add),
+    ):
+        engine = test_modes.make(mesh, made.plan, True, 1.0)
+        reports = []
         for number in range(LIMIT):
             if sum(r.changed for r in reports) == 3:
                 break
@@ -70,7 +84,9 @@ def train_one(mesh: DeviceMesh | None, system: str, config: Any) -> tuple[list[A
     return reports, seen
 
 
-def train_rank(mesh: DeviceMesh, modes: Sequence[tuple[str, Any]]) -> list[tuple[list[Any], set[Any]]]:
+def train_rank(
+    mesh: DeviceMesh, modes: Sequence[tuple[str, Any]]
+) -> list[tuple[list[Any], set[Any]]]:
     return [train_one(mesh, *mode) for mode in modes]
 
 
@@ -82,7 +98,9 @@ def four_ranks() -> dict[str, list[tuple[list[Any], set[Any]]]]:
 
 @pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("name", MODES)
-def test_a_mode_trains_on_four_ranks_in_the_formats_that_it_names(name: str, four_ranks: Any) -> None:
+def test_a_mode_trains_on_four_ranks_in_the_formats_that_it_names(
+    name: str, four_ranks: Any
+) -> None:
     (system, config), formats = MODES[name]
     reports, _ = train_one(None, system, config)
     for ours, seen in four_ranks[name]:
@@ -98,10 +116,13 @@ def test_a_mode_trains_on_four_ranks_in_the_formats_that_it_names(name: str, fou
 
 
 def test_loss_scaling_is_on_top_of_fp8() -> None:
-    """A scale of 2^32 overflows in half precision until it has fallen; FP8's own scales neither hide it nor suffer."""
+    """A scale of 2^32 overflows in half precision until it has fallen; FP8's own scales neither
+    hide it nor suffer."""
     reports, _ = train_one(None, *nemo("fp16_with_fp8_mixed", fp16_hysteresis=1))
     outcomes = [r.outcome for r in reports]
     assert outcomes[0] == "skipped_overflow" and outcomes.count("applied") == 3
     assert reports[-1].loss_scale < 2.0**32
     unscaled, _ = train_one(None, *nemo("bf16_with_fp8_mixed"))
-    assert [r.loss for r in reports if r.changed] == pytest.approx([r.loss for r in unscaled], rel=1e-2)
+    assert [r.loss for r in reports if r.changed] == pytest.approx(
+        [r.loss for r in unscaled], rel=1e-2
+    )

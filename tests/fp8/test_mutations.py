@@ -1,4 +1,5 @@
-"""The tests of FP8 are tested: each well-known bug is put in on purpose, and the law that is there for it must fail."""
+"""The tests of FP8 are tested: each well-known bug is put in on purpose, and the law that is there
+for it must fail."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,7 +49,9 @@ def evaluations_record(patch: pytest.MonkeyPatch) -> None:
 
 
 def casts_of_weights_live_on(patch: pytest.MonkeyPatch) -> None:
-    def cast_of(self: FP8State, name: str, weight: Tensor, moment: int, make: Callable[[], Any]) -> Any:
+    def cast_of(
+        self: FP8State, name: str, weight: Tensor, moment: int, make: Callable[[], Any]
+    ) -> Any:
         if name not in self._casts:
             self._casts[name] = (0, 0), make()
         return self._casts[name][1]
@@ -91,10 +94,15 @@ def test_a_known_bug_breaks_its_law(bug: Any, law: Any, monkeypatch: pytest.Monk
 
 def test_amaxes_that_stay_on_a_tensor_rank_are_noticed() -> None:
     with pytest.raises(AssertionError):
-        require_one_scale({"tp": 2}, *(replace(one, before=amaxes_stay_on_a_tensor_rank) for one in (POWERS, FIRST)))
+        require_one_scale(
+            {"tp": 2},
+            *(replace(one, before=amaxes_stay_on_a_tensor_rank) for one in (POWERS, FIRST)),
+        )
 
 
-def test_a_history_that_is_lost_on_load_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_that_is_lost_on_load_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(run(fp8()))
     save(tmp_path, 1, engine.optimizer, {}, fp8=engine.fp8)
     require_taken_up(tmp_path, engine)

@@ -12,7 +12,16 @@ from megaprec.fp8 import kernels
 from megaprec.fp8.alignment import misfit, padded
 from megaprec.fp8.formats import E4M3, E5M2
 from megaprec.fp8.kernels import filled, tiled
-from megaprec.fp8.matmul import KERNELS, PRODUCTS, SLOW, add_product_, chosen, emulated, multiply, ways
+from megaprec.fp8.matmul import (
+    KERNELS,
+    PRODUCTS,
+    SLOW,
+    add_product_,
+    chosen,
+    emulated,
+    multiply,
+    ways,
+)
 from megaprec.fp8.quantize import Codes, amax_of, block_of, lost, quantize, quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 
@@ -40,7 +49,9 @@ def matrix(m: int, k: int, seed: int = 0) -> Tensor:
 def factors(recipe: FP8Recipe, m: int, k: int, n: int) -> dict[str, tuple[Codes, Codes]]:
     """The codes of each of a layer's three products, x [m, k], weight [n, k], gradient [m, n]."""
     made: dict[str, tuple[Codes, Codes]] = {}
-    for i, (role, shape) in enumerate({"input": (m, k), "weight": (n, k), "gradient": (m, n)}.items()):
+    for i, (role, shape) in enumerate(
+        {"input": (m, k), "weight": (n, k), "gradient": (m, n)}.items()
+    ):
         wide = matrix(*shape, seed=i)
         scale = 100 / wide.abs().max() if recipe.kind == "delayed" else None
         made[role] = quantize_both(wide, recipe, role, scale)  # pyright: ignore[reportArgumentType]
@@ -49,14 +60,17 @@ def factors(recipe: FP8Recipe, m: int, k: int, n: int) -> dict[str, tuple[Codes,
 
 
 def bound(a: Codes, b: Codes) -> Tensor:
-    """Of the error of a sum in FP32, in any order, and of a few roundings of its terms or of the sum."""
+    """Of the error of a sum in FP32, in any order, and of a few roundings of its terms or of the
+    sum."""
     k = a.values.shape[1]
     return (k + 4) * 2.0**-24 * (a.wide().double().abs() @ b.wide().double().abs().t()) + 1e-40
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_those_of_the_numbers_that_the_codes_stand_for(kind: Kind, shape: tuple[int, int, int]) -> None:
+def test_products_are_those_of_the_numbers_that_the_codes_stand_for(
+    kind: Kind, shape: tuple[int, int, int]
+) -> None:
     for name, (a, b) in factors(FP8Recipe(kind), *shape).items():
         told = a.wide().double() @ b.wide().double().t()
         for made in (emulated(a, b, torch.float32), multiply(a, b, torch.float32)):
@@ -65,20 +79,28 @@ def test_products_are_those_of_the_numbers_that_the_codes_stand_for(kind: Kind, 
 
 @pytest.mark.parametrize("kind", ["delayed", "current", "rowwise"])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
-def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind, form: Any, tried: None) -> None:
+def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(
+    kind: Kind, form: Any, tried: None
+) -> None:
     candidates = KERNELS["rowwise" if kind == "rowwise" else "current"]
     for shape in SHAPES:
         for name, (a, b) in factors(FP8Recipe(kind, form), *shape).items():
             assert a.values.dtype == (E5M2 if form == "hybrid" and name != "forward" else E4M3)
             right = emulated(a, b, torch.float32)
             for kernel in candidates:
-                if kernel is kernels.rowwise and chosen("rowwise", E4M3, False, torch.float32, CPU)[0] is not kernel:
-                    continue  # torch's CPU kernel of this kind came after the one for whole matrices
+                if (
+                    kernel is kernels.rowwise
+                    and chosen("rowwise", E4M3, False, torch.float32, CPU)[0] is not kernel
+                ):
+                    # torch's CPU kernel of this kind came after the one for whole matrices
+                    continue
                 made = kernel(a, b, torch.float32, False)
                 assert ((made - right).abs() <= 2 * bound(a, b)).all(), (name, kernel.__name__)
                 half = kernel(a, b, torch.bfloat16, False)
                 assert half.dtype == torch.bfloat16
-                torch.testing.assert_close(half.float(), right, rtol=2.0**-8, atol=float(2 * bound(a, b).max()))
+                torch.testing.assert_close(
+                    half.float(), right, rtol=2.0**-8, atol=float(2 * bound(a, b).max())
+                )
 
 
 def ways_of(kind: Kind, out: torch.dtype = torch.bfloat16) -> dict[str, str]:
@@ -91,14 +113,19 @@ def test_on_a_cpu_all_products_are_emulated_and_the_reason_is_told() -> None:
             assert ways_of(kind, out) == dict.fromkeys(PRODUCTS, f"emulated in FP32: {SLOW['cpu']}")
 
 
-def test_where_kernels_are_tried_those_that_torch_has_are_used_and_it_is_quoted_on_the_others(tried: None) -> None:
+def test_where_kernels_are_tried_those_that_torch_has_are_used_and_it_is_quoted_on_the_others(
+    tried: None,
+) -> None:
     assert all(said.endswith("rowwise kernel") for said in ways_of("rowwise").values())
     for kind in ("blockwise", "mx"):
-        assert all(said.startswith("emulated in FP32: torch says ") for said in ways_of(kind).values())
+        assert all(
+            said.startswith("emulated in FP32: torch says ") for said in ways_of(kind).values()
+        )
 
 
 def test_a_product_on_a_cpu_takes_little_longer_than_in_fp32() -> None:
-    """Kernels of torch for CPUs take as long, or a thousand times as long: this one is 0.5 ms or 0.5 s."""
+    """Kernels of torch for CPUs take as long, or a thousand times as long: this one is 0.5 ms or
+    0.5 s."""
     for kind in KINDS:
         for a, b in factors(FP8Recipe(kind), 256, 256, 256).values():
             wide = seconds(lambda a=a, b=b: a.wide() @ b.wide().t())
@@ -115,7 +142,9 @@ def seconds(work: Callable[[], object]) -> float:
     return min(took)
 
 
-def test_what_a_kernel_refuses_is_told_by_product(monkeypatch: pytest.MonkeyPatch, tried: None) -> None:
+def test_what_a_kernel_refuses_is_told_by_product(
+    monkeypatch: pytest.MonkeyPatch, tried: None
+) -> None:
     def no_fp32(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
         if out == torch.float32:
             raise RuntimeError("only bfloat16. At line 7 of\nsome file")
@@ -124,7 +153,11 @@ def test_what_a_kernel_refuses_is_told_by_product(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(KERNELS, "rowwise", (no_fp32,))
     refused = 'emulated in FP32: torch says "only bfloat16"'
     made = "no_fp32 kernel"
-    assert ways_of("rowwise") == {"forward": made, "input gradient": made, "weight gradient": refused}
+    assert ways_of("rowwise") == {
+        "forward": made,
+        "input gradient": made,
+        "weight gradient": refused,
+    }
 
 
 def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, tried: None) -> None:
@@ -146,7 +179,9 @@ def test_no_generator_is_drawn_from_to_try_kernels(tried: None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_each_number_is_off_by_at_most_half_a_step_of_its_block(kind: Kind, dtype: torch.dtype) -> None:
+def test_each_number_is_off_by_at_most_half_a_step_of_its_block(
+    kind: Kind, dtype: torch.dtype
+) -> None:
     """E4M3: 2**-4 of a normal number; below, half the smallest subnormal, 2**-10 of the scale."""
     x = torch.randn(48, 160, generator=torch.Generator().manual_seed(3)).mul(8).to(dtype)
     scale = 448 / x.float().abs().max() if kind == "delayed" else None
@@ -154,14 +189,18 @@ def test_each_number_is_off_by_at_most_half_a_step_of_its_block(kind: Kind, dtyp
     for codes, wide in ((over_last, x.double()), (over_first, x.double().t())):
         assert codes.values.shape == wide.shape
         smallest = codes.inverse.double().max() * 2.0**-10
-        assert ((codes.wide().double() - wide).abs() <= (wide.abs() * 2.0**-4).clamp(min=smallest) * (1 + 1e-6)).all()
+        assert (
+            (codes.wide().double() - wide).abs()
+            <= (wide.abs() * 2.0**-4).clamp(min=smallest) * (1 + 1e-6)
+        ).all()
         assert lost(wide, codes)[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["current", "rowwise", "blockwise", "mx"])
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
 def test_every_block_has_the_scale_of_its_own_amax(kind: Kind, role: Any) -> None:
-    recipe, x = FP8Recipe(kind), matrix(150, 300)
+    recipe = FP8Recipe(kind)
+    x = matrix(150, 300)
     codes = quantize(x, recipe, role)
     rows, columns = block_of(recipe, role, x.shape)
     most = 57344.0 if role == "gradient" else 448.0
@@ -179,7 +218,8 @@ def test_every_block_has_the_scale_of_its_own_amax(kind: Kind, role: Any) -> Non
 def test_blocks_are_those_of_the_recipes() -> None:
     shape = torch.Size([256, 384])
     told = {
-        kind: [block_of(FP8Recipe(kind), role, shape) for role in ("input", "weight", "gradient")] for kind in KINDS
+        kind: [block_of(FP8Recipe(kind), role, shape) for role in ("input", "weight", "gradient")]
+        for kind in KINDS
     }
     assert told == {
         "delayed": [(256, 384)] * 3,
@@ -199,15 +239,20 @@ def test_the_two_directions_are_rounded_separately_from_the_wide_numbers(kind: K
     assert torch.equal(over_first.wide(), alone.wide())
 
 
-@pytest.mark.parametrize(("kind", "role"), [("delayed", "input"), ("current", "gradient"), ("blockwise", "weight")])
+@pytest.mark.parametrize(
+    ("kind", "role"), [("delayed", "input"), ("current", "gradient"), ("blockwise", "weight")]
+)
 def test_one_set_of_codes_serves_both_directions(kind: Kind, role: Any) -> None:
     x = matrix(256, 384)
-    over_last, over_first = quantize_both(x, FP8Recipe(kind), role, torch.tensor(0.01) if kind == "delayed" else None)
+    over_last, over_first = quantize_both(
+        x, FP8Recipe(kind), role, torch.tensor(0.01) if kind == "delayed" else None
+    )
     assert torch.equal(over_first.wide(), over_last.wide().t())
 
 
 def test_ranks_that_hold_parts_of_a_tensor_round_it_as_one_would() -> None:
-    x, recipe = matrix(64, 64), FP8Recipe("current")
+    x = matrix(64, 64)
+    recipe = FP8Recipe("current")
     whole = quantize(x, recipe, "input")
     amax = x.abs().max()
 
@@ -229,7 +274,8 @@ def test_an_overflow_reaches_the_product(kind: Kind, bad: float, role: Any) -> N
     x[3, 5] = bad
     scale = torch.tensor(2.0) if kind == "delayed" else None
     recipe = FP8Recipe(kind)
-    codes, other = quantize(x, recipe, role, scale), quantize(torch.ones(32, 64), recipe, "weight", scale)
+    codes = quantize(x, recipe, role, scale)
+    other = quantize(torch.ones(32, 64), recipe, "weight", scale)
     for made in (multiply(codes, other, torch.float32), emulated(codes, other, torch.float32)):
         assert not made[3].isfinite().any()
         assert made[0].isfinite().all()
@@ -240,14 +286,18 @@ def test_zeros_and_empty_matrices_are_quantised_without_a_fuss() -> None:
         assert (quantize(torch.zeros(64, 64), FP8Recipe(kind), "input").wide() == 0).all()
         empty, other = (quantize_both(torch.ones(m, 64), FP8Recipe(kind), "input") for m in (0, 16))
         assert multiply(empty[0], other[0], torch.float32).shape == (0, 16)
-        assert torch.equal(multiply(empty[1], empty[1], torch.float32), torch.zeros(64, 64)), "a sum of nothing"
+        assert torch.equal(multiply(empty[1], empty[1], torch.float32), torch.zeros(64, 64)), (
+            "a sum of nothing"
+        )
     assert amax_of(torch.zeros(0, 8)).tolist() == [[0.0]]
 
 
 def test_the_amax_of_a_matrix_is_its_largest_magnitude_or_nan() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert amax_of(torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=dtype)).tolist() == [[3.0]]
-        assert amax_of(torch.tensor([[1.0, torch.nan], [torch.inf, 0.5]], dtype=dtype)).isnan().all()
+        assert (
+            amax_of(torch.tensor([[1.0, torch.nan], [torch.inf, 0.5]], dtype=dtype)).isnan().all()
+        )
         assert amax_of(torch.tensor([[1.0, -torch.inf]], dtype=dtype)).tolist() == [[torch.inf]]
 
 
@@ -257,13 +307,22 @@ def test_gradients_are_added_in_fp32() -> None:
     add_product_(total, a, b)
     told = 3 + a.wide().double() @ b.wide().double().t()
     assert ((total.double() - told).abs() <= bound(a, b) + 2.0**-23 * told.abs()).all()
-    assert not torch.equal(total, 3 + multiply(a, b, torch.bfloat16).float()), "the product was rounded to BF16"
+    assert not torch.equal(total, 3 + multiply(a, b, torch.bfloat16).float()), (
+        "the product was rounded to BF16"
+    )
 
 
 def test_what_codes_do_not_show_is_counted() -> None:
-    codes = quantize(torch.tensor([[1.0, 500.0, 0.0, 460.0, -470.0, 2.0**-12]]), FP8Recipe(), "input", torch.ones(()))
+    codes = quantize(
+        torch.tensor([[1.0, 500.0, 0.0, 460.0, -470.0, 2.0**-12]]),
+        FP8Recipe(),
+        "input",
+        torch.ones(()),
+    )
     x = torch.tensor([[1.0, 500.0, 0.0, 460.0, -470.0, 2.0**-12]])
-    assert lost(x, codes).tolist() == pytest.approx([2 / 6, 1 / 5]), "460 becomes 448 by rounding; 0 is shown"
+    assert lost(x, codes).tolist() == pytest.approx([2 / 6, 1 / 5]), (
+        "460 becomes 448 by rounding; 0 is shown"
+    )
 
 
 @pytest.mark.parametrize("kind", ["blockwise", "mx"])
@@ -293,12 +352,20 @@ def test_mx_scales_lie_in_the_order_that_cublas_documents() -> None:
         ("delayed", (8, 16), ""),
         ("delayed", (12, 64), "12 outputs (dim 0) are no multiple of 8"),
         ("current", (64, 24), "24 inputs (dim 1) are no multiple of 16"),
-        ("rowwise", (9, 9), "9 outputs (dim 0) are no multiple of 8 and 9 inputs (dim 1) are no multiple of 16"),
+        (
+            "rowwise",
+            (9, 9),
+            "9 outputs (dim 0) are no multiple of 8 and 9 inputs (dim 1) are no multiple of 16",
+        ),
         ("blockwise", (1376, 512), "1376 outputs (dim 0) are no multiple of 128"),
         ("mx", (96, 48), "48 inputs (dim 1) are no multiple of 32"),
     ],
 )
-def test_weights_that_do_not_suit_are_told_by_dim(kind: Kind, shape: tuple[int, int], said: str) -> None:
+def test_weights_that_do_not_suit_are_told_by_dim(
+    kind: Kind, shape: tuple[int, int], said: str
+) -> None:
     assert misfit(kind, *shape) == said
     assert not misfit(kind, *padded(kind, *shape))
-    assert all(0 <= more - size < 128 for more, size in zip(padded(kind, *shape), shape, strict=True))
+    assert all(
+        0 <= more - size < 128 for more, size in zip(padded(kind, *shape), shape, strict=True)
+    )

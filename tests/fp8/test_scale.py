@@ -14,7 +14,8 @@ from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.scaling import mx_inverse, scale_of
 from megaprec.precision.fp8_recipe import FP8Recipe
 
-INF, NAN = torch.inf, torch.nan
+INF = torch.inf
+NAN = torch.nan
 LARGEST = 3.4028234663852886e38
 
 # amax -> scale for E4M3 where the scale before was 5: 448 / amax
@@ -42,7 +43,16 @@ def test_without_a_scale_before_it_is_one() -> None:
 
 
 def test_powers_of_two_are_rounded_down() -> None:
-    table = {448.0: 1.0, 449.0: 0.5, 447.0: 1.0, 300.0: 1.0, 224.0: 2.0, 1.0: 256.0, 1e-45: 2.0**127, 0.0: 5.0}
+    table = {
+        448.0: 1.0,
+        449.0: 0.5,
+        447.0: 1.0,
+        300.0: 1.0,
+        224.0: 2.0,
+        1.0: 256.0,
+        1e-45: 2.0**127,
+        0.0: 5.0,
+    }
     made = scale_of(torch.tensor(list(table)), 448.0, torch.tensor(5.0), power_2=True)
     assert made.tolist() == list(table.values())
     huge = scale_of(torch.tensor(LARGEST), 448.0 * 2.0**-20, power_2=True)
@@ -80,7 +90,9 @@ def alone(now: Tensor) -> None:
     """The agreement of a single rank."""
 
 
-def run(history: AmaxHistory, *amaxes: float, agree: Callable[[Tensor], None] = alone) -> list[float]:
+def run(
+    history: AmaxHistory, *amaxes: float, agree: Callable[[Tensor], None] = alone
+) -> list[float]:
     """A step in which tensor 0, 1, ... have these amaxes -> the scales after it."""
     for i, amax in enumerate(amaxes):
         history.record(i, torch.tensor([[amax]]))
@@ -159,7 +171,9 @@ def test_micro_batches_count_once_by_their_largest() -> None:
     assert h.now.tolist() == [0.0, 0.0]
 
 
-def test_ranks_agree_on_the_largest_in_one_collective_even_on_what_ran_elsewhere_or_overflowed() -> None:
+def test_ranks_agree_on_the_largest_in_one_collective_even_on_what_ran_elsewhere_or_overflowed() -> (
+    None
+):
     calls = []
 
     def agree(now: Tensor) -> None:
@@ -182,10 +196,13 @@ def test_what_a_bank_keeps_is_changed_in_place() -> None:
 
 
 def test_functions_of_the_users_own_make_amaxes_and_scales() -> None:
-    """Transformer Engine's `amax_compute_algo` and `scaling_factor_compute_algo`, as arguments of its recipe."""
+    """Transformer Engine's `amax_compute_algo` and `scaling_factor_compute_algo`, as arguments of
+    its recipe."""
     made = smp.DelayedScaling(
         amax_compute_algo=lambda history: history.mean(0),
-        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / amax / 2**recipe.margin + scale,
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: (
+            fp8_max / amax / 2**recipe.margin + scale
+        ),
         margin=1,
         amax_history_len=2,
     )

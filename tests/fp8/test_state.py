@@ -1,4 +1,5 @@
-"""What FP8 layers share: when they compute in FP8, when amaxes count, how long a cast of a weight lives."""
+"""What FP8 layers share: when they compute in FP8, when amaxes count, how long a cast of a weight
+lives."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,8 @@ from megaprec.precision.plan import PrecisionPlan, plan
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-WIDTH, INNER = 32, 64
+WIDTH = 32
+INNER = 64
 
 
 class Pair(nn.Module):
@@ -42,7 +44,11 @@ class Pair(nn.Module):
 def pair(kind: Kind = "delayed", **fields: Any) -> tuple[Pair, ParallelAMPOptimizer, Tensor]:
     made = plan("bf16", fp8=FP8Recipe(kind, **fields))
     model = Pair(made)
-    x = torch.randn(8, 2, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    x = (
+        torch.randn(8, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .requires_grad_()
+    )
     return model, ParallelAMPOptimizer([model], made), x
 
 
@@ -88,7 +94,8 @@ def test_backward_passes_follow_their_forward_passes_outside_of_the_autocast() -
     with model.fp8.autocast():
         inside = model(x)
         inside.sum().backward()
-    expected, now = grads(model), model.fp8.bank.now.clone()
+    expected = grads(model)
+    now = model.fp8.bank.now.clone()
     model, _, x = pair()
     with model.fp8.autocast():
         y = model(x)
@@ -118,7 +125,9 @@ def test_a_recomputed_pass_gives_the_same_bits_and_the_same_amaxes(kind: Kind) -
                 y = checkpoint(model, x, use_reentrant=False) if again else model(x)
                 assert isinstance(y, Tensor)
                 y.square().sum().backward()
-            found.append([*grads(model), *([model.fp8.bank.now.clone()] if kind == "delayed" else [])])
+            found.append(
+                [*grads(model), *([model.fp8.bank.now.clone()] if kind == "delayed" else [])]
+            )
             optimizer.step(1e-2)
     half = len(found) // 2
     for plain, recomputed in zip(found[:half], found[half:], strict=True):
@@ -167,7 +176,10 @@ def test_what_is_kept_of_an_input_takes_a_byte_an_element() -> None:
     for kind in ("delayed", "current", "rowwise", "mx"):
         model, _, x = pair(kind)
         saved: list[Tensor] = []
-        with model.fp8.autocast(), saved_tensors_hooks(lambda t, saved=saved: (saved.append(t), t)[1], lambda t: t):
+        with (
+            model.fp8.autocast(),
+            saved_tensors_hooks(lambda t, saved=saved: (saved.append(t), t)[1], lambda t: t),
+        ):
             model.up(x)
         (values, inverse) = saved
         assert values.dtype == torch.float8_e4m3fn and values.nbytes == x.numel()
@@ -208,11 +220,21 @@ def parts(name: str, rows: int = 32, columns: int = 32) -> list[Part]:
         ({"first_layers": 1}, "layers.1.mlp.up.weight", (32, 32), ""),
         ({"last_layers": 2}, "layers.2.mlp.up.weight", (32, 32), "fp8.last_layers = 2"),
         ({"last_layers": 2}, "layers.1.mlp.up.weight", (32, 32), ""),
-        ({"wide": ("*.down.weight",)}, "layers.1.mlp.down.weight", (32, 32), 'fp8.wide has "*.down.weight"'),
+        (
+            {"wide": ("*.down.weight",)},
+            "layers.1.mlp.down.weight",
+            (32, 32),
+            'fp8.wide has "*.down.weight"',
+        ),
         ({}, "up.weight", (12, 32), "12 outputs (dim 0) are no multiple of 8, and fp8.pad = false"),
         ({}, "up.weight", (8, 24), "24 inputs (dim 1) are no multiple of 16, and fp8.pad = false"),
         ({"pad": True}, "up.weight", (12, 24), ""),
-        ({"kind": "mx"}, "up.weight", (48, 32), "48 outputs (dim 0) are no multiple of 32, and fp8.pad = false"),
+        (
+            {"kind": "mx"},
+            "up.weight",
+            (48, 32),
+            "48 outputs (dim 0) are no multiple of 32, and fp8.pad = false",
+        ),
         (
             {"kind": "blockwise"},
             "up.weight",
@@ -236,12 +258,17 @@ def test_a_padded_weight_has_the_same_products() -> None:
     """Zeros add nothing: against the codes multiplied in float64."""
     recipe = FP8Recipe("current", pad=True)
     state = FP8State(recipe)
-    layer = ColumnParallelLinear(Context(plan("fp32", fp8=recipe), fp8=state), 20, 12, name="up", bias=False, std=0.5)
+    layer = ColumnParallelLinear(
+        Context(plan("fp32", fp8=recipe), fp8=state), 20, 12, name="up", bias=False, std=0.5
+    )
     x = torch.randn(5, 1, 20, generator=torch.Generator().manual_seed(0))
     with state.autocast():
         y = layer(x)
-    a, b = quantize(x[:, 0], recipe, "input"), quantize(layer.weight.detach(), recipe, "weight")
-    torch.testing.assert_close(y[:, 0].double(), a.wide().double() @ b.wide().double().t(), rtol=1e-6, atol=1e-6)
+    a = quantize(x[:, 0], recipe, "input")
+    b = quantize(layer.weight.detach(), recipe, "weight")
+    torch.testing.assert_close(
+        y[:, 0].double(), a.wide().double() @ b.wide().double().t(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_what_is_not_computed_is_refused() -> None:

@@ -1,9 +1,11 @@
-"""Delayed histories in Transformer Engine's way: a rule of its own, each micro-batch, whatever the schedule.
+"""Delayed histories in Transformer Engine's way: a rule of its own, each micro-batch, whatever the
+schedule.
 
-The rule is written down once more, in plain numbers, as `delayed_scaling.cu` and `quantization.py` of Transformer
-Engine have it: a history [L] of which row 0 takes the amaxes of the pass that runs; at its end the amax is the largest
-of all rows, or row 0, and then the rows are shifted. Row 0 that is zero changes nothing; an amax that is zero, inf or
-NaN makes no scale. What a NaN does there depends on the path; here it is an inf.
+The rule is written down once more, in plain numbers, as `delayed_scaling.cu` and `quantization.py`
+of Transformer Engine have it: a history [L] of which row 0 takes the amaxes of the pass that runs;
+at its end the amax is the largest of all rows, or row 0, and then the rows are shifted. Row 0 that
+is zero changes nothing; an amax that is zero, inf or NaN makes no scale. What a NaN does there
+depends on the path; here it is an inf.
 """
 
 import math
@@ -49,7 +51,9 @@ class Plain:
 
     def __init__(self, length: int, algo: str, margin: int, largest: float) -> None:
         self.rows = [F32(0)] * length
-        self.algo, self.limit, self.scale = algo, F32(largest * 2.0**-margin), F32(1)
+        self.algo = algo
+        self.limit = F32(largest * 2.0**-margin)
+        self.scale = F32(1)
 
     def record(self, amax: float) -> None:
         self.rows[0] = max(self.rows[0], F32(math.inf if math.isnan(amax) else amax))
@@ -59,7 +63,10 @@ class Plain:
         amax = max(self.rows) if self.algo == "max" else last
         if last == 0:
             return
-        self.rows = [F32(0), *self.rows[2:], last][: len(self.rows)] if len(self.rows) > 1 else [F32(0)]
+        if len(self.rows) > 1:
+            self.rows = [F32(0), *self.rows[2:], last][: len(self.rows)]
+        else:
+            self.rows = [F32(0)]
         if 0 < amax < math.inf:
             with np.errstate(over="ignore"):
                 self.scale = min(self.limit / amax, LARGEST)
@@ -76,7 +83,9 @@ def some_amax(dice: random.Random) -> float:
 def test_the_rule_is_transformer_engines(seed: int) -> None:
     """Random recipes, 300 updates each, of several micro-batches' amaxes or none."""
     dice = random.Random(seed)
-    length, algo, margin = dice.randint(1, 6), dice.choice(["max", "most_recent"]), dice.randint(-2, 3)
+    length = dice.randint(1, 6)
+    algo = dice.choice(["max", "most_recent"])
+    margin = dice.randint(-2, 3)
     recipe = FP8Recipe(history="te", history_length=length, amax_algo=algo, margin=margin)  # type: ignore[arg-type]
     ours = AmaxHistory(recipe, (E4M3, E5M2))
     theirs = [Plain(length, algo, margin, largest) for largest in (448.0, 57344.0)]
@@ -90,7 +99,9 @@ def test_the_rule_is_transformer_engines(seed: int) -> None:
         for plain in theirs:
             plain.update()
         assert ours.scale.tolist() == [plain.scale for plain in theirs]
-        assert ours.history[1:].t().tolist() == [list(map(float, _older(plain))) for plain in theirs]
+        assert ours.history[1:].t().tolist() == [
+            list(map(float, _older(plain))) for plain in theirs
+        ]
 
 
 def _older(plain: Plain) -> list[np.float32]:
@@ -99,7 +110,10 @@ def _older(plain: Plain) -> list[np.float32]:
 
 
 def test_an_amax_that_is_not_finite_freezes_the_scale_until_it_leaves_the_window() -> None:
-    for history, expected in (("te", [64.0, 64.0, 64.0, 64.0, 32.0]), ("step", [64.0, 64.0, 32.0, 32.0, 32.0])):
+    for history, expected in (
+        ("te", [64.0, 64.0, 64.0, 64.0, 32.0]),
+        ("step", [64.0, 64.0, 32.0, 32.0, 32.0]),
+    ):
         bank = AmaxHistory(FP8Recipe(history=history, history_length=3), (E4M3,))  # type: ignore[arg-type]
         told = []
         for amax in (7.0, math.inf, 14.0, 3.5, 3.5):
@@ -118,7 +132,9 @@ class Watch:
         self.casts: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[]])
 
     def __enter__(self) -> "Watch":
-        advance, casts_of, record = FP8State.advance, FP8Gemm._casts_of, FP8State.record
+        advance = FP8State.advance
+        casts_of = FP8Gemm._casts_of
+        record = FP8State.record
         watch = self
 
         def advancing(state: FP8State) -> None:
@@ -128,7 +144,10 @@ class Watch:
                     entries.append([])
 
         def casting(gemm: FP8Gemm, x: Tensor, role: Any) -> Any:
-            used = gemm.scales[role] if role in gemm.scales else gemm.state.scale(gemm.reach.name, role)
+            if role in gemm.scales:
+                used = gemm.scales[role]
+            else:
+                used = gemm.state.scale(gemm.reach.name, role)
             watch.casts[gemm.reach.name, role][-1].append(used.item())
             return casts_of(gemm, x, role)
 
@@ -158,7 +177,9 @@ def run_of(recipe: FP8Recipe = RECIPE, **others: Any) -> Run:
 
 
 def take(engine: Engine, mesh: DeviceMesh | None, run: Run) -> list[float]:
-    return [engine.step(share_of(mesh, batch), run.lr, n).loss for n, batch in enumerate(batches(run))]
+    return [
+        engine.step(share_of(mesh, batch), run.lr, n).loss for n, batch in enumerate(batches(run))
+    ]
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
@@ -178,11 +199,17 @@ def test_each_micro_batch_is_cast_by_the_scales_that_those_before_it_made(kind: 
                 plain.record(amax)
             plain.update()
         assert len(expected) == 3 * 4, "one for each of 4 micro-batches in 3 steps"
-        used = [scales[0] for scales, amaxes in zip(watch.casts[name, role], entries, strict=True) if amaxes]
+        used = [
+            scales[0]
+            for scales, amaxes in zip(watch.casts[name, role], entries, strict=True)
+            if amaxes
+        ]
         assert used == expected, (name, role)
         i = engine.fp8.names.index(f"{name}.{role}")
         assert engine.fp8.bank.scale[i].item() == plain.scale
-    assert len({scale for entries in watch.casts.values() for some in entries for scale in some}) > 20
+    assert (
+        len({scale for entries in watch.casts.values() for some in entries for scale in some}) > 20
+    )
 
 
 def result(mesh: DeviceMesh | None, run: Run) -> tuple[list[float], dict[str, float]]:
@@ -192,14 +219,16 @@ def result(mesh: DeviceMesh | None, run: Run) -> tuple[list[float], dict[str, fl
 
 
 def test_schedules_that_order_passes_otherwise_train_the_same_bits() -> None:
-    """The backward pass of a micro-batch casts by the scales of its own forward pass, however many came between."""
+    """The backward pass of a micro-batch casts by the scales of its own forward pass, however many
+    came between."""
     assert result(None, run_of(kind="1f1b")) == result(None, run_of(kind="gpipe"))
     assert result(None, run_of(kind="1f1b")) != result(None, run_of(FP8Recipe(history_length=3)))
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "zb-h1"])
 def test_pipeline_stages_train_the_same_bits(kind: str) -> None:
-    losses, scales = result(None, run_of(clip=0.0))  # the norm of a clipped step is summed in another order
+    # the norm of a clipped step is summed in another order
+    losses, scales = result(None, run_of(clip=0.0))
     ranks = run_ranks(result, {"pp": 2}, run=run_of(kind=kind, clip=0.0))
     assert all(rank[0] == losses for rank in ranks)
     assert ranks[0][1] | ranks[1][1] == scales
@@ -238,10 +267,25 @@ def test_a_second_look_at_a_skipped_step_leaves_scales_as_the_step_did() -> None
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     file = write_run(tmp_path)
-    keys = ["precision.compute=bf16", "fp8.kind=delayed", "fp8.history=te", "fp8.history_length=3", "fp8.pad=true"]
-    whole = steps(train_on(file, *keys, "train.steps=4", f"train.folder={tmp_path}/whole", pipeline=2))
+    keys = [
+        "precision.compute=bf16",
+        "fp8.kind=delayed",
+        "fp8.history=te",
+        "fp8.history_length=3",
+        "fp8.pad=true",
+    ]
+    whole = steps(
+        train_on(file, *keys, "train.steps=4", f"train.folder={tmp_path}/whole", pipeline=2)
+    )
     for last in (2, 4):
-        more = train_on(file, *keys, f"train.steps={last}", "lr.decay=4", f"train.folder={tmp_path}/cut", pipeline=2)
+        more = train_on(
+            file,
+            *keys,
+            f"train.steps={last}",
+            "lr.decay=4",
+            f"train.folder={tmp_path}/cut",
+            pipeline=2,
+        )
     assert [record["loss"] for record in steps(more)] == [record["loss"] for record in whole]
 
 
@@ -265,7 +309,8 @@ def test_layers_that_are_made_again_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "says"), [("parallel.recompute=full", "recomputed"), ("fp8.shadow_every=5", "fp8.shadow_every = 5")]
+    ("key", "says"),
+    [("parallel.recompute=full", "recomputed"), ("fp8.shadow_every=5", "fp8.shadow_every = 5")],
 )
 def test_a_run_is_told_before_launch(key: str, says: str, tmp_path: Path) -> None:
     file = write_run(tmp_path)
@@ -277,10 +322,20 @@ def test_a_run_is_told_before_launch(key: str, says: str, tmp_path: Path) -> Non
 
 
 def test_its_memory_is_known_before_launch_and_a_pass_begins_when_all_products_are_there() -> None:
-    sizes: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "max_positions": 16}
+    sizes: dict[str, Any] = {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "ffn": 48,
+        "vocab": 64,
+        "max_positions": 16,
+    }
     config = ModelConfig(family="llama", **sizes)
     made = cuts(config, 2, 16)
-    often, once = (kept_bytes(config, plan("bf16", fp8=recipe), made, 16, 2) for recipe in (RECIPE, FP8Recipe()))
+    often, once = (
+        kept_bytes(config, plan("bf16", fp8=recipe), made, 16, 2)
+        for recipe in (RECIPE, FP8Recipe())
+    )
     for te, step in zip(often, once, strict=True):
         assert te.activations > step.activations  # each forward pass stores its scales
     state = FP8State(RECIPE)
@@ -289,7 +344,16 @@ def test_its_memory_is_known_before_launch_and_a_pass_begins_when_all_products_a
 
 
 def test_a_recipe_of_nemo_may_have_it_beside() -> None:
-    keys = ["precision.nemo.recipe=bf16_with_fp8_mixed", "precision.nemo.fp8_param_gather=false", "fp8.history=te"]
-    minimal = ["model.preset=llama-demo", "train.steps=10", "train.global_batch=8", "train.micro_batch=2"]
+    keys = [
+        "precision.nemo.recipe=bf16_with_fp8_mixed",
+        "precision.nemo.fp8_param_gather=false",
+        "fp8.history=te",
+    ]
+    minimal = [
+        "model.preset=llama-demo",
+        "train.steps=10",
+        "train.global_batch=8",
+        "train.micro_batch=2",
+    ]
     made = load_run(None, [*minimal, f"train.seq_length={LENGTH}", *keys]).plan.fp8
     assert made is not None and (made.history, made.history_length) == ("te", 1024)

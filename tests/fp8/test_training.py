@@ -1,8 +1,10 @@
-"""A model that trains in FP8 has one scale for each tensor in every layout, and trains as on one process.
+"""A model that trains in FP8 has one scale for each tensor in every layout, and trains as on one
+process.
 
-In FP32 a layout changes a sum by its last bit, which FP8 rounds away again: gradients are equal to 1e-7. Only a number
-that lies just where the rounding turns moves by a whole step of FP8. So in a first step two layouts may differ by a
-tenth of the error that FP8 itself makes, which is measured against the model without FP8; most differ by a millionth.
+In FP32 a layout changes a sum by its last bit, which FP8 rounds away again: gradients are equal to
+1e-7. Only a number that lies just where the rounding turns moves by a whole step of FP8. So in a
+first step two layouts may differ by a tenth of the error that FP8 itself makes, which is measured
+against the model without FP8; most differ by a millionth.
 """
 
 from collections.abc import Sequence
@@ -94,8 +96,9 @@ POWERS = run(fp8(power_2_scales=True), steps=3)
 
 
 def require_one_scale(axes: dict[str, int], powers: Run = POWERS, first: Run = FIRST) -> None:
-    """Every rank that has a tensor has the scale of one process, bit for bit: after three steps with powers of two,
-    which forgive the last bits of sums over ranks, and after one step of all whose amax is no such sum's."""
+    """Every rank that has a tensor has the scale of one process, bit for bit: after three steps
+    with powers of two, which forgive the last bits of sums over ranks, and after one step of all
+    whose amax is no such sum's."""
     ours = states([powers, first], **axes)
     for of_run, whole in zip(
         ours, (alone(replace(powers, before=None)), alone(replace(first, before=None))), strict=True
@@ -107,7 +110,8 @@ def require_one_scale(axes: dict[str, int], powers: Run = POWERS, first: Run = F
                 torch.testing.assert_close(scale, whole.scale[name], rtol=1e-6, atol=0)
     for rank in ours[0]:
         assert all(
-            torch.equal(scale, alone(replace(powers, before=None)).scale[name]) for name, scale in rank.scale.items()
+            torch.equal(scale, alone(replace(powers, before=None)).scale[name])
+            for name, scale in rank.scale.items()
         )
     for rank in ours[1]:
         whole = alone(replace(first, before=None))
@@ -122,7 +126,9 @@ def require_one_scale(axes: dict[str, int], powers: Run = POWERS, first: Run = F
 
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_forward_scales_are_bitwise_those_of_one_process_in_every_layout(axes: dict[str, int]) -> None:
+def test_forward_scales_are_bitwise_those_of_one_process_in_every_layout(
+    axes: dict[str, int],
+) -> None:
     require_one_scale(axes)
 
 
@@ -151,13 +157,17 @@ KINDS: list[Kind] = ["delayed", "current", "rowwise", "blockwise", "mx"]
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
-    """Rows and blocks that are cut over tp have scales of their own: there, and after a first step in which a rounding
-    turned, two layouts differ by at most the errors of both."""
+    """Rows and blocks that are cut over tp have scales of their own: there, and after a first step
+    in which a rounding turned, two layouts differ by at most the errors of both."""
     runs = [run(fp8(kind, pad=True), steps=2, micro_batch=4) for kind in KINDS]
-    runs += [run(fp8(), steps=2, micro_batch=4, sequence=True), run(fp8(), steps=2, micro_batch=4, model=EXPERTS)]
+    runs += [
+        run(fp8(), steps=2, micro_batch=4, sequence=True),
+        run(fp8(), steps=2, micro_batch=4, model=EXPERTS),
+    ]
     runs += [run(fp8("current", pad=True), model=ODD, steps=2, micro_batch=4)]
     for one, result in zip(runs, train_all(runs, **axes), strict=True):
-        reference, single = whole(replace(one, changes={}, sequence=False)), whole(replace(one, sequence=False))
+        reference = whole(replace(one, changes={}, sequence=False))
+        single = whole(replace(one, sequence=False))
         error = [distance(a, b) for a, b in zip(single.grads, reference.grads, strict=True)]
         assert all(e > 0.01 for e in error), "the products are not in FP8"
         first, second = (distance(a, b) for a, b in zip(result.grads, single.grads, strict=True))
@@ -168,7 +178,9 @@ def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["delayed", "mx"])
 def test_schedules_agree_bit_for_bit(kind: Kind) -> None:
-    runs = [run(fp8(kind), "bf16", kind=k, micro_batch=1, steps=1) for k in ("1f1b", "zb-h1", "zb-h2")]
+    runs = [
+        run(fp8(kind), "bf16", kind=k, micro_batch=1, steps=1) for k in ("1f1b", "zb-h1", "zb-h2")
+    ]
     one = train(runs[0])
     for other, result in zip(runs, train_all(runs, pp=2), strict=True):
         require_same_bits(result, one, other.kind)
@@ -195,7 +207,8 @@ def held(state: FP8State) -> list[Tensor]:
 def require_evaluation_leaves_the_state() -> None:
     one = run(fp8())
     engine = engine_of(one)
-    before, rolls = held(engine.fp8), engine.fp8.rolls
+    before = held(engine.fp8)
+    rolls = engine.fp8.rolls
     louder = batches(one)[0]
     for parameter in engine.stages[0].parameters():
         parameter.data *= 2
@@ -209,7 +222,8 @@ def test_an_evaluation_neither_records_nor_rolls() -> None:
 
 
 def test_a_skipped_step_that_is_run_again_leaves_the_state_and_rolls_like_any_other() -> None:
-    """The step overflows in half precision; looking for where makes the same gradients with the same scales."""
+    """The step overflows in half precision; looking for where makes the same gradients with the
+    same scales."""
     one = run(fp8(), "fp16", scaling=LossScaling("constant", initial=2.0**60), steps=1)
     traced = make_engine(None, one)
     plain = make_engine(None, one)
@@ -221,7 +235,9 @@ def test_a_skipped_step_that_is_run_again_leaves_the_state_and_rolls_like_any_ot
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     scale = traced.fp8.bank.scale.clone()
     traced.step(share_of(None, batch), 1e-2, 1)
-    moved = {name for i, name in enumerate(traced.fp8.names) if traced.fp8.bank.scale[i] != scale[i]}
+    moved = {
+        name for i, name in enumerate(traced.fp8.names) if traced.fp8.bank.scale[i] != scale[i]
+    }
     assert {name for name in traced.fp8.names if not name.endswith("gradient")} <= moved
     assert traced.fp8.bank.scale.isfinite().all()
 
@@ -229,32 +245,46 @@ def test_a_skipped_step_that_is_run_again_leaves_the_state_and_rolls_like_any_ot
 def test_ranks_that_do_not_reduce_have_scales_of_their_own_samples() -> None:
     recipe = fp8(reduce_amax=False)
     (ranks,) = states([run(recipe, steps=1)], dp=2, tp=2)
-    same = {name: torch.equal(scale, ranks[2].scale[name]) for name, scale in ranks[0].scale.items()}
+    same = {
+        name: torch.equal(scale, ranks[2].scale[name]) for name, scale in ranks[0].scale.items()
+    }
     for name, scale in ranks[0].scale.items():
         assert torch.equal(scale, ranks[1].scale[name]), "tp ranks hold parts of one tensor"
         assert same[name] or not name.endswith("weight.weight"), name
     others = [same[name] for name in same if not name.endswith("weight.weight")]
-    assert sum(others) <= len(others) // 4, "the largest value of an input may be that of a token that both have"
+    assert sum(others) <= len(others) // 4, (
+        "the largest value of an input may be that of a token that both have"
+    )
 
 
 def test_the_first_steps_calibrate_in_the_compute_dtype() -> None:
-    wide, calibrated = whole(run(steps=3)), whole(run(fp8(calibrate=2), steps=3))
+    wide = whole(run(steps=3))
+    calibrated = whole(run(fp8(calibrate=2), steps=3))
     for step in range(2):
         assert distance(calibrated.grads[step], wide.grads[step]) == 0
     assert distance(calibrated.grads[2], wide.grads[2]) > 0
     history = alone(run(fp8(calibrate=2), steps=2)).history
-    assert all(values.tolist()[:2] == [0, 0] and (values[2:] > 0).all() for values in history.values())
+    assert all(
+        values.tolist()[:2] == [0, 0] and (values[2:] > 0).all() for values in history.values()
+    )
 
 
 def test_experts_without_tokens_keep_their_scales() -> None:
     """With one sample of one token each step, most experts are idle."""
-    engine = make_engine(None, run(fp8(), model={**EXPERTS, "experts": 16, "experts_per_token": 1}, steps=1))
+    engine = make_engine(
+        None, run(fp8(), model={**EXPERTS, "experts": 16, "experts_per_token": 1}, steps=1)
+    )
     share = share_of(None, batches(run())[0])
     share.tokens.fill_(5)
     engine.step(share, 1e-2, 0)
     scale = kept(engine.fp8).scale
     of_expert = [
-        torch.stack([scale[f"layers.0.mlp.experts.{n}.gate.weight.{role}"] for role in ("input", "weight", "gradient")])
+        torch.stack(
+            [
+                scale[f"layers.0.mlp.experts.{n}.gate.weight.{role}"]
+                for role in ("input", "weight", "gradient")
+            ]
+        )
         for n in range(16)
     ]
     moved = [bool((values[[0, 2]] != 1).all()) for values in of_expert]
@@ -271,4 +301,6 @@ def require_margin(margin: int) -> None:
     (ours,) = states_rank(None, [run(fp8(margin=margin), steps=1)])
     for name, scale in ours.scale.items():
         largest = 57344 if name.endswith("gradient") else 448
-        torch.testing.assert_close(scale * ours.history[name][-1] * 2**margin, torch.tensor(float(largest)))
+        torch.testing.assert_close(
+            scale * ours.history[name][-1] * 2**margin, torch.tensor(float(largest))
+        )

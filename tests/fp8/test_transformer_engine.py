@@ -1,5 +1,6 @@
-"""FP8 by Transformer Engine, against a stand-in of it on the CPU: the same training as by torch, bit for bit, in every
-layout; and a line for whoever asks for it where it is missing, unknown or wrong."""
+"""FP8 by Transformer Engine, against a stand-in of it on the CPU: the same training as by torch,
+bit for bit, in every layout; and a line for whoever asks for it where it is missing, unknown or
+wrong."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -41,11 +42,16 @@ def by(backend: Backend, **fields: Any) -> FP8Recipe:
     return FP8Recipe(backend=backend, **fields)
 
 
-def casts(recipe: FP8Recipe, m: int, k: int, n: int, dtype: torch.dtype) -> list[tuple[Codes, Codes]]:
+def casts(
+    recipe: FP8Recipe, m: int, k: int, n: int, dtype: torch.dtype
+) -> list[tuple[Codes, Codes]]:
     """Of the input, the weight and the gradient of a layer."""
     scale = torch.tensor(0.37) if recipe.kind == "delayed" else None
     roles: dict[Role, tuple[int, int]] = {"input": (m, k), "weight": (n, k), "gradient": (m, n)}
-    return [quantize_both((matrix(*shape) / 100).to(dtype), recipe, role, scale) for role, shape in roles.items()]
+    return [
+        quantize_both((matrix(*shape) / 100).to(dtype), recipe, role, scale)
+        for role, shape in roles.items()
+    ]
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
@@ -60,9 +66,14 @@ def test_casts_are_those_of_torch_and_products_those_of_their_numbers(
     with stand_in.installed():
         for shape in SHAPES:
             layer = casts(recipe, *shape, dtype)
-            for both, others in zip(layer, casts(replace(recipe, backend="torch"), *shape, dtype), strict=True):
+            for both, others in zip(
+                layer, casts(replace(recipe, backend="torch"), *shape, dtype), strict=True
+            ):
                 for ours, theirs in zip(both, others, strict=True):
-                    assert torch.equal(ours.values.float(), theirs.values.float()) and ours.block == theirs.block
+                    assert (
+                        torch.equal(ours.values.float(), theirs.values.float())
+                        and ours.block == theirs.block
+                    )
                     assert torch.equal(ours.inverse, theirs.inverse)
             (x, x_t), (w, w_t), (g, g_t) = layer
             for a, b in ((x, w), (g, w_t), (g_t, x_t)):
@@ -73,7 +84,9 @@ def test_casts_are_those_of_torch_and_products_those_of_their_numbers(
                 assert (off.abs() <= bound(a, b)).all(), shape
             total = torch.ones(g_t.values.shape[0], x_t.values.shape[0])
             add_product_(total, g_t, x_t, "transformer_engine")
-            assert torch.equal(total, 1 + multiply(g_t, x_t, torch.float32, backend="transformer_engine"))
+            assert torch.equal(
+                total, 1 + multiply(g_t, x_t, torch.float32, backend="transformer_engine")
+            )
 
 
 def test_all_of_a_layer_goes_through_it() -> None:
@@ -99,7 +112,8 @@ def test_an_empty_matrix_has_empty_products() -> None:
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_an_overflow_is_not_hidden(kind: Kind, bad: float) -> None:
-    """Its casts saturate an infinity: what is multiplied by the codes must not be finite all the same."""
+    """Its casts saturate an infinity: what is multiplied by the codes must not be finite all the
+    same."""
     with stand_in.installed():
         for seed, factor in enumerate(("input", "gradient")):
             model, _, x = pair(kind, backend="transformer_engine")
@@ -109,7 +123,9 @@ def test_an_overflow_is_not_hidden(kind: Kind, bad: float) -> None:
                 model(x).backward(values.to(x.dtype))
             assert not grads(model)[-2].isfinite().all(), factor
     with stand_in.installed():
-        made = transformer_engine.encode(torch.tensor([[1.0, bad]]), torch.float8_e4m3fn, torch.ones(()))
+        made = transformer_engine.encode(
+            torch.tensor([[1.0, bad]]), torch.float8_e4m3fn, torch.ones(())
+        )
         assert not Codes(made[0], made[2], (1, 2)).wide().isfinite().all()
 
 
@@ -132,13 +148,28 @@ RUNS = [
     run(fp8("delayed"), "bf16", steps=3),
     run(fp8("current", power_2_scales=True), "bf16", steps=2, micro_batch=4, sequence=True),
     run(fp8("delayed", parameters=True, pad=True), "bf16", steps=2),
-    run(fp8("current"), "bf16", model=EXPERTS, steps=2, micro_batch=4, recompute=Recompute(fraction=1.0)),
-    run(fp8("delayed"), "fp16", steps=3, micro_batch=4, scaling=LossScaling("dynamic", 2.0**40), zero_size=1),
+    run(
+        fp8("current"),
+        "bf16",
+        model=EXPERTS,
+        steps=2,
+        micro_batch=4,
+        recompute=Recompute(fraction=1.0),
+    ),
+    run(
+        fp8("delayed"),
+        "fp16",
+        steps=3,
+        micro_batch=4,
+        scaling=LossScaling("dynamic", 2.0**40),
+        zero_size=1,
+    ),
 ]
 
 
 def own_products() -> None:
-    """From now on bf16 products are torch's own, also on a CPU where FP32 ones are faster and add in another order."""
+    """From now on bf16 products are torch's own, also on a CPU where FP32 ones are faster and add
+    in another order."""
     gemm._has_bf16_products = lambda: True
 
 
@@ -151,12 +182,20 @@ def through(one: Run) -> Run:
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_torch(axes: dict[str, int]) -> None:
-    results = train_all([replace(RUNS[0], before=own_products), *RUNS[1:], *map(through, RUNS)], **axes)
+    results = train_all(
+        [replace(RUNS[0], before=own_products), *RUNS[1:], *map(through, RUNS)], **axes
+    )
     for one, theirs, ours in zip(RUNS, results[: len(RUNS)], results[len(RUNS) :], strict=True):
-        assert [str(report) for report in ours.reports] == [str(report) for report in theirs.reports], one
+        assert [str(report) for report in ours.reports] == [
+            str(report) for report in theirs.reports
+        ], one
         assert ours.after.keys() == theirs.after.keys()
-        assert all(torch.equal(values, theirs.after[name]) for name, values in ours.after.items()), one
-    assert any(report.outcome == "skipped_overflow" for report in results[-1].reports), "no step had to be skipped"
+        assert all(
+            torch.equal(values, theirs.after[name]) for name, values in ours.after.items()
+        ), one
+    assert any(report.outcome == "skipped_overflow" for report in results[-1].reports), (
+        "no step had to be skipped"
+    )
 
 
 def test_scales_are_those_of_one_process_by_torch() -> None:
@@ -188,15 +227,24 @@ def test_memory_is_told_without_it() -> None:
 def test_who_asks_for_it_where_it_is_not_is_told_what_to_install(
     there: Callable[[], AbstractContextManager[object]], why: str
 ) -> None:
-    with there(), pytest.raises(UserError, match=f'^fp8.backend = "transformer_engine": {why}: {INSTALL}$'):
+    with (
+        there(),
+        pytest.raises(UserError, match=f'^fp8.backend = "transformer_engine": {why}: {INSTALL}$'),
+    ):
         FP8State.over(None, by("transformer_engine"), 2)
 
 
-def test_one_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_that_cannot_be_imported_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text('raise OSError("no libcublas.so.12\\nat all")\n')
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(
+        'raise OSError("no libcublas.so.12\\nat all")\n'
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"it cannot be imported \(no libcublas.so.12\): pip install"):
+    with pytest.raises(
+        UserError, match=r"it cannot be imported \(no libcublas.so.12\): pip install"
+    ):
         transformer_engine.require()
 
 
@@ -210,7 +258,10 @@ def test_its_scales_are_of_whole_tensors() -> None:
     for kind in ("rowwise", "blockwise", "mx"):
         with pytest.raises(
             UserError,
-            match=f'backend = "transformer_engine": supports only kind .* one scale per tensor, not "{kind}"; use',
+            match=(
+                'backend = "transformer_engine": supports only kind .* one scale per tensor, not '
+                f'"{kind}"; use'
+            ),
         ):
             by("transformer_engine", kind=kind)
 
@@ -248,9 +299,14 @@ class TurnsNothing(stand_in.Float8Quantizer):
 )
 def test_one_that_errs_is_not_used(name: str, bug: Any, why: str) -> None:
     with stand_in.installed(), pytest.MonkeyPatch.context() as patch:
-        module = stand_in.sys.modules["transformer_engine.pytorch" + (".cpp_extensions" if name[0] == "g" else "")]
+        module = stand_in.sys.modules[
+            "transformer_engine.pytorch" + (".cpp_extensions" if name[0] == "g" else "")
+        ]
         patch.setattr(module, name, bug)
-        with pytest.raises(UserError, match=f'fp8.backend = "transformer_engine" on cpu: {why}.*; use backend "torch"'):
+        with pytest.raises(
+            UserError,
+            match=f'fp8.backend = "transformer_engine" on cpu: {why}.*; use backend "torch"',
+        ):
             ways(by("transformer_engine"), CPU, torch.bfloat16, torch.float32)
         with pytest.raises(UserError, match=why):
             chosen("current", torch.float8_e4m3fn, False, torch.bfloat16, CPU, "transformer_engine")
@@ -272,18 +328,26 @@ def test_one_that_errs_is_not_used(name: str, bug: Any, why: str) -> None:
     ids=["missing", "no GPU"],
 )
 def test_a_run_that_asks_for_it_in_vain_ends_in_one_line_before_launch(
-    there: Callable[[], AbstractContextManager[object]], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    there: Callable[[], AbstractContextManager[object]],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = write_run(tmp_path)
     capsys.readouterr()
     with there():
-        assert train(file, "fp8.kind=delayed", "fp8.backend=transformer_engine", "train.device=cpu") == 2
+        assert (
+            train(file, "fp8.kind=delayed", "fp8.backend=transformer_engine", "train.device=cpu")
+            == 2
+        )
     (said,) = capsys.readouterr().err.splitlines()
     assert f"fp8.backend = {line}" in said
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("table", ['[precision.nemo]\nrecipe = "bf16_with_fp8_mixed"', "[precision.smp.fp8_autocast]"])
+@pytest.mark.parametrize(
+    "table", ['[precision.nemo]\nrecipe = "bf16_with_fp8_mixed"', "[precision.smp.fp8_autocast]"]
+)
 def test_a_recipe_in_another_systems_words_can_be_left_to_it(table: str, tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text(f"{table}\n")

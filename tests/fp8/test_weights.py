@@ -1,8 +1,9 @@
-"""Weights that are kept in FP8 alone: their codes are those of the masters, in every layout, and train like them.
+"""Weights that are kept in FP8 alone: their codes are those of the masters, in every layout, and
+train like them.
 
-Whoever keeps weights in FP32 makes codes of the masters themselves, once a pass; weights kept in FP8 must not train
-otherwise, to the last bit. The norm of the gradients is summed buffer by buffer, and there are other buffers: so
-nothing is clipped here.
+Whoever keeps weights in FP32 makes codes of the masters themselves, once a pass; weights kept in
+FP8 must not train otherwise, to the last bit. The norm of the gradients is summed buffer by buffer,
+and there are other buffers: so nothing is clipped here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,9 @@ from tests.runs import checkpoint, losses, rewind, steps, tensors, train, train_
 KINDS: list[Kind] = ["delayed", "current", "blockwise"]
 
 
-def kept(kind: Kind = "delayed", compute: str = "bf16", codes: bool = True, **others: object) -> Run:
+def kept(
+    kind: Kind = "delayed", compute: str = "bf16", codes: bool = True, **others: object
+) -> Run:
     """Weights in FP8, or in FP32 and cast to FP8 for each pass."""
     made = run(fp8(kind, parameters=codes, pad=True), compute, clip=0.0, **others)
     return replace(made, changes={"parameters": "fp32", **made.changes})
@@ -62,12 +65,17 @@ def pairs() -> Iterator[Run]:
 
 
 def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run]) -> None:
-    wide = [replace(one, changes={**one.changes, "fp8": replace(one.changes["fp8"], parameters=False)}) for one in runs]
+    wide = [
+        replace(one, changes={**one.changes, "fp8": replace(one.changes["fp8"], parameters=False)})
+        for one in runs
+    ]
     results = train_all([*runs, *wide], **axes)
     for one, ours, theirs in zip(runs, results[: len(runs)], results[len(runs) :], strict=True):
         assert [r.loss for r in ours.reports] == [r.loss for r in theirs.reports], one
         require_same(ours.after, theirs.after)
-        assert any(not torch.equal(values, ours.before[name]) for name, values in ours.after.items())
+        assert any(
+            not torch.equal(values, ours.before[name]) for name, values in ours.after.items()
+        )
 
 
 @pytest.mark.cases(1, sample=1)
@@ -78,7 +86,8 @@ def test_training_is_bit_for_bit_that_of_weights_kept_in_fp32(axes: dict[str, in
 
 @dataclass(frozen=True)
 class Coded:
-    """A rank's slice of a logical weight, as its layer sees it: codes, read as bytes, and scales undone."""
+    """A rank's slice of a logical weight, as its layer sees it: codes, read as bytes, and scales
+    undone."""
 
     name: str
     dim: int | None
@@ -107,25 +116,34 @@ def codes_rank(mesh: DeviceMesh | None, one: Run, state: dict[str, Tensor]) -> l
 
 
 def assembled(ranks: Sequence[Sequence[Coded]]) -> dict[str, Tensor]:
-    """Codes of logical tensors; every rank that holds a slice must hold the same, with the same scale."""
+    """Codes of logical tensors; every rank that holds a slice must hold the same, with the same
+    scale."""
     slices: dict[str, dict[int, Coded]] = {}
     for one in (one for rank in ranks for one in rank):
         known = slices.setdefault(one.name, {}).setdefault(one.shard, one)
-        assert torch.equal(known.codes, one.codes) and torch.equal(known.inverse, one.inverse), one.name
+        assert torch.equal(known.codes, one.codes) and torch.equal(known.inverse, one.inverse), (
+            one.name
+        )
     whole = {}
     for name, parts in slices.items():
         some = [parts[n] for n in sorted(parts)]
-        assert all(torch.equal(part.inverse, some[0].inverse) for part in some), f"{name} has several scales"
+        assert all(torch.equal(part.inverse, some[0].inverse) for part in some), (
+            f"{name} has several scales"
+        )
         whole[name] = torch.cat([part.codes for part in some], some[0].dim or 0)
         whole[f"{name} inverse"] = some[0].inverse
     return whole
 
 
 def noise(one: Run) -> dict[str, Tensor]:
-    """Weights in place of the initial ones, whose largest lie in different places of each tensor."""
+    """Weights in place of the initial ones, whose largest lie in different places of each
+    tensor."""
     generator = torch.Generator().manual_seed(1)
     state = state_of(engine_of(replace(one, before=None)))
-    return {name: torch.randn(values.shape, generator=generator).pow(3) for name, values in state.items()}
+    return {
+        name: torch.randn(values.shape, generator=generator).pow(3)
+        for name, values in state.items()
+    }
 
 
 def expected(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
@@ -137,8 +155,16 @@ def expected(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor
             stack = [name.replace("up", "gate"), name.replace("gate", "up")]
         elif "attention.output" not in name and ".attention." in name:
             stack = [name.replace(name.split(".")[3], which) for which in ("query", "key", "value")]
-        scale = torch.tensor(448.0) / torch.stack([state[f"weight/{other}"].abs().max() for other in stack]).max()
-        made[name] = (state[f"weight/{name}"] * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        scale = (
+            torch.tensor(448.0)
+            / torch.stack([state[f"weight/{other}"].abs().max() for other in stack]).max()
+        )
+        made[name] = (
+            (state[f"weight/{name}"] * scale)
+            .clamp(-448, 448)
+            .to(torch.float8_e4m3fn)
+            .view(torch.uint8)
+        )
         made[f"{name} inverse"] = scale.reciprocal().view(1, 1)
     return made
 
@@ -151,7 +177,9 @@ def require_codes_of_the_masters(one: Run, **axes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
-def test_codes_are_the_masters_rounded_with_one_scale_for_a_logical_tensor(axes: dict[str, int], kind: Kind) -> None:
+def test_codes_are_the_masters_rounded_with_one_scale_for_a_logical_tensor(
+    axes: dict[str, int], kind: Kind
+) -> None:
     require_codes_of_the_masters(kept(kind), **axes)
 
 
@@ -161,7 +189,9 @@ def test_blocks_that_slices_cut_through_have_the_scales_of_one_process() -> None
     alone = assembled([codes_rank(None, one, state)])
     assert alone["layers.0.mlp.down.weight inverse"].unique().numel() == 3
     for zero_size in (0, 1, 2):
-        ours = assembled(run_ranks(codes_rank, {"dp": 4}, one=replace(one, zero_size=zero_size), state=state))
+        ours = assembled(
+            run_ranks(codes_rank, {"dp": 4}, one=replace(one, zero_size=zero_size), state=state)
+        )
         require_same(ours, alone)
 
 
@@ -173,7 +203,8 @@ def test_scales_that_replicas_do_not_agree_on_are_still_one_for_a_weight() -> No
 
 def count_bytes(mesh: DeviceMesh, one: Run) -> int:
     """Bytes that the weights of one step travel in."""
-    engine, inner = engine_of(one, mesh), Axis.start_gather_
+    engine = engine_of(one, mesh)
+    inner = Axis.start_gather_
     travelled = 0
 
     def counted(self: Axis, flat: Tensor) -> Callable[[], object]:
@@ -197,13 +228,16 @@ def test_what_is_collected_are_codes_once_a_step() -> None:
     wide = replace(ours, changes={"fp8": replace(ours.changes["fp8"], parameters=False)})
     (narrow, *_), (bf16, *_) = (run_ranks(count_bytes, {"dp": 2}, one=one) for one in (ours, wide))
     model = ours.config
-    coded = model.layers * (2 * model.hidden**2 + 2 * model.hidden * model.hidden // 2 + 3 * model.hidden * model.ffn)
+    coded = model.layers * (
+        2 * model.hidden**2 + 2 * model.hidden * model.hidden // 2 + 3 * model.hidden * model.ffn
+    )
     assert bf16 - narrow == pytest.approx(coded, abs=300), "up to the padding of buffers"
 
 
 def test_an_evaluation_sees_the_weights_of_the_last_step_and_changes_nothing() -> None:
     def trained(one: Run) -> tuple[list[float], dict[str, Tensor]]:
-        engine, said = engine_of(one), []
+        engine = engine_of(one)
+        said = []
         for n, batch in enumerate(batches(one)):
             engine.step(share_of(None, batch), one.lr, n)
             said.append(engine.evaluate(share_of(None, batch)))
@@ -223,14 +257,18 @@ def test_a_skipped_step_is_run_again_with_its_own_codes() -> None:
     runs = [kept(compute="fp16", codes=codes, scaling=scaling, steps=6) for codes in (True, False)]
     ours, theirs = (train_all([one])[0] for one in runs)
     assert {r.outcome for r in ours.reports} == {"applied", "skipped_overflow"}
-    told = [[(r.outcome, r.loss, r.loss_scale) for r in result.reports] for result in (ours, theirs)]
+    told = [
+        [(r.outcome, r.loss, r.loss_scale) for r in result.reports] for result in (ours, theirs)
+    ]
     assert told[0] == told[1]
     require_same(ours.after, theirs.after)
 
 
 def test_products_outside_of_fp8_are_made_of_what_the_codes_stand_for() -> None:
-    """With E4M3's numbers for weights, rounding loses nothing, and a pass without FP8 is that of a model without it."""
-    ours, plain = engine_of(kept("current", "fp32")), engine_of(run(None, "fp32", clip=0.0))
+    """With E4M3's numbers for weights, rounding loses nothing, and a pass without FP8 is that of a
+    model without it."""
+    ours = engine_of(kept("current", "fp32"))
+    plain = engine_of(run(None, "fp32", clip=0.0))
     state = state_of(plain)
     for name, values in state.items():
         if name.startswith("weight/layers") and values.dim() == 2:
@@ -265,7 +303,9 @@ def test_the_formula_of_bytes_holds(compute: str) -> None:
 
 def test_split_masters_are_whole_where_no_bf16_weight_has_the_other_half() -> None:
     changes = {"fp8": kept().changes["fp8"], "masters": "split"}
-    ours, theirs = train_all([replace(kept(), changes=changes), replace(kept(), changes={"fp8": changes["fp8"]})])
+    ours, theirs = train_all(
+        [replace(kept(), changes=changes), replace(kept(), changes={"fp8": changes["fp8"]})]
+    )
     require_same(ours.after, theirs.after)
 
 
@@ -279,7 +319,9 @@ def test_what_cannot_be_kept_in_fp8_is_refused() -> None:
         FP8Recipe(parameters=True, calibrate=1)
     engine = engine_of(kept("current"))
     with pytest.raises(UserError, match="kept in FP8 are then rounded"):
-        PostValidationOptimizer(list(make_engine(None, kept("current")).stages.values()), engine.optimizer.plan)
+        PostValidationOptimizer(
+            list(make_engine(None, kept("current")).stages.values()), engine.optimizer.plan
+        )
 
 
 # Known bugs, each of which must break a law above
@@ -296,7 +338,8 @@ def amaxes_stay_on_a_tensor_rank() -> None:
 
 
 def codes_are_made_once() -> None:
-    inner, made = FP8ParamShard.encode, set()
+    inner = FP8ParamShard.encode
+    made = set()
 
     def encode(self: FP8ParamShard, amax: Tensor, records: bool) -> None:
         if self.param.name not in made:
@@ -310,7 +353,9 @@ def codes_travel_no_more() -> None:
     FP8Masters.renew = lambda self, records: None
 
 
-@pytest.mark.parametrize(("bug", "axes"), [(scales_stay_on_a_replica, "dp"), (amaxes_stay_on_a_tensor_rank, "tp")])
+@pytest.mark.parametrize(
+    ("bug", "axes"), [(scales_stay_on_a_replica, "dp"), (amaxes_stay_on_a_tensor_rank, "tp")]
+)
 def test_a_scale_that_is_not_everyones_is_noticed(bug: Callable[[], None], axes: str) -> None:
     with pytest.raises(AssertionError):
         require_codes_of_the_masters(replace(kept("current"), before=bug), **{axes: 2})
@@ -319,12 +364,20 @@ def test_a_scale_that_is_not_everyones_is_noticed(bug: Callable[[], None], axes:
 @pytest.mark.parametrize("bug", [codes_are_made_once, codes_travel_no_more])
 def test_stale_codes_are_noticed(bug: Callable[[], None]) -> None:
     with pytest.raises(AssertionError):
-        require_trains_as_weights_in_fp32({"dp": 2}, [replace(kept("current", steps=2), before=bug)])
+        require_trains_as_weights_in_fp32(
+            {"dp": 2}, [replace(kept("current", steps=2), before=bug)]
+        )
 
 
 # Through the command
 
-KEYS = ("fp8.kind=delayed", "fp8.pad=true", "fp8.history_length=8", "precision.compute=bf16", "log.progress=false")
+KEYS = (
+    "fp8.kind=delayed",
+    "fp8.pad=true",
+    "fp8.history_length=8",
+    "precision.compute=bf16",
+    "log.progress=false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -336,26 +389,48 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_bit_for_bit_and_exchanges_checkpoints_with_runs_that_keep_wide_weights(
     file: Path, tmp_path: Path
 ) -> None:
-    codes, wide = (*KEYS, "fp8.parameters=true"), (*KEYS, "precision.parameters=fp32")
+    codes = (*KEYS, "fp8.parameters=true")
+    wide = (*KEYS, "precision.parameters=fp32")
     clip = ("optimizer.clip=0.0", "checkpoint.keep=9")
     whole = train_on(file, *codes, *clip, f"train.folder={tmp_path / 'whole'}", data=2)
     for name, keys in (("again", codes), ("wide", wide)):
-        other = train_on(file, *keys, *clip, f"train.folder={rewind(whole, tmp_path / name, 3)}", data=2)
-        found, meant = tensors(checkpoint(other, 6)), tensors(checkpoint(whole, 6))
+        other = train_on(
+            file, *keys, *clip, f"train.folder={rewind(whole, tmp_path / name, 3)}", data=2
+        )
+        found = tensors(checkpoint(other, 6))
+        meant = tensors(checkpoint(whole, 6))
         assert found.keys() == meant.keys()
         if name == "again":
             assert steps(other) == steps(whole)
             require_same(found, meant)
         assert losses(other)[3] == losses(whole)[3] or name == "wide"
-    layout = train_on(file, *codes, *clip, f"train.folder={rewind(whole, tmp_path / 'other', 3)}", tensor=2)
+    layout = train_on(
+        file, *codes, *clip, f"train.folder={rewind(whole, tmp_path / 'other', 3)}", tensor=2
+    )
     assert losses(layout)[3:] == pytest.approx(losses(whole)[3:], rel=1e-2)
-    back = train_on(file, *codes, *clip, f"train.folder={rewind(tmp_path / 'wide', tmp_path / 'back', 3)}", data=2)
+    back = train_on(
+        file,
+        *codes,
+        *clip,
+        f"train.folder={rewind(tmp_path / 'wide', tmp_path / 'back', 3)}",
+        data=2,
+    )
     require_same(tensors(checkpoint(back, 6)), tensors(checkpoint(whole, 6)))
 
 
-def test_a_run_says_what_its_weights_take(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(file, *KEYS, "fp8.parameters=true", "train.steps=1", f"train.folder={tmp_path / 'run'}") == 0
-    assert "memory     5 + 12 = 17 bytes a parameter kept in FP8, 6 + 12 = 18 bytes" in capsys.readouterr().out
+def test_a_run_says_what_its_weights_take(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        train(
+            file, *KEYS, "fp8.parameters=true", "train.steps=1", f"train.folder={tmp_path / 'run'}"
+        )
+        == 0
+    )
+    assert (
+        "memory     5 + 12 = 17 bytes a parameter kept in FP8, 6 + 12 = 18 bytes"
+        in capsys.readouterr().out
+    )
 
 
 def test_nemos_recipe_keeps_weights_in_fp8_as_it_says(

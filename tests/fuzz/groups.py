@@ -1,4 +1,5 @@
-"""The groups of cases: each is a function that changes the copy of the good files and returns the command line."""
+"""The groups of cases: each is a function that changes the copy of the good files and returns the
+command line."""
 
 import argparse
 import json
@@ -29,8 +30,22 @@ from tools.config.run_file import known_keys
 
 FOREIGN = Path(__file__).parents[1] / "foreign" / "files"
 TRAIN = ["train", "my.toml", "train.steps=5"]
-SIZES = ["model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.vocab"]
-SIZES += ["model.experts", "model.experts_per_token", "model.max_positions", "model.window", "parallel.tensor"]
+SIZES = [
+    "model.layers",
+    "model.hidden",
+    "model.heads",
+    "model.kv_heads",
+    "model.head_dim",
+    "model.ffn",
+    "model.vocab",
+]
+SIZES += [
+    "model.experts",
+    "model.experts_per_token",
+    "model.max_positions",
+    "model.window",
+    "parallel.tensor",
+]
 SIZES += [
     "parallel.pipeline",
     "parallel.data",
@@ -39,8 +54,21 @@ SIZES += [
     "parallel.zero_size",
     "train.steps",
 ]
-SIZES += ["train.global_batch", "train.micro_batch", "train.seq_length", "train.seed", "train.eval_every"]
-SIZES += ["train.eval_batches", "train.threads", "data.vocab_size", "data.max_chars", "data.workers", "lr.warmup"]
+SIZES += [
+    "train.global_batch",
+    "train.micro_batch",
+    "train.seq_length",
+    "train.seed",
+    "train.eval_every",
+]
+SIZES += [
+    "train.eval_batches",
+    "train.threads",
+    "data.vocab_size",
+    "data.max_chars",
+    "data.workers",
+    "lr.warmup",
+]
 SIZES += [
     "lr.decay",
     "lr.length",
@@ -53,8 +81,26 @@ SIZES += [
     "log.timeline",
     "log.digests",
 ]
-SIZES += ["parallel.recompute_layers", "precision.growth_interval", "precision.hysteresis", "precision.patience"]
-BIG = ["1", "2", "4", "64", "1000", "4096", "100000", "1000000", "1000000000", str(2**31), str(2**62), str(2**63 - 1)]
+SIZES += [
+    "parallel.recompute_layers",
+    "precision.growth_interval",
+    "precision.hysteresis",
+    "precision.patience",
+]
+BIG = [
+    "1",
+    "2",
+    "4",
+    "64",
+    "1000",
+    "4096",
+    "100000",
+    "1000000",
+    "1000000000",
+    str(2**31),
+    str(2**62),
+    str(2**63 - 1),
+]
 CHOICES = [
     "parallel.schedule=zb-v",
     "parallel.schedule=interleaved",
@@ -80,7 +126,11 @@ Group = Callable[[Random, Path], list[str]]
 
 def _run_command(rng: Random) -> list[str]:
     """A command on the run file, mostly `train`."""
-    commands = (["schedule", "my.toml"], ["precision", "show", "my.toml"], ["fp8-advice", "my.toml"])
+    commands = (
+        ["schedule", "my.toml"],
+        ["precision", "show", "my.toml"],
+        ["fp8-advice", "my.toml"],
+    )
     return [*rng.choice((TRAIN, TRAIN, TRAIN, TRAIN, TRAIN, *commands))]
 
 
@@ -96,15 +146,28 @@ def extremes(rng: Random, folder: Path) -> list[str]:
     """One to three sizes with large values, and a choice."""
     keys = rng.sample(SIZES, rng.choice((1, 1, 2, 3)))
     more = [rng.choice(CHOICES)] if rng.random() < 0.4 else []
-    return [*_run_command(rng), "train.folder=fresh", *more, *(f"{key}={rng.choice(BIG)}" for key in keys)]
+    return [
+        *_run_command(rng),
+        "train.folder=fresh",
+        *more,
+        *(f"{key}={rng.choice(BIG)}" for key in keys),
+    ]
 
 
 def paths(rng: Random, folder: Path) -> list[str]:
     """A key that is a path, with something else there than it should be."""
     put_odd_things(folder)
-    keys = ["data.source", "data.tokenizer", "data.cache", "train.folder", "train.init_from", "parallel.schedule_file"]
+    keys = [
+        "data.source",
+        "data.tokenizer",
+        "data.cache",
+        "train.folder",
+        "train.init_from",
+        "parallel.schedule_file",
+    ]
     given = [
-        f"{key}={rng.choice(PATHS)}" for key in rng.sample([*keys, "log.sample", "model.factory"], rng.choice((1, 2)))
+        f"{key}={rng.choice(PATHS)}"
+        for key in rng.sample([*keys, "log.sample", "model.factory"], rng.choice((1, 2)))
     ]
     return [*_run_command(rng), *given]
 
@@ -118,7 +181,12 @@ def run_files(rng: Random, folder: Path) -> list[str]:
         at = rng.randrange(len(lines))
         key = lines[at].partition("=")[0]
         lines[at] = rng.choice(
-            (lines[at] * 2, "", f"{key}= {rng.choice([*NUMBERS, *WORDS])}", f"[{rng.choice(WORDS)}]")
+            (
+                lines[at] * 2,
+                "",
+                f"{key}= {rng.choice([*NUMBERS, *WORDS])}",
+                f"[{rng.choice(WORDS)}]",
+            )
         )
         content = "\n".join(lines).encode("utf-8", "surrogateescape")
     else:
@@ -127,7 +195,9 @@ def run_files(rng: Random, folder: Path) -> list[str]:
     return _run_command(rng)
 
 
-def _commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _commands(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not inner:
         yield words, parser
@@ -139,15 +209,30 @@ def _commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> I
 def command_lines(rng: Random, folder: Path) -> list[str]:
     """Any command with odd arguments and options."""
     put_odd_things(folder)
-    usable = [(words, parser) for words, parser in _commands(parser_of_all()) if words not in (("parity",), ("train",))]
+    usable = [
+        (words, parser)
+        for words, parser in _commands(parser_of_all())
+        if words not in (("parity",), ("train",))
+    ]
     words, parser = rng.choice(usable)
     argv = [*words]
     for action in parser._actions:
-        values = [str(choice) for choice in action.choices] if action.choices and rng.random() < 0.9 else None
-        odd = values or ([*PATHS] if action.type is Path or not action.option_strings else [*NUMBERS, *WORDS, *PATHS])
+        if action.choices and rng.random() < 0.9:
+            values = [str(choice) for choice in action.choices]
+        else:
+            values = None
+        odd = values or (
+            [*PATHS]
+            if action.type is Path or not action.option_strings
+            else [*NUMBERS, *WORDS, *PATHS]
+        )
         if not action.option_strings and action.nargs != "*":
             argv.append(_likely(rng, words, odd))
-        elif action.option_strings and (action.required or rng.random() < 0.3) and "-h" not in action.option_strings:
+        elif (
+            action.option_strings
+            and (action.required or rng.random() < 0.3)
+            and "-h" not in action.option_strings
+        ):
             option = action.option_strings[-1]
             argv += [option] if action.nargs == 0 else [f"{option}={rng.choice(odd)}"]
     return argv
@@ -155,13 +240,20 @@ def command_lines(rng: Random, folder: Path) -> list[str]:
 
 def _likely(rng: Random, words: tuple[str, ...], odd: list[str]) -> str:
     """A positional argument: half of the time one that the command can use."""
-    good = {"data": "text.txt", "precision": "my.toml", "schedule": "my.toml", "fp8-advice": "my.toml"}
+    good = {
+        "data": "text.txt",
+        "precision": "my.toml",
+        "schedule": "my.toml",
+        "fp8-advice": "my.toml",
+    }
     return good.get(words[0], "run") if rng.random() < 0.5 else rng.choice(odd)
 
 
 def texts(rng: Random, folder: Path) -> list[str]:
     """A changed text, in each of the formats."""
-    name = rng.choice(("text.jsonl", "text.jsonl.gz", "text.jsonl.zst", "text.parquet", "short.txt"))
+    name = rng.choice(
+        ("text.jsonl", "text.jsonl.gz", "text.jsonl.zst", "text.parquet", "short.txt")
+    )
     if name == "text.jsonl" and rng.random() < 0.5:
         odd = [
             b'{"text": 5}',
@@ -188,7 +280,9 @@ def texts(rng: Random, folder: Path) -> list[str]:
     tokenizer = ["--tokenizer", "data/text.model"]
     if rng.random() < 0.3:
         tokenizer = ["--tokenizer", rng.choice(("hf/tokenizer.json", "bad.model"))]
-        (folder / "bad.model").write_bytes(bytes_changed(rng, (folder / "data" / "text.model").read_bytes()))
+        (folder / "bad.model").write_bytes(
+            bytes_changed(rng, (folder / "data" / "text.model").read_bytes())
+        )
         if rng.random() < 0.5:
             edit_json(rng, folder / "hf" / "tokenizer.json")
     if rng.random() < 0.3:
@@ -201,7 +295,9 @@ def token_files(rng: Random, folder: Path) -> list[str]:
     file = (
         folder
         / "data"
-        / rng.choice(("text.bin", "text.idx", "text.json", "text.model", "text.resume", ".lock", "text.idx"))
+        / rng.choice(
+            ("text.bin", "text.idx", "text.json", "text.model", "text.resume", ".lock", "text.idx")
+        )
     )
     if rng.random() < 0.25 or not file.exists() or not file.stat().st_size:
         of_another_kind(rng, file)
@@ -235,7 +331,9 @@ def _of_weights(rng: Random, source: str) -> list[str]:
         ["convert", source, "new", "--no-verify"],
         ["train", "my.toml", "train.folder=new", f"train.init_from={source}"],
     )
-    return [*rng.choice((*commands, *more, *more))] + (["--no-verify"] if rng.random() < 0.0 else [])
+    return [*rng.choice((*commands, *more, *more))] + (
+        ["--no-verify"] if rng.random() < 0.0 else []
+    )
 
 
 def hugging_face(rng: Random, folder: Path) -> list[str]:
@@ -243,7 +341,9 @@ def hugging_face(rng: Random, folder: Path) -> list[str]:
     source = shutil.copytree(folder / "hf", folder / "changed")
     if rng.random() < 0.3:
         weights = source / "model.safetensors"
-        header = json.loads(weights.read_bytes()[8 : 8 + int.from_bytes(weights.read_bytes()[:8], "little")])
+        header = json.loads(
+            weights.read_bytes()[8 : 8 + int.from_bytes(weights.read_bytes()[:8], "little")]
+        )
         weights.rename(source / "model-00001-of-00001.safetensors")
         index = {
             "metadata": {"total_size": 1},
@@ -304,7 +404,11 @@ def pickles(rng: Random, folder: Path) -> list[str]:
         {**some, "z": torch.ones(2, dtype=torch.complex64)},
         {None: 1},
     ]
-    odd += [{**some, "z": torch.ones(3).to_sparse()}, argparse.Namespace(a=1), {**some, "z": float("nan")}]
+    odd += [
+        {**some, "z": torch.ones(3).to_sparse()},
+        argparse.Namespace(a=1),
+        {**some, "z": float("nan")},
+    ]
     if rng.random() < 0.6:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(20_000)  # to write what is nested deep
@@ -321,18 +425,38 @@ def megatron(rng: Random, folder: Path) -> list[str]:
     """A changed checkpoint of Megatron: its tracker, the arguments in it, its files."""
     source = folder / "megatron"
     file = rng.choice(
-        [*(path for path in source.rglob("*") if path.is_file()), source / "latest_checkpointed_iteration.txt"]
+        [
+            *(path for path in source.rglob("*") if path.is_file()),
+            source / "latest_checkpointed_iteration.txt",
+        ]
     )
     if file.suffix == ".pt" and rng.random() < 0.7:
         content = torch.load(file, weights_only=False)
         args = content["args"]
         name = rng.choice(sorted(vars(args)))
-        setattr(args, name, rng.choice([None, 0, -1, 10**6, 10**30, "x", [], {}, 0.5, True, float("nan"), "\ud800"]))
+        setattr(
+            args,
+            name,
+            rng.choice(
+                [None, 0, -1, 10**6, 10**30, "x", [], {}, 0.5, True, float("nan"), "\ud800"]
+            ),
+        )
         torch.save(content, file)
     elif file.name.startswith("latest") and rng.random() < 0.7:
         file.write_bytes(
             rng.choice(
-                (b"\xff", b"9" * 5000, b"", b"-1", b"release", b"../x", b"1\0", b"x" * 300, b"0 0", "٣".encode())
+                (
+                    b"\xff",
+                    b"9" * 5000,
+                    b"",
+                    b"-1",
+                    b"release",
+                    b"../x",
+                    b"1\0",
+                    b"x" * 300,
+                    b"0 0",
+                    "٣".encode(),
+                )
             )
         )
     elif rng.random() < 0.3:
@@ -343,7 +467,8 @@ def megatron(rng: Random, folder: Path) -> list[str]:
 
 
 def checkpoints(rng: Random, folder: Path) -> list[str]:
-    """A changed checkpoint: checkpoint.json, with a fitting digest, without or with a wrong one, or its shards."""
+    """A changed checkpoint: checkpoint.json, with a fitting digest, without or with a wrong one, or
+    its shards."""
     saved = folder / "run" / "checkpoints" / "step_00000004"
     file = saved / "checkpoint.json"
     if rng.random() < 0.8:
@@ -354,7 +479,9 @@ def checkpoints(rng: Random, folder: Path) -> list[str]:
             changed.pop("sha256", None)
             changed.pop("data", None)
         file.write_bytes(
-            json_text(rng, changed) if kind < 2 or not isinstance(changed, dict) or not changed else sealed(changed)
+            json_text(rng, changed)
+            if kind < 2 or not isinstance(changed, dict) or not changed
+            else sealed(changed)
         )
     elif rng.random() < 0.5:
         of_another_kind(rng, rng.choice([*saved.iterdir(), saved]))
@@ -370,13 +497,20 @@ def checkpoints(rng: Random, folder: Path) -> list[str]:
     )
     more = (
         ["diff", "run", "hf"],
-        ["train", "my.toml", "train.folder=new", f"train.init_from={saved.relative_to(folder)}", "--no-verify"],
+        [
+            "train",
+            "my.toml",
+            "train.folder=new",
+            f"train.init_from={saved.relative_to(folder)}",
+            "--no-verify",
+        ],
     )
     return [*rng.choice((*commands, *more))]
 
 
 def run_folders(rng: Random, folder: Path) -> list[str]:
-    """What a run leaves, of another kind, with odd lines, or with leftovers between its checkpoints."""
+    """What a run leaves, of another kind, with odd lines, or with leftovers between its
+    checkpoints."""
     run = folder / "run"
     names = [
         "metrics.jsonl",
@@ -446,7 +580,9 @@ def precision_files(rng: Random, folder: Path) -> list[str]:
     else:
         edit_bytes(rng, file)
     system = rng.choice(("native", "nxd", "smp", "colossalai", "internevo", "nemo"))
-    return rng.choice((["precision", "show", file.name], ["precision", "translate", file.name, "--to", system]))
+    return rng.choice(
+        (["precision", "show", file.name], ["precision", "translate", file.name, "--to", system])
+    )
 
 
 GROUPS: tuple[Group, ...] = (

@@ -1,8 +1,11 @@
-"""Inputs that once ended in a traceback, a signal or a long silence, and their kin: each is refused in plain lines."""
+"""Inputs that once ended in a traceback, a signal or a long silence, and their kin: each is refused
+in plain lines."""
 
 FRESH = ["train", "my.toml", "train.folder=fresh"]
 BUILD = ["data", "build", "text.txt"]
-LONG, DIGITS, DEEP = "x" * 300, "9" * 5000, "[" * 2000
+LONG = "x" * 300
+DIGITS = "9" * 5000
+DEEP = "[" * 2000
 
 REFUSED: list[list[str]] = [
     *([*FRESH, f"train.global_batch={size}"] for size in (100_000, 10**9, 10**18)),
@@ -28,13 +31,25 @@ REFUSED: list[list[str]] = [
     [*FRESH, f"optimizer.options={DEEP}{']' * 2000}"],
     *(
         [*FRESH, f"{key}={value}"]
-        for key in ("train.folder", "data.cache", "data.source", "train.init_from", "data.tokenizer")
+        for key in (
+            "train.folder",
+            "data.cache",
+            "data.source",
+            "train.init_from",
+            "data.tokenizer",
+        )
         for value in (LONG, '"a\\u0000b"', "a\0b", "\udcff", "x/" * 3000)
     ),
-    *([*FRESH, f"parallel.schedule_file={value}"] for value in (LONG, '"a\\u0000b"', "fifo", "/dev/zero")),
+    *(
+        [*FRESH, f"parallel.schedule_file={value}"]
+        for value in (LONG, '"a\\u0000b"', "fifo", "/dev/zero")
+    ),
     *([*FRESH, f"data.source={value}"] for value in ("fifo", "/dev/zero")),
     [*FRESH, "log.sample=\udcff"],
-    *(["train", file] for file in ("fifo", "/dev/zero", "run", LONG, "nested.toml", "digits.toml", "nul.toml")),
+    *(
+        ["train", file]
+        for file in ("fifo", "/dev/zero", "run", LONG, "nested.toml", "digits.toml", "nul.toml")
+    ),
     *(["schedule", f"--transfer={value}"] for value in ("nan", "inf", "-1", "1e308")),
     *(["schedule", f"--costs={value}"] for value in ("nan,1,1", "inf,1,1", "1e308,1e308,1")),
     ["schedule", "--pipeline=100000"],
@@ -45,7 +60,10 @@ REFUSED: list[list[str]] = [
         [*BUILD, prefix, "--tokenizer", "data/text.model"]
         for prefix in ("", ".", "..", "/", "a/..", "my.toml/x", LONG, "/proc/x")
     ),
-    *([*BUILD, "new", f"--vocab-size={size}"] for size in ("0", "-1", "9" * 30, "9" * 400, DIGITS, "4000000000")),
+    *(
+        [*BUILD, "new", f"--vocab-size={size}"]
+        for size in ("0", "-1", "9" * 30, "9" * 400, DIGITS, "4000000000")
+    ),
     [*BUILD, "new", "--tokenizer", "data/text.model", "--workers=100000"],
     ["data", "build", "fifo", "new", "--vocab-size=330"],
     ["data", "build", "long.jsonl", "new", "--tokenizer", "data/text.model"],
@@ -54,7 +72,10 @@ REFUSED: list[list[str]] = [
     ["generate", "run", "--prompt=x", f"--seed={'9' * 30}"],
     ["generate", "run", "--prompts", "fifo"],
     ["generate", "run", "--prompt=x", "--top-p=nan", "--min-p=inf", f"--top-k={'9' * 30}"],
-    *(["evaluate", "run", f"--data={path}"] for path in (LONG, "fifo", "x/" * 3000, f"a={LONG}", "=")),
+    *(
+        ["evaluate", "run", f"--data={path}"]
+        for path in (LONG, "fifo", "x/" * 3000, f"a={LONG}", "=")
+    ),
     ["evaluate", "run", "--data=text.txt", f"--window={'9' * 30}", f"--max-chars={'9' * 30}"],
     *(["inspect", path] for path in (LONG, "fifo", "x/" * 3000)),
     *(["precision", "show", path] for path in ("fifo", "/dev/zero", LONG, "nested.toml")),

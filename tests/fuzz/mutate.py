@@ -27,7 +27,16 @@ NUMBERS = [
     "0x10",
     "1_000",
 ]
-NUMBERS += ["100000", "1000003", "4294967296", str(2**31 - 1), str(2**63 - 1), str(2**63), str(2**64), str(10**30)]
+NUMBERS += [
+    "100000",
+    "1000003",
+    "4294967296",
+    str(2**31 - 1),
+    str(2**63 - 1),
+    str(2**63),
+    str(2**64),
+    str(10**30),
+]
 NUMBERS += ["9" * 400, "9" * 5000, "-" + "9" * 5000]
 WORDS = [
     "",
@@ -132,8 +141,37 @@ PATHS += [
     "hf/tokenizer.json",
     "/dev/full",
 ]
-PATHS += ["/proc/self/mem", "~nobody/x", "new", "new/deep/x", "folder", "link", "fifo", "locked", "é", "-", "--x", " "]
-JSON_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 10**6, 2**63, 10**30, -(10**30), 1e308, 0.5, float("nan")]
+PATHS += [
+    "/proc/self/mem",
+    "~nobody/x",
+    "new",
+    "new/deep/x",
+    "folder",
+    "link",
+    "fifo",
+    "locked",
+    "é",
+    "-",
+    "--x",
+    " ",
+]
+JSON_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    10**6,
+    2**63,
+    10**30,
+    -(10**30),
+    1e308,
+    0.5,
+    float("nan"),
+]
 JSON_VALUES += [
     float("inf"),
     "",
@@ -158,7 +196,8 @@ def bytes_changed(rng: Random, content: bytes) -> bytes:
     """Some bytes flipped, cut out, put in, doubled or moved."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        at, size = rng.randrange(len(changed) + 1), rng.choice((1, 1, 2, 8, 64))
+        at = rng.randrange(len(changed) + 1)
+        size = rng.choice((1, 1, 2, 8, 64))
         kind = rng.randrange(7)
         if kind == 0 and changed:
             changed[at % len(changed)] ^= 1 << rng.randrange(8)
@@ -166,7 +205,18 @@ def bytes_changed(rng: Random, content: bytes) -> bytes:
             del changed[at : at + size]
         elif kind == 2:
             changed[at:at] = rng.choice(
-                (b"\0", b"\xff", b"\xff" * 8, b"[" * 3000, b"9" * 5000, b"\n", b'"', b"{", b"=", b"\r")
+                (
+                    b"\0",
+                    b"\xff",
+                    b"\xff" * 8,
+                    b"[" * 3000,
+                    b"9" * 5000,
+                    b"\n",
+                    b'"',
+                    b"{",
+                    b"=",
+                    b"\r",
+                )
             )
         elif kind == 3:
             del changed[at:]
@@ -184,9 +234,13 @@ def bytes_changed(rng: Random, content: bytes) -> bytes:
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Every container of a JSON value with each of its keys."""
     if isinstance(value, dict):
-        return [(value, key) for key in value] + [place for inner in value.values() for place in _places(inner)]
+        return [(value, key) for key in value] + [
+            place for inner in value.values() for place in _places(inner)
+        ]
     if isinstance(value, list):
-        return [(value, i) for i in range(len(value))] + [place for inner in value for place in _places(inner)]
+        return [(value, i) for i in range(len(value))] + [
+            place for inner in value for place in _places(inner)
+        ]
     return []
 
 
@@ -209,7 +263,13 @@ def json_changed(rng: Random, value: Any) -> Any:
             inside[rng.choice(["a", "", "\0", "x" * 300, str(key) + "x"])] = _value(rng)
         elif kind == 2 and isinstance(inside[key], int | float):
             inside[key] = rng.choice(
-                (-inside[key], inside[key] + 1, inside[key] * 10**6, float(inside[key]), str(inside[key]))
+                (
+                    -inside[key],
+                    inside[key] + 1,
+                    inside[key] * 10**6,
+                    float(inside[key]),
+                    str(inside[key]),
+                )
             )
         else:
             inside[key] = _value(rng)
@@ -217,17 +277,23 @@ def json_changed(rng: Random, value: Any) -> Any:
 
 
 def json_text(rng: Random, value: Any) -> bytes:
-    """The bytes of a changed JSON value; seldom with what JSON cannot say: huge integers, deep nesting."""
+    """The bytes of a changed JSON value; seldom with what JSON cannot say: huge integers, deep
+    nesting."""
     text = json.dumps(value)
     if rng.random() < 0.08 and isinstance(value, dict):
         odd = rng.choice(
-            ("9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "1e999", "-" + "9" * 20)
+            (
+                "9" * 5000,
+                "[" * 3000 + "]" * 3000,
+                '{"a":' * 3000 + "1" + "}" * 3000,
+                "1e999",
+                "-" + "9" * 20,
+            )
         )
-        text = (
-            f'{{"{rng.choice([*value, "a"])}": {odd}, {text[1:]}'
-            if rng.random() < 0.5
-            else f'{text[:-1]}, "{rng.choice([*value, "a"])}": {odd}}}'
-        )
+        if rng.random() < 0.5:
+            text = f'{{"{rng.choice([*value, "a"])}": {odd}, {text[1:]}'
+        else:
+            text = f'{text[:-1]}, "{rng.choice([*value, "a"])}": {odd}}}'
     content = text.encode("utf-8", "surrogatepass")
     return bytes_changed(rng, content) if rng.random() < 0.1 else content
 
@@ -243,7 +309,8 @@ def edit_bytes(rng: Random, file: Path) -> None:
 
 
 def of_another_kind(rng: Random, file: Path) -> None:
-    """Puts something else in place of a file or folder: none, empty, a folder, a pipe, a link, noise."""
+    """Puts something else in place of a file or folder: none, empty, a folder, a pipe, a link,
+    noise."""
     shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink(missing_ok=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     kind = rng.randrange(10)
@@ -255,13 +322,19 @@ def of_another_kind(rng: Random, file: Path) -> None:
     elif kind == 2:
         os.mkfifo(file)
     elif kind == 3:
-        file.symlink_to(rng.choice(("nowhere", file.name, "/dev/zero", "/dev/full", "/proc/self/mem", "..")))
+        file.symlink_to(
+            rng.choice(("nowhere", file.name, "/dev/zero", "/dev/full", "/proc/self/mem", ".."))
+        )
     elif kind == 4:
         file.touch()
     elif kind == 5:
         file.write_bytes(rng.randbytes(rng.choice((1, 10, 1000))))
     elif kind == 6:
-        file.write_bytes(rng.choice((b"\xff\xfe", b"\0" * 100, b"null", b"[]", b"{}", b"5", b"[" * 5000, b"9" * 5000)))
+        file.write_bytes(
+            rng.choice(
+                (b"\xff\xfe", b"\0" * 100, b"null", b"[]", b"{}", b"5", b"[" * 5000, b"9" * 5000)
+            )
+        )
     elif kind == 7:
         file.write_text(rng.choice(WORDS), "utf-8", "surrogateescape")
     elif kind == 8:

@@ -1,9 +1,11 @@
-"""Runs command lines of megaprec in forked processes, each with a limit of processor time, of memory and of time.
+"""Runs command lines of megaprec in forked processes, each with a limit of processor time, of
+memory and of time.
 
-The server is an interpreter, or a fork of one, that has imported the command and what it imports late, and nothing else
-has happened in: a fork of it starts in milliseconds. Local ranks are not started, their number is: `RANKS` and more are
-a fault. A run that has begun to train is stopped after some steps, one that builds a model too large for this machine
-soon. `faults` says what is wrong with how a command ended.
+The server is an interpreter, or a fork of one, that has imported the command and what it imports
+late, and nothing else has happened in: a fork of it starts in milliseconds. Local ranks are not
+started, their number is: `RANKS` and more are a fault. A run that has begun to train is stopped
+after some steps, one that builds a model too large for this machine soon. `faults` says what is
+wrong with how a command ended.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains
 WORK = 5  # once a command has said that it is at work, it is given this part of its processor time
 LONGEST_LINE = 2500  # characters on stderr
-# Exit codes of commands, besides 0 and 2: a run that stops itself, layouts that differ, data with notes.
+# Exit codes of commands, besides 0 and 2: a run that stops itself, layouts that differ, data with
+# notes.
 FINE = {"train": 3, "parity": 1, "data verify": 1}
 WALL = 900.0  # seconds; processor time is what counts, for the machine may be busy
 ROOT = Path(__file__).parents[2]
@@ -39,7 +42,8 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, the folder where it is run, and its limits: seconds of processor time, bytes of memory."""
+    """A command line, the folder where it is run, and its limits: seconds of processor time, bytes
+    of memory."""
 
     argv: Sequence[str]
     folder: str
@@ -49,8 +53,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code (negative: a signal), output, seconds of processor time, bytes of memory that it
-    took more than the server."""
+    """How a command ended: exit code (negative: a signal), output, seconds of processor time, bytes
+    of memory that it took more than the server."""
 
     code: int
     out: str
@@ -82,7 +86,8 @@ class Server:
 
     def run(self, command: Command) -> Ended:
         """Runs one command and waits for its end."""
-        sent, answers = self._process.stdin, self._process.stdout
+        sent = self._process.stdin
+        answers = self._process.stdout
         assert sent and answers
         sent.write(json.dumps(asdict(command)) + "\n")
         sent.flush()
@@ -90,17 +95,26 @@ class Server:
 
 
 def faults(command: Command, ended: Ended) -> list[str]:
-    """What is wrong with how a command ended; empty if it did its work or refused in plain lines."""
+    """What is wrong with how a command ended; empty if it did its work or refused in plain
+    lines."""
     found = []
     last = (ended.err.strip().splitlines() or [""])[-1][:300]
     if "Traceback" in ended.err + ended.out:
         found.append(f"traceback: {last}")
     elif ended.code in (-signal.SIGXCPU, -signal.SIGKILL):
         if not _is_at_work(command, ended.out, ended.err):
-            found.append(f"no end after {ended.seconds:.0f} s of processor time: {(ended.out + ended.err)[-100:]!r}")
+            found.append(
+                f"no end after {ended.seconds:.0f} s of processor time: "
+                f"{(ended.out + ended.err)[-100:]!r}"
+            )
     elif ended.code < 0:
         found.append(f"ended by {signal.Signals(-ended.code).name}: {last}")
-    elif ended.code not in (0, 2, FINE.get(" ".join(command.argv[:2]), 0), FINE.get(command.argv[0], 0)):
+    elif ended.code not in (
+        0,
+        2,
+        FINE.get(" ".join(command.argv[:2]), 0),
+        FINE.get(command.argv[0], 0),
+    ):
         found.append(f"exit code {ended.code}: {last}")
     if ended.code == 2 and not (ended.err + ended.out).strip():
         found.append("exit code 2 without a word")
@@ -114,7 +128,11 @@ def faults(command: Command, ended: Ended) -> list[str]:
 
 def _is_at_work(command: Command, out: str, err: str) -> bool:
     """A run has begun to build its model or to train; text is generated until there is enough."""
-    return "\nmemory " in out or "building a model" in err or (command.argv[0] == "generate" and bool(out))
+    return (
+        "\nmemory " in out
+        or "building a model" in err
+        or (command.argv[0] == "generate" and bool(out))
+    )
 
 
 def _serve() -> None:
@@ -127,7 +145,8 @@ def _serve() -> None:
 
 def _answer(command: Command, own: int) -> Ended:
     folder = Path(command.folder).parent
-    out, err = folder / "out", folder / "err"
+    out = folder / "out"
+    err = folder / "err"
     if (pid := os.fork()) == 0:
         _child(command, out, err)
     waiter = threading.Timer(WALL, lambda: os.killpg(pid, signal.SIGKILL))
@@ -138,12 +157,21 @@ def _answer(command: Command, own: int) -> Ended:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # whatever it has left behind
     code = os.waitstatus_to_exitcode(status)
-    out_said, err_said = _said(out), _said(err)
-    return Ended(code, out_said, err_said, usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss - own) << 10)
+    out_said = _said(out)
+    err_said = _said(err)
+    return Ended(
+        code,
+        out_said,
+        err_said,
+        usage.ru_utime + usage.ru_stime,
+        max(0, usage.ru_maxrss - own) << 10,
+    )
 
 
 def _said(path: Path) -> str:
-    return path.read_text("utf-8", "backslashreplace")[:200_000] if path.exists() else ""
+    if path.exists():
+        return path.read_text("utf-8", "backslashreplace")[:200_000]
+    return ""
 
 
 def _child(command: Command, out: Path, err: Path) -> None:
@@ -174,7 +202,9 @@ def _child(command: Command, out: Path, err: Path) -> None:
         os._exit(code)
 
 
-def _no_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again | None = None) -> int:
+def _no_ranks(
+    command: Sequence[str], ranks: int, threads: int = 0, again: Again | None = None
+) -> int:
     if ranks > RANKS:
         raise AssertionError(f"{ranks} ranks would be started")
     print(f"{ranks} ranks would be started")
@@ -197,7 +227,9 @@ def _limit_work(command: Command, out: Path, err: Path) -> None:
     while not _is_at_work(command, _said(out), _said(err)):
         time.sleep(0.2)
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (min(soft, int(time.process_time()) + command.seconds // WORK), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (min(soft, int(time.process_time()) + command.seconds // WORK), hard)
+    )
 
 
 if __name__ == "__main__":

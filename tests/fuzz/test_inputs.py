@@ -1,4 +1,5 @@
-"""Any input ends with exit code 0, or 2 and plain lines: no traceback, no signal, no silence without end."""
+"""Any input ends with exit code 0, or 2 and plain lines: no traceback, no signal, no silence
+without end."""
 
 import os
 import shutil
@@ -13,7 +14,9 @@ from tests.fuzz.known import DEEP, DIGITS, REFUSED
 from tests.fuzz.material import make
 from tests.fuzz.server import Command, Server, faults
 
-SAMPLE, CAMPAIGN = 5, 400  # seeds of each group
+# seeds of each group
+SAMPLE = 5
+CAMPAIGN = 400
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +42,22 @@ def tried(server: Server, material: Path, group: Group, seed: int, folder: Path)
     command = Command(group(Random(f"{group.__name__} {seed}"), here), str(here))
     found = faults(command, server.run(command))
     shutil.rmtree(here.parent)
-    return [f"{group.__name__} {seed}: {' '.join(command.argv)[:300]!r}: {fault}" for fault in found]
+    return [
+        f"{group.__name__} {seed}: {' '.join(command.argv)[:300]!r}: {fault}" for fault in found
+    ]
 
 
 def bad(server: Server, material: Path, group: Group, seeds: range, folder: Path) -> list[str]:
-    """What is wrong with the cases of these seeds; of groups that start a process for each file, a tenth of them."""
+    """What is wrong with the cases of these seeds; of groups that start a process for each file, a
+    tenth of them."""
     some = seeds[::10] if group in (pickles, megatron) else seeds
     return [line for seed in some for line in tried(server, material, group, seed, folder)]
 
 
 @pytest.fixture(scope="module")
 def odd_room(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the good files with a pipe and files that parsers of TOML and JSON do not survive."""
+    """A copy of the good files with a pipe and files that parsers of TOML and JSON do not
+    survive."""
     room = tmp_path_factory.mktemp("odd") / "room"
     shutil.copytree(material, room)
     os.mkfifo(room / "fifo")
@@ -75,11 +82,15 @@ def test_what_once_went_wrong_is_refused_in_plain_lines(server: Server, odd_room
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_a_sample_of_odd_inputs_ends_plainly(group: Group, server: Server, material: Path, tmp_path: Path) -> None:
+def test_a_sample_of_odd_inputs_ends_plainly(
+    group: Group, server: Server, material: Path, tmp_path: Path
+) -> None:
     assert bad(server, material, group, range(SAMPLE), tmp_path) == []
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_thousands_of_odd_inputs_end_plainly(group: Group, server: Server, material: Path, tmp_path: Path) -> None:
+def test_thousands_of_odd_inputs_end_plainly(
+    group: Group, server: Server, material: Path, tmp_path: Path
+) -> None:
     assert bad(server, material, group, range(SAMPLE, CAMPAIGN), tmp_path) == []

@@ -1,4 +1,5 @@
-"""JSON and TOML parse to a value or raise ValueError, whatever the text; a file is read only if it can end."""
+"""JSON and TOML parse to a value or raise ValueError, whatever the text; a file is read only if it
+can end."""
 
 import json
 import os
@@ -13,11 +14,23 @@ from hypothesis import strategies as some
 from megaprec.data.text import open_source
 from megaprec.durable import file_error
 from megaprec.errors import LONGEST_LINE, UserError
-from megaprec.parsing import NESTING, home_expanded, parse_json, parse_toml, path_problem, read_regular, read_text
+from megaprec.parsing import (
+    NESTING,
+    home_expanded,
+    parse_json,
+    parse_toml,
+    path_problem,
+    read_regular,
+    read_text,
+)
 from tools.config.run_file import load_run
 
 VALUES = some.recursive(
-    some.none() | some.booleans() | some.integers(-(2**70), 2**70) | some.floats(allow_nan=False) | some.text(),
+    some.none()
+    | some.booleans()
+    | some.integers(-(2**70), 2**70)
+    | some.floats(allow_nan=False)
+    | some.text(),
     lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(), inner, max_size=3),
 )
 
@@ -55,7 +68,9 @@ def test_what_later_code_would_fail_on_is_no_json(text: str) -> None:
         parse_json(text)
 
 
-@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "9" * 5000, f"a = {'[' * 101}{']' * 101}"])
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 5000, "a = " + "9" * 5000, f"a = {'[' * 101}{']' * 101}"]
+)
 def test_what_later_code_would_fail_on_is_no_toml(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         parse_toml(text)
@@ -65,13 +80,21 @@ def test_a_pipe_a_device_a_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "nowhere", tmp_path / "huge"):
+    for path in (
+        tmp_path / "pipe",
+        Path("/dev/zero"),
+        tmp_path,
+        tmp_path / "nowhere",
+        tmp_path / "huge",
+    ):
         with pytest.raises(OSError) as caught:  # noqa: PT011
             read_regular(path, 1000)
         assert caught.value.filename == str(path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux that cannot be read at its begin")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="a file of Linux that cannot be read at its begin"
+)
 def test_an_error_while_a_file_is_read_names_it() -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011
         read_regular(Path("/proc/self/mem"))
@@ -92,20 +115,31 @@ def test_a_home_folder_that_is_not_known_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert [home_expanded(path) for path in ("~/a", "a/~", "~")] == [f"{tmp_path}/a", "a/~", str(tmp_path)]
+    assert [home_expanded(path) for path in ("~/a", "a/~", "~")] == [
+        f"{tmp_path}/a",
+        "a/~",
+        str(tmp_path),
+    ]
     for key in ("data.source", "train.init_from", "train.folder"):
         with pytest.raises(UserError) as caught:
             load_run(None, [f"{key}=~nosuch/a"])
         (problem,) = (line for line in caught.value.problems if "nosuch" in line)
-        assert problem.startswith(key) and "no home folder is known for ~nosuch; write the whole path" in problem
+        assert (
+            problem.startswith(key)
+            and "no home folder is known for ~nosuch; write the whole path" in problem
+        )
     with pytest.raises(UserError, match=r"~nosuch.*or \./~nosuch if that"):
         open_source("~nosuch")
 
 
-def test_a_path_below_home_is_refused_in_one_line_where_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_below_home_is_refused_in_one_line_where_the_user_has_no_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as for the user of a container
-    with pytest.raises(UserError, match=r"^~/a: no home folder is known for ~; write the whole path"):
+    with pytest.raises(
+        UserError, match=r"^~/a: no home folder is known for ~; write the whole path"
+    ):
         home_expanded("~/a")
 
 
@@ -124,4 +158,6 @@ def test_a_file_that_is_too_large_is_told_before_any_of_it_is_read(tmp_path: Pat
     with pytest.raises(OSError, match="it is larger than 1,073,741,824 bytes") as error:
         read_regular(tmp_path / "x.json")
     said = file_error(error.value)
-    assert said.startswith(f"{tmp_path}/x.json: it is larger") and said.endswith("so large: give another one")
+    assert said.startswith(f"{tmp_path}/x.json: it is larger") and said.endswith(
+        "so large: give another one"
+    )

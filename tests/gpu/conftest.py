@@ -1,4 +1,5 @@
-"""Each law of this folder holds on the CPU, where it is tried everywhere, and on a GPU, where there is one."""
+"""Each law of this folder holds on the CPU, where it is tried everywhere, and on a GPU, where there
+is one."""
 
 import pytest
 

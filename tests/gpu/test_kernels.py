@@ -1,4 +1,5 @@
-"""Kernels of the device are right wherever it has them, and it has those that its generation has."""
+"""Kernels of the device are right wherever it has them, and it has those that its generation
+has."""
 
 import pytest
 import torch
@@ -8,7 +9,12 @@ from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from tools.doctor.kernels import FAULTY, HERE, KERNELS
 
 KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
-SINCE = {"flash attention": (8, 0), "grouped products": (9, 0), "FP8 products": (8, 9), "MX products": (10, 0)}
+SINCE = {
+    "flash attention": (8, 0),
+    "grouped products": (9, 0),
+    "FP8 products": (8, 9),
+    "MX products": (10, 0),
+}
 """Compute capabilities from which a GPU has the kernel, by NVIDIA's and torch's documentation."""
 
 
@@ -24,4 +30,6 @@ def test_a_kernel_is_right_where_it_is(name: str, device: str) -> None:
 def test_every_kind_of_fp8_is_a_kernel_or_emulated_for_a_reason(kind: Kind, device: str) -> None:
     recipe = FP8Recipe(kind, history_length=4) if kind == "delayed" else FP8Recipe(kind)
     for said in ways(recipe, torch.device(device), torch.bfloat16, torch.float32).values():
-        assert said.endswith(" kernel") or (said.startswith(f"{EMULATED}: ") and "is wrong by" not in said)
+        assert said.endswith(" kernel") or (
+            said.startswith(f"{EMULATED}: ") and "is wrong by" not in said
+        )

@@ -1,4 +1,5 @@
-"""Products that only a GPU makes in its own way are those of the formula: grouped, and added to FP32 totals."""
+"""Products that only a GPU makes in its own way are those of the formula: grouped, and added to
+FP32 totals."""
 
 import pytest
 import torch
@@ -11,24 +12,33 @@ ENDS = {"several": (3, 3, 100, 112), "none": (0, 0, 0, 0), "all of one": (0, 0, 
 
 
 def near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    return bool((one.detach().cpu().double() - other.detach()).norm() <= tolerance * other.detach().norm())
+    return bool(
+        (one.detach().cpu().double() - other.detach()).norm() <= tolerance * other.detach().norm()
+    )
 
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_grouped_products_are_those_of_a_loop_also_of_no_rows(ends: tuple[int, ...], device: str) -> None:
+def test_grouped_products_are_those_of_a_loop_also_of_no_rows(
+    ends: tuple[int, ...], device: str
+) -> None:
     random = torch.Generator().manual_seed(0)
-    flat = torch.randn(4, 64 * 32 + 64, generator=random).bfloat16()  # as in a bucket: at equal distances
+    flat = torch.randn(
+        4, 64 * 32 + 64, generator=random
+    ).bfloat16()  # as in a bucket: at equal distances
     x, grad = (torch.randn(ends[-1], width, generator=random).bfloat16() for width in (32, 64))
     there = flat.to(device)
     weights = [torch.nn.Parameter(row[: 64 * 32].view(64, 32)) for row in there]
     if device == "cuda":
         assert groups_on(torch.device(device), torch.bfloat16, (32, 64))
     rows = x.to(device).requires_grad_()
-    y = GroupedLinear.apply(rows, torch.tensor(ends, dtype=torch.int32, device=device), WeightGradQueue(), *weights)
+    y = GroupedLinear.apply(
+        rows, torch.tensor(ends, dtype=torch.int32, device=device), WeightGradQueue(), *weights
+    )
     found = torch.autograd.grad(y, [rows, *weights], grad.to(device))
     for expert, (first, last) in enumerate(zip((0, *ends), ends, strict=False)):
         weight = flat[expert, : 64 * 32].view(64, 32).double()
-        mine, gradient = x[first:last].double(), grad[first:last].double()
+        mine = x[first:last].double()
+        gradient = grad[first:last].double()
         assert near(y[first:last], mine @ weight.t(), 0.01)
         assert near(found[0][first:last], gradient @ weight, 0.01)
         assert near(found[1 + expert], gradient.t() @ mine, 0.01)
@@ -36,7 +46,9 @@ def test_grouped_products_are_those_of_a_loop_also_of_no_rows(ends: tuple[int, .
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_product_is_added_to_an_fp32_total_and_scaled(dtype: torch.dtype, first: bool, device: str) -> None:
+def test_a_product_is_added_to_an_fp32_total_and_scaled(
+    dtype: torch.dtype, first: bool, device: str
+) -> None:
     random = torch.Generator().manual_seed(0)
     grad, x = (torch.randn(512, width, generator=random).to(dtype) for width in (48, 80))
     total = torch.full((48, 80), torch.nan) if first else torch.randn(48, 80, generator=random)

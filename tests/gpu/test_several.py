@@ -1,4 +1,5 @@
-"""Several GPUs train over NCCL what one trains, and their links are in order. On the CPU the same over gloo."""
+"""Several GPUs train over NCCL what one trains, and their links are in order. On the CPU the same
+over gloo."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,19 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def moved(mesh: DeviceMesh, device: str, folder: Path) -> DeviceMesh:
-    """The mesh of the same ranks on this device: those of a GPU leave their world on gloo and join one on NCCL."""
+    """The mesh of the same ranks on this device: those of a GPU leave their world on gloo and join
+    one on NCCL."""
     if device == "cpu":
         return mesh
-    rank, size, shape = dist.get_rank(), dist.get_world_size(), tuple(mesh.mesh.shape)
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    shape = tuple(mesh.mesh.shape)
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "nccl"), size)
-    dist.init_process_group("nccl", rank=rank, world_size=size, store=store, device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "nccl", rank=rank, world_size=size, store=store, device_id=torch.device("cuda", rank)
+    )
     return make_mesh(*shape, device="cuda")
 
 

@@ -1,4 +1,5 @@
-"""Attention with sinks is what the plain formula says: by flash attention, or by torch's other fused kernel."""
+"""Attention with sinks is what the plain formula says: by flash attention, or by torch's other
+fused kernel."""
 
 import pytest
 import torch
@@ -6,7 +7,9 @@ import torch
 from models import sink_attention
 from models.packing import causal_mask
 
-B, N, D = 2, 4, 64
+B = 2
+N = 4
+D = 64
 
 
 @pytest.mark.parametrize("length", [64, 200])
@@ -17,7 +20,8 @@ def test_attention_with_sinks_and_its_gradients_are_those_of_the_formula(
 ) -> None:
     random = torch.Generator().manual_seed(0)
     heads = torch.randn(4, B, N, length, D, generator=random).to(dtype)
-    sinks, exact = torch.randn(N, generator=random), [x.double().requires_grad_() for x in heads[:3]]
+    sinks = torch.randn(N, generator=random)
+    exact = [x.double().requires_grad_() for x in heads[:3]]
     last = sinks.double().requires_grad_()
     mask = causal_mask(length, window, None, torch.device("cpu"))
     scores = (exact[0] @ exact[1].transpose(2, 3) / D**0.5).masked_fill(~mask, -torch.inf)

@@ -1,4 +1,5 @@
-"""A GPU trains what a CPU trains: in float64 to its last digits, in other precisions as far as they can."""
+"""A GPU trains what a CPU trains: in float64 to its last digits, in other precisions as far as they
+can."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,8 @@ def flat(parts: list[Fragment]) -> torch.Tensor:
 
 
 def near(ours: Trained, expected: Trained, tolerance: float) -> None:
-    """Outcomes are the same; losses, gradients of the first step and weights differ by no more than `tolerance`."""
+    """Outcomes are the same; losses, gradients of the first step and weights differ by no more than
+    `tolerance`."""
     assert [one.outcome for one in ours.reports] == [one.outcome for one in expected.reports]
     for one, other in zip(ours.reports, expected.reports, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=tolerance)
@@ -42,7 +44,9 @@ def near(ours: Trained, expected: Trained, tolerance: float) -> None:
     for a, b in ((ours.grads[0], expected.grads[0]), (ours.after, expected.after)):
         assert float((flat(a) - flat(b)).norm()) <= tolerance * float(flat(b).norm())
     assert [part.name for part in ours.before] == [part.name for part in expected.before]
-    assert torch.equal(flat(ours.before), flat(expected.before)), "initial weights depend on the device"
+    assert torch.equal(flat(ours.before), flat(expected.before)), (
+        "initial weights depend on the device"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,9 +64,14 @@ def test_a_precision_trains_as_on_a_cpu_as_far_as_it_can(name: str, device: str)
 
 def test_an_overflow_is_skipped_and_named_as_on_a_cpu(device: str) -> None:
     one = run("fp16", plant=(0, 1, float("nan")), scaling=LOWERED)
-    ours, expected = trained(device, one), trained("cpu", one)
+    ours = trained(device, one)
+    expected = trained("cpu", one)
     outcomes = [report.outcome for report in ours.reports]
-    assert outcomes == [report.outcome for report in expected.reports] == ["applied", "skipped_overflow", "applied"]
+    assert (
+        outcomes
+        == [report.outcome for report in expected.reports]
+        == ["applied", "skipped_overflow", "applied"]
+    )
     assert ours.reports[1].offenders[0].name == expected.reports[1].offenders[0].name
     assert ours.scaler == expected.scaler
 
@@ -74,9 +83,16 @@ def test_a_checkpoint_goes_from_one_device_to_the_other_and_a_text_is_made_of_it
     file = write_run(tmp_path)
     others: list[Any] = ["model.dropout=0.0", "train.steps=6", "precision.compute=fp32"]
     losses = {}
-    for name, first, then in (("whole", "cpu", "cpu"), ("moved", device, "cpu"), ("back", "cpu", device)):
+    for name, first, then in (
+        ("whole", "cpu", "cpu"),
+        ("moved", device, "cpu"),
+        ("back", "cpu", device),
+    ):
         folder = tmp_path / name
-        assert train(file, *others, "train.steps=3", f"train.folder={folder}", f"train.device={first}") == 0
+        assert (
+            train(file, *others, "train.steps=3", f"train.folder={folder}", f"train.device={first}")
+            == 0
+        )
         assert train(file, *others, f"train.folder={folder}", f"train.device={then}") == 0
         losses[name] = [step["loss"] for step in steps(folder)]
         assert checkpoint(folder, 6).is_dir()

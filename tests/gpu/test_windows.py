@@ -16,8 +16,12 @@ S = 200
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [0, 2, 70])
-def test_attention_within_windows_and_documents_is_that_of_the_mask(window: int, packed: bool, device: str) -> None:
-    config = ModelConfig(family="mistral", layers=1, hidden=64, heads=4, kv_heads=2, ffn=64, vocab=64, window=window)
+def test_attention_within_windows_and_documents_is_that_of_the_mask(
+    window: int, packed: bool, device: str
+) -> None:
+    config = ModelConfig(
+        family="mistral", layers=1, hidden=64, heads=4, kv_heads=2, ffn=64, vocab=64, window=window
+    )
     attention = Attention(config, Context(plan("bf16")), "attention")
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, S, 16, generator=random).bfloat16() for n in (4, 2, 2))
@@ -26,7 +30,11 @@ def test_attention_within_windows_and_documents_is_that_of_the_mask(window: int,
     exact = q.double().requires_grad_(), k.double().requires_grad_(), v.double().requires_grad_()
     mask = causal_mask(S, window, numbers if packed else None, q.device)
     theirs = F.scaled_dot_product_attention(*exact, mask, enable_gqa=True)
-    here = q.to(device).requires_grad_(), k.to(device).requires_grad_(), v.to(device).requires_grad_()
+    here = (
+        q.to(device).requires_grad_(),
+        k.to(device).requires_grad_(),
+        v.to(device).requires_grad_(),
+    )
     if device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
         assert worthwhile(*here)
     ours = attention._mix(*here, None, Documents(numbers.to(device), count) if packed else None)

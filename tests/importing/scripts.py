@@ -1,4 +1,5 @@
-"""Launch scripts in the form of Megatron-LM's examples (gpt3, llama, mixtral), for the tests of import-args."""
+"""Launch scripts in the form of Megatron-LM's examples (gpt3, llama, mixtral), for the tests of
+import-args."""
 
 HEAD = """#!/bin/bash
 # A comment

@@ -1,7 +1,9 @@
-"""Every argument of Megatron-LM and key of DeepSpeed is of one class, and is as their parsers have it.
+"""Every argument of Megatron-LM and key of DeepSpeed is of one class, and is as their parsers have
+it.
 
-`megatron_arguments.txt` lists what Megatron-LM's parser has, versions 2.5 to August 2026 taken together: the name as
-typed, the form (a flag that sets true or false, one value or several) and the default.
+`megatron_arguments.txt` lists what Megatron-LM's parser has, versions 2.5 to August 2026 taken
+together: the name as typed, the form (a flag that sets true or false, one value or several) and the
+default.
 """
 
 import ast
@@ -18,11 +20,20 @@ from tools.config.key_suggestions import ELSEWHERE
 from tools.config.run_file import known_keys, load_run
 from tools.convert.megatron.keys import OFF, ONLY
 
-FACTS = [line.split(" ", 2) for line in (Path(__file__).parent / "megatron_arguments.txt").read_text().splitlines()]
+FACTS = [
+    line.split(" ", 2)
+    for line in (Path(__file__).parent / "megatron_arguments.txt").read_text().splitlines()
+]
 DEFAULT_HERE = {"eval_interval": 1000, "split": "969, 30, 1", "initial_loss_scale": 2.0**32}
-MINIMAL = ["model.preset=llama-demo", "train.steps=1", "train.global_batch=2", "train.micro_batch=1"]
+MINIMAL = [
+    "model.preset=llama-demo",
+    "train.steps=1",
+    "train.global_batch=2",
+    "train.micro_batch=1",
+]
 MINIMAL += ["train.seq_length=64"]
-# The arguments that users of both type most; each is answered with our key, or with why there is none.
+# The arguments that users of both type most; each is answered with our key, or with why there is
+# none.
 KEYED = {
     "num_layers": "model.layers", "hidden_size": "model.hidden", "num_attention_heads": "model.heads",
     "num_query_groups": "model.kv_heads", "group_query_attention": "model.kv_heads", "kv_channels": "model.head_dim",
@@ -76,15 +87,25 @@ def test_every_default_is_that_of_megatrons_parser() -> None:
     for name, _, default in FACTS:
         typed = name[2:].replace("-", "_")
         if typed in READ and READ[typed].form != "flag" and typed not in DEFAULT_HERE:
-            value, theirs = READ[typed].default, ast.literal_eval(default)
-            assert value in (theirs, (theirs,), tuple(theirs) if isinstance(theirs, list) else theirs), name
-        permitted = megatron_refused.SHAPES[typed].permitted if typed in megatron_refused.SHAPES else None
+            value = READ[typed].default
+            theirs = ast.literal_eval(default)
+            assert value in (
+                theirs,
+                (theirs,),
+                tuple(theirs) if isinstance(theirs, list) else theirs,
+            ), name
+        if typed in megatron_refused.SHAPES:
+            permitted = megatron_refused.SHAPES[typed].permitted
+        else:
+            permitted = None
         if permitted is not None and typed != "dataloader_type":
             assert permitted == str(ast.literal_eval(default)), name
     assert {name: READ[name].default for name in DEFAULT_HERE} == DEFAULT_HERE
 
 
-def test_an_argument_that_makes_another_model_of_a_checkpoint_is_refused_on_a_command_line() -> None:
+def test_an_argument_that_makes_another_model_of_a_checkpoint_is_refused_on_a_command_line() -> (
+    None
+):
     names = {name for name, values in ONLY.items() if values == OFF}
     typed = {name[2:].replace("-", "_") for name, _, _ in FACTS}
     assert len(names & typed) > 20

@@ -1,4 +1,5 @@
-"""A configuration of DeepSpeed: every key is read, refused or without a meaning; the batch follows DeepSpeed's rule."""
+"""A configuration of DeepSpeed: every key is read, refused or without a meaning; the batch follows
+DeepSpeed's rule."""
 
 import json
 import random
@@ -36,9 +37,14 @@ FULL: dict[str, Any] = {
 
 
 def made(
-    tmp_path: Path, config: object, *items: str, ranks: int | None = None, keys: Sequence[str] = KEYS
+    tmp_path: Path,
+    config: object,
+    *items: str,
+    ranks: int | None = None,
+    keys: Sequence[str] = KEYS,
 ) -> RunConfig:
-    path, run = tmp_path / "ds.json", tmp_path / "run.toml"
+    path = tmp_path / "ds.json"
+    run = tmp_path / "run.toml"
     path.write_text(json.dumps(config))
     given, _ = given_in(None, keys)
     run.write_text(import_run([*items, str(path)], given, {}, ranks).text)
@@ -46,7 +52,11 @@ def made(
 
 
 def refused(
-    tmp_path: Path, config: object, *items: str, ranks: int | None = None, keys: Sequence[str] = KEYS
+    tmp_path: Path,
+    config: object,
+    *items: str,
+    ranks: int | None = None,
+    keys: Sequence[str] = KEYS,
 ) -> list[str]:
     with pytest.raises(UserError) as caught:
         made(tmp_path, config, *items, ranks=ranks, keys=keys)
@@ -57,13 +67,30 @@ def test_a_configuration_becomes_the_keys_of_a_run(tmp_path: Path) -> None:
     run = made(tmp_path, FULL)
     p = run.precision
     assert (run.train.global_batch, run.train.micro_batch, run.parallel.data) == (64, 4, 8)
-    assert (p.compute, p.initial_scale, p.growth_interval, p.hysteresis, p.min_scale) == ("fp16", 4096.0, 500, 3, 2.0)
-    assert (p.hysteresis_refill, p.gradients, p.reduce, p.on_nonfinite) == ("good_step", "fp16", "fp16", "skip")
+    assert (p.compute, p.initial_scale, p.growth_interval, p.hysteresis, p.min_scale) == (
+        "fp16",
+        4096.0,
+        500,
+        3,
+        2.0,
+    )
+    assert (p.hysteresis_refill, p.gradients, p.reduce, p.on_nonfinite) == (
+        "good_step",
+        "fp16",
+        "fp16",
+        "skip",
+    )
     assert (run.parallel.zero, run.parallel.overlap, run.parallel.bucket) == (True, True, 5_000_000)
     optimizer = run.optimizer
     assert (optimizer.name, optimizer.betas, optimizer.eps) == ("adamw", (0.9, 0.95), 1e-6)
     assert (optimizer.weight_decay, optimizer.clip) == (0.1, 1.0)
-    assert (run.lr.schedule, run.lr.peak, run.lr.warmup, run.lr.length, run.lr.final) == ("linear", 3e-4, 9, 90, 0.0)
+    assert (run.lr.schedule, run.lr.peak, run.lr.warmup, run.lr.length, run.lr.final) == (
+        "linear",
+        3e-4,
+        9,
+        90,
+        0.0,
+    )
     assert run.log.every == 10
 
 
@@ -119,24 +146,45 @@ def test_the_batch_is_that_of_deepspeeds_rule(
         ({"torch_autocast": {"enabled": True}}, "remove it, and give precision.compute=bf16 beside the file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_by_its_name(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_what_cannot_be_had_is_refused_by_its_name(
+    change: dict[str, Any], line: str, tmp_path: Path
+) -> None:
     said = refused(tmp_path, FULL | change, ranks=8 if "60 is" in line else None)
     assert any(line in problem for problem in said), said
 
 
-def test_a_configuration_and_a_command_line_are_one_run_and_may_not_contradict(tmp_path: Path) -> None:
+def test_a_configuration_and_a_command_line_are_one_run_and_may_not_contradict(
+    tmp_path: Path,
+) -> None:
     line = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64 "
-        "--micro-batch-size 4 --global-batch-size 64 --lr 3e-4 --train-iters 100 --data-path tokens/mine "
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--max-position-embeddings 64 "
+        "--micro-batch-size 4 --global-batch-size 64 --lr 3e-4 --train-iters 100 --data-path "
+        "tokens/mine "
         "--vocab-size 500 --save runs/mine"
     )
-    both = {key: FULL[key] for key in ("train_batch_size", "fp16", "zero_optimization", "gradient_clipping")}
+    both = {
+        key: FULL[key]
+        for key in ("train_batch_size", "fp16", "zero_optimization", "gradient_clipping")
+    }
     run = made(tmp_path, both, line, ranks=8, keys=())
-    assert (run.precision.initial_scale, run.parallel.zero, run.parallel.data, run.model.layers) == (4096.0, True, 8, 4)
+    assert (
+        run.precision.initial_scale,
+        run.parallel.zero,
+        run.parallel.data,
+        run.model.layers,
+    ) == (4096.0, True, 8, 4)
     (said,) = refused(
-        tmp_path, both, line.replace("--global-batch-size 64", "--global-batch-size 32"), ranks=8, keys=()
+        tmp_path,
+        both,
+        line.replace("--global-batch-size 64", "--global-batch-size 32"),
+        ranks=8,
+        keys=(),
     )
-    assert "train.global_batch: --global-batch-size 32 says 32, but train_batch_size = 64 says 64: keep one" in said
+    assert (
+        "train.global_batch: --global-batch-size 32 says 32, but train_batch_size = 64 says "
+        "64: keep one"
+    ) in said
 
 
 def test_a_configuration_alone_says_what_is_missing(tmp_path: Path) -> None:
@@ -151,14 +199,18 @@ def test_an_empty_configuration_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_random_configurations_end_with_a_run_or_with_lines(tmp_path: Path) -> None:
-    rng, values = random.Random(0), [0, 1, -1, 2.5, "auto", "x", True, None, [], [1], {}, {"a": 1}, 10**30, 1e308]
+    rng = random.Random(0)
+    values = [0, 1, -1, 2.5, "auto", "x", True, None, [], [1], {}, {"a": 1}, 10**30, 1e308]
     for _ in range(150):
         config = json.loads(json.dumps(FULL))
         for path in rng.choices([*READ, *REFUSED, *IDLE, "other.key"], k=3):
             *tables, leaf = path.split(".")
             place = config
             for table in tables:
-                place = place.setdefault(table, {}) if isinstance(place.get(table, {}), dict) else {}
+                if isinstance(place.get(table, {}), dict):
+                    place = place.setdefault(table, {})
+                else:
+                    place = {}
             place[leaf] = rng.choice(values)
         try:
             made(tmp_path, config, ranks=rng.choice([None, 8]))
@@ -176,7 +228,11 @@ def notes_of(tmp_path: Path, config: object, *keys: str) -> tuple[str, ...]:
 def test_a_default_that_stands_in_for_what_a_file_leaves_open_is_a_note(tmp_path: Path) -> None:
     bare = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0}
     (ours,) = [note for note in notes_of(tmp_path, bare) if "megaprec's default" in note]
-    for key, value in {"lr.peak": "0.0003", "optimizer.weight_decay": "0.1", "lr.schedule": '"cosine"'}.items():
+    for key, value in {
+        "lr.peak": "0.0003",
+        "optimizer.weight_decay": "0.1",
+        "lr.schedule": '"cosine"',
+    }.items():
         assert f"{key} = {value}" in ours
     assert "optimizer.betas = [0.9, 0.95]" in ours and "optimizer.eps" in ours
     named = bare | {"optimizer": {"type": "AdamW"}}
@@ -184,12 +240,19 @@ def test_a_default_that_stands_in_for_what_a_file_leaves_open_is_a_note(tmp_path
     assert "lr.peak = 0.001" in theirs and "optimizer.betas = [0.9, 0.999]" in theirs
     assert not [note for note in notes_of(tmp_path, named) if "megaprec's default" in note]
     clip = {name: value for name, value in bare.items() if name != "gradient_clipping"}
-    assert any("gradient_clipping (ds.json) is left open: 1.0" in note for note in notes_of(tmp_path, clip))
+    assert any(
+        "gradient_clipping (ds.json) is left open: 1.0" in note for note in notes_of(tmp_path, clip)
+    )
 
 
 def test_what_is_given_beside_a_file_needs_no_note(tmp_path: Path) -> None:
     bare = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0}
-    keys = ["optimizer.name=adamw", "optimizer.betas=[0.9, 0.95]", "optimizer.eps=1e-8", "lr.peak=3e-4"]
+    keys = [
+        "optimizer.name=adamw",
+        "optimizer.betas=[0.9, 0.95]",
+        "optimizer.eps=1e-8",
+        "lr.peak=3e-4",
+    ]
     keys += ["optimizer.weight_decay=0.1", "lr.schedule=cosine", "precision.on_nonfinite=skip"]
     assert not notes_of(tmp_path, bare, *keys)
 
@@ -200,11 +263,18 @@ def test_what_is_given_beside_a_file_needs_no_note(tmp_path: Path) -> None:
         ({}, ("fp32", "fp32", "skip")),
         ({"check_grad_overflow": False}, ("fp32", "fp32", "ignore")),
         ({"bf16_master_weights_and_grads": True}, ("none", "fp32", "skip")),
-        ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, ("none", "bf16", "skip")),
+        (
+            {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            ("none", "bf16", "skip"),
+        ),
     ],
 )
-def test_newer_keys_of_bf16_are_read(change: dict[str, bool], expected: tuple[str, ...], tmp_path: Path) -> None:
-    config = {key: value for key, value in FULL.items() if key != "fp16"} | {"bf16": {"enabled": True, **change}}
+def test_newer_keys_of_bf16_are_read(
+    change: dict[str, bool], expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = {key: value for key, value in FULL.items() if key != "fp16"} | {
+        "bf16": {"enabled": True, **change}
+    }
     config["data_types"] = {"param_dtype": "bf16"}
     precision = made(tmp_path, config).precision
     assert (precision.masters, precision.moments, precision.on_nonfinite) == expected
@@ -213,12 +283,21 @@ def test_newer_keys_of_bf16_are_read(change: dict[str, bool], expected: tuple[st
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "needs bf16.bf16_master_weights_and_grads = true"),
         (
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 0}},
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            "needs bf16.bf16_master_weights_and_grads = true",
+        ),
+        (
+            {
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+                "zero_optimization": {"stage": 0},
+            },
             "needs zero_optimization.stage 1 or higher",
         ),
-        ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype = 'fp32' (ds.json): the weights are bf16"),
+        (
+            {"data_types": {"param_dtype": "fp32"}},
+            "data_types.param_dtype = 'fp32' (ds.json): the weights are bf16",
+        ),
         ({"data_types": {"buffer_dtype": "bf16"}}, "precision.buffers"),
         ({"gradient_allreduce_op": "sum"}, "gradients are averaged over replicas"),
         ({"managed_gradient_accumulation": False}, "an update follows all micro-batches"),
@@ -226,7 +305,13 @@ def test_newer_keys_of_bf16_are_read(change: dict[str, bool], expected: tuple[st
         ({"weight_quantization": {"enabled": True}}, "there is no such quantization"),
     ],
 )
-def test_newer_keys_that_change_numbers_are_refused(change: dict[str, Any], line: str, tmp_path: Path) -> None:
-    config = {key: value for key, value in FULL.items() if key != "fp16"} | {"bf16": {"enabled": True}} | change
+def test_newer_keys_that_change_numbers_are_refused(
+    change: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    config = (
+        {key: value for key, value in FULL.items() if key != "fp16"}
+        | {"bf16": {"enabled": True}}
+        | change
+    )
     said = refused(tmp_path, config)
     assert any(line in problem for problem in said), said

@@ -1,4 +1,5 @@
-"""A launch script is read as text: its variables, arrays and plain conditions; what it leaves open is named."""
+"""A launch script is read as text: its variables, arrays and plain conditions; what it leaves open
+is named."""
 
 import time
 from collections.abc import Mapping
@@ -34,8 +35,10 @@ def texts(text: str, **assumed: str) -> list[str]:
         (f"A=x\nA+=y\n{RUN} --a $A-${{A}}z", "--a|xy-xyz"),
         (f"{RUN} --a ${{N:-7}} --b ${{M-8}}", "--a|7|--b|8"),
         (f"{RUN} --a $((2 * (3 + 4)))", "--a|14"),
-        (f"D=fp8\nif [ $D == fp8 ]; then A=1; elif [ $D = x ]; then A=2; else A=3; fi\n{RUN} --a $A", "--a|1"),
-        (f"D=no\nif [[ \"$D\" == \"fp8\" ]] || [ -z \"$D\" ]; then A=1\nelse A=3\nfi\n{RUN} --a $A", "--a|3"),
+        ((f"D=fp8\nif [ $D == fp8 ]; then A=1; elif [ $D = x ]; then A=2; else A=3; fi\n{RUN} "
+            "--a $A"), "--a|1"),
+        ((f"D=no\nif [[ \"$D\" == \"fp8\" ]] || [ -z \"$D\" ]; then A=1\nelse A=3\nfi\n{RUN} "
+            "--a $A"), "--a|3"),
         (f"run_cmd=\"{RUN} --a 1\"\necho ${{run_cmd}}\neval ${{run_cmd}}", "--a|1"),
         (f"srun --ntasks 8 bash -c '{RUN} --a 1'", "--a|1"),
         (f"cat <<EOF\n{RUN} --x 1\nEOF\n{RUN} --a 1", "--a|1"),
@@ -61,9 +64,18 @@ def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -
         (f"{RUN} --a 1 $@", "$@ stands for the script's own arguments"),
         (f'if [ -n "$K" ]; then A=1; fi\n{RUN} --a $A', "on $K: --assume K=VALUE decides it"),
         (f"for i in 1 2; do A=$i; done\n{RUN} --a $A", "$A depends on a loop or case"),
-        (f"D=$(dirname $(realpath $0))\n{RUN} --a $D/data", "$(dirname $(realpath $0)) would have to be run"),
-        (f'D="$(cd "$(dirname "$0")" && echo ")")"\n{RUN} --a $D', '$(cd "$(dirname "$0")" && echo ")") would have'),
-        (f"{RUN} --a ${{X:?must be set}}", "$X has no value in the script: --assume X=VALUE gives it"),
+        (
+            f"D=$(dirname $(realpath $0))\n{RUN} --a $D/data",
+            "$(dirname $(realpath $0)) would have to be run",
+        ),
+        (
+            f'D="$(cd "$(dirname "$0")" && echo ")")"\n{RUN} --a $D',
+            '$(cd "$(dirname "$0")" && echo ")") would have',
+        ),
+        (
+            f"{RUN} --a ${{X:?must be set}}",
+            "$X has no value in the script: --assume X=VALUE gives it",
+        ),
         (f"{RUN} $ARGS", "$ARGS has no value in the script"),
         (f"A=1\n[ -d foo ] && A=2\n{RUN} --a $A", "$A depends on the condition in line 2"),
         (f"A=4\n((A=A*2))\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
@@ -110,7 +122,9 @@ def test_what_a_script_leaves_open_is_named_with_the_way_to_give_it(text: str, l
         ('A=2\neval "$(conda shell.bash hook)"', "2"),
     ],
 )
-def test_functions_and_declarations_leave_the_value_that_they_leave_in_a_shell(begin: str, value: str) -> None:
+def test_functions_and_declarations_leave_the_value_that_they_leave_in_a_shell(
+    begin: str, value: str
+) -> None:
     assert texts(f"{begin}\n{RUN} --a $A") == ["--a", value]
 
 
@@ -124,7 +138,12 @@ def test_a_function_is_read_where_it_is_called() -> None:
 
 def test_the_arguments_of_a_script_move_with_shift() -> None:
     script = f"A=$1; shift\n{RUN} --a $A --b $1"
-    assert [word.text for word in read(script, {"1": "x", "2": "y"}).words] == ["--a", "x", "--b", "y"]
+    assert [word.text for word in read(script, {"1": "x", "2": "y"}).words] == [
+        "--a",
+        "x",
+        "--b",
+        "y",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +156,10 @@ def test_the_arguments_of_a_script_move_with_shift() -> None:
         ("if read A; then echo; fi", "$A is set in line 2 by what is not followed"),
         ("declare -i A=4", "$A is set in line 2 by what is not followed"),
         ("declare -n X=A\nX=4", "$A is set in line 2 by what is not followed"),
-        ('eval "$(python sizes.py)"', "$A may be set in line 2 by eval $(python sizes.py), which is not run"),
+        (
+            'eval "$(python sizes.py)"',
+            "$A may be set in line 2 by eval $(python sizes.py), which is not run",
+        ),
         ("export $(cat .env)", "$A may be set in line 2 by $(cat .env), which is not run"),
     ],
 )
@@ -148,7 +170,9 @@ def test_what_may_set_a_variable_anew_leaves_it_open(begin: str, line: str) -> N
 
 def test_what_a_file_does_not_reach_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text("A=4\nreturn\nA=8\n")
-    assert [w.text for w in read_script(f"source env.sh\n{RUN} --a $A", tmp_path / "train.sh", {}).words] == [
+    assert [
+        w.text for w in read_script(f"source env.sh\n{RUN} --a $A", tmp_path / "train.sh", {}).words
+    ] == [
         "--a",
         "4",
     ]
@@ -176,9 +200,15 @@ def test_a_script_that_cannot_be_read_is_one_line(text: str, line: str) -> None:
 
 
 def test_a_default_of_a_variable_is_told_where_the_arguments_need_it() -> None:
-    found = read(f"N=${{NODES:-2}}\nA=${{HOST:-x}}\n{RUN} --master $A.\n".replace("--master $A.", "--a $N"))
-    assert found.notes == ["$NODES is taken as its default, '2': --assume NODES=VALUE gives another"]
-    assert not read(f"N=${{NODES:-2}}\n{RUN} --a $N", {"N": "4"}).notes  # what is assumed needs no default
+    found = read(
+        f"N=${{NODES:-2}}\nA=${{HOST:-x}}\n{RUN} --master $A.\n".replace("--master $A.", "--a $N")
+    )
+    assert found.notes == [
+        "$NODES is taken as its default, '2': --assume NODES=VALUE gives another"
+    ]
+    assert not read(
+        f"N=${{NODES:-2}}\n{RUN} --a $N", {"N": "4"}
+    ).notes  # what is assumed needs no default
 
 
 TAKES_IN = [
@@ -190,7 +220,9 @@ TAKES_IN = [
 
 
 @pytest.mark.parametrize("line", TAKES_IN)
-def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(line: str, tmp_path: Path) -> None:
+def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(
+    line: str, tmp_path: Path
+) -> None:
     (tmp_path / "env.sh").write_text("# sizes\nexport TP=4\nHEADS=8; ARGS=(--b $HEADS)\n")
     script = f"{line}\nTP=${{TP:-2}}\n{RUN} --a $TP ${{ARGS[@]}}"
     found = read_script(script, tmp_path / "train.sh", {})
@@ -208,14 +240,20 @@ def test_what_a_file_beside_the_script_sets_counts_as_if_it_stood_in_the_script(
         ("source latin.sh", "not UTF-8 text"),
     ],
 )
-def test_what_an_unread_file_may_set_is_left_open_by_name_and_line(line: str, why: str, tmp_path: Path) -> None:
+def test_what_an_unread_file_may_set_is_left_open_by_name_and_line(
+    line: str, why: str, tmp_path: Path
+) -> None:
     (tmp_path.parent / "env.sh").write_text("TP=4\n")
     (tmp_path / "latin.sh").write_bytes(b"TP=4 # \xff\n")
     script = f"PP=3\n{line}\nTP=${{TP:-2}}\nDP=5\n{RUN} --a $TP --b $PP --c $DP"
     words = read_script(script, tmp_path / "train.sh", {}).words
     assert [bool(word.unknown) for word in words] == [False, True, False, True, False, False]
     for word in words[1], words[3]:
-        assert "line 2" in word.unknown and why in word.unknown and f"--assume {word.text[1:]}=VALUE" in word.unknown
+        assert (
+            "line 2" in word.unknown
+            and why in word.unknown
+            and f"--assume {word.text[1:]}=VALUE" in word.unknown
+        )
     assumed = read_script(script, tmp_path / "train.sh", {"TP": "4", "PP": "3"}).words
     assert [word.text for word in assumed] == ["--a", "4", "--b", "3", "--c", "5"]
 
@@ -242,7 +280,10 @@ def test_the_ranks_are_those_that_the_launcher_starts() -> None:
 
 def test_nothing_of_a_script_is_run_and_every_word_has_its_line(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    words = read(f"A=$(touch {mark})\ntouch {mark}\n{RUN} \\\n --a 1 --b $((__import__('os').mkdir('{mark}')))").words
+    words = read(
+        f"A=$(touch {mark})\ntouch {mark}\n{RUN} \\\n --a 1 --b "
+        f"$((__import__('os').mkdir('{mark}')))"
+    ).words
     assert not mark.exists()
     assert [word.place for word in words[:2]] == ["train.sh, line 4"] * 2
 
@@ -269,7 +310,9 @@ def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None
         read(text)
     except UserError as error:
         assert all(len(problem.splitlines()) == 1 for problem in error.problems)  # noqa: PT017
-    assert time.process_time() - began < 30, "what grows without bound takes for ever, whatever the machine"
+    assert time.process_time() - began < 30, (
+        "what grows without bound takes for ever, whatever the machine"
+    )
 
 
 def test_a_character_that_marks_what_is_unknown_is_refused_in_a_script() -> None:

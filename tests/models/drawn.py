@@ -1,4 +1,5 @@
-"""Small models with keys of [model] drawn at random: any family, with whatever of other families fits."""
+"""Small models with keys of [model] drawn at random: any family, with whatever of other families
+fits."""
 
 import random
 from typing import Any, get_args
@@ -56,28 +57,57 @@ SCALINGS: tuple[dict[str, Any], ...] = (
     {"kind": "dynamic", "factor": 3.0, **SHORT},
     {"kind": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
     {"kind": "yarn", "factor": 2.0, **SHORT},
-    {"kind": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False, **SHORT},
+    {
+        "kind": "yarn",
+        "factor": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "truncate": False,
+        **SHORT,
+    },
     {"kind": "yarn", "factor": 2.0, "beta_slow": 0.5, "attention_factor": 1.3, **SHORT},
 )
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """The valid table of a seed: keys in any order, each with the value that was drawn if it fits those before it."""
+    """The valid table of a seed: keys in any order, each with the value that was drawn if it fits
+    those before it."""
     dice = random.Random(seed)
-    family, rate = dice.choice(FAMILIES), dice.choice((0.1, 0.3, 0.6))
-    table: dict[str, Any] = {"family": family, "layers": 3, "hidden": dice.choice((24, 32)), "heads": 4, "ffn": 24}
-    table |= {"vocab": dice.choice((53, 64)), "max_positions": 16, "experts": dice.choice((0, 4, 6))}
+    family = dice.choice(FAMILIES)
+    rate = dice.choice((0.1, 0.3, 0.6))
+    table: dict[str, Any] = {
+        "family": family,
+        "layers": 3,
+        "hidden": dice.choice((24, 32)),
+        "heads": 4,
+        "ffn": 24,
+    }
+    table |= {
+        "vocab": dice.choice((53, 64)),
+        "max_positions": 16,
+        "experts": dice.choice((0, 4, 6)),
+    }
     if family in ("gpt_neox", "glm4_moe"):
         table["rotary_fraction"] = 1.0  # a part of heads so small does not turn
     offered = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < rate}
     if dice.random() < (0.8 if family.startswith("deepseek") else 0.1):
         sizes = {"kv_rank": 7, "query_rank": dice.choice((0, 9)), "rope_dim": 4, "nope_dim": 6}
-        table["latent"] = sizes | {"value_dim": dice.choice((5, 10, 17)), "norm_eps": dice.choice((1e-6, 1e-3))}
+        table["latent"] = sizes | {
+            "value_dim": dice.choice((5, 10, 17)),
+            "norm_eps": dice.choice((1e-6, 1e-3)),
+        }
     if dice.random() < rate:
         offered["rope_scaling"] = dice.choice(SCALINGS)
     if dice.random() < 0.5:
-        groups = {"groups": 2, "groups_per_token": dice.choice((1, 2)), "group_best": dice.choice((1, 2))}
-        offered["router"] = {"score": dice.choice(("softmax", "sigmoid")), "scale": dice.choice((1.0, 2.5))}
+        groups = {
+            "groups": 2,
+            "groups_per_token": dice.choice((1, 2)),
+            "group_best": dice.choice((1, 2)),
+        }
+        offered["router"] = {
+            "score": dice.choice(("softmax", "sigmoid")),
+            "scale": dice.choice((1.0, 2.5)),
+        }
         offered["router"] |= {"correction": dice.random() < 0.5, **dice.choice(({}, groups))}
     if table["experts"] and family in ("gpt2", "gpt_neox"):
         table["mlp_bias"] = False  # a default that experts do not take

@@ -11,18 +11,25 @@ from models.blocks import Attention
 from models.config import ModelConfig
 from parallel.context import Context
 
-SAMPLES, HEADS, LENGTH, DIM = 2, 3, 130, 40
+SAMPLES = 2
+HEADS = 3
+LENGTH = 130
+DIM = 40
 BOUND = 2**-7  # of the norm: scores, weights and result are each rounded by up to 2^-9
 
 
 def tensors(length: int = LENGTH) -> list[Tensor]:
-    """Query, key, value and the gradient of the result, [b, n, s, d] as a model has them: views of [s, b, n, d]."""
+    """Query, key, value and the gradient of the result, [b, n, s, d] as a model has them: views of
+    [s, b, n, d]."""
     torch.manual_seed(0)
-    return [torch.randn(length, SAMPLES, HEADS, DIM).bfloat16().permute(1, 2, 0, 3) for _ in range(4)]
+    return [
+        torch.randn(length, SAMPLES, HEADS, DIM).bfloat16().permute(1, 2, 0, 3) for _ in range(4)
+    ]
 
 
 def mask(kind: str) -> Tensor | None:
-    """Return the attention mask, True where a token attends: to no later token, and to fewer earlier ones."""
+    """Return the attention mask, True where a token attends: to no later token, and to fewer
+    earlier ones."""
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     documents = torch.tensor([[0] * 50 + [1] * 80, [0] * 129 + [1]])
     return {
@@ -42,7 +49,9 @@ def exact(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("rows", [512, 48, 129])
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
-def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(kind: str, rows: int) -> None:
+def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(
+    kind: str, rows: int
+) -> None:
     query, key, value, grad = (x.requires_grad_() for x in tensors())
     mixed = attend(query, key, value, mask(kind), rows)
     gradients = torch.autograd.grad(mixed, (query, key, value), grad)
@@ -55,8 +64,12 @@ def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(kind: 
 def test_what_a_token_does_not_see_has_no_gradient_at_all(kind: str) -> None:
     query, key, value, _ = (x.requires_grad_() for x in tensors())
     mixed = attend(query, key, value, mask(kind), 48)
-    token, seen = 100, mask(kind)
-    expected = torch.arange(LENGTH) <= token if seen is None else seen.expand(SAMPLES, 1, -1, -1)[0, 0, token]
+    token = 100
+    seen = mask(kind)
+    if seen is None:
+        expected = torch.arange(LENGTH) <= token
+    else:
+        expected = seen.expand(SAMPLES, 1, -1, -1)[0, 0, token]
     for gradient in torch.autograd.grad(mixed[0, :, token].sum(), (key, value)):
         assert not gradient[1].any()
         assert torch.equal(gradient[0].ne(0).any(-1), expected.expand(HEADS, -1))
@@ -64,7 +77,8 @@ def test_what_a_token_does_not_see_has_no_gradient_at_all(kind: str) -> None:
 
 def test_a_head_has_the_same_bits_whichever_others_are_computed_with_it() -> None:
     query, key, value, grad = (x.requires_grad_() for x in tensors())
-    mixed, alone = attend(query, key, value), attend(query[:, 1:2], key[:, 1:2], value[:, 1:2])
+    mixed = attend(query, key, value)
+    alone = attend(query[:, 1:2], key[:, 1:2], value[:, 1:2])
     assert torch.equal(alone, mixed[:, 1:2])
     ones = torch.autograd.grad(alone, (query, key, value), grad[:, 1:2])
     for one, among in zip(ones, torch.autograd.grad(mixed, (query, key, value), grad), strict=True):
@@ -97,17 +111,27 @@ def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() 
         some[which][0, 0, 60, 3] = torch.inf
         broken = attend(query, key, value)[0, 0].isfinite().all(-1).logical_not()
         raised = query[0, 0, :, 3] > 0  # a weight of exp(-inf) is a finite one
-        assert broken[60] if which == 0 else torch.all(broken | ~(reached & (raised | (which == 2))))
+        assert (
+            broken[60] if which == 0 else torch.all(broken | ~(reached & (raised | (which == 2))))
+        )
 
 
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.bf16_attention.worthwhile", lambda *_: True)
-    config = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0)
-    layer, seen = Attention(config, Context(plan("bf16")), "attention").bfloat16(), mask(kind)
+    config = ModelConfig(
+        layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0
+    )
+    layer = Attention(config, Context(plan("bf16")), "attention").bfloat16()
+    seen = mask(kind)
     x = torch.randn(LENGTH, SAMPLES, 16, dtype=torch.bfloat16, requires_grad=True)
-    (reached,) = torch.autograd.grad(layer(x, None, None, seen if kind == "documents" else None)[100, 0].sum(), x)
-    expected = torch.arange(LENGTH) <= 100 if seen is None else seen.expand(SAMPLES, 1, -1, -1)[0, 0, 100]
+    (reached,) = torch.autograd.grad(
+        layer(x, None, None, seen if kind == "documents" else None)[100, 0].sum(), x
+    )
+    if seen is None:
+        expected = torch.arange(LENGTH) <= 100
+    else:
+        expected = seen.expand(SAMPLES, 1, -1, -1)[0, 0, 100]
     assert torch.equal(reached[:, 0].ne(0).any(-1), expected)
     assert not reached[:, 1].any()
 

@@ -11,8 +11,12 @@ from parallel.dropout import MicrobatchInfo
 
 
 def attend(window: int, dropout: float, x: torch.Tensor) -> torch.Tensor:
-    config = ModelConfig(layers=1, hidden=8, heads=2, kv_heads=1, window=window, attention_dropout=dropout)
-    return Attention(config, Context(plan("fp64")), "attention")(x, None, MicrobatchInfo(0, torch.arange(x.shape[1])))
+    config = ModelConfig(
+        layers=1, hidden=8, heads=2, kv_heads=1, window=window, attention_dropout=dropout
+    )
+    return Attention(config, Context(plan("fp64")), "attention")(
+        x, None, MicrobatchInfo(0, torch.arange(x.shape[1]))
+    )
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 7, 100])
@@ -26,4 +30,6 @@ def test_a_token_attends_to_the_last_of_its_window_and_to_no_other(window: int) 
 @pytest.mark.parametrize("window", [0, 3])
 def test_attention_with_a_dropout_that_drops_nothing_is_attention_without(window: int) -> None:
     x = torch.randn(7, 2, 8, dtype=torch.float64)
-    torch.testing.assert_close(attend(window, 1e-17, x), attend(window, 0.0, x), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        attend(window, 1e-17, x), attend(window, 0.0, x), rtol=1e-12, atol=1e-15
+    )

@@ -1,4 +1,5 @@
-"""The law of canonical numerics: every layout of tensor, pipeline and data ranks trains the same model, bit for bit."""
+"""The law of canonical numerics: every layout of tensor, pipeline and data ranks trains the same
+model, bit for bit."""
 
 import random
 from dataclasses import replace
@@ -22,13 +23,36 @@ from parallel.activation_checkpoint import KEEP, Recompute
 from tests.layouts import SAMPLES, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.ranks import run_ranks
 
-LLAMA = {"family": "llama", "vocab": 67, "hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 128}
-GPT2 = {"family": "gpt2", "vocab": 67, "hidden": 64, "layers": 4, "heads": 4, "max_positions": 16, "tied": True}
+LLAMA = {
+    "family": "llama",
+    "vocab": 67,
+    "hidden": 64,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 128,
+}
+GPT2 = {
+    "family": "gpt2",
+    "vocab": 67,
+    "hidden": 64,
+    "layers": 4,
+    "heads": 4,
+    "max_positions": 16,
+    "tied": True,
+}
 GPT2 |= {"dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1}
-MIXTRAL = LLAMA | {"family": "mixtral", "experts": 4, "experts_per_token": 2, "router_aux_loss": 0.01}
+MIXTRAL = LLAMA | {
+    "family": "mixtral",
+    "experts": 4,
+    "experts_per_token": 2,
+    "router_aux_loss": 0.01,
+}
 WIDE = LLAMA | {"hidden": 256, "ffn": 512}  # shards of whole blocks of 128
 LATENT = LLAMA | {"family": "deepseek_v3", "kv_heads": 4, "bias": True}
-LATENT |= {"latent": {"query_rank": 24, "kv_rank": 16, "rope_dim": 8, "nope_dim": 12, "value_dim": 16}}
+LATENT |= {
+    "latent": {"query_rank": 24, "kv_rank": 16, "rope_dim": 8, "nope_dim": 12, "value_dim": 16}
+}
 MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "deepseek_v3": LATENT}
 FALLING = LossScaling("dynamic", initial=2.0**20, hysteresis=1)  # its first steps overflow
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -38,7 +62,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "delayed": {"compute": "bf16", "changes": {"fp8": FP8Recipe(history_length=2)}},
     "current": {"compute": "bf16", "changes": {"fp8": FP8Recipe(kind="current")}},
     "stored": {"compute": "bf16", "changes": {"fp8": FP8Recipe(kind="current", parameters=True)}},
-    "blockwise": {"compute": "bf16", "changes": {"fp8": FP8Recipe(kind="blockwise")}, "model": WIDE},
+    "blockwise": {
+        "compute": "bf16",
+        "changes": {"fp8": FP8Recipe(kind="blockwise")},
+        "model": WIDE,
+    },
     "stochastic": {"compute": "bf16", "changes": {"rounding": "stochastic"}},
 }
 WHOLE = Recompute(fraction=1.0)
@@ -72,18 +100,25 @@ def run_of(name: str, precision: str = "fp32", **others: Any) -> Run:
 
 
 def require_equal(a: Result, b: Result) -> None:
-    """The losses, gradients and weights of two runs have the same bits; each run skipped the same steps."""
+    """The losses, gradients and weights of two runs have the same bits; each run skipped the same
+    steps."""
     assert [report.loss for report in a.reports] == [report.loss for report in b.reports]
-    assert [repr(report.grad_norm) for report in a.reports] == [repr(report.grad_norm) for report in b.reports]
+    assert [repr(report.grad_norm) for report in a.reports] == [
+        repr(report.grad_norm) for report in b.reports
+    ]
     assert [report.outcome for report in a.reports] == [report.outcome for report in b.reports]
     assert [report.num_zeros for report in a.reports] == [report.num_zeros for report in b.reports]
     assert a.after.keys() == b.after.keys()
     assert a.scaler == b.scaler
     wrong = [name for name in a.after if not torch.equal(a.after[name], b.after[name])]
     for ours, theirs in zip(a.grads, b.grads, strict=True):
-        wrong += [f"gradient of {name}" for name in ours if not torch.equal(ours[name], theirs[name])]
+        wrong += [
+            f"gradient of {name}" for name in ours if not torch.equal(ours[name], theirs[name])
+        ]
     assert not wrong, f"{len(wrong)} tensors differ: {wrong[:5]}"
-    assert any(not torch.equal(a.before[name], a.after[name]) for name in a.after), "nothing was trained"
+    assert any(not torch.equal(a.before[name], a.after[name]) for name in a.after), (
+        "nothing was trained"
+    )
 
 
 def test_two_processes_train_the_bits_of_one() -> None:
@@ -94,9 +129,12 @@ def test_two_processes_train_the_bits_of_one() -> None:
 
 
 def test_a_canonical_run_is_the_model_itself() -> None:
-    """In float64 it agrees with the fast sums to rounding, and cutting the sequence changes no bit."""
+    """In float64 it agrees with the fast sums to rounding, and cutting the sequence changes no
+    bit."""
     fast = run_of("gpt2", compute="fp64", steps=2, shards=0, model=GPT2 | {"layers": 1})
-    plain, canonical, cut = train_all([fast, replace(fast, shards=4), replace(fast, shards=4, sequence=True)])
+    plain, canonical, cut = train_all(
+        [fast, replace(fast, shards=4), replace(fast, shards=4, sequence=True)]
+    )
     for name, weights in plain.after.items():
         torch.testing.assert_close(canonical.after[name], weights, rtol=1e-10, atol=1e-12)
     require_equal(canonical, cut)
@@ -104,7 +142,9 @@ def test_a_canonical_run_is_the_model_itself() -> None:
 
 def test_recomputation_changes_no_bit() -> None:
     model = MIXTRAL | {"layers": 1}
-    runs = [run_of("mixtral", recompute=what, steps=2, model=model) for what in (KEEP, WHOLE, PARTS)]
+    runs = [
+        run_of("mixtral", recompute=what, steps=2, model=model) for what in (KEEP, WHOLE, PARTS)
+    ]
     keep, whole, parts = train_all(runs)
     require_equal(keep, whole)
     require_equal(keep, parts)
@@ -136,7 +176,9 @@ def alone(name: str, precision: str, norm: float) -> Result:
 
 
 @pytest.mark.cases(0, sample=2)
-@pytest.mark.parametrize(("name", "precision", "norm", "layout"), GRID, ids=lambda what: str(what).replace(" ", ""))
+@pytest.mark.parametrize(
+    ("name", "precision", "norm", "layout"), GRID, ids=lambda what: str(what).replace(" ", "")
+)
 def test_every_layout_trains_the_bits_of_one_process(
     name: str, precision: str, norm: float, layout: tuple[int, int, int, str, int]
 ) -> None:
@@ -149,7 +191,9 @@ def test_every_layout_trains_the_bits_of_one_process(
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_deferred_weight_gradients_keep_the_lockstep(kind: str) -> None:
-    run = run_of("gpt2", "bf16", steps=2, kind=kind, micro_batch=2, chunks=2 if kind == "interleaved" else 0)
+    run = run_of(
+        "gpt2", "bf16", steps=2, kind=kind, micro_batch=2, chunks=2 if kind == "interleaved" else 0
+    )
     require_equal(train(run, pp=2), train(run, tp=2, pp=2))
 
 
@@ -161,7 +205,8 @@ def test_overlapped_reductions_keep_the_lockstep(name: str) -> None:
 
 
 def take_steps(mesh: DeviceMesh, run: Run, folder: Path, first: int, last: int) -> None:
-    """The body of each rank: go on from the newest checkpoint in `folder`, if there is one, and save."""
+    """The body of each rank: go on from the newest checkpoint in `folder`, if there is one, and
+    save."""
     engine = make_engine(mesh, run)
     if first:
         load(checkpoint_path(folder, first), engine.optimizer, engine.fp8)
@@ -182,9 +227,13 @@ def test_a_run_that_changes_its_layout_three_times_is_the_undisturbed_run(
     tmp_path: Path, name: str, precision: str
 ) -> None:
     run = run_of(name, precision, steps=5, micro_batch=2, clip=0.5)
-    layouts = random.Random(name + precision).sample([(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1)], 3)
+    layouts = random.Random(name + precision).sample(
+        [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1)], 3
+    )
     run_ranks(take_steps, {}, run=run, folder=tmp_path / "straight", first=0, last=5)
-    for (first, last), (tp, pp, dp) in zip(pairwise((0, 1, 2, 3, 5)), [(1, 1, 1), *layouts], strict=True):
+    for (first, last), (tp, pp, dp) in zip(
+        pairwise((0, 1, 2, 3, 5)), [(1, 1, 1), *layouts], strict=True
+    ):
         axes = {"pp": pp, "dp": dp, "tp": tp}
         run_ranks(take_steps, axes, run=run, folder=tmp_path / "changing", first=first, last=last)
     straight, changing = (saved_tensors(tmp_path / kind, 5) for kind in ("straight", "changing"))

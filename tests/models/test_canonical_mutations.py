@@ -1,7 +1,8 @@
-"""Sums done in another order on two processes than on one: each of them must be caught, and none without a change.
+"""Sums done in another order on two processes than on one: each of them must be caught, and none
+without a change.
 
-A mutation changes two processes only, so that the two layouts part. Each reorders additions; in exact arithmetic all of
-them would be right.
+A mutation changes two processes only, so that the two layouts part. Each reorders additions; in
+exact arithmetic all of them would be right.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +31,16 @@ Mutation = Callable[[], None]
 
 def in_order(leaves: Sequence[Tensor]) -> Tensor:
     """The sum from left to right, in place of the tree."""
-    return reduce(torch.add, [leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves])
+    return reduce(
+        torch.add, [leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
+    )
 
 
 def crossed(leaves: Sequence[Tensor]) -> Tensor:
     """The sum by a tree of other pairs."""
-    return in_order([in_order(leaves[::2]), in_order(leaves[1::2])]) if len(leaves) > 1 else in_order(leaves)
+    if len(leaves) > 1:
+        return in_order([in_order(leaves[::2]), in_order(leaves[1::2])])
+    return in_order(leaves)
 
 
 def unwidened(leaves: Sequence[Tensor]) -> Tensor:
@@ -46,7 +51,8 @@ def unwidened(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def reversed_rows(rows: Tensor) -> Tensor:
-    """The rows of a sum over tokens, the last first: the sum has other bits for more than a few rows."""
+    """The rows of a sum over tokens, the last first: the sum has other bits for more than a few
+    rows."""
     return rows.flip(0)
 
 
@@ -82,7 +88,9 @@ def flipped_gradient(inner: Any) -> Any:
 
 
 def flipped_norm(inner: Any) -> Any:
-    def gradients(grad: Tensor, x: Tensor, inverse: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    def gradients(
+        grad: Tensor, x: Tensor, inverse: Tensor, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
         turned = (each.flip(0, 1) for each in (grad, x, inverse))  # [s, b, hidden]
         return inner(grad, x, inverse, *settings)[0], inner(*turned, *settings)[1]
 
@@ -116,7 +124,8 @@ def weight_gradient_in_halves(self: Gemm, total: Tensor, grad: Any, x: Any, firs
 
 
 def input_gradient_in_halves(self: Gemm, grad: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    g, w = grad[0].float(), weight.float()
+    g = grad[0].float()
+    w = weight.float()
     n = g.shape[1] // 2
     return (g[:, :n] @ w[:n] + g[:, n:] @ w[n:]).to(dtype)
 
@@ -163,12 +172,36 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
         "fp32",
         lambda: put(virtual, "tree_sum", in_order),
     ),
-    "every sum over virtual ranks pairs others": ("llama", "fp32", lambda: put(virtual, "tree_sum", crossed)),
-    "every sum over virtual ranks rounds its nodes": ("llama", "bf16", lambda: put(virtual, "tree_sum", unwidened)),
-    "processes exchange rounded nodes": ("gpt2", "bf16", lambda: put(VirtualAxis, "_nodes", rounded_nodes)),
-    "sums of whole tensors pair others": ("gpt2", "fp32", lambda: collective("sum", interleaved_sum)),
-    "scattered sums pair others": ("mixtral", "fp32", lambda: collective("scatter_sum", sum_of_parts_first)),
-    "scattered sums round each part": ("llama", "bf16", lambda: collective("scatter_sum", sum_of_rounded)),
+    "every sum over virtual ranks pairs others": (
+        "llama",
+        "fp32",
+        lambda: put(virtual, "tree_sum", crossed),
+    ),
+    "every sum over virtual ranks rounds its nodes": (
+        "llama",
+        "bf16",
+        lambda: put(virtual, "tree_sum", unwidened),
+    ),
+    "processes exchange rounded nodes": (
+        "gpt2",
+        "bf16",
+        lambda: put(VirtualAxis, "_nodes", rounded_nodes),
+    ),
+    "sums of whole tensors pair others": (
+        "gpt2",
+        "fp32",
+        lambda: collective("sum", interleaved_sum),
+    ),
+    "scattered sums pair others": (
+        "mixtral",
+        "fp32",
+        lambda: collective("scatter_sum", sum_of_parts_first),
+    ),
+    "scattered sums round each part": (
+        "llama",
+        "bf16",
+        lambda: collective("scatter_sum", sum_of_rounded),
+    ),
     "partial gradients are summed in another order": (
         "llama",
         "fp32",
@@ -194,7 +227,11 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
         "fp32",
         lambda: put(layers.Lookup, "backward", staticmethod(flipped_lookup)),
     ),
-    "products are summed in two pieces": ("llama", "fp32", lambda: put(Gemm, "forward", halves_of_k)),
+    "products are summed in two pieces": (
+        "llama",
+        "fp32",
+        lambda: put(Gemm, "forward", halves_of_k),
+    ),
     "gradients of weights are summed in two pieces": (
         "gpt2",
         "fp32",
@@ -205,7 +242,11 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
         "fp32",
         lambda: put(Gemm, "input_gradient", input_gradient_in_halves),
     ),
-    "a tied head adds to the embedding": ("gpt2", "fp32", lambda: put(engine, "build", shared_ends(cutting.build))),
+    "a tied head adds to the embedding": (
+        "gpt2",
+        "fp32",
+        lambda: put(engine, "build", shared_ends(cutting.build)),
+    ),
     "a token's experts are summed in another order": (
         "mixtral",
         "fp32",
@@ -266,6 +307,7 @@ def test_without_a_change_nothing_is_caught(model: str, precision: str) -> None:
 
 
 def mutated(model: str, precision: str, before: Mutation) -> Run:
-    """Eight virtual ranks, four on each of two processes, and three experts a token: two addends have one order."""
+    """Eight virtual ranks, four on each of two processes, and three experts a token: two addends
+    have one order."""
     sizes = {"heads": 8, "layers": 2} | ({"experts_per_token": 3} if model == "mixtral" else {})
     return run_of(model, precision, steps=2, shards=8, model=MODELS[model] | sizes, before=before)

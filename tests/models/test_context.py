@@ -1,4 +1,5 @@
-"""Sequences that are cut over ranks train what one process trains, to rounding, by ring and by gather."""
+"""Sequences that are cut over ranks train what one process trains, to rounding, by ring and by
+gather."""
 
 import resource
 from dataclasses import replace
@@ -38,7 +39,13 @@ from tests.models.test_parity import MODELS, SIZES, differing
 from tests.ranks import on_ranks, run_ranks
 
 ROOM: dict[str, Any] = {**SIZES, "layers": 4, "max_positions": 32, "init_std": 0.1}
-WINDOW: dict[str, Any] = {"family": "llama", **ROOM, "kv_heads": 2, "window": 3, "window_layers": [1]}
+WINDOW: dict[str, Any] = {
+    "family": "llama",
+    **ROOM,
+    "kv_heads": 2,
+    "window": 3,
+    "window_layers": [1],
+}
 DROPS: dict[str, Any] = {"family": "gpt2", **ROOM, "dropout": 0.2, "attention_dropout": 0.2}
 EXPERTS: dict[str, Any] = {**MODELS["mixtral"], **ROOM}
 STRETCHED: dict[str, Any] = {
@@ -62,7 +69,9 @@ RUNS: dict[str, Run] = {
     "experts recomputed": Run(EXPERTS, length=16, steps=1, recompute=Recompute(fraction=1.0)),
     "stretched rotary": Run(STRETCHED, length=16, steps=1, borders=2, reset=True),
     "sinks": Run(SUNK, length=16, steps=1, borders=3),
-    "soft caps recomputed": Run(CAPPED, length=16, steps=1, borders=2, recompute=Recompute(("attention",))),
+    "soft caps recomputed": Run(
+        CAPPED, length=16, steps=1, borders=2, recompute=Recompute(("attention",))
+    ),
     "selective": Run(DROPS, length=16, steps=1, recompute=Recompute(("attention",))),
 }
 FAST = ("documents reset",)
@@ -79,12 +88,18 @@ def attention(
 ) -> Tensor:
     attends = causal_mask(query.shape[2], window, documents, query.device)
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     if sinks is None and not cap:
         return F.scaled_dot_product_attention(query, key, value, attends, scale=0.3)
     scores = 0.3 * query @ key.mT
-    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~attends, float("-inf"))
-    logits = [scores] if sinks is None else [scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)]
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(
+        ~attends, float("-inf")
+    )
+    if sinks is None:
+        logits = [scores]
+    else:
+        logits = [scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)]
     return torch.cat(logits, -1).softmax(-1)[..., : key.shape[2]] @ value
 
 
@@ -94,26 +109,43 @@ def attention(
     st.sampled_from([0.0, 0.5]), st.integers(0, 2**31), st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
-    groups: int, ranks: int, window: int, several: bool, sunk: bool, cap: float, seed: int, random: Any
+    groups: int,
+    ranks: int,
+    window: int,
+    several: bool,
+    sunk: bool,
+    cap: float,
+    seed: int,
+    random: Any,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    own, heads = 2 * int(torch.randint(1, 4, (), generator=generator)), 2
+    own = 2 * int(torch.randint(1, 4, (), generator=generator))
+    heads = 2
     length = own * ranks
     sizes = ((heads * groups, 5), (heads, 5), (heads, 3))
     query, key, value = (
-        torch.randn(2, n, length, d, dtype=torch.float64, generator=generator).requires_grad_() for n, d in sizes
+        torch.randn(2, n, length, d, dtype=torch.float64, generator=generator).requires_grad_()
+        for n, d in sizes
     )
     documents = torch.randint(0, 2, (2, length), generator=generator).cumsum(1) if several else None
-    sinks = (3 * torch.randn(query.shape[1], dtype=torch.float64, generator=generator)).requires_grad_()
+    sinks = (
+        3 * torch.randn(query.shape[1], dtype=torch.float64, generator=generator)
+    ).requires_grad_()
     sinks = sinks if sunk else None
     whole = attention(query, key, value, window, documents, sinks, cap)
     grad = torch.randn(whole.shape, dtype=torch.float64, generator=generator)
-    wanted = torch.autograd.grad(whole, (query, key, value) if sinks is None else (query, key, value, sinks), grad)
-    rule, wide = Rule(0.3, window, documents, softcap=cap), torch.float64
-    of_key, of_value, of_sinks = torch.zeros_like(key), torch.zeros_like(value), torch.zeros(query.shape[1]).double()
+    wanted = torch.autograd.grad(
+        whole, (query, key, value) if sinks is None else (query, key, value, sinks), grad
+    )
+    rule = Rule(0.3, window, documents, softcap=cap)
+    wide = torch.float64
+    of_key = torch.zeros_like(key)
+    of_value = torch.zeros_like(value)
+    of_sinks = torch.zeros(query.shape[1]).double()
     with torch.no_grad():
         for rank in range(ranks):
-            mine, axis = chunks(rank, ranks, own), Axis("cp", rank, ranks)
+            mine = chunks(rank, ranks, own)
+            axis = Axis("cp", rank, ranks)
             here = positions(axis, own)
             merged = Merged(query[:, :, here], mine, heads, 3, rule, wide, sinks)
             order = random.sample(range(ranks), ranks)
@@ -129,7 +161,9 @@ def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
                 sums.add(key[:, :, there], value[:, :, there], chunks(other, ranks, own), into)
                 of_key[:, :, there] += into[0]
                 of_value[:, :, there] += into[1]
-            torch.testing.assert_close(sums.of_query(), wanted[0][:, :, here], rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(
+                sums.of_query(), wanted[0][:, :, here], rtol=1e-11, atol=1e-12
+            )
             of_sinks += 0 if sinks is None else sums.of_sinks(sinks)
     torch.testing.assert_close((of_key, of_value), wanted[1:3], rtol=1e-11, atol=1e-12)
     if sinks is not None:
@@ -142,29 +176,41 @@ def test_every_token_is_on_one_rank_and_all_ranks_attend_to_as_many_keys() -> No
         assert sorted(torch.cat(places).tolist()) == list(range(6 * size))
         assert len({int((own + 1).sum()) for own in places}) == 1
         whole = torch.arange(6 * size) * 10
-        assert all(torch.equal(take(whole, Axis("cp", r, size), 0), whole[own]) for r, own in enumerate(places))
+        assert all(
+            torch.equal(take(whole, Axis("cp", r, size), 0), whole[own])
+            for r, own in enumerate(places)
+        )
 
 
 def scores_computed(rank: int, size: int, window: int) -> int:
     """The scores of one head that a rank computes for a sequence of 1024 tokens."""
-    own, query = 1024 // size, torch.zeros(1, 1, 1, 1024 // size, 8)
-    mine, rule = chunks(rank, size, own), Rule(1.0, window)
+    own = 1024 // size
+    query = torch.zeros(1, 1, 1, 1024 // size, 8)
+    mine = chunks(rank, size, own)
+    rule = Rule(1.0, window)
     among = (
-        pair for other in range(size) for pair in pairs(mine, chunks(other, size, own), rule, query, torch.float32)
+        pair
+        for other in range(size)
+        for pair in pairs(mine, chunks(other, size, own), rule, query, torch.float32)
     )
     return sum(len(queries) * len(keys) for _, queries, _, keys in among)
 
 
-def test_no_rank_computes_more_scores_than_another_and_few_that_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_computes_more_scores_than_another_and_few_that_are_masked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(partial_attention._SCORES, "cpu", 1)  # the smallest blocks: 16 queries
     for size in (1, 2, 4):
         (computed,) = {scores_computed(rank, size, 0) for rank in range(size)}
         assert 1024 * 1024 // 2 < computed * size < 1024 * 1024 * 0.52
-        assert sum(scores_computed(rank, size, 32) for rank in range(size)) == pytest.approx(1024 * 47, rel=0.02)
+        assert sum(scores_computed(rank, size, 32) for rank in range(size)) == pytest.approx(
+            1024 * 47, rel=0.02
+        )
 
 
 def attend_rank(mesh: DeviceMesh, dtype: torch.dtype) -> dict[bool, list[Tensor]]:
-    cp, generator = Axis.of(mesh, "cp"), torch.Generator().manual_seed(5)
+    cp = Axis.of(mesh, "cp")
+    generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(1, n, 32, 8, generator=generator) for n in (4, 2, 2, 4)]
     own = [take(x, cp, 2).to(dtype).requires_grad_() for x in whole]
     made = {}
@@ -176,9 +222,13 @@ def attend_rank(mesh: DeviceMesh, dtype: torch.dtype) -> dict[bool, list[Tensor]
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("cp", [2, 8, 4])
-def test_partial_results_are_merged_in_fp32_so_the_gap_to_float64_does_not_grow_with_the_ranks(cp: int) -> None:
+def test_partial_results_are_merged_in_fp32_so_the_gap_to_float64_does_not_grow_with_the_ranks(
+    cp: int,
+) -> None:
     generator = torch.Generator().manual_seed(5)
-    whole = [torch.randn(1, n, 32, 8, generator=generator).bfloat16().double() for n in (4, 2, 2, 4)]
+    whole = [
+        torch.randn(1, n, 32, 8, generator=generator).bfloat16().double() for n in (4, 2, 2, 4)
+    ]
     q, k, v = (x.requires_grad_() for x in whole[:3])
     exact = attention(q, k, v, 9, None)
     wanted = [exact.detach(), *torch.autograd.grad(exact, (q, k, v), whole[3])]
@@ -188,8 +238,12 @@ def test_partial_results_are_merged_in_fp32_so_the_gap_to_float64_does_not_grow_
             for rank, made in enumerate(ranks):
                 here = take(right, Axis("cp", rank, cp), 2)
                 rounding = 2.0**-8 * right.abs().max()  # that of one number in bf16, whatever cp
-                assert (made[ring][n].double() - here).abs().max() <= rounding * (1 if n == 0 else 2)
-    assert all(torch.equal(*(made[ring][0] for ring in (False, True))) for made in ranks), "the same sums, forward"
+                assert (made[ring][n].double() - here).abs().max() <= rounding * (
+                    1 if n == 0 else 2
+                )
+    assert all(torch.equal(*(made[ring][0] for ring in (False, True))) for made in ranks), (
+        "the same sums, forward"
+    )
 
 
 @cache
@@ -198,7 +252,12 @@ def trained(
 ) -> list[Result]:
     tp, pp = layout[:2]
     chosen = [RUNS[name] for name in names or RUNS]
-    options: dict[str, Any] = {"ring": ring, "kind": kind, "sequence": tp > 1, "micro_batch": 2 if pp > 1 else 4}
+    options: dict[str, Any] = {
+        "ring": ring,
+        "kind": kind,
+        "sequence": tp > 1,
+        "micro_batch": 2 if pp > 1 else 4,
+    }
     return train_all([Run(**{**vars(run), **options}) for run in chosen], *layout)
 
 
@@ -217,7 +276,9 @@ def same(found: Result, expected: Result) -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("ring", [True, False], ids=["ring", "gather"])
 def test_documents_and_dropout_train_alike_if_their_sequences_are_cut(ring: bool) -> None:
-    for found, expected in zip(trained((1, 1, 1, 2), ring, names=FAST), trained((1, 1, 1), names=FAST), strict=True):
+    for found, expected in zip(
+        trained((1, 1, 1, 2), ring, names=FAST), trained((1, 1, 1), names=FAST), strict=True
+    ):
         same(found, expected)
 
 
@@ -240,20 +301,28 @@ LAYOUTS = [
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
-    ("layout", "ring", "kind"), LAYOUTS, ids=lambda x: "x".join(map(str, x)) if type(x) is tuple else str(x)
+    ("layout", "ring", "kind"),
+    LAYOUTS,
+    ids=lambda x: "x".join(map(str, x)) if type(x) is tuple else str(x),
 )
-def test_every_layout_trains_what_one_process_trains(layout: tuple[int, ...], ring: bool, kind: str) -> None:
+def test_every_layout_trains_what_one_process_trains(
+    layout: tuple[int, ...], ring: bool, kind: str
+) -> None:
     for found, expected in zip(trained(layout, ring, kind), trained((1, 1, 1)), strict=True):
         same(found, expected)
 
 
 @pytest.mark.cases(0, slow=1)
 @pytest.mark.parametrize("layout", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 1, 1, 4)], ids=str)
-def test_every_family_trains_the_plain_model_if_its_sequences_are_cut(layout: tuple[int, ...]) -> None:
+def test_every_family_trains_the_plain_model_if_its_sequences_are_cut(
+    layout: tuple[int, ...],
+) -> None:
     runs = [Run(model, sequence=layout[0] > 1, micro_batch=4, steps=2) for model in MODELS.values()]
     first = train_all([replace(run, sequence=False, steps=0) for run in runs])
     for name, run, alone, result in zip(MODELS, runs, first, train_all(runs, *layout), strict=True):
-        records: list[dict[str, Any]] = oracle.train(run.config, alone.before, batches(run), run.lr, run.clip)
+        records: list[dict[str, Any]] = oracle.train(
+            run.config, alone.before, batches(run), run.lr, run.clip
+        )
         for report, grads, record in zip(result.reports, result.grads, records, strict=True):
             assert report.loss == pytest.approx(record["loss"], rel=1e-9)
             assert not (wrong := differing(grads, record["grads"])), f"{name}: {wrong}"
@@ -271,12 +340,15 @@ def measure_rank(mesh: DeviceMesh, ring: bool) -> tuple[int, int]:
         logits = stage(ids, MicrobatchInfo(0, torch.arange(1), torch.ones(())))
         loss = stage.losses(logits, ids).sum()
         del logits
-        forward, kept = alive.most, alive.begin()
+        forward = alive.most
+        kept = alive.begin()
         loss.backward()
     return kept, max(forward, alive.most)
 
 
-LONG = ModelConfig(family="llama", layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, max_positions=2048)
+LONG = ModelConfig(
+    family="llama", layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, max_positions=2048
+)
 WHOLE_MODEL = Cut(0, range(2), True, True)
 
 
@@ -289,16 +361,24 @@ def test_activations_are_at_most_a_quarter_on_four_ranks_and_are_those_foretold(
     peaks = dict[bool, int]()
     for ring in (True, False):
         measured = run_ranks(measure_rank, {"cp": 4}, ring=ring)
-        (foretold,) = kept_bytes(LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1, cp=4, ring=ring)
+        (foretold,) = kept_bytes(
+            LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1, cp=4, ring=ring
+        )
         assert len(set(measured)) == 1
         kept, peaks[ring] = measured[0]
-        assert kept <= whole / 4 * 1.01  # less where the fused attention of one process keeps its output as well
+        # less where the fused attention of one process keeps its output as well
+        assert kept <= whole / 4 * 1.01
         assert kept == pytest.approx(foretold.activations, rel=0.01)
-        assert peaks[ring] == pytest.approx(max(foretold.forward, kept + foretold.backward), rel=0.01)
-    assert peaks[True] < peaks[False] <= peaks[True] + keys_and_values * (2 + 4 + 4)  # in bf16, and gradients in FP32
+        assert peaks[ring] == pytest.approx(
+            max(foretold.forward, kept + foretold.backward), rel=0.01
+        )
+    # in bf16, and gradients in FP32
+    assert peaks[True] < peaks[False] <= peaks[True] + keys_and_values * (2 + 4 + 4)
 
 
-ROOM_MB = 115  # beyond the engine, a step takes one rank 160 to 200 MB and each of four ranks 50 to 60
+ROOM_MB = (
+    115  # beyond the engine, a step takes one rank 160 to 200 MB and each of four ranks 50 to 60
+)
 FAR = Run(
     {**LONG.model_dump(exclude={"dense_ffn"}), "ffn": 1024, "max_positions": 4096},
     "fp32",
@@ -311,12 +391,16 @@ FAR = Run(
 
 
 def step_in_room(mesh: DeviceMesh, room: int) -> float | str:
-    """The loss of a step on one sequence in `room` MB beyond the engine's own (0: any); or what went wrong."""
+    """The loss of a step on one sequence in `room` MB beyond the engine's own (0: any); or what
+    went wrong."""
     engine = make_engine(mesh, FAR)
     tokens, targets, _ = (x if x is None else x[:1] for x in batches(FAR)[0])
     assert tokens is not None and targets is not None
     if room:
-        most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + room * 2**20
+        most = (
+            int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+            + room * 2**20
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
         loss = engine.step(Share(tokens, targets), FAR.lr, 0).loss
@@ -327,7 +411,9 @@ def step_in_room(mesh: DeviceMesh, room: int) -> float | str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits the memory of a process as Linux does")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="limits the memory of a process as Linux does"
+)
 def test_four_ranks_train_on_a_sequence_for_which_one_rank_of_the_same_memory_has_no_room() -> None:
     (whole,) = run_ranks(step_in_room, {}, room=0)
     (alone,) = run_ranks(step_in_room, {}, room=ROOM_MB)
@@ -336,8 +422,12 @@ def test_four_ranks_train_on_a_sequence_for_which_one_rank_of_the_same_memory_ha
 
 
 @on_ranks(dp=2, cp=2)
-def test_replicas_of_weights_are_dp_and_cp_together_and_samples_belong_to_dp_alone(mesh: DeviceMesh) -> None:
-    replicas, dp, cp = Axis.replicas(mesh), Axis.of(mesh, "dp"), Axis.of(mesh, "cp")
+def test_replicas_of_weights_are_dp_and_cp_together_and_samples_belong_to_dp_alone(
+    mesh: DeviceMesh,
+) -> None:
+    replicas = Axis.replicas(mesh)
+    dp = Axis.of(mesh, "dp")
+    cp = Axis.of(mesh, "cp")
     assert (replicas.size, replicas.rank) == (4, 2 * dp.rank + cp.rank)
     assert replicas.gather(torch.tensor([dp.rank, cp.rank])).tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
     assert cp.start_shift(torch.tensor([float(cp.rank)]))().tolist() == [1.0 - cp.rank]
@@ -347,12 +437,15 @@ def test_replicas_of_weights_are_dp_and_cp_together_and_samples_belong_to_dp_alo
 @pytest.mark.parametrize(
     ("changes", "length", "tensor", "said"),
     [
-        ({}, 20, 1, "train.seq_length 20 is not a multiple of 8 (2 x parallel.context), as parallel.context = 4 "),
+        ({}, 20, 1, ("train.seq_length 20 is not a multiple of 8 (2 x parallel.context), as "
+            "parallel.context = 4 ")),
         ({}, 24, 3, "of 24 (parallel.context x the least common multiple of 2 and parallel.tensor)"),
         ({"factory": "my_model.py:build"}, 16, 1, 'model.factory = "my_model.py:build": parallel.context = 4 cuts'),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_by_name(changes: dict[str, Any], length: int, tensor: int, said: str) -> None:
+def test_what_cannot_be_cut_is_refused_by_name(
+    changes: dict[str, Any], length: int, tensor: int, said: str
+) -> None:
     model = ModelConfig(**{"family": "llama", **SIZES, **changes})
     if length % unit(4, tensor) == 0 and not changes:
         length += 1
@@ -363,4 +456,6 @@ def test_what_cannot_be_cut_is_refused_by_name(changes: dict[str, Any], length: 
 
 def test_rounded_scores_are_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"precision\.scores = bf16: parallel\.context = 2"):
-        require_cut(ModelConfig(family="llama", **SIZES), plan("bf16", scores=torch.bfloat16), 2, 16)
+        require_cut(
+            ModelConfig(family="llama", **SIZES), plan("bf16", scores=torch.bfloat16), 2, 16
+        )

@@ -21,25 +21,50 @@ from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 
-SIZES: dict[str, Any] = {"layers": 5, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 101, "max_positions": 24}
+SIZES: dict[str, Any] = {
+    "layers": 5,
+    "hidden": 32,
+    "heads": 4,
+    "ffn": 48,
+    "vocab": 101,
+    "max_positions": 24,
+}
 MODELS = [
     {"family": "llama", "kv_heads": 2, **SIZES},
     {"family": "gpt2", **SIZES},
     {"family": "gpt2", "tied": False, **SIZES},
     {"family": "llama", "tied": True, "bias": True, **SIZES},
 ]
-LATENT = {"kv_rank": 12, "rope_dim": 4, "nope_dim": 6, "value_dim": 10}  # of one width: zeros would be counted too
+# of one width: zeros would be counted too
+LATENT = {
+    "kv_rank": 12,
+    "rope_dim": 4,
+    "nope_dim": 6,
+    "value_dim": 10,
+}
 MODELS += [
     {"family": "deepseek_v3", "latent": {**LATENT, "query_rank": 14}, **SIZES},
     {"family": "deepseek_v2", "latent": LATENT, "bias": True, **SIZES},
 ]
-EXPERTS = {"family": "mixtral", "experts": 4, "experts_per_token": 2, "shared_experts": 20, "expert_bias": True}
-LENGTH, BATCH = 24, 2
+EXPERTS = {
+    "family": "mixtral",
+    "experts": 4,
+    "experts_per_token": 2,
+    "shared_experts": 20,
+    "expert_bias": True,
+}
+LENGTH = 24
+BATCH = 2
 
 
-def stages(config: ModelConfig, count: int, precision: str = "fp32", recompute: Recompute = KEEP) -> list[Stage]:
+def stages(
+    config: ModelConfig, count: int, precision: str = "fp32", recompute: Recompute = KEEP
+) -> list[Stage]:
     context = Context(plan(precision), recompute=recompute)
-    return [Stage(config, context, cut).to(context.plan.parameters) for cut in cuts(config, count, LENGTH)]
+    return [
+        Stage(config, context, cut).to(context.plan.parameters)
+        for cut in cuts(config, count, LENGTH)
+    ]
 
 
 def inputs(stage: Stage) -> tuple[Tensor, Tensor]:
@@ -50,7 +75,9 @@ def inputs(stage: Stage) -> tuple[Tensor, Tensor]:
     return torch.zeros(shape, dtype=stage.context.plan.compute, requires_grad=True), ids
 
 
-@pytest.mark.parametrize("model", [*MODELS, {**EXPERTS, **SIZES}, {**EXPERTS, "mlp": "gelu", **SIZES}])
+@pytest.mark.parametrize(
+    "model", [*MODELS, {**EXPERTS, **SIZES}, {**EXPERTS, "mlp": "gelu", **SIZES}]
+)
 def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) -> None:
     config = ModelConfig(**model)
     for count in (1, 3):
@@ -64,7 +91,9 @@ def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) 
 def test_experts_parameters_are_known_with_their_biases() -> None:
     config = ModelConfig(**{**EXPERTS, **SIZES})
     (stage,) = stages(config, 1)
-    assert config.expert_parameters == sum(p.numel() for name, p in stage.named_parameters() if ".experts." in name)
+    assert config.expert_parameters == sum(
+        p.numel() for name, p in stage.named_parameters() if ".experts." in name
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,8 +164,11 @@ def test_of_a_sliding_window_only_the_tokens_in_it_count() -> None:
     windowed = ModelConfig(**sizes)
     whole = ModelConfig(**{**sizes, "window": 0})
     assert counted(windowed) == counted(whole) == training_flops(whole, LENGTH) * LENGTH * BATCH
-    one_less = 4 * windowed.heads * windowed.head_dim * windowed.layers  # both products with one token
-    assert training_flops(whole, LENGTH) - training_flops(windowed, LENGTH) == 3 * one_less * (LENGTH - 6)
+    # both products with one token
+    one_less = 4 * windowed.heads * windowed.head_dim * windowed.layers
+    assert training_flops(whole, LENGTH) - training_flops(windowed, LENGTH) == 3 * one_less * (
+        LENGTH - 6
+    )
 
 
 def held_by(work: Any) -> Iterator[Tensor]:
@@ -150,9 +182,12 @@ def held_by(work: Any) -> Iterator[Tensor]:
 
 @pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize(
-    ("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16", "bf16", "fp32"], strict=True)]
+    ("model", "precision"),
+    [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16", "bf16", "fp32"], strict=True)],
 )
-def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict[str, Any], precision: str) -> None:
+def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
+    model: dict[str, Any], precision: str
+) -> None:
     config = ModelConfig(**model)
     made = stages(config, 3, precision)
     for stage, kept in zip(
@@ -167,7 +202,9 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
         }
         saved: dict[int, torch.UntypedStorage] = {}
 
-        def save(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved, own: set[int] = own) -> Tensor:
+        def save(
+            tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved, own: set[int] = own
+        ) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
                 saved[storage.data_ptr()] = storage
@@ -177,14 +214,19 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
             p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
         save(x)  # whether or not a layer needs it, the executor does, for its gradient
         with saved_tensors_hooks(save, lambda tensor: tensor):
-            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH)))  # as in training: logits are not widened
+            # as in training: logits are not widened
+            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH)))
             loss = stage.losses(y, ids).sum() if stage.cut.last else y.sum()
-        assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(kept.activations, rel=0.01)
+        assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(
+            kept.activations, rel=0.01
+        )
         with stage.context.deferred.collect() as work:
             loss.backward()
         tensors = [t for job in work for t in held_by(job)]
         products = 6 if config.latent else 4  # of a layer
         assert len(work) == products * len(stage.cut.layers) + stage.cut.last
-        # Of a latent's projections some tensors are views of larger ones, which stay as long as they do.
-        real, views = sum(t.nbytes for t in tensors), 1.1 if config.latent else 1.0
+        # Of a latent's projections some tensors are views of larger ones, which stay as long as
+        # they do.
+        real = sum(t.nbytes for t in tensors)
+        views = 1.1 if config.latent else 1.0
         assert real <= kept.put_off <= real * views

@@ -1,4 +1,5 @@
-"""The way of tokens to experts on other ranks: every row arrives, is computed once, and its gradient comes back.
+"""The way of tokens to experts on other ranks: every row arrives, is computed once, and its
+gradient comes back.
 
 Ranks are threads of this process here, which meet where ranks would exchange messages.
 """
@@ -22,8 +23,11 @@ from models.dispatch import own_rows, regrouped
 from models.moe import MixtureOfExperts
 from parallel.context import Context
 
-RANKS, EXPERTS = 2, 4
-CONFIG = ModelConfig(family="mixtral", layers=1, hidden=4, heads=2, ffn=6, experts=EXPERTS, init_std=0.5)
+RANKS = 2
+EXPERTS = 4
+CONFIG = ModelConfig(
+    family="mixtral", layers=1, hidden=4, heads=2, ffn=6, experts=EXPERTS, init_std=0.5
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Meeting(Axis):
 
     def start_uneven_exchange(self, outgoing: Any, sizes: Any) -> Callable[[], list[Tensor]]:
         found = [some[self.rank] for some in self._met(outgoing)]
-        assert [len(some) for some in found] == list(sizes), "a rank expects other sizes than it is sent"
+        assert [len(some) for some in found] == list(sizes), (
+            "a rank expects other sizes than it is sent"
+        )
         return lambda: found
 
     def _met(self, mine: Any) -> list[Any]:
@@ -66,16 +72,23 @@ def routing(number: int) -> Routing:
         return int(torch.randint(most, (), generator=draw))
 
     wanted = 1 + below(EXPERTS)  # experts that are chosen at all
-    k, allowed = 1 + below(wanted), torch.randperm(EXPERTS, generator=draw)[:wanted]
+    k = 1 + below(wanted)
+    allowed = torch.randperm(EXPERTS, generator=draw)[:wanted]
     counts = [below((1, 4, 9)[below(3)]) for _ in range(RANKS)]
-    tokens = [torch.randn(n, 1, 4, dtype=torch.float64, generator=draw).requires_grad_() for n in counts]
-    weights = [torch.rand(n, 1, k, dtype=torch.float64, generator=draw).requires_grad_() for n in counts]
+    tokens = [
+        torch.randn(n, 1, 4, dtype=torch.float64, generator=draw).requires_grad_() for n in counts
+    ]
+    weights = [
+        torch.rand(n, 1, k, dtype=torch.float64, generator=draw).requires_grad_() for n in counts
+    ]
     ranked = [torch.rand(n, 1, wanted, generator=draw).argsort(-1)[..., :k] for n in counts]
     return Routing(tokens, weights, [allowed[one] for one in ranked])
 
 
 def layer(axes: ExpertAxes | None) -> MixtureOfExperts:
-    return MixtureOfExperts(CONFIG, Context(plan("fp64"), experts=axes, seed=5), "mlp").to(torch.float64)
+    return MixtureOfExperts(CONFIG, Context(plan("fp64"), experts=axes, seed=5), "mlp").to(
+        torch.float64
+    )
 
 
 def through(experts: MixtureOfExperts, given: Routing, rank: int) -> Tensor:
@@ -90,7 +103,9 @@ def gradients(experts: MixtureOfExperts) -> dict[str, Tensor]:
 
 def on_threads(work: Callable[[int, Axis], None]) -> None:
     """Calls work(rank, axis) on a thread for each rank; raises what one of them raised."""
-    board, barrier, errors = [None] * RANKS, Barrier(RANKS), list[BaseException]()
+    board = [None] * RANKS
+    barrier = Barrier(RANKS)
+    errors = list[BaseException]()
 
     def run(rank: int) -> None:
         try:
@@ -109,7 +124,8 @@ def on_threads(work: Callable[[int, Axis], None]) -> None:
 
 
 def require_same_as_alone(numbers: range) -> None:
-    """Results and the gradients of tokens, weights and experts are those of one rank that holds all experts."""
+    """Results and the gradients of tokens, weights and experts are those of one rank that holds all
+    experts."""
     found: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(RANKS)}
 
     def work(rank: int, axis: Axis) -> None:
@@ -119,7 +135,9 @@ def require_same_as_alone(numbers: range) -> None:
             experts.zero_grad()
             y = through(experts, given, rank)
             y.backward(torch.ones_like(y))
-            found[rank].append((y.detach(), given.tokens[rank].grad, given.weights[rank].grad, gradients(experts)))
+            found[rank].append(
+                (y.detach(), given.tokens[rank].grad, given.weights[rank].grad, gradients(experts))
+            )
 
     on_threads(work)
     alone = layer(None)
@@ -160,7 +178,9 @@ def test_a_thousand_random_routings_are_computed_as_on_one_rank(first: int) -> N
 def test_the_routings_of_this_law_have_every_extreme() -> None:
     drawn = [routing(number) for number in range(20)]
     counts = [[len(tokens) for tokens in one.tokens] for one in drawn]
-    assert any(0 in some and any(some) for some in counts), "a rank without tokens beside others with some"
+    assert any(0 in some and any(some) for some in counts), (
+        "a rank without tokens beside others with some"
+    )
     assert any(0 < sum(some) < EXPERTS for some in counts), "fewer tokens than experts"
     used = [len(torch.cat([one.flatten() for one in each.chosen]).unique()) for each in drawn]
     assert {1, EXPERTS} <= set(used), "all tokens to one expert; all experts in use"
@@ -174,16 +194,25 @@ def test_a_wrong_order_of_rows_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rows_are_regrouped_and_back() -> None:
     counts = [[2, 0, 1], [0, 3, 1]]
-    names = [(i, j, n) for i, some in enumerate(counts) for j, count in enumerate(some) for n in range(count)]
+    names = [
+        (i, j, n)
+        for i, some in enumerate(counts)
+        for j, count in enumerate(some)
+        for n in range(count)
+    ]
     rows = torch.tensor(names)
     turned = regrouped(rows, counts)
-    assert [tuple(row) for row in turned.tolist()] == sorted(names, key=lambda name: (name[1], name[0], name[2]))
+    assert [tuple(row) for row in turned.tolist()] == sorted(
+        names, key=lambda name: (name[1], name[0], name[2])
+    )
     assert torch.equal(regrouped(turned, [*zip(*counts, strict=True)]), rows)
 
 
 @pytest.mark.parametrize(("tp", "slices"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 10])
-def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(tp: int, slices: int, count: int) -> None:
+def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(
+    tp: int, slices: int, count: int
+) -> None:
     sent = []
     for rank in range(tp):
         axes = ExpertAxes(Axis("expert"), Axis("tp", rank % slices, slices), Axis("replicas"))

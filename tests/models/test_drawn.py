@@ -1,6 +1,8 @@
-"""What is said of a model beforehand holds for models of any keys: tensors, sizes, FLOPs, bytes, kept keys, any layout.
+"""What is said of a model beforehand holds for models of any keys: tensors, sizes, FLOPs, bytes,
+kept keys, any layout.
 
-Tables of [model] are drawn at random, each key with some probability, so that switches of several families meet.
+Tables of [model] are drawn at random, each key with some probability, so that switches of several
+families meet.
 """
 
 import pytest
@@ -45,7 +47,10 @@ def model_of(seed: int) -> ModelConfig:
 def weights_of(config: ModelConfig) -> dict[str, Tensor]:
     """Lively ones: each tensor matters."""
     made = torch.Generator().manual_seed(1)
-    drawn_ones = {n: torch.randn(s, generator=made, dtype=torch.float64) for n, s in logical_shapes(config).items()}
+    drawn_ones = {
+        n: torch.randn(s, generator=made, dtype=torch.float64)
+        for n, s in logical_shapes(config).items()
+    }
     return {name: 0.3 * values + ("norm" in name) for name, values in drawn_ones.items()}
 
 
@@ -67,7 +72,9 @@ def test_tensors_and_parameters_are_those_that_are_foretold(seed: int) -> None:
     for count in (1, 3):
         cut = cuts(config, count, LENGTH)
         stages = [Stage(config, Context(plan("fp32")), one) for one in cut]
-        parts = [part for stage in stages for p in stage.parameters() for part in layout_of(p).parts]
+        parts = [
+            part for stage in stages for p in stage.parameters() for part in layout_of(p).parts
+        ]
         assert {part.name: part.shape for part in parts} == logical_shapes(config)
         held = [sum(p.numel() for p in stage.parameters()) for stage in stages]
         if count > 1 and config.mtp_layers and not config.tied:
@@ -75,7 +82,9 @@ def test_tensors_and_parameters_are_those_that_are_foretold(seed: int) -> None:
         assert [cost.parameters for cost in stage_costs(config, cut, LENGTH, BATCH)] == held
     sizes = {name: torch.Size(shape).numel() for name, shape in logical_shapes(config).items()}
     assert config.num_parameters == sum(sizes.values())
-    assert config.expert_parameters == sum(size for name, size in sizes.items() if ".experts." in name)
+    assert config.expert_parameters == sum(
+        size for name, size in sizes.items() if ".experts." in name
+    )
 
 
 @CASES
@@ -83,11 +92,14 @@ def test_tensors_and_parameters_are_those_that_are_foretold(seed: int) -> None:
 @torch.no_grad()
 def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None:
     config = model_of(seed)
-    weights, ids = weights_of(config), ids_of(config)
+    weights = weights_of(config)
+    ids = ids_of(config)
     stage = stage_of(config, weights)
     found = stage(ids).transpose(0, 1)
     if config.rope_scaling.kind == "none":
-        torch.testing.assert_close(oracle.logits(config, weights, ids.t()), found, rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            oracle.logits(config, weights, ids.t()), found, rtol=0, atol=1e-10
+        )
     assert torch.equal(stage_of(as_computed(config), weights)(ids).transpose(0, 1), found)
     cached = stage_of(config.alone, weights, CachedStage)
     assert isinstance(cached, CachedStage)
@@ -101,15 +113,19 @@ def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None
 @CASES
 @SEEDS
 def test_flops_are_those_that_torch_counts(seed: int) -> None:
-    """Of models whose attention torch counts whole: not of windows, sinks and values of another width than keys."""
+    """Of models whose attention torch counts whole: not of windows, sinks and values of another
+    width than keys."""
     config = model_of(seed).alone
     config = config.model_copy(update={"window": 0, "window_layers": (), "attention_sinks": False})
     if config.latent and config.latent.value_dim != config.latent.head_dim:
-        config = config.model_copy(update={"latent": config.latent.model_copy(update={"value_dim": 10})})
+        config = config.model_copy(
+            update={"latent": config.latent.model_copy(update={"value_dim": 10})}
+        )
     for recompute in (KEEP, Recompute(fraction=1.0), Recompute(("attention",))):
         (cut,) = cuts(config, 1, LENGTH)
         (cost,) = stage_costs(config, [cut], LENGTH, BATCH, recompute)
-        stage, ids = Stage(config, Context(plan("fp32"), recompute=recompute), cut), ids_of(config)
+        stage = Stage(config, Context(plan("fp32"), recompute=recompute), cut)
+        ids = ids_of(config)
         with sdpa_kernel(SDPBackend.MATH):
             with FlopCounterMode(display=False) as forward:
                 losses = stage.losses(stage(ids), ids)
@@ -123,17 +139,24 @@ def test_flops_are_those_that_torch_counts(seed: int) -> None:
 @pytest.mark.cases(1, sample=5)
 @SEEDS
 def test_stages_keep_the_bytes_that_are_foretold(seed: int) -> None:
-    """To one per cent: single numbers, which real tensors are made of now and then, are not counted."""
-    config, precision = model_of(seed), plan(("bf16", "fp32")[seed % 2])
-    recompute = (KEEP, Recompute(MODULES), Recompute(fraction=0.5), Recompute(("attention",)))[seed // 2 % 4]
+    """To one per cent: single numbers, which real tensors are made of now and then, are not
+    counted."""
+    config = model_of(seed)
+    precision = plan(("bf16", "fp32")[seed % 2])
+    recompute = (KEEP, Recompute(MODULES), Recompute(fraction=0.5), Recompute(("attention",)))[
+        seed // 2 % 4
+    ]
     foretold = StageMemory(config, precision, LENGTH, BATCH, recompute=recompute, halves=False)
     for cut in cuts(config, 2, LENGTH):
-        found = bytes_kept(Stage(config, Context(precision, recompute=recompute), cut).to(precision.parameters))
+        found = bytes_kept(
+            Stage(config, Context(precision, recompute=recompute), cut).to(precision.parameters)
+        )
         assert found == pytest.approx(foretold.kept(cut).activations, rel=0.01)
 
 
 def bytes_kept(stage: Stage) -> int:
-    """From a training forward pass of a micro-batch, its input included, until the backward pass."""
+    """From a training forward pass of a micro-batch, its input included, until the backward
+    pass."""
     forward(stage)  # makes what is made once for all
     with allocations() as sizes:
         held = forward(stage)
@@ -143,11 +166,18 @@ def bytes_kept(stage: Stage) -> int:
 
 def forward(stage: Stage) -> object:
     """Return the input, which is held until the backward pass, and all that this needs."""
-    config, plan, place = stage.config, stage.context.plan, MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
+    config = stage.config
+    plan = stage.context.plan
+    place = MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
     ids = torch.zeros(LENGTH, BATCH, dtype=torch.int64)
-    x = ids if stage.cut.first else torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
+    if stage.cut.first:
+        x = ids
+    else:
+        x = torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
     y = stage(x if stage.cut.first else x.to(plan.residual), place, WHOLE, ahead_of(stage))
-    return x, get_gradient_edge(stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline))
+    return x, get_gradient_edge(
+        stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline)
+    )
 
 
 def ahead_of(stage: Stage) -> Ahead | None:
@@ -155,18 +185,24 @@ def ahead_of(stage: Stage) -> Ahead | None:
     if not (stage.cut.last and (modules := stage.config.mtp_layers)):
         return None
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    made = look_ahead(ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True)
+    made = look_ahead(
+        ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True
+    )
     return made.of(slice(None))
 
 
 def job(seed: int, recompute: Recompute = KEEP) -> Job:
     config = model_of(seed)
     ids = torch.randint(config.vocab, (4, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    return Job(config, weights_of(config), ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), recompute)
+    return Job(
+        config, weights_of(config), ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), recompute
+    )
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 400, 10)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(first, first + 10) for first in range(0, 400, 10)], ids=str
+)
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
@@ -176,13 +212,18 @@ def job(seed: int, recompute: Recompute = KEEP) -> Job:
     ],
     ids=str,
 )
-def test_a_step_is_the_same_in_every_layout(seeds: range, layout: tuple[int, int, bool], recompute: Recompute) -> None:
+def test_a_step_is_the_same_in_every_layout(
+    seeds: range, layout: tuple[int, int, bool], recompute: Recompute
+) -> None:
     alone = step_all([job(seed) for seed in seeds])
     tp, pp, sequence = layout
     found = step_all([job(seed, recompute) for seed in seeds], tp, pp, sequence)
     for seed, (loss, tensors), (expected, theirs) in zip(seeds, found, alone, strict=True):
         assert loss == pytest.approx(expected, rel=1e-11), seed
         largest = max(values.abs().max().item() for values in theirs.values())
-        noise = {name for name, values in theirs.items() if values.abs().max() < 1e-6 * largest}  # rounding alone
-        ours, plain = ({n: v for n, v in some.items() if n not in noise} for some in (tensors, theirs))
+        # rounding alone
+        noise = {name for name, values in theirs.items() if values.abs().max() < 1e-6 * largest}
+        ours, plain = (
+            {n: v for n, v in some.items() if n not in noise} for some in (tensors, theirs)
+        )
         assert not (far := differing(ours, plain, 1e-8)), (seed, far)

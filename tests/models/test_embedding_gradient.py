@@ -23,11 +23,14 @@ MODEL: dict[str, Any] = {
 
 
 def plain(run: Run, weights: oracle.Weights) -> oracle.Weights:
-    """Gradients of the same model, where shares of the embedding that is looked up and of the head are detached."""
+    """Gradients of the same model, where shares of the embedding that is looked up and of the head
+    are detached."""
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    table, scale = w["embedding.weight"], run.config.embedding_grad_scale
+    table = w["embedding.weight"]
+    scale = run.config.embedding_grad_scale
     used = w | {"embedding.weight": scale * table + (1 - scale) * table.detach()}
-    head, scale = table if run.config.tied else w["head.weight"], run.config.head_grad_scale
+    head = table if run.config.tied else w["head.weight"]
+    scale = run.config.head_grad_scale
     used["head.weight"] = scale * head + (1 - scale) * head.detach()
     untied = ModelConfig(**{**run.model, "tied": False})
     loss, router_loss, _ = oracle.mean_loss(untied, used, *batches(run)[0])
@@ -35,13 +38,17 @@ def plain(run: Run, weights: oracle.Weights) -> oracle.Weights:
     return {name: value.grad for name, value in w.items() if value.grad is not None}
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
+)
 def test_the_gradients_of_embedding_and_head_are_scaled_each_by_its_own_factor_even_if_they_are_tied(
     layout: tuple[int, int, int],
 ) -> None:
     runs = [Run({**MODEL, "tied": tied}, steps=1, sequence=layout[0] > 1) for tied in (True, False)]
     for run, result in zip(runs, train_all(runs, *layout), strict=True):
-        assert not (wrong := differing(result.grads[0], plain(run, result.before))), f"tied {run.config.tied}: {wrong}"
+        assert not (wrong := differing(result.grads[0], plain(run, result.before))), (
+            f"tied {run.config.tied}: {wrong}"
+        )
 
 
 def test_only_their_gradients_change() -> None:

@@ -1,4 +1,5 @@
-"""Biases of experts, and gpt-oss' activation: the plain formula and its gradient, in a loop and grouped."""
+"""Biases of experts, and gpt-oss' activation: the plain formula and its gradient, in a loop and
+grouped."""
 
 from typing import Any
 
@@ -31,14 +32,18 @@ GPT_OSS: dict[str, Any] = {
 
 def plain_gate(y: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = y.chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def test_the_clamped_gate_and_its_gradient_are_those_of_the_formula() -> None:
-    y = torch.randn(50, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = torch.randn(
+        50, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     grad = torch.randn(50, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    ours, theirs = ClampedGate.apply(y, 1.3, 0.7), plain_gate(y, 1.3, 0.7)
+    ours = ClampedGate.apply(y, 1.3, 0.7)
+    theirs = plain_gate(y, 1.3, 0.7)
     assert ((y[:, :12] > 0.7).any() and (y[:, 12:] < -0.7).any()) and (y.abs() < 0.7).any()
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-15)
     (one,), (other,) = (torch.autograd.grad(made, y, grad) for made in (ours, theirs))
@@ -55,10 +60,17 @@ def layer(**switches: Any) -> tuple[MixtureOfExperts, dict[str, Tensor]]:
     """A layer with biases that matter, and its logical tensors."""
     made = MixtureOfExperts(ModelConfig(**{**GPT_OSS, **switches}), Context(plan("fp64")), "mlp")
     generator = torch.Generator().manual_seed(3)
-    named: dict[str, Tensor] = {"mlp.router.weight": made.router.weight, "mlp.router.bias": made.router.bias}  # type: ignore[dict-item]
+    named: dict[str, Tensor] = {
+        "mlp.router.weight": made.router.weight,
+        "mlp.router.bias": made.router.bias,
+    }  # type: ignore[dict-item]
     made.to(torch.float64)
     for n, expert in enumerate(made.experts.values()):
-        assert isinstance(expert, Expert) and expert.inner.bias is not None and expert.down_bias is not None
+        assert (
+            isinstance(expert, Expert)
+            and expert.inner.bias is not None
+            and expert.down_bias is not None
+        )
         for bias in (expert.inner.bias, expert.down_bias):
             bias.data.normal_(generator=generator)
         name = f"mlp.experts.{n}"
@@ -72,11 +84,14 @@ def some() -> Tensor:
     return torch.randn(7, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("switches", [{}, {"experts_per_token": 1}, {"router_bias": False}, {"swiglu_limit": 0.3}])
+@pytest.mark.parametrize(
+    "switches", [{}, {"experts_per_token": 1}, {"router_bias": False}, {"swiglu_limit": 0.3}]
+)
 def test_every_token_goes_through_its_experts_and_their_biases(switches: dict[str, Any]) -> None:
     experts, weights = layer(**switches)
     weights = {name: weight for name, weight in weights.items() if weight is not None}
-    y, plain = experts(some(), None), oracle.experts(experts.config, weights, "mlp", some(), [])
+    y = experts(some(), None)
+    plain = oracle.experts(experts.config, weights, "mlp", some(), [])
     torch.testing.assert_close(y, plain, rtol=1e-13, atol=1e-13)
     held = list(experts.parameters())
     found, expected = (torch.autograd.grad(made.square().sum(), held) for made in (y, plain))
@@ -144,6 +159,11 @@ def test_each_feature_of_a_sum_gets_its_bias_on_one_rank(size: int) -> None:
 
 def test_biases_without_experts_and_limits_without_a_clamp_are_refused_by_name() -> None:
     sizes = {"layers": 1, "hidden": 8, "heads": 2}
-    for key, value in (("expert_bias", True), ("router_bias", True), ("swiglu_limit", 3.0), ("swiglu_alpha", 1.0)):
+    for key, value in (
+        ("expert_bias", True),
+        ("router_bias", True),
+        ("swiglu_limit", 3.0),
+        ("swiglu_alpha", 1.0),
+    ):
         with pytest.raises(ValueError, match=key):
             ModelConfig(**{**sizes, key: value})

@@ -1,4 +1,5 @@
-"""Experts on ranks of their own: every cut trains the plain model, in float64, and no token is lost on the way."""
+"""Experts on ranks of their own: every cut trains the plain model, in float64, and no token is lost
+on the way."""
 
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -78,14 +79,21 @@ def require_plain(result: Result, alone: Result, records: list[dict[str, Any]]) 
         assert report.loss == pytest.approx(record["loss"], rel=CLOSE)
         assert report.grad_norm == pytest.approx(record["norm"], rel=CLOSE)
         assert report.num_zeros == zeros(grads) == zeros(record["grads"])
-        assert not (wrong := differing(grads, record["grads"])), f"gradients differ, by these ratios: {wrong}"
-    assert not (wrong := differing(result.after, records[-1]["weights"])), f"weights differ, by these ratios: {wrong}"
+        assert not (wrong := differing(grads, record["grads"])), (
+            f"gradients differ, by these ratios: {wrong}"
+        )
+    assert not (wrong := differing(result.after, records[-1]["weights"])), (
+        f"weights differ, by these ratios: {wrong}"
+    )
 
 
 FAST = ((2, 1, 2), [{"expert": 4, "expert_tensor": 1, "sequence": True}])
 SLOW: list[tuple[tuple[int, int, int], list[dict[str, Any]]]] = [
     ((1, 1, 2), [{"expert": 2}, {"expert": 2, "recompute": Recompute(fraction=1.0)}]),
-    ((2, 1, 1), [{"expert": 2, "expert_tensor": 1}, {"expert": 1, "expert_tensor": 1, "sequence": True}]),
+    (
+        (2, 1, 1),
+        [{"expert": 2, "expert_tensor": 1}, {"expert": 1, "expert_tensor": 1, "sequence": True}],
+    ),
     (
         (2, 1, 2),
         [
@@ -93,19 +101,27 @@ SLOW: list[tuple[tuple[int, int, int], list[dict[str, Any]]]] = [
             {"expert": 2, "expert_tensor": 1, "recompute": Recompute(("activation", "norm"))},
         ],
     ),
-    ((1, 2, 2), [{"expert": 2, "kind": "zb-h1"}, {"expert": 2, "kind": "interleaved", "chunks": 2}]),
+    (
+        (1, 2, 2),
+        [{"expert": 2, "kind": "zb-h1"}, {"expert": 2, "kind": "interleaved", "chunks": 2}],
+    ),
     ((2, 2, 1), [{"expert": 2, "expert_tensor": 1, "kind": "gpipe", "sequence": True}]),
     ((1, 1, 4), [{"expert": 2, "zero_size": 2}, {"expert": 4}]),
     ((1, 1, 8), [{"expert": 8, "micro_batch": 1}]),
     ((4, 1, 2), [{"expert": 2, "expert_tensor": 2}, {"expert": 2}]),
-    ((2, 2, 2), [{"expert": 4, "expert_tensor": 1, "sequence": True, "options": {"overlap": True}}]),
+    (
+        (2, 2, 2),
+        [{"expert": 4, "expert_tensor": 1, "sequence": True, "options": {"overlap": True}}],
+    ),
     ((1, 2, 4), [{"expert": 2, "zero_size": 2, "kind": "zb-v"}]),
 ]
 
 
 @pytest.mark.cases(None, sample=2)
 @pytest.mark.parametrize(
-    ("layout", "cuts"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+    ("layout", "cuts"),
+    [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
 )
 def test_every_cut_of_the_experts_trains_the_plain_model(
     layout: tuple[int, int, int], cuts: list[dict[str, Any]]
@@ -116,7 +132,12 @@ def test_every_cut_of_the_experts_trains_the_plain_model(
 
 COMBINED: dict[str, dict[str, Any]] = {
     "glm4_moe": {**MODELS["glm4_moe"], "router_z_loss": 0.1},
-    "gpt_oss": {**MODELS["gpt_oss"], "experts": 8, "attention_sinks": False, "router_aux_loss": 0.3},
+    "gpt_oss": {
+        **MODELS["gpt_oss"],
+        "experts": 8,
+        "attention_sinks": False,
+        "router_aux_loss": 0.3,
+    },
     "deepseek_v3": {
         **MODELS["deepseek_v3"],
         "bias": False,
@@ -125,7 +146,13 @@ COMBINED: dict[str, dict[str, Any]] = {
         "dense_layers": [0],
         "dense_ffn": 40,
         "shared_experts": 16,
-        "router": {"score": "sigmoid", "scale": 2.5, "correction": True, "groups": 4, "groups_per_token": 2},
+        "router": {
+            "score": "sigmoid",
+            "scale": 2.5,
+            "correction": True,
+            "groups": 4,
+            "groups_per_token": 2,
+        },
         "router_correction_speed": 0.03,
         "router_aux_loss": 0.3,
     },
@@ -143,22 +170,40 @@ ACROSS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 def test_routers_biases_and_latents_train_alike_with_experts_on_ranks_and_sequences_cut(
     layout: tuple[int, ...], cut: dict[str, Any]
 ) -> None:
-    """Shared experts, layers without experts, corrections, biases of experts, latents and documents, all at once."""
-    runs = [Run({**m, "max_positions": 16, "init_std": 0.2}, length=16, steps=2, borders=3) for m in COMBINED.values()]
+    """Shared experts, layers without experts, corrections, biases of experts, latents and
+    documents, all at once."""
+    runs = [
+        Run({**m, "max_positions": 16, "init_std": 0.2}, length=16, steps=2, borders=3)
+        for m in COMBINED.values()
+    ]
     spread = train_all([replace(run, **cut) for run in runs], *layout)
     for ours, alone in zip(spread, train_all(runs), strict=True):
-        for report, plain, grads, right in zip(ours.reports, alone.reports, ours.grads, alone.grads, strict=True):
+        for report, plain, grads, right in zip(
+            ours.reports, alone.reports, ours.grads, alone.grads, strict=True
+        ):
             assert report.loss == pytest.approx(plain.loss, rel=CLOSE)
             assert report.grad_norm == pytest.approx(plain.grad_norm, rel=CLOSE)
             assert report.num_zeros == plain.num_zeros
-            assert all((grads[n] - g).abs().max() <= CLOSE * _scale(right, n) for n, g in right.items())
-        assert all((ours.after[n] - w).abs().max() <= CLOSE * _scale(alone.after, n) for n, w in alone.after.items())
-        assert all(torch.equal(ours.after[n], w) for n, w in alone.after.items() if n.endswith(".correction"))
+            assert all(
+                (grads[n] - g).abs().max() <= CLOSE * _scale(right, n) for n, g in right.items()
+            )
+        assert all(
+            (ours.after[n] - w).abs().max() <= CLOSE * _scale(alone.after, n)
+            for n, w in alone.after.items()
+        )
+        assert all(
+            torch.equal(ours.after[n], w)
+            for n, w in alone.after.items()
+            if n.endswith(".correction")
+        )
 
 
 def _scale(tensors: dict[str, Tensor], name: str) -> float:
-    """Return what an error is measured by. Softmax does not see a bias of the keys, so all tensors measure it."""
-    return max(float(t.abs().max()) for n, t in tensors.items() if n == name or name.endswith("key.bias"))
+    """Return what an error is measured by. Softmax does not see a bias of the keys, so all tensors
+    measure it."""
+    return max(
+        float(t.abs().max()) for n, t in tensors.items() if n == name or name.endswith("key.bias")
+    )
 
 
 @pytest.mark.slow
@@ -168,11 +213,17 @@ def test_experts_on_ranks_train_in_half_precision_and_skip_steps_together() -> N
     runs += [replace(PLAIN, compute="fp16", steps=3, scaling=scaling, plant=(0, 1, float("inf")))]
     spread = train_all([replace(one, expert=4, expert_tensor=1) for one in runs], 2, 1, 2)
     for ours, theirs in zip(spread, train_all(runs), strict=True):
-        assert [report.outcome for report in ours.reports] == [report.outcome for report in theirs.reports]
+        assert [report.outcome for report in ours.reports] == [
+            report.outcome for report in theirs.reports
+        ]
         assert ours.scaler == theirs.scaler
         for own, other in zip(ours.reports, theirs.reports, strict=True):
             assert own.loss == pytest.approx(other.loss, rel=2e-2)
-    assert [report.outcome for report in spread[1].reports] == ["applied", "skipped_overflow", "applied"]
+    assert [report.outcome for report in spread[1].reports] == [
+        "applied",
+        "skipped_overflow",
+        "applied",
+    ]
 
 
 @pytest.mark.cases(0, sample=1)
@@ -180,12 +231,18 @@ def test_experts_on_ranks_train_in_half_precision_and_skip_steps_together() -> N
 def test_the_expert_that_broke_a_step_is_named_once(rank: int) -> None:
     """The planted element is the last one that the rank counts, which is of its experts."""
     run = replace(
-        PLAIN, steps=1, expert=2, plant=(rank, 0, float("inf")), before=plant_in_an_expert, options={"norm": 3.0}
+        PLAIN,
+        steps=1,
+        expert=2,
+        plant=(rank, 0, float("inf")),
+        before=plant_in_an_expert,
+        options={"norm": 3.0},
     )
     first = train(run, 2, 1, 2).reports[0]
     assert first.outcome == "skipped_overflow"
     (offender,) = first.offenders
-    number, tp = int(offender.name.split(".experts.")[1].split(".")[0]), rank % 2
+    number = int(offender.name.split(".experts.")[1].split(".")[0])
+    tp = rank % 2
     assert (number // 4, offender.tp_rank, offender.infs) == (rank // 2, tp, 1)
 
 
@@ -196,7 +253,9 @@ def plant_in_an_expert() -> None:
     def init(self: Recording, *args: Any, **options: Any) -> None:
         inner(self, *args, **options)
         of_experts = [buffer for buffer in self.all_buffers() if buffer.of_experts]
-        self._counted = [buffer.own(buffer.grads)[a:b] for buffer in of_experts for a, b in buffer.counted()]
+        self._counted = [
+            buffer.own(buffer.grads)[a:b] for buffer in of_experts for a, b in buffer.counted()
+        ]
 
     Recording.__init__ = init  # type: ignore[method-assign]
 
@@ -222,18 +281,29 @@ def saved_and_resumed(mesh: DeviceMesh, run: Run, folder: Path, number: int) -> 
     assert not outcome.problem
     held = fragments(engine.optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
     whole = engine.optimizer.state_dict()["tensors"]
-    return [report, held, {name: tensor for name, tensor in whole.items() if name.startswith("weight/")}]
+    return [
+        report,
+        held,
+        {name: tensor for name, tensor in whole.items() if name.startswith("weight/")},
+    ]
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_every_other_cut_of_its_experts(tmp_path: Path) -> None:
-    """Each step in another layout, from the checkpoint of the one before, is a step of the plain model."""
+    """Each step in another layout, from the checkpoint of the one before, is a step of the plain
+    model."""
     run = replace(PLAIN, steps=len(CUTS), options={"norm": 3.0})  # and another norm than L2
     (alone,) = train_all([run])
     ranks: list[list[Any]] = []
     for number, ((tp, pp, dp), cut) in enumerate(CUTS):
         own = replace(run, **cut)
-        ranks = run_ranks(saved_and_resumed, {"pp": pp, "dp": dp, "tp": tp}, run=own, folder=tmp_path, number=number)
+        ranks = run_ranks(
+            saved_and_resumed,
+            {"pp": pp, "dp": dp, "tp": tp},
+            run=own,
+            folder=tmp_path,
+            number=number,
+        )
         for report, *_ in ranks:
             assert report.loss == pytest.approx(alone.reports[number].loss, rel=CLOSE)
             assert report.grad_norm == pytest.approx(alone.reports[number].grad_norm, rel=CLOSE)
@@ -248,8 +318,12 @@ def test_a_run_goes_on_in_every_other_cut_of_its_experts(tmp_path: Path) -> None
 def test_muon_orthogonalizes_each_expert_once() -> None:
     by_muon = replace(PLAIN, options={"rule": rule("muon", {})})
     (alone,) = train_all([by_muon])
-    (spread,) = train_all([replace(by_muon, expert=4, expert_tensor=1, options={"rule": rule("muon", {})})], 2, 1, 2)
-    assert not (wrong := differing(spread.after, alone.after)), f"weights differ, by these ratios: {wrong}"
+    (spread,) = train_all(
+        [replace(by_muon, expert=4, expert_tensor=1, options={"rule": rule("muon", {})})], 2, 1, 2
+    )
+    assert not (wrong := differing(spread.after, alone.after)), (
+        f"weights differ, by these ratios: {wrong}"
+    )
 
 
 @dataclass(frozen=True)
@@ -263,7 +337,8 @@ class Spread:
 
 def even_route(self: Router, x: Tensor, place: object) -> tuple[Tensor, Tensor]:
     """As many tokens to each expert, on each rank, as an estimate takes them to be."""
-    config, tokens = self.config, x.shape[0] * x.shape[1]
+    config = self.config
+    tokens = x.shape[0] * x.shape[1]
     k = config.experts_per_token
     chosen = torch.arange(tokens * k).remainder(config.experts).view(*x.shape[:2], k)
     logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
@@ -272,9 +347,12 @@ def even_route(self: Router, x: Tensor, place: object) -> tuple[Tensor, Tensor]:
 
 def kept_on_a_rank(mesh: DeviceMesh, spread: Spread, recompute: Recompute) -> int:
     Router.forward = even_route  # type: ignore[method-assign]
-    config, cut = ModelConfig(**WIDE), Cut(1, range(1, 3), first=False, last=False)
+    config = ModelConfig(**WIDE)
+    cut = Cut(1, range(1, 3), first=False, last=False)
     axes = ExpertAxes.of(mesh, spread.expert, spread.expert_tensor)
-    context = Context(plan("fp32"), Axis.of(mesh, "tp"), spread.sequence, recompute=recompute, experts=axes)
+    context = Context(
+        plan("fp32"), Axis.of(mesh, "tp"), spread.sequence, recompute=recompute, experts=axes
+    )
     stage = Stage(config, context, cut)
     shape = LONG // (context.tp.size if context.cut_sequence else 1), 2, config.hidden
     with torch.no_grad():
@@ -317,7 +395,10 @@ def said_of_memory(mesh: DeviceMesh, run: Run) -> str:
 @pytest.mark.slow
 def test_the_memory_that_is_said_knows_how_few_ranks_share_the_state_of_an_expert() -> None:
     for said in run_ranks(said_of_memory, {"dp": 2}, run=replace(PLAIN, expert=2)):
-        assert "16 + 16/2 = 24 bytes a parameter, 16 + 16 = 32 bytes a parameter of experts for weights" in said
+        assert (
+            "16 + 16/2 = 24 bytes a parameter, 16 + 16 = 32 bytes a parameter of experts for "
+            "weights"
+        ) in said
 
 
 def experts_are_reduced_over_all_replicas() -> None:
@@ -354,7 +435,9 @@ def each_rank_sends_all_tokens() -> None:
         (each_rank_sends_all_tokens, (2, 1, 1), {"expert": 2, "expert_tensor": 1}),
     ],
 )
-def test_the_law_fails_if(bug: Callable[[], None], layout: tuple[int, int, int], cut: dict[str, Any]) -> None:
+def test_the_law_fails_if(
+    bug: Callable[[], None], layout: tuple[int, int, int], cut: dict[str, Any]
+) -> None:
     alone, records = expected()
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         require_plain(train(replace(PLAIN, before=bug, **cut), *layout), alone, records)

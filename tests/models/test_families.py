@@ -1,7 +1,8 @@
-"""Every family is the model that transformers builds: the same logits and gradients, whatever the layout.
+"""Every family is the model that transformers builds: the same logits and gradients, whatever the
+layout.
 
-transformers rounds norms, softmax, routers and angles to FP32 even in a float64 model. While it works here, what it
-calls float32 is float64.
+transformers rounds norms, softmax, routers and angles to FP32 even in a float64 model. While it
+works here, what it calls float32 is float64.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from tests.families import BATCH, CASES, LENGTH, MIXTRAL, THEIRS, Case, Job, config_of, step_all
 from tests.other_systems import slow
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+transformers = pytest.importorskip(
+    "transformers", minversion="5", reason="needs transformers: the extra hf"
+)
 
 NARROW = torch.float32
 NAMES = {  # of what they call it in a layer, or outside
@@ -67,7 +70,10 @@ NAMES = {  # of what they call it in a layer, or outside
 
 LATENT = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
 # Of families with norms after the branches.
-AFTER = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
+AFTER = {
+    "post_attention_layernorm": "attention_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
 AROUND = {"pre_feedforward_layernorm": "mlp_norm", **AFTER}
 NORMS = {"olmo2": AFTER, "olmo3": AFTER, "gemma2": AROUND, "gemma3_text": AROUND}
 
@@ -78,11 +84,16 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for path, tensor in theirs.items():
         parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
         layer = f"layers.{parts[1]}." if parts[0] in ("layers", "h") else ""
-        name, kind = ".".join(parts[2 if layer else 0 :]).removesuffix(".weight").removesuffix(".bias"), parts[-1]
+        name = ".".join(parts[2 if layer else 0 :]).removesuffix(".weight").removesuffix(".bias")
+        kind = parts[-1]
         if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
             tensor = tensor.t()  # theirs are [input, output]
-        if (hasattr(config, "kv_lora_rank") and name in LATENT) or name == "self_attn.kv_a_proj_with_mqa":
-            ours |= _of_latents(config, f"{layer}attention", name.removeprefix("self_attn."), kind, tensor)
+        if (
+            hasattr(config, "kv_lora_rank") and name in LATENT
+        ) or name == "self_attn.kv_a_proj_with_mqa":
+            ours |= _of_latents(
+                config, f"{layer}attention", name.removeprefix("self_attn."), kind, tensor
+            )
         elif name == "attn.c_attn":
             ours |= _three(f"{layer}attention", kind, tensor.chunk(3))
         elif name == "attention.query_key_value":
@@ -92,11 +103,16 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ours |= _stacked(f"{layer}mlp.experts", name, tensor)
         elif name == "mlp.experts.gate_up_proj":
             for n, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
-                ours |= {f"{layer}mlp.experts.{n}.gate.weight": gate, f"{layer}mlp.experts.{n}.up.weight": up}
+                ours |= {
+                    f"{layer}mlp.experts.{n}.gate.weight": gate,
+                    f"{layer}mlp.experts.{n}.up.weight": up,
+                }
         elif kind == "e_score_correction_bias":
             ours[f"{layer}mlp.router.correction"] = tensor
         elif name == "mlp.experts.down_proj":
-            ours |= {f"{layer}mlp.experts.{n}.down.weight": expert for n, expert in enumerate(tensor)}
+            ours |= {
+                f"{layer}mlp.experts.{n}.down.weight": expert for n, expert in enumerate(tensor)
+            }
         else:
             kind = "weight" if name == "self_attn.sinks" else kind
             ours[f"{layer}{(NAMES | NORMS.get(config.model_type, {}))[name]}.{kind}"] = tensor
@@ -104,11 +120,17 @@ def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_latents(config: Any, layer: str, name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Tensors whose rows are of several kinds; neighbours turn together in theirs, and halves of a head in ours."""
-    turning, still, value = config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+    """Tensors whose rows are of several kinds; neighbours turn together in theirs, and halves of a
+    head in ours."""
+    turning = config.qk_rope_head_dim
+    still = config.qk_nope_head_dim
+    value = config.v_head_dim
     if name == "kv_b_proj":
         keys, values = tensor.unflatten(0, (-1, still + value)).split([still, value], 1)
-        return {f"{layer}.key_up.weight": keys.flatten(0, 1), f"{layer}.value_up.weight": values.flatten(0, 1)}
+        return {
+            f"{layer}.key_up.weight": keys.flatten(0, 1),
+            f"{layer}.value_up.weight": values.flatten(0, 1),
+        }
     if name == "kv_a_proj_with_mqa":
         latent, turned = tensor.split([config.kv_lora_rank, turning])
         halves = torch.cat((turned[0::2], turned[1::2]))
@@ -126,14 +148,20 @@ def _stacked(experts: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
     for n, expert in enumerate(tensor):
         rows = expert.t() if kind == "weight" else expert
         if "gate_up" in name:
-            ours |= {f"{experts}.{n}.gate.{kind}": rows[0::2], f"{experts}.{n}.up.{kind}": rows[1::2]}
+            ours |= {
+                f"{experts}.{n}.gate.{kind}": rows[0::2],
+                f"{experts}.{n}.up.{kind}": rows[1::2],
+            }
         else:
             ours[f"{experts}.{n}.down.{kind}"] = rows
     return ours
 
 
 def _three(name: str, kind: str, parts: Any) -> dict[str, Tensor]:
-    return {f"{name}.{which}.{kind}": part for which, part in zip(("query", "key", "value"), parts, strict=True)}
+    return {
+        f"{name}.{which}.{kind}": part
+        for which, part in zip(("query", "key", "value"), parts, strict=True)
+    }
 
 
 @contextmanager
@@ -161,13 +189,19 @@ def their_model(case: Case) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.3 * noise + float("norm" in name or "ln_" in name))
         for _, correction in corrections(model):
-            correction.copy_(0.1 * torch.randn(correction.shape, generator=generator, dtype=torch.float64))
+            correction.copy_(
+                0.1 * torch.randn(correction.shape, generator=generator, dtype=torch.float64)
+            )
     return model
 
 
 def corrections(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Buffers by which the choice of experts is corrected."""
-    return [(name, values) for name, values in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [
+        (name, values)
+        for name, values in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    ]
 
 
 def counting(model: nn.Module) -> dict[str, Tensor]:
@@ -184,12 +218,17 @@ def counting(model: nn.Module) -> dict[str, Tensor]:
 
 
 def data(batch: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, THEIRS["vocab_size"], (batch, LENGTH + 1), generator=torch.Generator().manual_seed(6))
+    ids = torch.randint(
+        0, THEIRS["vocab_size"], (batch, LENGTH + 1), generator=torch.Generator().manual_seed(6)
+    )
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def their_step(case: Case, batch: int = BATCH, aux: float = 0.0) -> tuple[Job, float, dict[str, Tensor]]:
-    """What our layers are to do, and the loss and the gradients that they are to find, with the logits among them."""
+def their_step(
+    case: Case, batch: int = BATCH, aux: float = 0.0
+) -> tuple[Job, float, dict[str, Tensor]]:
+    """What our layers are to do, and the loss and the gradients that they are to find, with the
+    logits among them."""
     tokens, targets = data(batch)
     with float32_is_float64():
         model = their_model(case)
@@ -198,9 +237,16 @@ def their_step(case: Case, batch: int = BATCH, aux: float = 0.0) -> tuple[Job, f
         loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
         (loss + aux * out.aux_loss if aux else loss).backward()
     parameters = dict(model.named_parameters())
-    weights = logical(model.config, {name: p.detach() for name, p in (*parameters.items(), *corrections(model))})
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
-    found = {**logical(model.config, grads | counts), "logits": out.logits.detach().flatten(0, 1).t()}
+    weights = logical(
+        model.config, {name: p.detach() for name, p in (*parameters.items(), *corrections(model))}
+    )
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()
+    }
+    found = {
+        **logical(model.config, grads | counts),
+        "logits": out.logits.detach().flatten(0, 1).t(),
+    }
     return Job(config_of(case), weights, tokens, targets), loss.item(), found
 
 
@@ -210,16 +256,20 @@ def theirs(name: str) -> tuple[Job, float, dict[str, Tensor]]:
 
 
 @cache
-def ours(names: tuple[str, ...], tp: int, pp: int, sequence: bool) -> dict[str, tuple[float, dict[str, Tensor]]]:
+def ours(
+    names: tuple[str, ...], tp: int, pp: int, sequence: bool
+) -> dict[str, tuple[float, dict[str, Tensor]]]:
     """These cases in one start of the ranks."""
-    return dict(zip(names, step_all([theirs(name)[0] for name in names], tp, pp, sequence), strict=True))
+    return dict(
+        zip(names, step_all([theirs(name)[0] for name in names], tp, pp, sequence), strict=True)
+    )
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float) -> dict[str, float]:
     """Names of tensors that are not close, with how far they are, relative to the largest element.
 
-    Softmax does not see a bias of the keys, nor the scale of what a norm normalises: there all that is left of a
-    gradient may be rounding noise, which is measured by the whole model.
+    Softmax does not see a bias of the keys, nor the scale of what a norm normalises: there all that
+    is left of a gradient may be rounding noise, which is measured by the whole model.
     """
     assert ours.keys() == theirs.keys()
     largest = max(t.abs().max().item() for t in theirs.values())
@@ -235,24 +285,35 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float) 
 @pytest.mark.cases(None, sample=12)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    "layout", [(1, 1, False), (2, 2, True), *slow(((2, 1, False),), ((2, 1, True),), ((1, 2, False),))], ids=str
+    "layout",
+    [(1, 1, False), (2, 2, True), *slow(((2, 1, False),), ((2, 1, True),), ((1, 2, False),))],
+    ids=str,
 )
 def test_every_family_is_the_model_of_transformers(
     name: str, layout: tuple[int, int, bool], alike: list[dict[str, Any]]
 ) -> None:
     _, their_loss, expected = theirs(name)
-    loss, found = ours(tuple(case["name"] for case in alike if case["layout"] == layout), *layout)[name]
+    loss, found = ours(tuple(case["name"] for case in alike if case["layout"] == layout), *layout)[
+        name
+    ]
     close = 1e-10 if layout == (1, 1, False) else 1e-9
     assert loss == pytest.approx(their_loss, rel=close)
     assert not (far := differing(found, expected, close)), f"these differ: {far}"
-    assert all(grad.any() for key, grad in expected.items() if "experts" not in key), "a gradient is zero"
+    assert all(grad.any() for key, grad in expected.items() if "experts" not in key), (
+        "a gradient is zero"
+    )
 
 
 def test_the_balance_loss_is_that_of_transformers_for_one_sample_and_one_layer() -> None:
-    case = Case("mixtral", {"num_local_experts": 4, "num_hidden_layers": 1}, {**MIXTRAL, "layers": 1})
+    case = Case(
+        "mixtral", {"num_local_experts": 4, "num_hidden_layers": 1}, {**MIXTRAL, "layers": 1}
+    )
     job, _, expected = their_step(case, batch=1, aux=0.5)
     without = their_step(case, batch=1)[2]["layers.0.mlp.router.weight"]
-    weighed = job.config.model_copy(update={"router_aux_loss": 0.5 * 2})  # theirs counts each token twice, ours once
+    # theirs counts each token twice, ours once
+    weighed = job.config.model_copy(update={"router_aux_loss": 0.5 * 2})
     _, found = step_all([Job(weighed, job.weights, job.tokens, job.targets)])[0]
     assert not (far := differing(found, expected, 1e-10)), f"these differ: {far}"
-    assert not torch.allclose(without, expected["layers.0.mlp.router.weight"], rtol=1e-2), "the loss did nothing"
+    assert not torch.allclose(without, expected["layers.0.mlp.router.weight"], rtol=1e-2), (
+        "the loss did nothing"
+    )

@@ -1,7 +1,8 @@
-"""Windows and documents on a GPU: what is asked of the flash kernel is what the mask says, and no mask is made.
+"""Windows and documents on a GPU: what is asked of the flash kernel is what the mask says, and no
+mask is made.
 
-The kernel itself runs on a GPU only (tests/gpu/test_windows.py). Here a plain one in float64 takes its place, written
-from the interface of torch's `varlen_attn`.
+The kernel itself runs on a GPU only (tests/gpu/test_windows.py). Here a plain one in float64 takes
+its place, written from the interface of torch's `varlen_attn`.
 """
 
 from itertools import pairwise
@@ -29,7 +30,10 @@ S = 24
 
 def numbers(seed: int, samples: int = 2) -> Tensor:
     """Documents of random lengths, down to one token."""
-    begins = torch.rand(samples, S, generator=torch.Generator().manual_seed(seed)) < (0.0, 0.2, 0.9)[seed % 3]
+    begins = (
+        torch.rand(samples, S, generator=torch.Generator().manual_seed(seed))
+        < (0.0, 0.2, 0.9)[seed % 3]
+    )
     begins[:, 0] = False
     return begins.long().cumsum(1)
 
@@ -38,21 +42,34 @@ def documents(seed: int) -> Documents:
     return Documents(numbers(seed), sum(Packing(numbers(seed)).counted))
 
 
-def plain_kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *rest: Any, **more: Any) -> list[Tensor]:
+def plain_kernel(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *rest: Any, **more: Any
+) -> list[Tensor]:
     """Sequences [b, s, n, d], or [tokens, n, d] cut at `starts`, one after the other."""
     same, longest, _, drop, causal, debug = rest
     assert same is starts and not drop and not debug
     if starts is None:
         return [torch.stack([_sequence(*one, causal, **more) for one in zip(q, k, v, strict=True)])]
     pieces = [slice(*ends) for ends in pairwise(starts.tolist())]
-    assert pieces[0].start == 0 and pieces[-1].stop == len(q) and max(p.stop - p.start for p in pieces) <= longest
+    assert (
+        pieces[0].start == 0
+        and pieces[-1].stop == len(q)
+        and max(p.stop - p.start for p in pieces) <= longest
+    )
     return [torch.cat([_sequence(q[p], k[p], v[p], causal, **more) for p in pieces])]
 
 
 def _sequence(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window_size_left: int, window_size_right: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
 ) -> Tensor:
-    groups, place = q.shape[1] // k.shape[1], torch.arange(len(q))
+    groups = q.shape[1] // k.shape[1]
+    place = torch.arange(len(q))
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     behind = place[:, None] - place
     seen = behind >= (0 if causal or window_size_right == 0 else -len(q))
@@ -70,14 +87,17 @@ def test_the_kernel_is_asked_for_what_the_mask_says(
     monkeypatch.setattr(flash_windows, "_kernel", plain_kernel)
     random = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(S, 2, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2))
-    q, k, v = (x.permute(1, 2, 0, 3).requires_grad_() for x in (q, k, v))  # strides as those of the model
+    # strides as those of the model
+    q, k, v = (x.permute(1, 2, 0, 3).requires_grad_() for x in (q, k, v))
     within = None if seed is None else documents(seed)
     ours = attend(q, k, v, within, window, 0.3)
     mask = causal_mask(S, window, None if within is None else within.numbers, q.device)
     theirs = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     wanted = torch.randn(ours.shape, generator=random, dtype=torch.float64)
-    for one, other in zip(*(torch.autograd.grad(y, (q, k, v), wanted) for y in (ours, theirs)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(y, (q, k, v), wanted) for y in (ours, theirs)), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
@@ -93,7 +113,9 @@ def test_documents_are_counted_before_they_are_sent_to_a_gpu_and_not_for_a_cpu()
     sent = packing.on(torch.device("meta"))
     assert sent.counts == (2, 3, 1) and sent.rows(slice(1, 3)).counts == (3, 1)
     assert packing.on(torch.device("cpu")).counts is None and packing.rows(slice(2)).counts is None
-    assert sent.on(torch.device("meta")).counts == (2, 3, 1), "meta tensors have no numbers to count"
+    assert sent.on(torch.device("meta")).counts == (2, 3, 1), (
+        "meta tensors have no numbers to count"
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -103,13 +125,18 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        sizes = (x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(result) if isinstance(x, Tensor))
+        sizes = (
+            x.untyped_storage().nbytes() // x.itemsize
+            for x in tree_leaves(result)
+            if isinstance(x, Tensor)
+        )
         self.elements = max(self.elements, *sizes, 0)
         return result
 
 
 def largest(compute: str, window: int, packed: bool) -> int:
-    """The most elements of a tensor in both passes of a stage on a GPU's tensors, with 256 tokens."""
+    """The most elements of a tensor in both passes of a stage on a GPU's tensors, with 256
+    tokens."""
     length = 256
     config = ModelConfig(
         family="mistral",

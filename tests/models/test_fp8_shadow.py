@@ -1,4 +1,5 @@
-"""The shadow of a step in FP8 changes nothing of the training, is the same in every layout, and shows what is wrong."""
+"""The shadow of a step in FP8 changes nothing of the training, is the same in every layout, and
+shows what is wrong."""
 
 import json
 import math
@@ -32,7 +33,9 @@ from tools.plots.shadow_plot import PICTURE, SHADOW, alarms, plot_shadow, shadow
 DROPOUT = {**run().model, "dropout": 0.2}
 
 
-def trained(engine: Engine, one: Run, shadows: bool, mesh: DeviceMesh | None = None) -> list[Shadow]:
+def trained(
+    engine: Engine, one: Run, shadows: bool, mesh: DeviceMesh | None = None
+) -> list[Shadow]:
     found = []
     for n, batch in enumerate(batches(one)):
         share = share_of(mesh, batch)
@@ -48,7 +51,8 @@ def fp8_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def require_shadows_change_nothing(one: Run, mesh: DeviceMesh | None = None) -> None:
-    with_them, without = make_engine(mesh, one), make_engine(mesh, one)
+    with_them = make_engine(mesh, one)
+    without = make_engine(mesh, one)
     trained(with_them, one, shadows=True, mesh=mesh)
     trained(without, one, shadows=False, mesh=mesh)
     require_same(state_of(with_them), state_of(without))
@@ -73,12 +77,16 @@ def cases() -> list[Run]:
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_the_same_with_and_without_a_shadow(axes: dict[str, int]) -> None:
-    run_ranks(require_on_ranks, axes, runs=[one for one in cases() if "pp" in axes or one.kind == "1f1b"])
+    run_ranks(
+        require_on_ranks, axes, runs=[one for one in cases() if "pp" in axes or one.kind == "1f1b"]
+    )
 
 
 def test_a_shadow_that_records_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = FP8State._entered
-    monkeypatch.setattr(FP8State, "_entered", lambda self, enabled, records: inner(self, enabled, True))
+    monkeypatch.setattr(
+        FP8State, "_entered", lambda self, enabled, records: inner(self, enabled, True)
+    )
     with pytest.raises(AssertionError):
         require_shadows_change_nothing(cases()[0])
 
@@ -89,8 +97,9 @@ def shadows_rank(mesh: DeviceMesh | None, runs: list[Run]) -> list[Shadow]:
 
 @pytest.mark.slow
 def test_a_shadow_is_the_same_in_every_layout() -> None:
-    """Of a first step, for weights differ after it, with scales that are powers of two, which forgive last bits. dp
-    ranks have half of the samples each, whose largest magnitudes are their own."""
+    """Of a first step, for weights differ after it, with scales that are powers of two, which
+    forgive last bits. dp ranks have half of the samples each, whose largest magnitudes are their
+    own."""
     one = run(fp8("current", power_2_scales=True), micro_batch=SAMPLES, steps=1, model=DROPOUT)
     (alone,) = shadows_rank(None, [one])
     assert 0 < abs(alone.gap) < 0.01 and 0.9 < alone.worst[1] < 0.9999
@@ -101,25 +110,37 @@ def test_a_shadow_is_the_same_in_every_layout() -> None:
         there = ranks[0]
         assert there.wide_loss == pytest.approx(alone.wide_loss, rel=1e-6)
         assert there.loss == pytest.approx(alone.loss, rel=1e-4 if "dp" in axes else 1e-5)
-        assert there.cosines.keys() == alone.cosines.keys() and there.saturated.keys() == alone.saturated.keys()
+        assert (
+            there.cosines.keys() == alone.cosines.keys()
+            and there.saturated.keys() == alone.saturated.keys()
+        )
         for name, cosine in there.cosines.items():
-            assert cosine == pytest.approx(alone.cosines[name], abs=0.01 if "dp" in axes else 1e-3), name
+            assert cosine == pytest.approx(
+                alone.cosines[name], abs=0.01 if "dp" in axes else 1e-3
+            ), name
         for name, part in there.underflowed.items():
-            assert part == pytest.approx(alone.underflowed[name], abs=0.02 if "dp" in axes else 2e-3), name
+            assert part == pytest.approx(
+                alone.underflowed[name], abs=0.02 if "dp" in axes else 2e-3
+            ), name
 
 
 def test_without_fp8_the_two_are_one() -> None:
     """Where all layers stay wide, or amaxes are only recorded, nothing is left to compare."""
     calibrating = shadows_rank(None, [run(fp8(calibrate=9), steps=2)])[0]
-    assert calibrating.gap == 0 and list(calibrating.cosines.values()) == pytest.approx([1.0] * 14, abs=1e-12)
+    assert calibrating.gap == 0 and list(calibrating.cosines.values()) == pytest.approx(
+        [1.0] * 14, abs=1e-12
+    )
     assert set(calibrating.saturated.values()) == {0.0}
     wide = shadows_rank(None, [run(fp8(wide=("*",)), steps=1)])[0]
     assert wide.gap == 0 and not wide.cosines and math.isnan(wide.worst[1])
 
 
 def test_the_cosine_is_that_of_gradients_made_by_autograd() -> None:
-    """An oracle without micro-batches, buffers and shadows: each model's own gradients, by torch."""
-    one = run(fp8("current"), micro_batch=SAMPLES, steps=1, model=DROPOUT | {"dropout": 0.0}, masked=False)
+    """An oracle without micro-batches, buffers and shadows: each model's own gradients, by
+    torch."""
+    one = run(
+        fp8("current"), micro_batch=SAMPLES, steps=1, model=DROPOUT | {"dropout": 0.0}, masked=False
+    )
     found = shadows_rank(None, [one])[0]
     gradients = []
     for enabled in (False, True):
@@ -129,7 +150,9 @@ def test_the_cosine_is_that_of_gradients_made_by_autograd() -> None:
             stage: Stage = engine.stages[0]
             loss = stage.losses(stage(tokens.t().contiguous()), targets.t().contiguous()).mean()
             loss.backward()
-        gradients.append(stage.layers["1"].get_submodule("mlp.down").weight.main_grad.clone().flatten())  # type: ignore[union-attr]
+        gradients.append(
+            stage.layers["1"].get_submodule("mlp.down").weight.main_grad.clone().flatten()
+        )  # type: ignore[union-attr]
     cosine = torch.cosine_similarity(gradients[0].double(), gradients[1].double(), dim=0).item()
     assert found.cosines["layers.1.mlp.down.weight"] == pytest.approx(cosine, abs=1e-9)
 
@@ -149,8 +172,11 @@ def test_what_casts_lose_is_counted_by_product_and_role() -> None:
 
 
 def test_weights_that_are_kept_in_codes_are_counted_like_casts() -> None:
-    """Both ways of keeping them lose the same numbers; without FP8 one has the codes' weights, the other FP32's."""
-    ours, theirs = (shadows_rank(None, [kept("delayed", "fp32", codes=codes)])[0] for codes in (True, False))
+    """Both ways of keeping them lose the same numbers; without FP8 one has the codes' weights, the
+    other FP32's."""
+    ours, theirs = (
+        shadows_rank(None, [kept("delayed", "fp32", codes=codes)])[0] for codes in (True, False)
+    )
     assert replace(ours, wide_loss=0, cosines={}) == replace(theirs, wide_loss=0, cosines={})
     assert ours.wide_loss != theirs.wide_loss
     assert any(part > 0 for name, part in ours.saturated.items() if name.endswith(".weight.weight"))
@@ -182,7 +208,10 @@ def shadow(loss: float = 2.0, wide_loss: float = 2.0, **cosines: float) -> Shado
         (shadow(1.97), ["loss gap -1.50% is beyond fp8.shadow_loss_gap = 0.01"]),
         (shadow(math.nan, a=math.nan), ["loss gap +inf% is beyond fp8.shadow_loss_gap = 0.01"]),
         (shadow(math.nan, math.nan, a=math.nan), []),
-        (shadow(a=0.8, b=0.7, c=0.99), ["cosine 0.700 of b and 1 more is below fp8.shadow_cosine = 0.9"]),
+        (
+            shadow(a=0.8, b=0.7, c=0.99),
+            ["cosine 0.700 of b and 1 more is below fp8.shadow_cosine = 0.9"],
+        ),
     ],
 )
 def test_what_lies_outside_of_the_band_alarms(found: Shadow, said: list[str]) -> None:
@@ -192,7 +221,9 @@ def test_what_lies_outside_of_the_band_alarms(found: Shadow, said: list[str]) ->
 def products_with_noise() -> None:
     """A kernel that is wrong where nothing else would tell: on the way back."""
 
-    def wrong(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch") -> Tensor:
+    def wrong(
+        a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch"
+    ) -> Tensor:
         made = multiply(a, b, out, fast, backend)
         return made if fast else made + torch.randn_like(made) * made.std()
 
@@ -223,7 +254,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_logs_draws_and_alarms_and_ends_in_the_same_checkpoint(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, plain = tmp_path / "run", tmp_path / "plain"
+    folder = tmp_path / "run"
+    plain = tmp_path / "plain"
     watch = ("fp8.shadow_every=2", "fp8.shadow_cosine=0.9999", "log.plot=true", "log.every=9")
     assert train(file, *KEYS, *watch, f"train.folder={folder}") == 0
     said = capsys.readouterr().out
@@ -240,21 +272,30 @@ def test_a_run_logs_draws_and_alarms_and_ends_in_the_same_checkpoint(
 @pytest.mark.slow
 def test_ranks_of_all_axes_make_a_shadow_together(file: Path, tmp_path: Path) -> None:
     after = ("fp8.kind=current", *KEYS[1:], "optimizer.validation=after")
-    for name, keys, layout in (("before", KEYS, {"tensor": 2, "data": 2}), ("after", after, {"data": 1})):
-        folder, plain = f"train.folder={tmp_path / name}", f"train.folder={tmp_path / name}_plain"
+    for name, keys, layout in (
+        ("before", KEYS, {"tensor": 2, "data": 2}),
+        ("after", after, {"data": 1}),
+    ):
+        folder = f"train.folder={tmp_path / name}"
+        plain = f"train.folder={tmp_path / name}_plain"
         ours = train_on(file, *keys, "fp8.shadow_every=3", folder, pipeline=2, **layout)
         require_same(
-            tensors(checkpoint(ours, 6)), tensors(checkpoint(train_on(file, *keys, plain, pipeline=2, **layout), 6))
+            tensors(checkpoint(ours, 6)),
+            tensors(checkpoint(train_on(file, *keys, plain, pipeline=2, **layout), 6)),
         )
         assert [event["step"] for event in read_events(ours, SHADOW)] == [3, 6]
 
 
 def test_a_shadow_that_is_not_finite_is_written_as_strict_json_and_drawn(tmp_path: Path) -> None:
     event = shadow_event(
-        Shadow(math.nan, 2.0, {"layers.0.a.weight": math.nan}, {"x.input": 0.1}, {"x.input": 0}), 3, BAND
+        Shadow(math.nan, 2.0, {"layers.0.a.weight": math.nan}, {"x.input": 0.1}, {"x.input": 0}),
+        3,
+        BAND,
     )
     line = to_json(event)
-    assert json.loads(line, parse_constant=lambda word: pytest.fail(word))["cosines"] == {"layers.0.a.weight": "nan"}
+    assert json.loads(line, parse_constant=lambda word: pytest.fail(word))["cosines"] == {
+        "layers.0.a.weight": "nan"
+    }
     (tmp_path / "events.jsonl").write_text(line + "\n")
     assert read_events(tmp_path, SHADOW)[0]["loss_gap"] == math.inf
     assert plot_shadow(tmp_path, FP8()) == tmp_path / PICTURE
@@ -264,8 +305,14 @@ def test_a_shadow_that_is_not_finite_is_written_as_strict_json_and_drawn(tmp_pat
     ("keys", "line"),
     [
         (["fp8.shadow_every=5"], 'fp8.shadow_every = 5, but fp8.kind = "none"'),
-        (["fp8.kind=current", "fp8.shadow_every=-1"], "fp8.shadow_every = -1 (command line): must be"),
-        (["fp8.kind=current", "fp8.shadow_cosine=2.0"], "fp8.shadow_cosine = 2.0 (command line): must be"),
+        (
+            ["fp8.kind=current", "fp8.shadow_every=-1"],
+            "fp8.shadow_every = -1 (command line): must be",
+        ),
+        (
+            ["fp8.kind=current", "fp8.shadow_cosine=2.0"],
+            "fp8.shadow_cosine = 2.0 (command line): must be",
+        ),
     ],
 )
 def test_bad_keys_are_one_line(

@@ -9,13 +9,18 @@ from torch.nn.functional import scaled_dot_product_attention as fused
 from models import bf16_attention
 from models.blocks import takes_groups
 
-S, D, HEADS, KV = 128, 16, 8, 2
+S = 128
+D = 16
+HEADS = 8
+KV = 2
 
 
 def heads(dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, n, S, D) for n in (HEADS, KV, KV, HEADS))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def gradients(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -39,12 +44,14 @@ def products_repeated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def errors(attend: Callable[..., Tensor]) -> list[float]:
-    exact, ours = gradients(repeated, torch.float64), gradients(attend, torch.bfloat16)
+    exact = gradients(repeated, torch.float64)
+    ours = gradients(attend, torch.bfloat16)
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)]
 
 
 def test_products_read_a_shared_head_without_a_copy_and_sum_its_gradients_in_fp32() -> None:
-    ours, copied = gradients(products, torch.bfloat16), gradients(products_repeated, torch.bfloat16)
+    ours = gradients(products, torch.bfloat16)
+    copied = gradients(products_repeated, torch.bfloat16)
     assert torch.equal(ours[0], copied[0]) and torch.equal(ours[1], copied[1])
     pairs = list(zip(errors(products), errors(products_repeated), strict=True))
     assert all(one <= 1.02 * other for one, other in pairs), pairs
@@ -57,11 +64,15 @@ def test_what_is_kept_of_a_shared_head_is_one_head() -> None:
     assert sum(x.nbytes for x in kept) == query.nbytes + key.nbytes + value.nbytes
 
 
-def test_torchs_kernel_for_cpus_sums_a_shared_head_less_exactly_so_heads_are_repeated_there() -> None:
+def test_torchs_kernel_for_cpus_sums_a_shared_head_less_exactly_so_heads_are_repeated_there() -> (
+    None
+):
     def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return fused(query, key, value, is_causal=True, enable_gqa=True)
 
     _, _, *ours = errors(shared)
     _, _, *copied = errors(repeated)
-    assert min(ours) > 1.1 * max(copied), "this torch sums them as exactly: `takes_groups` may say so"
+    assert min(ours) > 1.1 * max(copied), (
+        "this torch sums them as exactly: `takes_groups` may say so"
+    )
     assert not takes_groups(heads(torch.bfloat16)[0], masked=False)

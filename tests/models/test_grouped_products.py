@@ -1,4 +1,5 @@
-"""Grouped products of experts: the numbers of a loop over experts, from counts that never leave the device."""
+"""Grouped products of experts: the numbers of a loop over experts, from counts that never leave the
+device."""
 
 import pytest
 import torch
@@ -31,18 +32,25 @@ def test_weights_at_equal_distances_are_one_tensor_without_a_copy(gap: int) -> N
 
 def test_weights_elsewhere_are_copied_together() -> None:
     weights = weights_in_one_memory(4, 8, 16, 64)
-    for some in (weights[::-1], [weights[0], weights[1], weights[3]], [nn.Parameter(w.clone()) for w in weights]):
+    for some in (
+        weights[::-1],
+        [weights[0], weights[1], weights[3]],
+        [nn.Parameter(w.clone()) for w in weights],
+    ):
         assert all(torch.equal(a, b) for a, b in zip(together(some), some, strict=True))
         assert together(some).untyped_storage().data_ptr() != some[0].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("main", [False, True], ids=["autograd", "main gradients"])
 def test_grouped_products_are_those_of_a_loop(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a device leaves in memory for an expert without rows is planted, and not taken for a gradient."""
+    """What a device leaves in memory for an expert without rows is planted, and not taken for a
+    gradient."""
     torch.manual_seed(0)
     weights = weights_in_one_memory(4, 8, 16, 64)
-    x, ends = torch.randn(12, 16, requires_grad=True), torch.tensor(ENDS, dtype=torch.int32)
-    grad, firsts = torch.randn(12, 8), (0, *ENDS[:-1])
+    x = torch.randn(12, 16, requires_grad=True)
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    grad = torch.randn(12, 8)
+    firsts = (0, *ENDS[:-1])
     if main:
         for weight in weights:
             weight.main_grad = torch.full(weight.shape, float("nan"))  # type: ignore[attr-defined]
@@ -66,13 +74,19 @@ def test_grouped_products_are_those_of_a_loop(main: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("recompute", [(), ("activation",)])
-def test_experts_compute_the_same_grouped(recompute: tuple[Module, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig(family="mixtral", layers=1, hidden=16, heads=2, ffn=32, experts=4, init_std=0.5)
+def test_experts_compute_the_same_grouped(
+    recompute: tuple[Module, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(
+        family="mixtral", layers=1, hidden=16, heads=2, ffn=32, experts=4, init_std=0.5
+    )
     place = MicrobatchInfo(0, torch.arange(3), torch.ones(()))
     results = []
     for grouped in (False, True):
         monkeypatch.setattr(Expert, "groups", lambda self, x, grouped=grouped: grouped)
-        layer = MixtureOfExperts(config, Context(plan("fp32"), recompute=Recompute(recompute)), "mlp")
+        layer = MixtureOfExperts(
+            config, Context(plan("fp32"), recompute=Recompute(recompute)), "mlp"
+        )
         x = torch.randn(9, 3, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = layer(x, place)
         y.square().sum().backward()

@@ -1,4 +1,5 @@
-"""What a run can begin with or go on from: folders, checkpoints of other layouts, converted ones."""
+"""What a run can begin with or go on from: folders, checkpoints of other layouts, converted
+ones."""
 
 import shutil
 from pathlib import Path
@@ -39,15 +40,23 @@ def begun(file: Path, init: Path, name: str, **layout: int) -> Path:
     own = file.with_name(f"{name}.toml")
     own.write_text(text[text.index("[data]") :])
     place = own.with_suffix("")
-    keys = [f"train.init_from={init}", f"train.folder={place}", f"data.cache={place}/data", "train.steps=2"]
+    keys = [
+        f"train.init_from={init}",
+        f"train.folder={place}",
+        f"data.cache={place}/data",
+        "train.steps=2",
+    ]
     open_corpus(load_run(own, keys))
     return train_on(own, *keys, **layout)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
-def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(file: Path, tmp_path: Path) -> None:
-    """A run directory, the folders exported from it, and a checkpoint made of one are the same beginning."""
+def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(
+    file: Path, tmp_path: Path
+) -> None:
+    """A run directory, the folders exported from it, and a checkpoint made of one are the same
+    beginning."""
     run = file.parent / "run"
     convert(run, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "converted")
@@ -57,10 +66,14 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(
     assert steps(begun(file, run, "from_run")) == expected
     assert steps(begun(file, tmp_path / "converted", "from_converted")) == expected
     assert steps(begun(file, tmp_path / "megatron", "from_megatron")) == expected
-    for step, other in zip(expected, steps(begun(file, tmp_path / "copy", "tensor", tensor=2, data=2)), strict=True):
+    for step, other in zip(
+        expected, steps(begun(file, tmp_path / "copy", "tensor", tensor=2, data=2)), strict=True
+    ):
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
     last = steps(run)[-1]["loss"]
-    assert expected[0]["loss"] < (steps(run)[0]["loss"] + last) / 2, "it did not begin with trained weights"
+    assert expected[0]["loss"] < (steps(run)[0]["loss"] + last) / 2, (
+        "it did not begin with trained weights"
+    )
 
 
 @pytest.mark.usefixtures("torch_files_read_here")
@@ -88,19 +101,32 @@ def test_a_run_that_begins_with_a_folder_tells_its_notes(
 def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> None:
     found = checkpoint(file.parent / "run", 6)
     bare = file.with_name("bare.toml")
-    bare.write_text("[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n[data]\nsource = 'x'\n")
+    bare.write_text(
+        "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = "
+        "8\n[data]\nsource = 'x'\n"
+    )
     config = load_run(bare, [f"train.init_from={found}"])
     assert (config.model.layers, config.model.ffn, config.model.vocab) == (2, 32, 330)
     assert config.origin("model.ffn") == str(found / "checkpoint.json")
     assert Path(config.data.tokenizer) == found / "text.model"
-    with pytest.raises(UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; remove this key"):
+    with pytest.raises(
+        UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; remove this key"
+    ):
         load_run(bare, [f"train.init_from={found}", "model.ffn=40"])
 
 
-def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padded(file: Path, tmp_path: Path) -> None:
-    padded = checkpoint(train_on(file, "model.vocab=400", f"train.folder={tmp_path}/padded", "train.steps=1"), 1)
+def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padded(
+    file: Path, tmp_path: Path
+) -> None:
+    padded = checkpoint(
+        train_on(file, "model.vocab=400", f"train.folder={tmp_path}/padded", "train.steps=1"), 1
+    )
     keys = [f"train.init_from={padded}", f"train.folder={tmp_path}/run", "train.steps=1"]
-    assert load_run(file, keys).model.vocab == load_run(file, [*keys, "model.vocab=0"]).model.vocab == 400
+    assert (
+        load_run(file, keys).model.vocab
+        == load_run(file, [*keys, "model.vocab=0"]).model.vocab
+        == 400
+    )
     assert train(file, *keys, "model.vocab=0") == 0
 
 
@@ -109,27 +135,42 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused_unless_allowed_an
 ) -> None:
     initial = checkpoint(file.parent / "run", 6)
     shutil.copy(initial / "text.model", tmp_path / "same.model")
-    other = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300)
+    other = train_hugging_face(
+        [(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300
+    )
     convert(initial, tmp_path / "hf")
     exported = tmp_path / "hf" / "tokenizer.json"
 
     def trained(tokenizer: Path, name: str, *more: str) -> int:
         keys = [f"data.tokenizer={tokenizer}", f"train.init_from={initial}", "train.steps=1"]
-        return train(file, *keys, f"train.folder={tmp_path}/{name}", f"data.cache={tmp_path}/{name}/data", *more)
+        return train(
+            file,
+            *keys,
+            f"train.folder={tmp_path}/{name}",
+            f"data.cache={tmp_path}/{name}/data",
+            *more,
+        )
 
     assert trained(tmp_path / "same.model", "same") == 0
     assert trained(exported, "exported") == 0, "the same tokens in another form"
     capsys.readouterr()
     assert trained(other, "other") == 2
     said = capsys.readouterr().err
-    assert f"data.tokenizer: {other} is not the tokenizer that the weights of train.init_from were trained with" in said
-    assert f'set data.tokenizer = "{initial}/text.model", or accept it with --allow tokenizer' in said
+    assert (
+        f"data.tokenizer: {other} is not the tokenizer that the weights of train.init_from "
+        "were trained with"
+    ) in said
+    assert (
+        f'set data.tokenizer = "{initial}/text.model", or accept it with --allow tokenizer' in said
+    )
     assert not (tmp_path / "other" / "checkpoints").exists()
     assert trained(other, "other", "--allow=tokenizer") == 0
     assert "not needed" not in capsys.readouterr().out
     kept = checkpoint(tmp_path / "other", 1)
     assert (kept / other.name).read_bytes() == other.read_bytes()
-    assert trained(other, "other", "train.steps=2") == 0, "a resume goes on with the tokenizer of the checkpoint"
+    assert trained(other, "other", "train.steps=2") == 0, (
+        "a resume goes on with the tokenizer of the checkpoint"
+    )
 
 
 def test_a_data_set_of_another_tokenizer_than_that_of_the_weights_is_refused(
@@ -138,12 +179,25 @@ def test_a_data_set_of_another_tokenizer_than_that_of_the_weights_is_refused(
     initial = checkpoint(file.parent / "run", 6)
     source = file.parent / "text.txt"
     source.with_name("other.txt").write_text(source.read_text("utf-8") * 2 + "xyz" * 99, "utf-8")
-    built = ["data", "build", str(source.with_name("other.txt")), str(tmp_path / "tokens"), "--vocab-size", "330"]
+    built = [
+        "data",
+        "build",
+        str(source.with_name("other.txt")),
+        str(tmp_path / "tokens"),
+        "--vocab-size",
+        "330",
+    ]
     assert main(built) == 0
-    keys = [f"train.init_from={initial}", f"data.source={tmp_path}/tokens", f"train.folder={tmp_path}/run"]
+    keys = [
+        f"train.init_from={initial}",
+        f"data.source={tmp_path}/tokens",
+        f"train.folder={tmp_path}/run",
+    ]
     capsys.readouterr()
     assert train(file, *keys, "train.steps=1") == 2
-    told = f"{initial}/text.model is not the tokenizer of {tmp_path}/tokens, {tmp_path}/tokens.model"
+    told = (
+        f"{initial}/text.model is not the tokenizer of {tmp_path}/tokens, {tmp_path}/tokens.model"
+    )
     assert told in capsys.readouterr().err
     assert train(file, *keys, "train.steps=1", "--allow=tokenizer") == 0
 
@@ -180,10 +234,20 @@ def test_a_run_does_not_go_on_from_weights_alone_and_says_what_to_do(
 def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(
     dtype: str, file: Path, tmp_path: Path
 ) -> None:
-    """Masters, moments, step count and how much of the data was seen: the steps are the same, bit for bit."""
+    """Masters, moments, step count and how much of the data was seen: the steps are the same, bit
+    for bit."""
     run = file.parent / "run"
     stopped = rewind(run, tmp_path / "stopped", 3)
-    convert(checkpoint(stopped, 3), tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--dtype", dtype)
+    convert(
+        checkpoint(stopped, 3),
+        tmp_path / "megatron",
+        "--to",
+        "megatron",
+        "--tp",
+        2,
+        "--dtype",
+        dtype,
+    )
     moved = checkpoint_path(tmp_path / "moved/checkpoints", 3)
     convert(tmp_path / "megatron", moved)
     shutil.copy(file.parent / "run/checkpoints/step_00000003/text.model", moved)
@@ -203,12 +267,16 @@ def test_what_is_of_no_format_is_refused(file: Path, tmp_path: Path) -> None:
 def test_no_initial_weight_is_drawn_for_a_run_that_loads_others(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before they are loaded, all weights are NaN: one that nothing loads would be seen in the first loss."""
+    """Before they are loaded, all weights are NaN: one that nothing loads would be seen in the
+    first loss."""
     stopped = rewind(file.parent / "run", tmp_path / "stopped", 3)
     config = load_run(file, [f"train.folder={stopped}"])
     monkeypatch.setattr(layers, "normal_part", lambda *arguments: pytest.fail("a weight was drawn"))
     trainer = Trainer(config, open_corpus(config), None, checkpoint(stopped, 3))
-    assert all(p.isfinite().all() for stage in trainer.engine.stages.values() for p in stage.parameters())
-    model, one = config.model.with_vocab(330), schedule("1f1b", 1, 1)
+    assert all(
+        p.isfinite().all() for stage in trainer.engine.stages.values() for p in stage.parameters()
+    )
+    model = config.model.with_vocab(330)
+    one = schedule("1f1b", 1, 1)
     blank = Engine(model, config.plan, None, one, micro_batch=1, seq_length=8, blank=True)
     assert all(p.isnan().all() for stage in blank.stages.values() for p in stage.parameters())

@@ -16,13 +16,26 @@ from models.stages import Stage
 from parallel.context import Context
 from tests.families import CASES, config_of
 
-PIECES = [5, 1, 1, 3, 1, 1, 1, 1, 1, 1]  # they cross windows and the original lengths of scaled positions
+# they cross windows and the original lengths of scaled positions
+PIECES = [
+    5,
+    1,
+    1,
+    3,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+]
 
 
 def both(config: ModelConfig, compute: str = "fp64") -> tuple[Stage, CachedStage]:
     """The same lively random model without and with a cache."""
     cut = cuts(config, 1, config.max_positions)[0]
-    plain, cached = Stage(config, Context(plan(compute)), cut), CachedStage(config, Context(plan(compute)), cut)
+    plain = Stage(config, Context(plan(compute)), cut)
+    cached = CachedStage(config, Context(plan(compute)), cut)
     generator = torch.Generator().manual_seed(2)
     for parameter in plain.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
@@ -41,7 +54,9 @@ def test_logits_with_the_cache_are_those_without_it(case: str) -> None:
         ids = torch.randint(config.vocab, (config.max_positions, 3), generator=generator)
         cached.start(len(ids), 3)
         for piece, end in zip(ids.split(PIECES), accumulate(PIECES), strict=True):
-            torch.testing.assert_close(cached.extend(piece), plain(ids[:end])[-1], rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                cached.extend(piece), plain(ids[:end])[-1], rtol=0, atol=1e-12
+            )
 
 
 @torch.no_grad()
@@ -56,7 +71,9 @@ def test_keys_are_kept_in_the_dtype_of_the_products() -> None:
 
 def test_positions_that_the_model_has_not_are_refused() -> None:
     _, cached = both(config_of(CASES["llama"]))
-    with pytest.raises(UserError, match=r"17 tokens do not fit: the model has 16 positions \(model.max_positions\)"):
+    with pytest.raises(
+        UserError, match=r"17 tokens do not fit: the model has 16 positions \(model.max_positions\)"
+    ):
         cached.start(17)
     cached.start(4)
     cached.extend(torch.zeros(4, 1, dtype=torch.int64))
@@ -67,7 +84,9 @@ def test_positions_that_the_model_has_not_are_refused() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_token_after_512_others_takes_a_fifth_of_the_whole_text_at_most() -> None:
-    plain, cached = both(ModelConfig(layers=4, hidden=256, heads=8, vocab=512, max_positions=544), "fp32")
+    plain, cached = both(
+        ModelConfig(layers=4, hidden=256, heads=8, vocab=512, max_positions=544), "fp32"
+    )
     ids = torch.randint(512, (512, 1), generator=torch.Generator().manual_seed(1))
     cached.start(544)
     cached.extend(ids)

@@ -1,4 +1,5 @@
-"""Multi-head latent attention: what its sizes must be, its scale, and how often its ranks communicate."""
+"""Multi-head latent attention: what its sizes must be, its scale, and how often its ranks
+communicate."""
 
 import math
 from collections import Counter
@@ -46,15 +47,23 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("latent", "others", "said"), WRONG, ids=[said for _, _, said in WRONG])
-def test_sizes_that_do_not_fit_are_refused_by_name(latent: dict[str, Any], others: dict[str, Any], said: str) -> None:
+def test_sizes_that_do_not_fit_are_refused_by_name(
+    latent: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         model({**LATENT, **latent}, **others)
 
 
 def test_a_head_is_as_wide_as_its_query_and_the_key_of_yarn_scales_scores_too() -> None:
-    """softmax_scale of DeepseekV2Attention (modeling_deepseek.py): head_dim ** -0.5, times mscale twice."""
+    """softmax_scale of DeepseekV2Attention (modeling_deepseek.py): head_dim ** -0.5, times mscale
+    twice."""
     assert (model().head_dim, model().attention_scalar, model().rotary_dims) == (10, 10.0, 4)
-    scaling = {"kind": "yarn", "factor": 40.0, "original_max_position_embeddings": 8, "mscale_all_dim": 0.707}
+    scaling = {
+        "kind": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 8,
+        "mscale_all_dim": 0.707,
+    }
     mscale = 0.1 * 0.707 * math.log(40) + 1
     stretched = model(rope_scaling=scaling)
     assert stretched.attention_scalar**-0.5 == pytest.approx(10**-0.5 * mscale**2, rel=1e-14)
@@ -80,7 +89,8 @@ class Counting(Alone):
 
 def test_one_collective_of_the_shared_features_leads_in_and_one_of_hidden_leads_out() -> None:
     """Under sequence parallelism, and the same in the other direction on the way back."""
-    tp, config = Counting(2), model()
+    tp = Counting(2)
+    config = model()
     layer = LatentAttention(config, Context(plan("fp32"), tp, sequence=True), "layers.0.attention")
     x = torch.randn(3, 1, 16, requires_grad=True)
     tables = torch.ones(6, 1, 1, 2), torch.zeros(6, 1, 1, 2)
@@ -93,13 +103,20 @@ def test_one_collective_of_the_shared_features_leads_in_and_one_of_hidden_leads_
 
 def test_projections_are_not_recomputed_with_scales_of_another_moment(tmp_path: Any) -> None:
     recipe = FP8Recipe(history="te")
-    context = Context(plan("bf16", fp8=recipe), fp8=FP8State(recipe, 1), recompute=Recompute(("attention",)))
-    with pytest.raises(UserError, match=r"advances the scales before the projections of model.latent are recomputed"):
+    context = Context(
+        plan("bf16", fp8=recipe), fp8=FP8State(recipe, 1), recompute=Recompute(("attention",))
+    )
+    with pytest.raises(
+        UserError,
+        match=r"advances the scales before the projections of model.latent are recomputed",
+    ):
         LatentAttention(model(), context, "layers.0.attention")
     file = tmp_path / "run.toml"
     file.write_text(
-        "[model]\nlayers = 1\nhidden = 16\nheads = 4\nlatent = {kv_rank = 8, rope_dim = 4, nope_dim = 6, value_dim = 5}"
-        '\n[data]\nsource = "x"\n[precision]\ncompute = "bf16"\n[fp8]\nkind = "delayed"\nhistory = "te"\n[parallel]\n'
+        "[model]\nlayers = 1\nhidden = 16\nheads = 4\nlatent = {kv_rank = 8, rope_dim = 4, "
+        "nope_dim = 6, value_dim = 5}"
+        '\n[data]\nsource = "x"\n[precision]\ncompute = "bf16"\n[fp8]\nkind = '
+        '"delayed"\nhistory = "te"\n[parallel]\n'
         f'recompute = "selective"\n[train]\nfolder = "{tmp_path}/run"\n'
     )
     with pytest.raises(UserError, match=r'leave "attention" out of parallel.recompute_modules'):

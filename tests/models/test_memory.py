@@ -1,4 +1,5 @@
-"""Memory of activations known beforehand is what torch's allocator really gives out, to five per cent."""
+"""Memory of activations known beforehand is what torch's allocator really gives out, to five per
+cent."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,8 +35,17 @@ from tests.families import CASES, config_of
 from tests.other_systems import usually
 from tests.ranks import run_ranks
 
-SIZES: dict[str, Any] = {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 301, "max_positions": 128}
-LENGTH, BATCH, MICRO_BATCHES = 128, 4, 4
+SIZES: dict[str, Any] = {
+    "layers": 8,
+    "hidden": 128,
+    "heads": 4,
+    "ffn": 352,
+    "vocab": 301,
+    "max_positions": 128,
+}
+LENGTH = 128
+BATCH = 4
+MICRO_BATCHES = 4
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2, **SIZES},
     "gpt2": {"family": "gpt2", **SIZES},
@@ -45,12 +55,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"family": "gemma3", **SIZES},
     "deepseek_v3": {
         "family": "deepseek_v3",
-        "latent": {"query_rank": 96, "kv_rank": 64, "rope_dim": 16, "nope_dim": 32, "value_dim": 32},
+        "latent": {
+            "query_rank": 96,
+            "kv_rank": 64,
+            "rope_dim": 16,
+            "nope_dim": 32,
+            "value_dim": 32,
+        },
         **SIZES,
     },
     "gpt_oss": {"family": "gpt_oss", **SIZES, "experts": 4, "experts_per_token": 2},
 }
-WAYS = [KEEP, *(Recompute((module,)) for module in MODULES), Recompute(MODULES), Recompute(fraction=0.5)]
+WAYS = [
+    KEEP,
+    *(Recompute((module,)) for module in MODULES),
+    Recompute(MODULES),
+    Recompute(fraction=0.5),
+]
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,8 @@ def allocations() -> Iterator[list[int]]:
     """Sizes in the order in which the allocator gave them out, negative when it took them back."""
     sizes: list[int] = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11 says so at each start
+        # torch 2.11 says so at each start
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
             yield sizes
     assert events.profiler is not None and events.profiler.kineto_results is not None
@@ -86,8 +108,11 @@ def foretold(case: Case, cut: Sequence[Cut], tp: int) -> list[Kept]:
 
 def foretold_activations(case: Case, tp: int) -> int:
     """Of a stage in the middle, without the passes that only tell peaks."""
-    config, cut = ModelConfig(**case.model), middle(case.model)
-    memory = StageMemory(config, case.plan, LENGTH, BATCH, tp, case.sequence, case.recompute, halves=False)
+    config = ModelConfig(**case.model)
+    cut = middle(case.model)
+    memory = StageMemory(
+        config, case.plan, LENGTH, BATCH, tp, case.sequence, case.recompute, halves=False
+    )
     return memory.kept(cut).activations
 
 
@@ -116,16 +141,23 @@ def _kept(tp: Axis, case: Case) -> int:
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every way"])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every way"]
+)
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool, every: bool) -> None:
-    """Every way of one family, of the others each way that several modules take part in, in turn if tensor ranks share
-    them; or every way of each."""
-    several = [WAYS[-2:] if tp == 1 else WAYS[-2:][number % 2 :][:1] for number in range(len(FAMILIES))]
+    """Every way of one family, of the others each way that several modules take part in, in turn if
+    tensor ranks share them; or every way of each."""
+    several = [
+        WAYS[-2:] if tp == 1 else WAYS[-2:][number % 2 :][:1] for number in range(len(FAMILIES))
+    ]
     ways = dict(zip(FAMILIES, several, strict=True))
     ways |= {name: WAYS for name in FAMILIES if every or (tp == 1 and name == "llama")}
     cases = [Case(model, way, sequence) for name, model in FAMILIES.items() for way in ways[name]]
-    cases += [Case(FAMILIES["llama"], KEEP, sequence, residual="fp32"), Case(FAMILIES["gpt2"], KEEP, sequence)]
+    cases += [
+        Case(FAMILIES["llama"], KEEP, sequence, residual="fp32"),
+        Case(FAMILIES["gpt2"], KEEP, sequence),
+    ]
     expected = [foretold_activations(case, tp) for case in cases]
     for found in run_ranks(kept_by_a_stage, {"tp": tp}, cases=cases):
         for case, real, said in zip(cases, found, expected, strict=True):
@@ -158,26 +190,32 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every schedule"])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every schedule"]
+)
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> None:
     """Each way and each schedule once, or every schedule in each way.
 
-    With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top. They are as large
-    for any number of layers: more layers outweigh them, but not where whole layers are made again."""
+    With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top.
+    They are as large for any number of layers: more layers outweigh them, but not where whole
+    layers are made again."""
     ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
     kinds = ("1f1b", "zb-h1", "zb-v")
     more: dict[str, Any] = {"layers": 12} if "tp" in axes else {}
     model = FAMILIES["llama"] | more
     pairs = product(ways, kinds) if every else zip(cycle(ways), kinds, strict=False)
     cases = [Case(model, way, "tp" in axes, kind) for way, kind in pairs]
-    config, known = ModelConfig(**model), dict[tuple[Recompute, int], list[Kept]]()
+    config = ModelConfig(**model)
+    known = dict[tuple[Recompute, int], list[Kept]]()
     expected = []
     for case in cases:
         planned = schedule(case.kind, 2, MICRO_BATCHES)
         stages = len(planned.rank_of_stage)
         if (case.recompute, stages) not in known:
-            known[case.recompute, stages] = foretold(case, cuts(config, stages, LENGTH), axes.get("tp", 1))
+            known[case.recompute, stages] = foretold(
+                case, cuts(config, stages, LENGTH), axes.get("tp", 1)
+            )
         kept = known[case.recompute, stages]
         message = message_bytes(config, case.plan, LENGTH, BATCH, axes.get("tp", 1), case.sequence)
         expected.append(peak(planned, partial(_growth, kept), partial(_within, kept), message))
@@ -195,7 +233,12 @@ def _within(kept: Sequence[Kept], i: Instruction) -> int:
 
 
 MIXTRAL: dict[str, Any] = {"family": "mixtral", "experts": 4, **SIZES}
-OFTEN = {"none": KEEP, "full": Recompute(fraction=1.0), "all modules": Recompute(MODULES), "two": Recompute(layers=2)}
+OFTEN = {
+    "none": KEEP,
+    "full": Recompute(fraction=1.0),
+    "all modules": Recompute(MODULES),
+    "two": Recompute(layers=2),
+}
 
 
 @pytest.mark.cases(0, sample=1)
@@ -204,41 +247,53 @@ OFTEN = {"none": KEEP, "full": Recompute(fraction=1.0), "all modules": Recompute
 def test_deep_stages_keep_what_few_layers_foretell(
     model: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First, middle and last stages of six layers, counted from few layers and by running all of them."""
+    """First, middle and last stages of six layers, counted from few layers and by running all of
+    them."""
     deep: dict[str, Any] = {**model, "layers": 18, "vocab": 3001}
     config = ModelConfig(**deep)
     cut = cuts(config, 3, LENGTH, (6, 6, 6))
     shortly = kept_bytes(config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda")
     monkeypatch.setattr(memory, "FEW", ())
-    assert shortly == kept_bytes(config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda")
+    assert shortly == kept_bytes(
+        config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda"
+    )
 
 
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
-    """Masks of a window are kept; stages with as many layers but other windows keep as much as they have of them."""
+    """Masks of a window are kept; stages with as many layers but other windows keep as much as they
+    have of them."""
     model: dict[str, Any] = {**FAMILIES["llama"], "window": 16, "window_layers": (0, 1, 2, 3)}
     config = ModelConfig(**model)
     alone, other = kept_bytes(
-        config, plan("fp32"), [Cut(0, range(1, 4), False, False), Cut(1, range(4, 7), False, False)], LENGTH, 1
+        config,
+        plan("fp32"),
+        [Cut(0, range(1, 4), False, False), Cut(1, range(4, 7), False, False)],
+        LENGTH,
+        1,
     )
     assert alone.activations != other.activations
 
 
 def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To two per cent: both kernels keep query, key, value, result and a logarithm. The one of a GPU reads a key/value
-    head for several query heads itself, so here each has its own.
+    """To two per cent: both kernels keep query, key, value, result and a logarithm. The one of a
+    GPU reads a key/value head for several query heads itself, so here each has its own.
     """
     model = ModelConfig(**{**FAMILIES["llama"], "kv_heads": FAMILIES["llama"]["heads"]})
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     cut = [middle(FAMILIES["llama"])]
-    (cpu,), (gpu,) = (kept_bytes(model, plan("bf16"), cut, LENGTH, BATCH, device=device) for device in ("cpu", "cuda"))
+    (cpu,), (gpu,) = (
+        kept_bytes(model, plan("bf16"), cut, LENGTH, BATCH, device=device)
+        for device in ("cpu", "cuda")
+    )
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.02)
 
 
 @pytest.mark.cases(None, sample=8)
 @pytest.mark.parametrize("name", usually(("gemma3", "deepseek_v3 yarn"), CASES))
 def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: str) -> None:
-    """Cut sequences and positions of documents included: nothing that a stage runs may ask for a tensor's value."""
+    """Cut sequences and positions of documents included: nothing that a stage runs may ask for a
+    tensor's value."""
     config = config_of(CASES[name])
     whole = Cut(0, range(config.layers), first=True, last=True)
     devices: tuple[tuple[Device, int, bool], ...] = (
@@ -248,16 +303,20 @@ def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: st
         ("cuda", 2, False),
     )
     for device, cp, packed in devices:
-        of_family = StageMemory(config, plan("bf16"), 16, BATCH, device=device, cp=cp, packed=packed).kept(whole)
+        of_family = StageMemory(
+            config, plan("bf16"), 16, BATCH, device=device, cp=cp, packed=packed
+        ).kept(whole)
         assert of_family.activations > 0 and of_family.backward > 0
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Kind) -> None:
-    """To a hundredth, with attention that keeps as much on either. Peaks differ: a CPU's products are emulated."""
+    """To a hundredth, with attention that keeps as much on either. Peaks differ: a CPU's products
+    are emulated."""
     model = ModelConfig(**{**FAMILIES["llama"], "kv_heads": FAMILIES["llama"]["heads"]})
     fp8 = plan("bf16", fp8=FP8Recipe(kind=kind))
-    cut, recompute = middle(FAMILIES["llama"]), Recompute(("attention",))
+    cut = middle(FAMILIES["llama"])
+    recompute = Recompute(("attention",))
     cpu = StageMemory(model, fp8, LENGTH, BATCH, recompute=recompute).kept(cut)
     gpu = StageMemory(model, fp8, LENGTH, BATCH, recompute=recompute, device="cuda").kept(cut)
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.01)
@@ -265,10 +324,13 @@ def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Ki
 
 
 def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:
-    """No token is dropped, so all experts together get as many; the router here has random weights."""
+    """No token is dropped, so all experts together get as many; the router here has random
+    weights."""
     case = Case(MIXTRAL, KEEP)
     (said,) = foretold(case, [middle(MIXTRAL)], 1)
-    stage = Stage(ModelConfig(**MIXTRAL), Context(case.plan, Axis("tp")), middle(MIXTRAL)).to(torch.bfloat16)
+    stage = Stage(ModelConfig(**MIXTRAL), Context(case.plan, Axis("tp")), middle(MIXTRAL)).to(
+        torch.bfloat16
+    )
     place = MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
     with torch.no_grad():
         stage(torch.zeros(LENGTH, BATCH, stage.config.hidden, dtype=torch.bfloat16))

@@ -8,8 +8,11 @@ from models.mlp import Swiglu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_swiglu_has_the_bits_of_silu_times_the_other_half_and_keeps_nothing_but_its_input(dtype: torch.dtype) -> None:
-    y, grad = torch.randn(5, 2, 22).to(dtype).requires_grad_(), torch.randn(5, 2, 11).to(dtype)
+def test_swiglu_has_the_bits_of_silu_times_the_other_half_and_keeps_nothing_but_its_input(
+    dtype: torch.dtype,
+) -> None:
+    y = torch.randn(5, 2, 22).to(dtype).requires_grad_()
+    grad = torch.randn(5, 2, 11).to(dtype)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: y.detach()):
         made = Swiglu.apply(y)

@@ -68,7 +68,8 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
-    "gemma3-4b": 3_880_263_168,  # the text model; without embedding 3,209 M, as the technical report says
+    # the text model; without embedding 3,209 M, as the technical report says
+    "gemma3-4b": 3_880_263_168,
     "gemma3-12b": 11_766_034_176,  # likewise 10,759 M
     "gemma3-27b": 27_009_346_304,  # likewise 25,600 M
 }
@@ -77,7 +78,8 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_exactly_the_parameters_of_the_published_models(name: str) -> None:
     if name.endswith("-demo"):
-        assert 5e6 < preset(name).with_vocab(4096).num_parameters < 7e6  # published by nobody, for a laptop
+        # published by nobody, for a laptop
+        assert 5e6 < preset(name).with_vocab(4096).num_parameters < 7e6
     else:
         assert preset(name).num_parameters == PUBLISHED[name]
 
@@ -95,15 +97,25 @@ def test_parameters_follow_every_switch() -> None:
     weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, output, gated feed-forward
     assert plain.num_parameters == 2 * (weights + 2 * 8) + 8 + 2 * 10 * 8
     for bias, size in {"qkv_bias": 24 + 2 * 12, "output_bias": 8, "mlp_bias": 2 * 16 + 8}.items():
-        assert plain.model_copy(update={bias: True}).num_parameters - plain.num_parameters == 2 * size
-    assert plain.model_copy(update={"qk_norm": True}).num_parameters - plain.num_parameters == 2 * 2 * 6
+        assert (
+            plain.model_copy(update={bias: True}).num_parameters - plain.num_parameters == 2 * size
+        )
+    assert (
+        plain.model_copy(update={"qk_norm": True}).num_parameters - plain.num_parameters
+        == 2 * 2 * 6
+    )
     many = plain.model_copy(update={"experts": 5})
     assert many.num_parameters - plain.num_parameters == 2 * (4 * 3 * 8 * 16 + 5 * 8)
-    assert plain.model_copy(update={"norm": "layer"}).num_parameters - plain.num_parameters == 2 * 2 * 8 + 8
+    assert (
+        plain.model_copy(update={"norm": "layer"}).num_parameters - plain.num_parameters
+        == 2 * 2 * 8 + 8
+    )
     assert plain.num_parameters - plain.model_copy(update={"tied": True}).num_parameters == 10 * 8
     learned = plain.model_copy(update={"positions": "learned", "max_positions": 7})
     assert learned.num_parameters - plain.num_parameters == 7 * 8
-    assert plain.num_parameters - plain.model_copy(update={"mlp": "gelu"}).num_parameters == 2 * 8 * 16
+    assert (
+        plain.num_parameters - plain.model_copy(update={"mlp": "gelu"}).num_parameters == 2 * 8 * 16
+    )
 
 
 def test_flops_are_two_per_weight_that_multiplies_plus_attention_over_the_whole_sequence() -> None:
@@ -137,14 +149,32 @@ def test_a_bias_is_everywhere_or_where_it_is_asked_for() -> None:
 
 
 def test_a_family_chooses_the_switches_and_any_of_them_can_be_changed() -> None:
-    llama, gpt2 = preset("llama-demo"), preset("gpt2", norm="rms")
-    assert (llama.norm, llama.positions, llama.mlp, llama.bias, llama.tied) == ("rms", "rope", "swiglu", False, False)
-    assert (gpt2.norm, gpt2.positions, gpt2.mlp, gpt2.bias, gpt2.tied) == ("rms", "learned", "gelu", True, True)
+    llama = preset("llama-demo")
+    gpt2 = preset("gpt2", norm="rms")
+    assert (llama.norm, llama.positions, llama.mlp, llama.bias, llama.tied) == (
+        "rms",
+        "rope",
+        "swiglu",
+        False,
+        False,
+    )
+    assert (gpt2.norm, gpt2.positions, gpt2.mlp, gpt2.bias, gpt2.tied) == (
+        "rms",
+        "learned",
+        "gelu",
+        True,
+        True,
+    )
 
 
 def test_sizes_not_given_follow_from_those_that_are() -> None:
     model = ModelConfig(layers=1, hidden=256, heads=8)
-    assert (model.kv_heads, model.head_dim, model.ffn) == (8, 32, 704)  # 8/3 * 256 = 682.7, up to 11 * 64
+    # 8/3 * 256 = 682.7, up to 11 * 64
+    assert (model.kv_heads, model.head_dim, model.ffn) == (
+        8,
+        32,
+        704,
+    )
     assert ModelConfig(layers=1, hidden=192, heads=8).ffn == 512  # 8/3 * 192 is a multiple already
     assert ModelConfig(family="gpt2", layers=1, hidden=256, heads=8).ffn == 1024
     assert ModelConfig(layers=1, hidden=256, heads=8, head_dim=0) == model
@@ -157,7 +187,8 @@ def test_sizes_that_do_not_fit_are_reported_together() -> None:
     assert "kv_heads 4 does not divide heads 6: choose one of 1, 2, 3, 6" in str(caught.value)
     with pytest.raises(ValidationError, match="hidden 100 is not a multiple of heads 6"):
         ModelConfig(layers=1, hidden=100, heads=6, head_dim=0)
-    assert ModelConfig(family="gpt2", layers=1, hidden=20, heads=4).head_dim == 5  # learned positions turn nothing
+    # learned positions turn nothing
+    assert ModelConfig(family="gpt2", layers=1, hidden=20, heads=4).head_dim == 5
 
 
 SCALED = {"kind": "linear", "factor": 2.0}
@@ -169,23 +200,59 @@ SCALED = {"kind": "linear", "factor": 2.0}
         ({"head_dim": 5}, "head_dim 5: rotary positions rotate pairs .* but it is 5 .all of it.:"),
         ({"rotary_fraction": 0.4}, "head_dim 8: rotary positions .* but it is 3 .0.4 of it.:"),
         ({"rotary_fraction": 0.1}, "head_dim 8: rotary positions .* but it is 0 .0.1 of it.:"),
-        ({"positions": "learned", "rope_scaling": SCALED}, 'rope_scaling and rotary_fraction need positions = "rope'),
-        ({"positions": "learned", "rotary_fraction": 0.5}, 'rope_scaling and rotary_fraction need positions = "rope'),
-        ({"experts": 4, "experts_per_token": 5}, "experts_per_token 5 is more than experts 4: choose at most 4"),
-        ({"experts": 4, "bias": True}, "mlp_bias true: the 4 experts have no biases; set mlp_bias = false"),
-        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings is missing"),
-        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling.factor 2.0 has no effect with kind "none": .* no other key'),
-        ({"rope_scaling": {**SCALED, "mscale": 2.0}}, 'mscale 2.0 has no effect with kind "linear": it reads factor'),
+        (
+            {"positions": "learned", "rope_scaling": SCALED},
+            'rope_scaling and rotary_fraction need positions = "rope',
+        ),
+        (
+            {"positions": "learned", "rotary_fraction": 0.5},
+            'rope_scaling and rotary_fraction need positions = "rope',
+        ),
+        (
+            {"experts": 4, "experts_per_token": 5},
+            "experts_per_token 5 is more than experts 4: choose at most 4",
+        ),
+        (
+            {"experts": 4, "bias": True},
+            "mlp_bias true: the 4 experts have no biases; set mlp_bias = false",
+        ),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 2.0}},
+            "rope_scaling.original_max_position_embeddings is missing",
+        ),
+        (
+            {"rope_scaling": {"factor": 2.0}},
+            'rope_scaling.factor 2.0 has no effect with kind "none": .* no other key',
+        ),
+        (
+            {"rope_scaling": {**SCALED, "mscale": 2.0}},
+            'mscale 2.0 has no effect with kind "linear": it reads factor',
+        ),
         ({"rope_scaling": {**SCALED, "factor": 0.5}}, "greater than or equal to 1"),
         (
-            {"head_dim": 2, "rope_scaling": {**SCALED, "kind": "dynamic", "original_max_position_embeddings": 4}},
+            {
+                "head_dim": 2,
+                "rope_scaling": {
+                    **SCALED,
+                    "kind": "dynamic",
+                    "original_max_position_embeddings": 4,
+                },
+            },
             "dynamic needs more than one rotated pair",
         ),
-        ({"rope_scaling": {**SCALED, "kind": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor 4.0 must be above"),
-        ({"rope_scaling": {**SCALED, "kind": "yarn", "beta_slow": 32.0}}, "beta_fast 32.0 must be above beta_slow"),
+        (
+            {"rope_scaling": {**SCALED, "kind": "llama3", "low_freq_factor": 4.0}},
+            "high_freq_factor 4.0 must be above",
+        ),
+        (
+            {"rope_scaling": {**SCALED, "kind": "yarn", "beta_slow": 32.0}},
+            "beta_fast 32.0 must be above beta_slow",
+        ),
     ],
 )
-def test_switches_that_do_not_fit_are_refused_in_plain_words(switches: dict[str, Any], problem: str) -> None:
+def test_switches_that_do_not_fit_are_refused_in_plain_words(
+    switches: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ValidationError, match=problem):
         ModelConfig(**{"layers": 1, "hidden": 32, "heads": 4, **switches})
 

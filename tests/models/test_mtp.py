@@ -1,4 +1,5 @@
-"""Modules of multi-token prediction train as a plain model with them does, in float64, in every layout."""
+"""Modules of multi-token prediction train as a plain model with them does, in float64, in every
+layout."""
 
 from dataclasses import replace
 from functools import cache
@@ -41,7 +42,13 @@ SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "two modules": {"family": "llama", **SIZES, "kv_heads": 2, "mtp_layers": 2},
-    "tied, capped and scaled": {"family": "gemma2", **SIZES, "kv_heads": 1, "window": 3, "mtp_layers": 2},
+    "tied, capped and scaled": {
+        "family": "gemma2",
+        **SIZES,
+        "kv_heads": 1,
+        "window": 3,
+        "mtp_layers": 2,
+    },
     "latents and experts": {
         "family": "deepseek_v3",
         **SIZES,
@@ -69,11 +76,16 @@ def trained_here(run: Run) -> Result:
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
     before = assemble([fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])])
-    shares = [share_of(None, batch, packing) for batch, packing in zip(batches(run), packings(run), strict=True)]
+    shares = [
+        share_of(None, batch, packing)
+        for batch, packing in zip(batches(run), packings(run), strict=True)
+    ]
     reports = [engine.step(share, run.lr, n) for n, share in enumerate(shares)]
     after = assemble([fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])])
     grads = [assemble([step]) for step in optimizer.seen]
-    return Result(reports, grads, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
+    return Result(
+        reports, grads, before, after, optimizer.scaler.state_dict(), optimizer.num_elements
+    )
 
 
 @cache
@@ -83,8 +95,11 @@ def plain(model: str) -> list[dict[str, Any]]:
 
 
 def far(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """Names of tensors that are not close, with their largest difference relative to the largest element."""
-    apart = {name: ((ours[name] - t).abs().max() / t.abs().max()).item() for name, t in theirs.items()}
+    """Names of tensors that are not close, with their largest difference relative to the largest
+    element."""
+    apart = {
+        name: ((ours[name] - t).abs().max() / t.abs().max()).item() for name, t in theirs.items()
+    }
     return {name: by for name, by in apart.items() if not by <= CLOSE}
 
 
@@ -113,11 +128,17 @@ LAYOUTS: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {  # tp,
         ("two modules", {"sequence": True}),
         ("tied, capped and scaled", {"sequence": True, "recompute": Recompute(fraction=1.0)}),
         ("latents and experts", {}),
-        ("latents and experts", {"sequence": True, "recompute": Recompute(("attention", "activation", "norm"))}),
+        (
+            "latents and experts",
+            {"sequence": True, "recompute": Recompute(("attention", "activation", "norm"))},
+        ),
     ],
     (1, 2, 2): [
         ("two modules", {"zero_size": 2, "kind": "zb-h1"}),
-        ("tied, capped and scaled", {"kind": "zb-h1", "options": {"overlap": True}, "zero_size": 2, "micro_batch": 1}),
+        (
+            "tied, capped and scaled",
+            {"kind": "zb-h1", "options": {"overlap": True}, "zero_size": 2, "micro_batch": 1},
+        ),
         ("latents and experts", {"expert": 2, "options": {"overlap": True}, "zero_size": 2}),
     ],
     (1, 3, 1): [
@@ -146,34 +167,65 @@ def test_documents_predict_within_themselves() -> None:
     result, ((tokens, targets, mask),), (packing,) = trained_here(run), batches(run), packings(run)
     assert mask is not None and packing.documents is not None
     w = {name: value.clone().requires_grad_() for name, value in result.before.items()}
-    own, further, counts = torch.zeros(()), [torch.zeros(()), torch.zeros(())], [0.0, 0.0]
+    own = torch.zeros(())
+    further = [torch.zeros(()), torch.zeros(())]
+    counts = [0.0, 0.0]
     for row, documents in enumerate(packing.documents):
         for number in documents.unique():
             at = (documents == number).nonzero()[:, 0]
             some, wanted, counted = (x[row, at][None] for x in (tokens, targets, mask))
             read = oracle.hidden(run.config, w, some, [])
             made = oracle.of_head(run.config, w, read).transpose(1, 2)
-            own = own + (torch.nn.functional.cross_entropy(made, wanted, reduction="none") * counted).sum()
+            own = (
+                own
+                + (
+                    torch.nn.functional.cross_entropy(made, wanted, reduction="none") * counted
+                ).sum()
+            )
             for k, each in enumerate(oracle.ahead(run.config, w, read, some, wanted, [])):
                 further[k] = further[k] + (each * counted[:, k + 1 :]).sum()
                 counts[k] += counted[:, k + 1 :].sum().item()
-    ahead = sum((total / count for total, count in zip(further, counts, strict=True)), torch.zeros(())) / 2
+    ahead = (
+        sum((total / count for total, count in zip(further, counts, strict=True)), torch.zeros(()))
+        / 2
+    )
     (own / mask.sum() + run.config.mtp_loss_weight * ahead).backward()
     assert result.reports[0].mtp_loss == pytest.approx(ahead.item(), rel=CLOSE)
-    assert not (wrong := far(result.grads[0], {name: p.grad for name, p in w.items() if p.grad is not None})), wrong
+    assert not (
+        wrong := far(result.grads[0], {name: p.grad for name, p in w.items() if p.grad is not None})
+    ), wrong
 
 
 CUT: dict[tuple[int, int, int, int], list[Run]] = {  # tp, pp, dp, cp
     (1, 2, 1, 2): [
-        Run(MODELS["two modules"], length=16, borders=3, reset=True, recompute=Recompute(fraction=1.0)),
+        Run(
+            MODELS["two modules"],
+            length=16,
+            borders=3,
+            reset=True,
+            recompute=Recompute(fraction=1.0),
+        ),
         Run(MODELS["latents and experts"], length=16, expert=2, ring=False),
     ],
     (2, 1, 1, 2): [Run(MODELS["two modules"], length=16, sequence=True, zero_size=2)],
     (1, 2, 1, 1): [
         Run(MODELS["two modules"] | {"layers": 4}, kind="interleaved", chunks=2),
-        Run(MODELS["two modules"] | {"layers": 4}, kind="zb-v", micro_batch=1, options={"overlap": True}),
-        Run(MODELS["tied, capped and scaled"] | {"layers": 4}, kind="zb-v", micro_batch=1, options={"overlap": True}),
-        Run(MODELS["two modules"] | {"mtp_layers": 1, "dropout": 0.2}, recompute=Recompute(fraction=1.0)),
+        Run(
+            MODELS["two modules"] | {"layers": 4},
+            kind="zb-v",
+            micro_batch=1,
+            options={"overlap": True},
+        ),
+        Run(
+            MODELS["tied, capped and scaled"] | {"layers": 4},
+            kind="zb-v",
+            micro_batch=1,
+            options={"overlap": True},
+        ),
+        Run(
+            MODELS["two modules"] | {"mtp_layers": 1, "dropout": 0.2},
+            recompute=Recompute(fraction=1.0),
+        ),
     ],
 }
 
@@ -184,31 +236,50 @@ def test_further_layouts_train_what_one_process_trains(layout: tuple[int, int, i
     runs = [replace(run, steps=STEPS) for run in CUT[layout]]
     for run, result in zip(runs, train_all(runs, *layout), strict=True):
         one = trained_here(
-            replace(run, kind="1f1b", chunks=0, expert=1, zero_size=0, sequence=False, recompute=Recompute())
+            replace(
+                run,
+                kind="1f1b",
+                chunks=0,
+                expert=1,
+                zero_size=0,
+                sequence=False,
+                recompute=Recompute(),
+            )
         )
-        assert [r.mtp_loss for r in result.reports] == pytest.approx([r.mtp_loss for r in one.reports], rel=CLOSE)
-        assert [r.loss for r in result.reports] == pytest.approx([r.loss for r in one.reports], rel=CLOSE)
+        assert [r.mtp_loss for r in result.reports] == pytest.approx(
+            [r.mtp_loss for r in one.reports], rel=CLOSE
+        )
+        assert [r.loss for r in result.reports] == pytest.approx(
+            [r.loss for r in one.reports], rel=CLOSE
+        )
         assert not (wrong := far(result.after, one.after)), wrong
 
 
 def test_what_a_model_with_modules_cannot_have_is_refused_by_name() -> None:
     for wrong, said in (
         ({"positions": "learned"}, 'mtp_layers 1 needs positions = "rope", not "learned"'),
-        ({"factory": "mine.py:build"}, r'mtp_layers 1: the model of factory = "mine.py:build" has no such modules'),
+        (
+            {"factory": "mine.py:build"},
+            r'mtp_layers 1: the model of factory = "mine.py:build" has no such modules',
+        ),
     ):
         with pytest.raises(ValueError, match=said):  # pydantic's, of the problems
             ModelConfig(**{"family": "llama", **SIZES, "mtp_layers": 1, **wrong})
-    with pytest.raises(UserError, match=r"model.mtp_layers = 2: virtual ranks do not compute these modules"):
+    with pytest.raises(
+        UserError, match=r"model.mtp_layers = 2: virtual ranks do not compute these modules"
+    ):
         make_engine(None, Run(MODELS["two modules"], shards=2))
 
 
 def test_counts_and_tables_know_the_modules() -> None:
     for model in MODELS:
-        config, shapes = Run(MODELS[model]).config, {n: tuple(t.shape) for n, t in alone(model).after.items()}
+        config = Run(MODELS[model]).config
+        shapes = {n: tuple(t.shape) for n, t in alone(model).after.items()}
         assert logical_shapes(config) == shapes
         stages = cuts(config, 2, 16)
         costs = stage_costs(config, stages, 16, 2)
-        table = config.vocab * config.hidden if config.tied else 0  # a tied head is counted where it is
+        # a tied head is counted where it is
+        table = config.vocab * config.hidden if config.tied else 0
         assert sum(cost.parameters for cost in costs) == config.num_parameters + table
         assert 3 * sum(cost.forward for cost in costs) == 2 * 16 * training_flops(config, 16)
         assert config.mtp_flops(16) > config.mtp_layers * config.head_flops()
@@ -216,5 +287,11 @@ def test_counts_and_tables_know_the_modules() -> None:
 
 def test_modules_take_layers_off_the_last_stage() -> None:
     sizes = {**SIZES, "layers": 8, "family": "llama"}
-    counts = [[len(cut.layers) for cut in cuts(ModelConfig(**sizes, mtp_layers=n), 2, 16)] for n in (0, 2)]
-    assert counts == [[4, 4], [6, 2]]  # each module is as much work as a layer, a head and a projection
+    counts = [
+        [len(cut.layers) for cut in cuts(ModelConfig(**sizes, mtp_layers=n), 2, 16)] for n in (0, 2)
+    ]
+    # each module is as much work as a layer, a head and a projection
+    assert counts == [
+        [4, 4],
+        [6, 2],
+    ]

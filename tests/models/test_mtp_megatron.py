@@ -1,4 +1,5 @@
-"""Modules of multi-token prediction have the losses and gradients of megatron-core's, on one CPU rank."""
+"""Modules of multi-token prediction have the losses and gradients of megatron-core's, on one CPU
+rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,10 +27,23 @@ from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, heads, matches
 from tools.convert.megatron.layout import model_of
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, NEEDS_MEGATRON]  # warnings of megatron-core
+# warnings of megatron-core
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+    NEEDS_MEGATRON,
+]
 PRELOADED = MEGATRON
-MODULES, WEIGHT, CLOSE = 2, 0.7, 2e-5  # their losses are in FP32
-AROUND = {"enorm": "embedding_norm", "hnorm": "hidden_norm", "eh_proj": "projection", "final_layernorm": "final_norm"}
+# their losses are in FP32
+MODULES = 2
+WEIGHT = 0.7
+CLOSE = 2e-5
+AROUND = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "projection",
+    "final_layernorm": "final_norm",
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -37,14 +51,21 @@ def test_losses_and_gradients_are_megatrons(tied: bool) -> None:
     (rank,) = run_ranks(both, {"dp": 1}, tied=tied)
     (ours, our_losses), (theirs, their_losses) = rank
     assert our_losses == pytest.approx(their_losses, rel=1e-6)
-    assert len(our_losses) == 1 + MODULES and len({round(loss, 4) for loss in our_losses}) == 1 + MODULES
+    assert (
+        len(our_losses) == 1 + MODULES
+        and len({round(loss, 4) for loss in our_losses}) == 1 + MODULES
+    )
     assert ours.keys() == theirs.keys()
-    apart = {name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in theirs}
+    apart = {
+        name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()
+        for name in theirs
+    }
     assert not {name: by for name, by in apart.items() if not by <= CLOSE}
 
 
 def both(mesh: DeviceMesh, tied: bool) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """The gradients by logical name and the losses, the model's own first: of ours and of theirs."""
+    """The gradients by logical name and the losses, the model's own first: of ours and of
+    theirs."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     core("parallel_state").initialize_model_parallel(1, 1)
@@ -67,7 +88,10 @@ def theirs(config: dict[str, Any], model: dict[str, Any]) -> Any:
     built = core("models.gpt").GPTModel(made, layer, **model, mtp_block_spec=modules).double()
     with torch.no_grad():
         for name, parameter in built.named_parameters():
-            parameter.copy_(0.1 * torch.randn(parameter.shape) + float("norm" in name and name.endswith("weight")))
+            parameter.copy_(
+                0.1 * torch.randn(parameter.shape)
+                + float("norm" in name and name.endswith("weight"))
+            )
     return built
 
 
@@ -89,7 +113,9 @@ def of_theirs(config: ModelConfig, built: Any) -> tuple[dict[str, Tensor], list[
     loss.backward()
     grads = {name: p.grad for name, p in built.named_parameters()}
     losses = [loss.item(), *found.MTPLossLoggingHelper.tracker["values"].tolist()]
-    return {name: part for match in table(config) for name, part in split(config, match, grads)}, losses
+    return {
+        name: part for match in table(config) for name, part in split(config, match, grads)
+    }, losses
 
 
 def of_ours(config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
@@ -101,7 +127,9 @@ def of_ours(config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Te
                 parameter.view(-1)[first:last] = weights[part.name].reshape(-1)
     tokens, targets, mask = batch()
     scale = torch.full((), config.mtp_loss_weight, dtype=torch.float64)
-    ahead = look_ahead(tokens, targets, mask, None, MODULES, scale, Axis("cp"), Axis("dp"), divides=True)
+    ahead = look_ahead(
+        tokens, targets, mask, None, MODULES, scale, Axis("cp"), Axis("dp"), divides=True
+    )
     place = MicrobatchInfo(0, torch.arange(2), torch.ones(()))
     logits = stage(tokens.t(), place, WHOLE, ahead.of(slice(None)))
     loss = (stage.losses(logits, targets.t()) * mask.t()).sum() / mask.sum()
@@ -115,20 +143,35 @@ def of_ours(config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Te
     return grads, [loss.item(), *ahead.losses.tolist()]
 
 
-def split(config: ModelConfig, match: Match, values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    yield from zip(match.logical, match.how.split(values[match.foreign], heads(config)), strict=True)
+def split(
+    config: ModelConfig, match: Match, values: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    yield from zip(
+        match.logical, match.how.split(values[match.foreign], heads(config)), strict=True
+    )
 
 
 def table(config: ModelConfig) -> Iterator[Match]:
     """The tensors of megatron-core's model, those of modules too."""
-    last, shape = config.layers - 1, (config.hidden,)
+    last = config.layers - 1
+    shape = (config.hidden,)
     found = matches(megatron(False, False, config.alone), config.alone)
     yield from found
     for k in range(config.mtp_layers):
         for match in found:
             if match.foreign.startswith(f"decoder.layers.{last}."):
-                foreign = match.foreign.replace(f"decoder.layers.{last}.", f"mtp.layers.{k}.transformer_layer.")
-                names = tuple(name.replace(f"layers.{last}.", f"mtp.{k}.") for name in match.logical)
+                foreign = match.foreign.replace(
+                    f"decoder.layers.{last}.", f"mtp.layers.{k}.transformer_layer."
+                )
+                names = tuple(
+                    name.replace(f"layers.{last}.", f"mtp.{k}.") for name in match.logical
+                )
                 yield Match(foreign, names, match.how, match.cut, match.shape)
         for foreign, ours in AROUND.items():
-            yield Match(f"mtp.layers.{k}.{foreign}.weight", (f"mtp.{k}.{ours}.weight",), found[0].how, "whole", shape)
+            yield Match(
+                f"mtp.layers.{k}.{foreign}.weight",
+                (f"mtp.{k}.{ours}.weight",),
+                found[0].how,
+                "whole",
+                shape,
+            )

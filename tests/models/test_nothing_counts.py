@@ -1,4 +1,5 @@
-"""A step in which no token counts changes nothing, in every layout; where none counts, nothing is added."""
+"""A step in which no token counts changes nothing, in every layout; where none counts, nothing is
+added."""
 
 import math
 from functools import partial
@@ -22,11 +23,23 @@ from tests import oracle
 from tests.families import put
 from tests.ranks import run_ranks
 
-LENGTH, SAMPLES, VOCAB = 16, 8, 31
+LENGTH = 16
+SAMPLES = 8
+VOCAB = 31
 MODEL = ModelConfig(
-    layers=2, hidden=16, heads=4, ffn=24, vocab=VOCAB, max_positions=32, init_std=0.3, experts=4, mtp_layers=1
+    layers=2,
+    hidden=16,
+    heads=4,
+    ffn=24,
+    vocab=VOCAB,
+    max_positions=32,
+    init_std=0.3,
+    experts=4,
+    mtp_layers=1,
 )
-PLAIN = ModelConfig(layers=2, hidden=16, heads=4, ffn=24, vocab=VOCAB, max_positions=32, init_std=0.3)
+PLAIN = ModelConfig(
+    layers=2, hidden=16, heads=4, ffn=24, vocab=VOCAB, max_positions=32, init_std=0.3
+)
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},
     "tensor": {"tp": 2},
@@ -43,7 +56,9 @@ def ids() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def engine_of(mesh: DeviceMesh | None, config: ModelConfig, dp: int, pp: int, **more: Any) -> Engine:
+def engine_of(
+    mesh: DeviceMesh | None, config: ModelConfig, dp: int, pp: int, **more: Any
+) -> Engine:
     scaled = plan("fp32", scaling=LossScaling("dynamic", initial=2.0**8, growth_interval=3))
     microbatches = SAMPLES // dp // 2
     kind: dict[str, Any] = {"micro_batch": 2, "seq_length": LENGTH, "seed": 5} | more
@@ -58,10 +73,14 @@ def share_of(engine: Engine, mask: Tensor) -> Share:
     return Share(tokens[own], targets[own], mask[own], first=first)
 
 
-def with_an_empty_step(mesh: DeviceMesh | None, canonical: int) -> tuple[list[StepReport], list[bool], list[str]]:
-    """Reports of three steps, of which nothing counts in the second; whether it changed nothing; differing tensors."""
+def with_an_empty_step(
+    mesh: DeviceMesh | None, canonical: int
+) -> tuple[list[StepReport], list[bool], list[str]]:
+    """Reports of three steps, of which nothing counts in the second; whether it changed nothing;
+    differing tensors."""
     dp, pp = (1, 1) if mesh is None else (mesh["dp"].size(), mesh["pp"].size())
-    every, none = torch.ones(SAMPLES, LENGTH), torch.zeros(SAMPLES, LENGTH)
+    every = torch.ones(SAMPLES, LENGTH)
+    none = torch.zeros(SAMPLES, LENGTH)
     config = PLAIN if canonical else MODEL
     one = engine_of(mesh, config, dp, pp, canonical_shards=canonical)
     reports = [one.step(share_of(one, every), RATE, 0)]
@@ -74,14 +93,23 @@ def with_an_empty_step(mesh: DeviceMesh | None, canonical: int) -> tuple[list[St
     without = engine_of(mesh, config, dp, pp, canonical_shards=canonical)
     for number in (0, 2):
         without.step(share_of(without, every), RATE, number)
-    theirs, ours = without.optimizer.state_dict(), one.optimizer.state_dict()
-    differ = [name for name, value in theirs["tensors"].items() if not torch.equal(ours["tensors"][name], value)]
+    theirs = without.optimizer.state_dict()
+    ours = one.optimizer.state_dict()
+    differ = [
+        name
+        for name, value in theirs["tensors"].items()
+        if not torch.equal(ours["tensors"][name], value)
+    ]
     return reports, kept, differ
 
 
-@pytest.mark.parametrize(("layout", "canonical"), [*((layout, 0) for layout in LAYOUTS), ("data", 2)])
+@pytest.mark.parametrize(
+    ("layout", "canonical"), [*((layout, 0) for layout in LAYOUTS), ("data", 2)]
+)
 def test_a_step_in_which_no_token_counts_changes_nothing(layout: str, canonical: int) -> None:
-    for reports, kept, differ in run_ranks(with_an_empty_step, LAYOUTS[layout], canonical=canonical):
+    for reports, kept, differ in run_ranks(
+        with_an_empty_step, LAYOUTS[layout], canonical=canonical
+    ):
         assert [report.outcome for report in reports] == ["applied", "skipped_no_tokens", "applied"]
         assert math.isnan(reports[1].loss)
         assert not reports[1].changed
@@ -102,7 +130,8 @@ def optimistic(mesh: DeviceMesh) -> tuple[list[str], bool]:
     without = engine_of(mesh, PLAIN, 1, 2, make_optimizer=partial(SUMMING, clip=0.0))
     for number in (0, 2):
         without.step(share_of(without, masks[0]), RATE, number)
-    ours, theirs = one.optimizer.state_dict()["tensors"], without.optimizer.state_dict()["tensors"]
+    ours = one.optimizer.state_dict()["tensors"]
+    theirs = without.optimizer.state_dict()["tensors"]
     return said, all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
@@ -117,7 +146,9 @@ def test_an_optimistic_step_in_which_no_token_counts_is_taken_back() -> None:
 
 
 MASKS = {
-    "one micro-batch alone counts": (torch.arange(SAMPLES) == 1)[:, None].expand(SAMPLES, LENGTH).float(),
+    "one micro-batch alone counts": (torch.arange(SAMPLES) == 1)[:, None]
+    .expand(SAMPLES, LENGTH)
+    .float(),
     "one token alone counts": torch.zeros(SAMPLES, LENGTH).index_put(
         (torch.tensor(5), torch.tensor(2)), torch.ones(())
     ),
@@ -142,9 +173,15 @@ def losses(mesh: DeviceMesh | None, w: dict[str, Tensor]) -> dict[str, tuple[flo
 
 
 def weights() -> dict[str, Tensor]:
-    one = Engine(PLAIN, plan("fp64"), None, schedule("1f1b", 1, 1), micro_batch=2, seq_length=LENGTH)
+    one = Engine(
+        PLAIN, plan("fp64"), None, schedule("1f1b", 1, 1), micro_batch=2, seq_length=LENGTH
+    )
     tensors = one.optimizer.state_dict()["tensors"]
-    return {name.removeprefix("weight/"): v.double() for name, v in tensors.items() if name.startswith("weight/")}
+    return {
+        name.removeprefix("weight/"): v.double()
+        for name, v in tensors.items()
+        if name.startswith("weight/")
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -157,7 +194,9 @@ def test_the_loss_is_the_mean_over_what_counts_wherever_that_is(layout: str) -> 
         each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         loss = (each * mask.double()).sum() / mask.double().sum()
         loss.backward()
-        norm = math.sqrt(sum(float(v.grad.square().sum()) for v in w.values() if v.grad is not None))
+        norm = math.sqrt(
+            sum(float(v.grad.square().sum()) for v in w.values() if v.grad is not None)
+        )
         expected[name] = (loss.item(), norm, loss.item())
     for found in run_ranks(losses, LAYOUTS[layout], w=weights()):
         for name, numbers in expected.items():
@@ -177,7 +216,17 @@ def test_a_loop_of_ones_own_can_say_that_nothing_counts() -> None:
         (loss * optimizer.scale).backward()
         report = optimizer.step(lr=1e-2, loss=loss.detach(), counted_tokens=counted)
         after = optimizer.state_dict()
-        same = all(torch.equal(after["tensors"][name], value) for name, value in before["tensors"].items())
-        outcomes.append((report.outcome, same, before["scaler"] == after["scaler"], after["steps"] - before["steps"]))
-    applied, skipped = ("applied", False, False, 1), ("skipped_no_tokens", True, True, 0)
+        same = all(
+            torch.equal(after["tensors"][name], value) for name, value in before["tensors"].items()
+        )
+        outcomes.append(
+            (
+                report.outcome,
+                same,
+                before["scaler"] == after["scaler"],
+                after["steps"] - before["steps"],
+            )
+        )
+    applied = ("applied", False, False, 1)
+    skipped = ("skipped_no_tokens", True, True, 0)
     assert outcomes == [applied, skipped, skipped, applied]

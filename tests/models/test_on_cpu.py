@@ -1,4 +1,5 @@
-"""Tensors without storage on a CPU behave as real ones do, and foretell what torch's own fake tensors do."""
+"""Tensors without storage on a CPU behave as real ones do, and foretell what torch's own fake
+tensors do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,9 @@ from tests.models.test_memory import BATCH, FAMILIES, LENGTH, middle
 
 def kept(family: str, **how: Any) -> Kept:
     precision = plan(how.pop("precision", "bf16"), fp8=how.pop("fp8", None))
-    memory = StageMemory(ModelConfig(**FAMILIES[family]), precision, LENGTH, BATCH, **{"tp": 2, **how})
+    memory = StageMemory(
+        ModelConfig(**FAMILIES[family]), precision, LENGTH, BATCH, **{"tp": 2, **how}
+    )
     return memory.kept(middle(FAMILIES[family]))
 
 
@@ -47,14 +50,25 @@ def test_a_stage_keeps_what_torchs_own_fake_tensors_say(
 
 
 def passes_of_a_layer() -> list[Tensor | None]:
-    """What is made by factories, products, views, casts, attention, in-place operators and a backward pass."""
-    layer, x = nn.Linear(8, 24), torch.zeros(2, 16, 8, requires_grad=True)
+    """What is made by factories, products, views, casts, attention, in-place operators and a
+    backward pass."""
+    layer = nn.Linear(8, 24)
+    x = torch.zeros(2, 16, 8, requires_grad=True)
     query, key, value = layer(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     halves = torch.cat([mixed.bfloat16(), mixed.to(torch.bfloat16)], -1).transpose(1, 2)
     counts = torch.arange(3)[None].expand(2, 3) + torch.tensor([1, 2, 3])
     (halves.float().sum() * 2.0).backward()
-    return [query, mixed, halves, counts, counts > 2, x.grad, layer.weight.grad, layer.weight.data.mul_(2).t()]
+    return [
+        query,
+        mixed,
+        halves,
+        counts,
+        counts > 2,
+        x.grad,
+        layer.weight.grad,
+        layer.weight.data.mul_(2).t(),
+    ]
 
 
 def test_tensors_have_the_shapes_strides_and_dtypes_of_real_ones() -> None:
@@ -69,7 +83,9 @@ def test_tensors_have_the_shapes_strides_and_dtypes_of_real_ones() -> None:
         assert not one.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: torch.add(x, 1, out=x), lambda x: x.copy_(x + 1)])
+@pytest.mark.parametrize(
+    "write", [lambda x: x.add_(1), lambda x: torch.add(x, 1, out=x), lambda x: x.copy_(x + 1)]
+)
 def test_what_is_written_to_is_the_same_tensor(write: Callable[[Tensor], Tensor]) -> None:
     with OnCPU():
         x = torch.zeros(4)
@@ -85,7 +101,8 @@ def test_a_real_tensor_among_them_is_refused_for_its_bytes_would_not_be_counted(
 
 
 def test_all_results_of_an_operator_count_and_views_and_what_is_written_to_do_not() -> None:
-    x, out = torch.rand(1000), torch.rand(1000)
+    x = torch.rand(1000)
+    out = torch.rand(1000)
     with Alive() as alive:
         kept = [*x.sort(), *x.split(10), torch.add(x, 1, out=out)]
     assert alive.now == 1000 * (4 + 8)

@@ -1,7 +1,9 @@
-"""What trains on a CPU trains on another device: nothing lies where it should not, and the numbers are the same.
+"""What trains on a CPU trains on another device: nothing lies where it should not, and the numbers
+are the same.
 
-The device is `tests.pretend`. Gradients are not clipped here and so weights are the same bit for bit: the norm, which
-a CPU sums in another way, is the same to four digits. In fp16 a CPU makes products in another way too.
+The device is `tests.pretend`. Gradients are not clipped here and so weights are the same bit for
+bit: the norm, which a CPU sums in another way, is the same to four digits. In fp16 a CPU makes
+products in another way too.
 """
 
 import ctypes
@@ -51,7 +53,15 @@ from tools.text.sampling import Sampling
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
-MODEL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 61}
+MODEL = {
+    "family": "llama",
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 64,
+    "vocab": 61,
+}
 LLAMA = {**MODEL, "dropout": 0.1, "attention_dropout": 0.1}
 FAMILIES = {
     "llama": LLAMA,
@@ -66,7 +76,11 @@ LOWERED = LossScaling("dynamic", 2.0**10, hysteresis=1)
 
 
 def run(compute: str = "bf16", model: dict[str, Any] = LLAMA, **others: Any) -> Run:
-    return Run(model, compute, **{"clip": 0.0, "steps": 3 if "plant" in others else 2, "micro_batch": 4, **others})
+    return Run(
+        model,
+        compute,
+        **{"clip": 0.0, "steps": 3 if "plant" in others else 2, "micro_batch": 4, **others},
+    )
 
 
 def fp8(kind: Any, **fields: Any) -> Run:
@@ -75,8 +89,11 @@ def fp8(kind: Any, **fields: Any) -> Run:
 
 
 def near(one: StepReport, other: StepReport, tolerance: float) -> None:
-    """What two reports say must be the same, and their numbers to a relative tolerance; the norm to four digits."""
-    torch.testing.assert_close(one.grad_norm, other.grad_norm, rtol=max(1e-4, tolerance), atol=0, equal_nan=True)
+    """What two reports say must be the same, and their numbers to a relative tolerance; the norm to
+    four digits."""
+    torch.testing.assert_close(
+        one.grad_norm, other.grad_norm, rtol=max(1e-4, tolerance), atol=0, equal_nan=True
+    )
     torch.testing.assert_close(one.loss, other.loss, rtol=tolerance, atol=0)
     counted = ("num_zeros", "zero_ratio", "stage_zeros", "offenders") if tolerance else ()
     same = dict.fromkeys(("grad_norm", "loss", *counted), 0)
@@ -96,7 +113,10 @@ def require_same(one: Run, ours: Trained, expected: Trained) -> None:
     assert ours.scaler == expected.scaler and ours.num_elements == expected.num_elements
     assert same_parts(ours.before, expected.before), f"{one}: weights begin otherwise"
     if half:
-        a, b = (torch.cat([part.values.cpu() for part in trained.grads[0]]) for trained in (ours, expected))
+        a, b = (
+            torch.cat([part.values.cpu() for part in trained.grads[0]])
+            for trained in (ours, expected)
+        )
         assert (a - b).norm() < 1e-3 * b.norm()
         return
     for report, a, b in zip(ours.reports, ours.grads, expected.grads, strict=True):
@@ -105,7 +125,8 @@ def require_same(one: Run, ours: Trained, expected: Trained) -> None:
 
 
 def emulate() -> None:
-    """The device computes products of FP8 codes as the CPU does, whose bits its own are compared with."""
+    """The device computes products of FP8 codes as the CPU does, whose bits its own are compared
+    with."""
     SLOW[pretend.NAME] = SLOW["cpu"]
 
 
@@ -128,7 +149,8 @@ ALONE = {
     "overflow": [run(plant=(0, 1, math.inf)), run("fp16", plant=(0, 1, math.nan), scaling=LOWERED)],
     "norms": [run(clip=0.5, options={"norm": norm}) for norm in (math.inf, 1.0, 3.0)],
     "recomputed": [
-        run(recompute=again) for again in (Recompute(("attention", "activation", "norm")), Recompute(fraction=1.0))
+        run(recompute=again)
+        for again in (Recompute(("attention", "activation", "norm")), Recompute(fraction=1.0))
     ],
     "held otherwise": [
         run(changes=changes)
@@ -143,7 +165,10 @@ ALONE = {
     + [fp8("delayed", parameters=True)],
 }
 TOGETHER = {
-    "tp": ({"tp": 2}, [run(model=model, sequence=True) for model in FAMILIES.values()] + [fp8("delayed")]),
+    "tp": (
+        {"tp": 2},
+        [run(model=model, sequence=True) for model in FAMILIES.values()] + [fp8("delayed")],
+    ),
     "pp": (
         {"pp": 2},
         [
@@ -163,11 +188,18 @@ TOGETHER = {
     ),
     "cp": (
         {"cp": 2},
-        [run("fp64", WHOLE_WEIGHTS, ring=False, borders=2, reset=True), run("fp32", WHOLE_WEIGHTS), run("fp64", FOUR)],
+        [
+            run("fp64", WHOLE_WEIGHTS, ring=False, borders=2, reset=True),
+            run("fp32", WHOLE_WEIGHTS),
+            run("fp64", FOUR),
+        ],
     ),
     "experts": (
         {"dp": 2},
-        [run("fp64", FAMILIES["mixtral"], expert=2), run("bf16", FAMILIES["mixtral"], expert=2, zero_size=1)],
+        [
+            run("fp64", FAMILIES["mixtral"], expert=2),
+            run("bf16", FAMILIES["mixtral"], expert=2, zero_size=1),
+        ],
     ),
     "tp and pp": (
         {"tp": 2, "pp": 2},
@@ -192,7 +224,8 @@ def test_ranks_train_together_on_the_device_as_on_the_cpu(name: str) -> None:
 @on_ranks()
 def test_tensors_of_two_devices_do_not_meet(mesh: DeviceMesh) -> None:
     pretend.install()
-    there, here = torch.arange(6.0, device=pretend.NAME).view(2, 3), torch.ones(2, 3)
+    there = torch.arange(6.0, device=pretend.NAME).view(2, 3)
+    here = torch.ones(2, 3)
     meetings: list[Callable[[], object]] = [
         lambda: there + here,
         lambda: here.add_(there),
@@ -210,18 +243,32 @@ def test_tensors_of_two_devices_do_not_meet(mesh: DeviceMesh) -> None:
     with pytest.raises(TypeError, match="convert pretend"):
         there.numpy()
     here.copy_(there)
-    assert here.tolist() == there.cpu().tolist() == there.to("cpu").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (
+        here.tolist() == there.cpu().tolist() == there.to("cpu").tolist() == [[0, 1, 2], [3, 4, 5]]
+    )
     assert there.sum().item() == 15
 
 
 @on_ranks()
 def test_tensors_of_the_device_share_memory_as_any_do(mesh: DeviceMesh) -> None:
     pretend.install()
-    flat, parameter = torch.zeros(10, device=pretend.NAME), torch.nn.Parameter(torch.ones(2, 2))
+    flat = torch.zeros(10, device=pretend.NAME)
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.data = flat[2:6].view(2, 2)
     flat[2:4] = 5.0
     parameter.data[1].add_(torch.ones(2, device=pretend.NAME)).mul_(3)
-    assert parameter.tolist() == [[5, 5], [3, 3]] and flat.tolist() == [0, 0, 5, 5, 3, 3, 0, 0, 0, 0]
+    assert parameter.tolist() == [[5, 5], [3, 3]] and flat.tolist() == [
+        0,
+        0,
+        5,
+        5,
+        3,
+        3,
+        0,
+        0,
+        0,
+        0,
+    ]
     flat.view(torch.int32)[2] = 0
     (parameter.t() * torch.arange(4.0, device=pretend.NAME).view(2, 2)).sum().backward()
     assert parameter.tolist() == [[0, 5], [3, 3]]
@@ -233,7 +280,11 @@ def test_tensors_of_the_device_share_memory_as_any_do(mesh: DeviceMesh) -> None:
 def test_ranks_send_what_nccl_sends(mesh: DeviceMesh) -> None:
     pretend.install()
     axis = Axis.of(pretend.join(mesh), "dp")
-    for refused in (torch.zeros(2, 3).t(), torch.zeros(4, dtype=torch.int16), torch.zeros(4, dtype=torch.float8_e5m2)):
+    for refused in (
+        torch.zeros(2, 3).t(),
+        torch.zeros(4, dtype=torch.int16),
+        torch.zeros(4, dtype=torch.float8_e5m2),
+    ):
         with pytest.raises(RuntimeError, match="this group sends no"):
             axis.sum_(refused.to(pretend.NAME))
     assert axis.sum_(torch.ones(2, device=pretend.NAME)).tolist() == [2, 2]
@@ -299,13 +350,16 @@ SAME = "to be on the same device"
         (cleared_too_soon, {"dp": 2}, "written to while it was under way"),
     ],
 )
-def test_what_is_forgotten_is_found(plant: Callable[[], None], axes: dict[str, int], caught: str) -> None:
+def test_what_is_forgotten_is_found(
+    plant: Callable[[], None], axes: dict[str, int], caught: str
+) -> None:
     with pytest.raises(pytest.fail.Exception, match=caught):
         run_ranks(train_both, axes, runs=[run(before=plant)])
 
 
 def train_module(device: str, name: str) -> dict[str, Any]:
-    """The optimizer's state after three steps of a module of torch's, of which the second is skipped."""
+    """The optimizer's state after three steps of a module of torch's, of which the second is
+    skipped."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
     attach_whole(module)
@@ -325,11 +379,16 @@ def test_fp8_products_are_made_by_the_kernels_that_make_them_on_the_cpu(mesh: De
     pretend.install()
     del SLOW["cpu"]  # both are tried
     made = [
-        [ways(recipe, torch.device(device), torch.bfloat16, torch.float32) for device in ("cpu", pretend.NAME)]
+        [
+            ways(recipe, torch.device(device), torch.bfloat16, torch.float32)
+            for device in ("cpu", pretend.NAME)
+        ]
         for recipe in map(FP8Recipe, ("delayed", "current", "rowwise", "blockwise", "mx"))
     ]
     for here, there in made:
-        assert here == {name: way.replace(f"'{pretend.NAME}'", "'CPU'") for name, way in there.items()}
+        assert here == {
+            name: way.replace(f"'{pretend.NAME}'", "'CPU'") for name, way in there.items()
+        }
     assert any("kernel" in way for here, _ in made for way in here.values())
 
 
@@ -337,7 +396,8 @@ def test_fp8_products_are_made_by_the_kernels_that_make_them_on_the_cpu(mesh: De
 def test_a_module_of_torch_trains_on_the_device_that_it_was_put_on(mesh: DeviceMesh) -> None:
     pretend.install()
     for name in ("adamw", "sgd", "Adagrad"):
-        ours, expected = train_module(pretend.NAME, name), train_module("cpu", name)
+        ours = train_module(pretend.NAME, name)
+        expected = train_module("cpu", name)
         mine, theirs = (state.pop("tensors") for state in (ours, expected))
         assert ours == expected and mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
@@ -354,9 +414,12 @@ OVERRIDES = [
 ]
 
 
-def used(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path, first: int) -> tuple[Any, ...]:
-    """Of a run in `folder` that goes on from step `first`: what is seen of a micro-batch that overflows, and the
-    optimizer's state, before and after it was taken up again. Leaves what parity records as well."""
+def used(
+    mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path, first: int
+) -> tuple[Any, ...]:
+    """Of a run in `folder` that goes on from step `first`: what is seen of a micro-batch that
+    overflows, and the optimizer's state, before and after it was taken up again. Leaves what parity
+    records as well."""
     config = load_run(file, [*overrides, f"train.folder={folder}"])
     corpus = open_corpus(config)
     trainer = Trainer(config, corpus, mesh, checkpoint(folder, first) if first else None)
@@ -366,7 +429,9 @@ def used(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path, first
     again = trainer.engine.optimizer.state_dict()
     trace = trace_modules(trainer.engine.passes, trainer.share(corpus.train, 0), 0, 0, 2.0**140)
     (folder / "parity").mkdir(exist_ok=True)
-    before = load_run(file, [*overrides, "optimizer.validation=before", f"train.folder={folder}/unused"])
+    before = load_run(
+        file, [*overrides, "optimizer.validation=before", f"train.folder={folder}/unused"]
+    )
     record(before, corpus, mesh, Plan(2, planted=1, into="embedding.weight"), folder / "parity")
     return trace.found, state, again
 
@@ -387,26 +452,40 @@ def use_both(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path) -
             for state, there in zip(states, expected[1:], strict=True):
                 assert state["scaler"] == there["scaler"] and state["steps"] == there["steps"] == 4
                 assert state["tensors"].keys() == there["tensors"].keys()
-                assert all(torch.equal(values, there["tensors"][key]) for key, values in state["tensors"].items())
+                assert all(
+                    torch.equal(values, there["tensors"][key])
+                    for key, values in state["tensors"].items()
+                )
 
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("dp", "more"),
-    [(1, ["optimizer.validation=after", "fp8.kind=current", "fp8.shadow_every=2"]), (2, ["fp8.kind=delayed"])],
+    [
+        (1, ["optimizer.validation=after", "fp8.kind=current", "fp8.shadow_every=2"]),
+        (2, ["fp8.kind=delayed"]),
+    ],
 )
-def test_a_run_its_checkpoints_and_what_looks_into_them_are_the_same(tmp_path: Path, dp: int, more: list[str]) -> None:
+def test_a_run_its_checkpoints_and_what_looks_into_them_are_the_same(
+    tmp_path: Path, dp: int, more: list[str]
+) -> None:
     """Checkpoints go from one device to the other in the middle of a run."""
     overrides = [*OVERRIDES, f"parallel.data={dp}", *more]
     run_ranks(use_both, {"dp": dp}, file=write_run(tmp_path), overrides=overrides, folder=tmp_path)
     cpu, *others = (tmp_path / name for name in ("cpu", "device", "middle"))
     for folder in others:
-        ours, expected = tensors(checkpoint(folder, 4)), tensors(checkpoint(cpu, 4))
-        assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in ours)
+        ours = tensors(checkpoint(folder, 4))
+        expected = tensors(checkpoint(cpu, 4))
+        assert ours.keys() == expected.keys() and all(
+            torch.equal(ours[key], expected[key]) for key in ours
+        )
         assert said(folder) == said(cpu)
         recorded, there = (load_file(run / "parity" / "0.safetensors") for run in (folder, cpu))
         assert recorded.keys() == there.keys()
-        assert all(torch.equal(pretend.bits(values), pretend.bits(there[key])) for key, values in recorded.items())
+        assert all(
+            torch.equal(pretend.bits(values), pretend.bits(there[key]))
+            for key, values in recorded.items()
+        )
         for ours, expected in zip(steps(folder), steps(cpu)[-len(steps(folder)) :], strict=True):
             assert ours.keys() == expected.keys() and ours["loss"] == expected["loss"]
             assert ours.get("eval_loss") == expected.get("eval_loss")
@@ -414,7 +493,11 @@ def test_a_run_its_checkpoints_and_what_looks_into_them_are_the_same(tmp_path: P
 
 def said(folder: Path) -> str:
     """What the trained model goes on with."""
-    return "".join(Generation(load_model(checkpoint(folder, 4), CachedStage), "the", 8, Sampling(temperature=0)))
+    return "".join(
+        Generation(
+            load_model(checkpoint(folder, 4), CachedStage), "the", 8, Sampling(temperature=0)
+        )
+    )
 
 
 def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(
@@ -422,9 +505,14 @@ def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(
 ) -> None:
     file = write_run(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=2**40))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=2**40)
+    )
     assert train(file, "optimizer.native=true") == 2
-    assert 'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA' in capsys.readouterr().err
+    assert (
+        'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA'
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -432,7 +520,9 @@ def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(
 def test_a_run_of_native_kernels_is_replayed_on_the_cpu_whatever_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = train_on(write_run(tmp_path), "optimizer.native=true", "precision.compute=fp16", "train.steps=1")
+    folder = train_on(
+        write_run(tmp_path), "optimizer.native=true", "precision.compute=fp16", "train.steps=1"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["explain-overflow", str(folder), "--replay"]) == 0
     assert "its samples" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""A factory that is hidden by a package of megaprec's own is refused with the reason and the cure."""
+"""A factory that is hidden by a package of megaprec's own is refused with the reason and the
+cure."""
 
 import pytest
 
@@ -11,7 +12,8 @@ def test_a_module_in_a_folder_of_a_name_of_ours_is_answered_with_its_file(packag
     with pytest.raises(UserError) as error:
         stage_maker(f"{package}.of_mine.net:build")
     hint = (
-        f'megaprec has a package "{package}" itself, which hides yours: give the file, "{package}/of_mine/net.py:build"'
+        f'megaprec has a package "{package}" itself, which hides yours: give the file, '
+        f'"{package}/of_mine/net.py:build"'
     )
     assert str(error.value).endswith(hint)
 

@@ -1,4 +1,5 @@
-"""A packed sample whose documents are told apart trains as its documents do one by one, in every family and layout."""
+"""A packed sample whose documents are told apart trains as its documents do one by one, in every
+family and layout."""
 
 import json
 import pickle
@@ -27,7 +28,8 @@ from tests.families import put
 from tests.layouts import Fragment, Recording, assemble
 from tests.ranks import run_ranks
 
-LENGTH, SAMPLES = 24, 4
+LENGTH = 24
+SAMPLES = 4
 SIZES: dict[str, Any] = {
     "layers": 2,
     "hidden": 16,
@@ -46,16 +48,33 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "kv_heads": 2},
     "mistral with a window": {"family": "mistral", "window": 4, "kv_heads": 2},
     "olmo3": {"family": "olmo3", "kv_heads": 2, "window": 4, "window_layers": [0]},
-    "gemma3": {"family": "gemma3", "kv_heads": 1, "window": 4, "window_layers": [0], "window_rope_base": 50.0},
+    "gemma3": {
+        "family": "gemma3",
+        "kv_heads": 1,
+        "window": 4,
+        "window_layers": [0],
+        "window_rope_base": 50.0,
+    },
     "deepseek_v3": {
         "family": "deepseek_v3",
         "latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
         "window": 4,
     },
     "gemma2": {"family": "gemma2", "kv_heads": 1, "window": 4, "window_layers": [0]},
-    "gpt_oss": {"family": "gpt_oss", "experts": 4, "router_aux_loss": 0.0, "kv_heads": 2, "window": 4}
+    "gpt_oss": {
+        "family": "gpt_oss",
+        "experts": 4,
+        "router_aux_loss": 0.0,
+        "kv_heads": 2,
+        "window": 4,
+    }
     | {"window_layers": [0]},
-    "gpt_oss through dropout": {"family": "gpt_oss", "experts": 4, "router_aux_loss": 0.0, "attention_dropout": 1e-14},
+    "gpt_oss through dropout": {
+        "family": "gpt_oss",
+        "experts": 4,
+        "router_aux_loss": 0.0,
+        "attention_dropout": 1e-14,
+    },
     "mixtral": {"family": "mixtral", "experts": 4, "router_aux_loss": 0.0, "kv_heads": 2},
     "gpt2 through dropout": {"family": "gpt2", "attention_dropout": 1e-14},
     "mistral through dropout": {"family": "mistral", "window": 5, "attention_dropout": 1e-14},
@@ -71,18 +90,28 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
     with IndexedWriter(prefix, 53) as writer:
         for length in torch.randint(1, 18, (40,), generator=dice).tolist():
             writer.add_document(torch.randint(0, 53, (length,), generator=dice).tolist())
-    batch = Samples(IndexedDataset(prefix), LENGTH, 0, False, resets=Resets(True, True, True)).batch(0, SAMPLES)
+    batch = Samples(
+        IndexedDataset(prefix), LENGTH, 0, False, resets=Resets(True, True, True)
+    ).batch(0, SAMPLES)
     assert batch.mask is not None and (batch.mask == 0).sum() > SAMPLES
-    return Share(batch.tokens, batch.targets, batch.mask.double(), packing=Packing(batch.documents, batch.positions))
+    return Share(
+        batch.tokens,
+        batch.targets,
+        batch.mask.double(),
+        packing=Packing(batch.documents, batch.positions),
+    )
 
 
 def weights_of(config: ModelConfig) -> oracle.Weights:
     """Random logical weights of every shape that the model has."""
     dice = torch.Generator().manual_seed(5)
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, LENGTH)[0])
-    shapes = {part.name: part.shape for p in stage.parameters() for part, _, _ in layout_of(p).spans()}
+    shapes = {
+        part.name: part.shape for p in stage.parameters() for part, _, _ in layout_of(p).spans()
+    }
     return {
-        name: torch.randn(shape, generator=dice, dtype=torch.float64) * 0.3 + name.endswith("norm.weight")
+        name: torch.randn(shape, generator=dice, dtype=torch.float64) * 0.3
+        + name.endswith("norm.weight")
         for name, shape in sorted(shapes.items())
     }
 
@@ -111,8 +140,12 @@ def packed(mesh: DeviceMesh, what: bytes, sequence: bool) -> list[tuple[float, l
     return [_step(mesh, config, share, sequence) for config in configs]
 
 
-def _step(mesh: DeviceMesh, config: ModelConfig, share: Share, sequence: bool) -> tuple[float, list[Fragment]]:
-    def make_optimizer(stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
+def _step(
+    mesh: DeviceMesh, config: ModelConfig, share: Share, sequence: bool
+) -> tuple[float, list[Fragment]]:
+    def make_optimizer(
+        stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
+    ) -> Recording:
         for stage in stages:
             put(stage, weights_of(config))
         return Recording(stages, plan, mesh, clip=0.0, plant=None)
@@ -137,21 +170,33 @@ def run_all(
 ) -> list[tuple[float, dict[str, Tensor]]]:
     what = pickle.dumps(([CONFIGS[name] for name in names], share))
     ranks = run_ranks(packed, {"tp": tp, "pp": pp}, what=what, sequence=sequence)
-    return [(answers[0][0], assemble([fragments for _, fragments in answers])) for answers in zip(*ranks, strict=True)]
+    return [
+        (answers[0][0], assemble([fragments for _, fragments in answers]))
+        for answers in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
-    ("tp", "pp", "sequence"), [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+    ("tp", "pp", "sequence"),
+    [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)],
 )
-def test_a_packed_sample_trains_as_its_documents_do_one_by_one(share: Share, tp: int, pp: int, sequence: bool) -> None:
-    for name, (loss, grads) in zip(CONFIGS, run_all(list(CONFIGS), share, tp, pp, sequence), strict=True):
+def test_a_packed_sample_trains_as_its_documents_do_one_by_one(
+    share: Share, tp: int, pp: int, sequence: bool
+) -> None:
+    for name, (loss, grads) in zip(
+        CONFIGS, run_all(list(CONFIGS), share, tp, pp, sequence), strict=True
+    ):
         expected, theirs = one_by_one(CONFIGS[name], share)
         assert abs(loss - expected) < 1e-12, name
         assert grads.keys() == theirs.keys()
         for key, value in theirs.items():
             torch.testing.assert_close(
-                grads[key], value, rtol=1e-12, atol=1e-12, msg=lambda m, at=f"{name} {key}": f"{at}: {m}"
+                grads[key],
+                value,
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda m, at=f"{name} {key}": f"{at}: {m}",
             )
 
 
@@ -180,15 +225,22 @@ def test_all_layers_of_a_stage_share_one_mask(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_reset_is_one_of_its_own(share: Share) -> None:
-    """Rotary positions only tell how far apart two tokens are: once attention is reset, resetting them too is nothing.
-    Learned ones tell more."""
-    attention = Share(share.tokens, share.targets, share.mask, packing=Packing(documents=share.packing.documents))
-    positions = Share(share.tokens, share.targets, share.mask, packing=Packing(positions=share.packing.positions))
+    """Rotary positions only tell how far apart two tokens are: once attention is reset, resetting
+    them too is nothing. Learned ones tell more."""
+    attention = Share(
+        share.tokens, share.targets, share.mask, packing=Packing(documents=share.packing.documents)
+    )
+    positions = Share(
+        share.tokens, share.targets, share.mask, packing=Packing(positions=share.packing.positions)
+    )
     names = ["llama with fewer key heads", "gpt2"]
     rotary, learned = (one_by_one(CONFIGS[name], share)[0] for name in names)
     (one, _), (two, _) = run_all(names, attention)
     assert abs(one - rotary) < 1e-12 and abs(two - learned) > 1e-3
-    assert all(abs(loss - e) > 1e-3 for (loss, _), e in zip(run_all(names, positions), (rotary, learned), strict=True))
+    assert all(
+        abs(loss - e) > 1e-3
+        for (loss, _), e in zip(run_all(names, positions), (rotary, learned), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +250,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = runs.write_run(folder)
     lines = (folder / "text.txt").read_text().splitlines()
     (folder / "many.jsonl").write_text(
-        "".join(json.dumps({"text": line[: 5 + 3 * (n % 9)]}) + "\n" for n, line in enumerate(lines))
+        "".join(
+            json.dumps({"text": line[: 5 + 3 * (n % 9)]}) + "\n" for n, line in enumerate(lines)
+        )
     )
     return file
 
@@ -206,14 +260,27 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.campaign
 def test_a_run_with_all_resets_is_the_same_in_every_layout(documents: Path) -> None:
     folder = documents.parent
-    given = [f"data.source={folder}/many.jsonl", f"data.cache={folder}/many", "precision.compute=fp64", "train.steps=4"]
-    resets = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true"]
+    given = [
+        f"data.source={folder}/many.jsonl",
+        f"data.cache={folder}/many",
+        "precision.compute=fp64",
+        "train.steps=4",
+    ]
+    resets = [
+        "data.reset_attention_mask=true",
+        "data.reset_position_ids=true",
+        "data.eod_mask_loss=true",
+    ]
 
     def trained(name: str, *more: str, **layout: int) -> list[dict[str, Any]]:
-        return runs.steps(runs.train_on(documents, *given, *more, f"train.folder={folder}/{name}", **layout))
+        return runs.steps(
+            runs.train_on(documents, *given, *more, f"train.folder={folder}/{name}", **layout)
+        )
 
     alone = trained("one", *resets)
-    runs.assert_close(alone, trained("four", *resets, "parallel.sequence=true", tensor=2, pipeline=2), 1e-9)
+    runs.assert_close(
+        alone, trained("four", *resets, "parallel.sequence=true", tensor=2, pipeline=2), 1e-9
+    )
     runs.assert_close(alone, trained("two", *resets, "train.micro_batch=4", data=2), 1e-9)
     none = trained("none")[-1]["loss"]
     for reset in resets:

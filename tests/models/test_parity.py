@@ -1,4 +1,5 @@
-"""Any layout trains the same model: against a plain single-process model and torch's own AdamW, in float64."""
+"""Any layout trains the same model: against a plain single-process model and torch's own AdamW, in
+float64."""
 
 from functools import cache
 from typing import Any
@@ -70,7 +71,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.05,
         "init_std": 0.1,
     },
-    "mixtral": {"family": "mixtral", **SIZES, "experts": 5, "router_aux_loss": 0.5, "router_z_loss": 0.1},
+    "mixtral": {
+        "family": "mixtral",
+        **SIZES,
+        "experts": 5,
+        "router_aux_loss": 0.5,
+        "router_z_loss": 0.1,
+    },
     "glm4_moe": {
         "family": "glm4_moe",
         **SIZES,
@@ -79,7 +86,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "dense_ffn": 40,
         "shared_experts": 8,
         "shared_gate": True,
-        "router": {"score": "sigmoid", "scale": 2.5, "correction": True} | {"groups": 4, "groups_per_token": 2},
+        "router": {"score": "sigmoid", "scale": 2.5, "correction": True}
+        | {"groups": 4, "groups_per_token": 2},
         "router_correction_speed": 0.03,
         "router_aux_loss": 0.5,
         "init_std": 0.1,
@@ -89,19 +97,32 @@ CLOSE = 1e-12  # relative to the largest element
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """Names of tensors that are not close, with the median ratio of their elements: 2, 0.5 or 1.414 tell their cause.
+    """Names of tensors that are not close, with the median ratio of their elements: 2, 0.5 or 1.414
+    tell their cause.
 
-    Softmax does not see a bias of the keys, so its gradient is rounding noise; it is measured by the whole model.
+    Softmax does not see a bias of the keys, so its gradient is rounding noise; it is measured by
+    the whole model.
     """
     largest = max(t.abs().max() for t in theirs.values())
-    scale = {name: largest if name.endswith("key.bias") else t.abs().max() for name, t in theirs.items()}
-    far = [name for name, t in theirs.items() if not (ours[name] - t).abs().max() <= CLOSE * scale[name]]
+    scale = {
+        name: largest if name.endswith("key.bias") else t.abs().max() for name, t in theirs.items()
+    }
+    far = [
+        name
+        for name, t in theirs.items()
+        if not (ours[name] - t).abs().max() <= CLOSE * scale[name]
+    ]
     return {name: (ours[name] / theirs[name]).nanmedian().item() for name in far}
 
 
 def zeros(grads: dict[str, Tensor]) -> int:
-    """Elements that are zero for a reason; a noisy gradient may hit zero by chance, and counts are no gradients."""
-    return sum(int((g == 0).sum()) for name, g in grads.items() if not name.endswith(("key.bias", ".correction")))
+    """Elements that are zero for a reason; a noisy gradient may hit zero by chance, and counts are
+    no gradients."""
+    return sum(
+        int((g == 0).sum())
+        for name, g in grads.items()
+        if not name.endswith(("key.bias", ".correction"))
+    )
 
 
 def noise_zeros(grads: dict[str, Tensor]) -> int:
@@ -127,7 +148,9 @@ def plain(model: str) -> list[dict[str, Any]]:
 
 
 # A sequence is cut over tp.
-CUT = [*dict.fromkeys((layout, layout[0] > 1 and cut) for layout in LAYOUTS for cut in (False, True))]
+CUT = [
+    *dict.fromkeys((layout, layout[0] > 1 and cut) for layout in LAYOUTS for cut in (False, True))
+]
 
 
 @pytest.mark.cases(3, sample=6)
@@ -137,14 +160,24 @@ CUT = [*dict.fromkeys((layout, layout[0] > 1 and cut) for layout in LAYOUTS for 
     [
         *(case for case in CUT if case[0] in COVERING),
         *slow(CUT[-1]),  # all axes at once
-        *(pytest.param(*case, marks=pytest.mark.campaign) for case in CUT[:-1] if case[0] not in COVERING),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in CUT[:-1]
+            if case[0] not in COVERING
+        ),
     ],
-    ids=lambda x: ("whole sequence", "cut sequence")[x] if isinstance(x, bool) else "tp{} pp{} dp{}".format(*x),
+    ids=lambda x: (
+        ("whole sequence", "cut sequence")[x]
+        if isinstance(x, bool)
+        else "tp{} pp{} dp{}".format(*x)
+    ),
 )
 def test_every_layout_trains_the_plain_model(
     model: str, layout: tuple[int, int, int], sequence: bool, alike: list[dict[str, Any]]
 ) -> None:
-    models = tuple(case["model"] for case in alike if (case["layout"], case["sequence"]) == (layout, sequence))
+    models = tuple(
+        case["model"] for case in alike if (case["layout"], case["sequence"]) == (layout, sequence)
+    )
     require_plain_model(model, trained(models, layout, sequence)[model])
 
 
@@ -159,7 +192,15 @@ def require_plain_model(model: str, result: Result) -> None:
         assert report.grad_norm == pytest.approx(record["norm"], rel=CLOSE)
         assert report.num_zeros == zeros(grads) + noise_zeros(grads)
         assert zeros(grads) == zeros(record["grads"])
-        assert not (wrong := differing(grads, record["grads"])), f"gradients differ, by these ratios: {wrong}"
-    assert not (wrong := differing(result.after, expected[-1]["weights"])), f"weights differ, by these ratios: {wrong}"
-    assert result.reports[0].grad_norm > Run(MODELS[model]).clip, "nothing was clipped, so clipping was not tested"
-    assert result.reports[0].num_zeros > 0 or model in ("llama tied biased", "gemma3"), "there was nothing to count"
+        assert not (wrong := differing(grads, record["grads"])), (
+            f"gradients differ, by these ratios: {wrong}"
+        )
+    assert not (wrong := differing(result.after, expected[-1]["weights"])), (
+        f"weights differ, by these ratios: {wrong}"
+    )
+    assert result.reports[0].grad_norm > Run(MODELS[model]).clip, (
+        "nothing was clipped, so clipping was not tested"
+    )
+    assert result.reports[0].num_zeros > 0 or model in ("llama tied biased", "gemma3"), (
+        "there was nothing to count"
+    )

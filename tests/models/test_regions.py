@@ -1,4 +1,5 @@
-"""Regions: what lies between two products of a layer, traced as two whole graphs, has every bit of its modules."""
+"""Regions: what lies between two products of a layer, traced as two whole graphs, has every bit of
+its modules."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,14 +44,25 @@ class Graphs(Mapping[Call, Any]):
         return 1
 
 
-def trained(config: ModelConfig, leaves: Leaves, precision: str = "bf16", **more: Any) -> list[Tensor]:
+def trained(
+    config: ModelConfig, leaves: Leaves, precision: str = "bf16", **more: Any
+) -> list[Tensor]:
     """The losses, gradient norms and weights of two steps."""
     engine = Engine(
-        config, plan(precision), None, schedule("1f1b", 1, 2), micro_batch=2, seq_length=12, leaves=leaves, **more
+        config,
+        plan(precision),
+        None,
+        schedule("1f1b", 1, 2),
+        micro_batch=2,
+        seq_length=12,
+        leaves=leaves,
+        **more,
     )
     ids = torch.randint(0, config.vocab, (4, 13), generator=torch.Generator().manual_seed(0))
     reports = [engine.step(Share(ids[:, :-1], ids[:, 1:]), 1e-2, n) for n in range(2)]
-    seen = [torch.tensor([report.loss, report.grad_norm], dtype=torch.float64) for report in reports]
+    seen = [
+        torch.tensor([report.loss, report.grad_norm], dtype=torch.float64) for report in reports
+    ]
     return [*seen, *(p.detach() for stage in engine.stages.values() for p in stage.parameters())]
 
 
@@ -65,7 +77,8 @@ def by_region() -> tuple[Leaves, Graphs]:
 )
 def test_a_model_computed_by_regions_trains_the_same_to_the_bit(name: str) -> None:
     config, (leaves, graphs) = config_of(CASES[name]), by_region()
-    ours, plain = trained(config, leaves), trained(config, PLAIN)
+    ours = trained(config, leaves)
+    plain = trained(config, PLAIN)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     used = {call.name for call in graphs.made}
     assert used == expected(config)
@@ -81,7 +94,8 @@ def expected(config: ModelConfig) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "recompute", [Recompute(fraction=1.0), Recompute(("attention", "norm")), Recompute(("activation",))]
+    "recompute",
+    [Recompute(fraction=1.0), Recompute(("attention", "norm")), Recompute(("activation",))],
 )
 def test_regions_are_recomputed_to_the_bit(recompute: Recompute) -> None:
     config, (leaves, graphs) = config_of(CASES["llama"]), by_region()
@@ -92,21 +106,35 @@ def test_regions_are_recomputed_to_the_bit(recompute: Recompute) -> None:
 
 def test_a_region_keeps_no_more_than_its_modules() -> None:
     x, branch = (torch.randn(16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-    passes = compiled_region(call_of(add_norm, (x, branch, torch.ones(64), None, RULE)), lambda graph, _: graph)
+    passes = compiled_region(
+        call_of(add_norm, (x, branch, torch.ones(64), None, RULE)), lambda graph, _: graph
+    )
     pool = ["x", "branch", "weight", "total", "normal", "1 / root mean square"]
     assert [pool[n] for n in passes.needed] == ["total", "1 / root mean square", "weight"]
-    y, table = torch.randn(16, 2, 96, dtype=torch.bfloat16), torch.randn(16, 1, 1, 8)
+    y = torch.randn(16, 2, 96, dtype=torch.bfloat16)
+    table = torch.randn(16, 1, 1, 8)
     rule = HeadRule((64, 16, 16), 16, torch.bfloat16)
-    passes = compiled_region(call_of(heads, (y, table, table, None, None, rule)), lambda graph, _: graph)
+    passes = compiled_region(
+        call_of(heads, (y, table, table, None, None, rule)), lambda graph, _: graph
+    )
     assert [("y", "cosine", "sine")[n] for n in passes.needed] == ["cosine", "sine"]
 
 
 def test_a_module_whose_result_a_hook_awaits_is_called_itself() -> None:
-    config, seen = config_of(CASES["llama"]), []
+    config = config_of(CASES["llama"])
+    seen = []
     engine = Engine(
-        config, plan("fp32"), None, schedule("1f1b", 1, 1), micro_batch=2, seq_length=12, leaves=by_region()[0]
+        config,
+        plan("fp32"),
+        None,
+        schedule("1f1b", 1, 1),
+        micro_batch=2,
+        seq_length=12,
+        leaves=by_region()[0],
     )
-    engine.stages[0].get_submodule("layers.1.mlp_norm").register_forward_hook(lambda *_: seen.append(1))
+    engine.stages[0].get_submodule("layers.1.mlp_norm").register_forward_hook(
+        lambda *_: seen.append(1)
+    )
     ids = torch.zeros(2, 13, dtype=torch.int64)
     engine.step(Share(ids[:, :-1], ids[:, 1:]), 1e-2, 0)
     assert seen == [1]
@@ -124,6 +152,8 @@ def test_passes_that_compute_something_else_are_found_on_trial(wrong: str) -> No
         scaled = [x * 2 if wrong == "gradients" and x.requires_grad else x for x in inputs]
         values = passes(*inputs)
         through = passes(*scaled)
-        return tuple(v.detach() * factor + (t - t.detach()) for v, t in zip(values, through, strict=True))
+        return tuple(
+            v.detach() * factor + (t - t.detach()) for v, t in zip(values, through, strict=True)
+        )
 
     assert hindrance_of_region(call, off)

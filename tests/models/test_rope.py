@@ -9,7 +9,9 @@ from torch import Tensor
 from models.rope import RopeScaling, attention_factor, frequencies, rotary_tables
 from models.rotate import Rotate
 
-DIMS, BASE, WIDE = 64, 10000.0, torch.float64
+DIMS = 64
+BASE = 10000.0
+WIDE = torch.float64
 ORIGINAL = 128
 PLAIN = frequencies(RopeScaling(), BASE, DIMS, 1)
 
@@ -34,7 +36,8 @@ def test_a_product_of_turned_vectors_depends_on_their_distance_alone(dims: int) 
         along = products.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-12, atol=1e-12)
     assert not torch.isclose(products[0, 0], products[0, 1])
-    assert torch.equal(turned(query, dims)[:, dims:], query[dims:].expand(10, -1))  # the rest does not turn
+    # the rest does not turn
+    assert torch.equal(turned(query, dims)[:, dims:], query[dims:].expand(10, -1))
 
 
 def test_the_way_back_is_the_transpose() -> None:
@@ -53,7 +56,9 @@ def test_linear_puts_factor_positions_in_the_place_of_one() -> None:
     )
 
 
-def test_dynamic_leaves_short_sequences_alone_and_stretches_the_slowest_pair_by_what_is_needed() -> None:
+def test_dynamic_leaves_short_sequences_alone_and_stretches_the_slowest_pair_by_what_is_needed() -> (
+    None
+):
     assert torch.equal(frequencies(scaled("dynamic"), BASE, DIMS, ORIGINAL), PLAIN)
     ratio = PLAIN / frequencies(scaled("dynamic"), BASE, DIMS, 3 * ORIGINAL)
     assert ratio[0] == 1  # the fastest never
@@ -62,7 +67,9 @@ def test_dynamic_leaves_short_sequences_alone_and_stretches_the_slowest_pair_by_
 
 
 def test_llama3_divides_long_wavelengths_leaves_short_ones_and_blends_between() -> None:
-    ratio = PLAIN / frequencies(scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0), BASE, DIMS, 1)
+    ratio = PLAIN / frequencies(
+        scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0), BASE, DIMS, 1
+    )
     wavelength = 2 * math.pi / PLAIN
     assert (ratio[wavelength < ORIGINAL / 4] == 1).all()
     assert (ratio[wavelength > ORIGINAL] - 4).abs().max() < 1e-12
@@ -70,7 +77,9 @@ def test_llama3_divides_long_wavelengths_leaves_short_ones_and_blends_between() 
     assert len(between) and (between > 1).all() and (between < 4).all()
 
 
-def test_yarn_leaves_pairs_that_turn_often_divides_those_that_turn_seldom_and_sharpens_attention() -> None:
+def test_yarn_leaves_pairs_that_turn_often_divides_those_that_turn_seldom_and_sharpens_attention() -> (
+    None
+):
     yarn = scaled("yarn", beta_fast=8.0, beta_slow=1.0)
     ratio = PLAIN / frequencies(yarn, BASE, DIMS, 1)
     turns = ORIGINAL * PLAIN / (2 * math.pi)

@@ -1,4 +1,5 @@
-"""Routers: the choice that published models make, and a correction that follows the loads of the whole batch."""
+"""Routers: the choice that published models make, and a correction that follows the loads of the
+whole batch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,9 @@ SETTINGS: list[dict[str, Any]] = [
 def test_tokens_go_where_the_settings_say_and_through_shared_experts(
     router: dict[str, Any], norm_topk: bool, gate: bool
 ) -> None:
-    experts, weights = layer(experts=6, router=router, norm_topk=norm_topk, shared_experts=10, shared_gate=gate)
+    experts, weights = layer(
+        experts=6, router=router, norm_topk=norm_topk, shared_experts=10, shared_gate=gate
+    )
     if "mlp.router.correction" in weights:
         weights["mlp.router.correction"].copy_(some(6))
     x = some(7, 3, 8)
@@ -56,7 +59,9 @@ def test_a_correction_changes_who_is_chosen_and_no_weight() -> None:
     scores = torch.tensor([[0.9, 0.8, 0.1, 0.2]])
     chosen = chosen_of(settings, scores, torch.tensor([0.0, 0.0, 1.0, 0.0]), 2)
     assert chosen.tolist() == [[2, 0]]
-    assert weighted(settings, scores, chosen, normalize=False).tolist() == scores[:, [2, 0]].tolist()
+    assert (
+        weighted(settings, scores, chosen, normalize=False).tolist() == scores[:, [2, 0]].tolist()
+    )
 
 
 def test_the_sum_of_the_two_best_and_the_best_alone_choose_other_groups() -> None:
@@ -108,8 +113,15 @@ def moved(result: Result) -> dict[str, list[Tensor]]:
     "run",
     [
         replace(GLM, compute="bf16"),
-        replace(GLM, compute="bf16", changes={"masters": "bf16", "gradients": "bf16", "reduce": "bf16"}),
-        replace(GLM, compute="fp16", scaling=LossScaling("constant", 2.0**10), recompute=Recompute(fraction=1.0)),
+        replace(
+            GLM, compute="bf16", changes={"masters": "bf16", "gradients": "bf16", "reduce": "bf16"}
+        ),
+        replace(
+            GLM,
+            compute="fp16",
+            scaling=LossScaling("constant", 2.0**10),
+            recompute=Recompute(fraction=1.0),
+        ),
         replace(GLM, micro_batch=8, compute="fp32"),
     ],
     ids=["bf16", "bf16 alone", "fp16 recomputed", "one micro-batch"],
@@ -138,7 +150,9 @@ def test_a_skipped_step_moves_no_correction() -> None:
 @pytest.mark.slow
 def test_norm_and_zeros_do_not_see_the_counts() -> None:
     counted = train(replace(GLM, steps=1))
-    calm = train(Run({**GLM.model, "router": {**GLM.model["router"], "correction": False}}, steps=1))
+    calm = train(
+        Run({**GLM.model, "router": {**GLM.model["router"], "correction": False}}, steps=1)
+    )
     assert counted.reports[0].grad_norm == calm.reports[0].grad_norm
     assert counted.reports[0].num_zeros == calm.reports[0].num_zeros
     assert counted.num_elements - calm.num_elements == 2 * 8
@@ -154,7 +168,14 @@ def test_uneven_layers_are_cut_so_that_the_busiest_stage_is_least_busy() -> None
         assert PRESETS[name]["dense_layers"] == model.dense_layers
 
 
-CANONICAL = {**GLM.model, "heads": 4, "kv_heads": 2, "ffn": 32, "dense_ffn": 64, "shared_experts": 16}
+CANONICAL = {
+    **GLM.model,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 32,
+    "dense_ffn": 64,
+    "shared_experts": 16,
+}
 
 
 @pytest.mark.slow
@@ -184,13 +205,19 @@ def saving(mesh: DeviceMesh | None, run: Run, folder: Path, load_first: bool) ->
 @pytest.mark.slow
 def test_corrections_are_resumed_in_another_layout(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    path = Path(run_ranks(saving, {"pp": 2, "dp": 2, "tp": 1}, run=GLM, folder=tmp_path, load_first=False)[0])
+    path = Path(
+        run_ranks(saving, {"pp": 2, "dp": 2, "tp": 1}, run=GLM, folder=tmp_path, load_first=False)[
+            0
+        ]
+    )
     path.rename(tmp_path / "step-00000002") if path.name != "step-00000002" else None
     resumed = {fragment.name: fragment.values for fragment in saving(None, GLM, tmp_path, True)}
     whole = train(GLM).after
     again = {name: resumed[name].view(whole[name].shape) for name in whole}
     assert not differing(again, whole)
-    assert all(torch.equal(again[name], whole[name]) for name in whole if name.endswith(".correction"))
+    assert all(
+        torch.equal(again[name], whole[name]) for name in whole if name.endswith(".correction")
+    )
 
 
 def the_counts_are_of_a_micro_batch() -> None:
@@ -205,11 +232,15 @@ def the_counts_are_of_a_micro_batch() -> None:
 
 def the_correction_enters_the_weights() -> None:
     inner = routing.weighted
-    routing.weighted = lambda settings, scores, chosen, normalize: inner(settings, scores + 0.01, chosen, normalize)
+    routing.weighted = lambda settings, scores, chosen, normalize: inner(
+        settings, scores + 0.01, chosen, normalize
+    )
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("bug", [the_counts_are_of_a_micro_batch, the_correction_enters_the_weights])
+@pytest.mark.parametrize(
+    "bug", [the_counts_are_of_a_micro_batch, the_correction_enters_the_weights]
+)
 def test_the_law_of_layouts_finds(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(GLM, steps=2)
     expected: Any = oracle.train(run.config, train(run).before, batches(run), run.lr, run.clip)

@@ -1,7 +1,8 @@
-"""Bits that are flipped in what the sentinel checks are found and laid to the right rank; sound runs are not accused.
+"""Bits that are flipped in what the sentinel checks are found and laid to the right rank; sound
+runs are not accused.
 
-The flips are in `tests/flips.py`. Each is planted after a clean check; the checked step must leave nothing behind, and
-taken again without the flip it must be the step of an undisturbed run.
+The flips are in `tests/flips.py`. Each is planted after a clean check; the checked step must leave
+nothing behind, and taken again without the flip it must be the step of an undisturbed run.
 """
 
 import random
@@ -49,7 +50,12 @@ def transients(rank: int, module: str = MLP) -> list[Flip]:
 def test_with_three_replicas_the_majority_names_the_rank() -> None:
     flips = [Flip(1, "weight", "layers.0.mlp.up.weight"), Flip(2, "activation", MLP, steady=True)]
     weight, steady = judged("dp3", flips)
-    assert (weight["kind"], weight["ranks"], weight["certain"], weight["sound"]) == ("weights", [1], True, False)
+    assert (weight["kind"], weight["ranks"], weight["certain"], weight["sound"]) == (
+        "weights",
+        [1],
+        True,
+        False,
+    )
     assert weight["what"] == "weight layers.0.mlp.up.weight"
     assert (steady["kind"], steady["ranks"], steady["certain"]) == ("computation", [2], True)
     assert (steady["module"], steady["direction"]) == (MLP, "forward")
@@ -57,8 +63,12 @@ def test_with_three_replicas_the_majority_names_the_rank() -> None:
     assert steady["sound"]
 
 
-def test_with_two_replicas_a_fault_that_passes_is_laid_to_its_rank_and_one_that_stays_to_both() -> None:
-    forward, backward, gradient, steady = judged("dp2", [*transients(1), Flip(1, "activation", MLP, steady=True)])
+def test_with_two_replicas_a_fault_that_passes_is_laid_to_its_rank_and_one_that_stays_to_both() -> (
+    None
+):
+    forward, backward, gradient, steady = judged(
+        "dp2", [*transients(1), Flip(1, "activation", MLP, steady=True)]
+    )
     for fault, direction in ((forward, "forward"), (backward, "backward"), (gradient, "backward")):
         assert (fault["ranks"], fault["certain"], fault["transient"]) == ([1], True, True)
         assert (fault["module"].startswith(MLP), fault["direction"]) == (True, direction)
@@ -73,11 +83,19 @@ def test_one_process_finds_faults_that_pass_and_weights_that_are_not_their_maste
 
 
 def test_a_message_that_arrives_changed_names_both_ends() -> None:
-    flips = [Flip(0, "sent"), Flip(1, "received"), Flip(1, "sent", back=True), Flip(0, "received", back=True)]
+    flips = [
+        Flip(0, "sent"),
+        Flip(1, "received"),
+        Flip(1, "sent", back=True),
+        Flip(0, "received", back=True),
+    ]
     for fault, flip in zip(judged("pp2", flips), flips, strict=True):
         ends = ["stage 1", "stage 0"] if flip.back else ["stage 0", "stage 1"]
         assert (fault["kind"], sorted(fault["ranks"])) == ("message", [0, 1])
-        assert fault["what"] == f"the {'gradient' if flip.back else 'activation'} from {ends[0]} to {ends[1]}"
+        assert (
+            fault["what"]
+            == f"the {'gradient' if flip.back else 'activation'} from {ends[0]} to {ends[1]}"
+        )
 
 
 def test_replicated_parameters_are_compared_over_tensor_ranks_too() -> None:
@@ -87,14 +105,19 @@ def test_replicated_parameters_are_compared_over_tensor_ranks_too() -> None:
 
 def test_the_gradient_of_a_single_micro_batch_is_compared_although_its_reduction_overlaps() -> None:
     overlapping = Setting(micro_batch=6, overlap=True)
-    flips = [Flip(1, "gradient before its reduction", f"{MLP}.down.weight"), Flip(0, "activation gradient", MLP)]
+    flips = [
+        Flip(1, "gradient before its reduction", f"{MLP}.down.weight"),
+        Flip(0, "activation gradient", MLP),
+    ]
     gradient, backward = judged("dp2", flips, overlapping)
     assert (gradient["what"], gradient["ranks"]) == (f"the gradient of {MLP}.down.weight", [1])
     assert (backward["module"], backward["ranks"]) == (MLP, [0])
 
 
 def test_reduced_gradients_are_compared_where_replicas_hold_the_same() -> None:
-    (fault,) = judged("dp3", [Flip(1, "reduced gradient", f"{MLP}.down.weight")], Setting(zero_size=1))
+    (fault,) = judged(
+        "dp3", [Flip(1, "reduced gradient", f"{MLP}.down.weight")], Setting(zero_size=1)
+    )
     assert (fault["kind"], fault["ranks"], fault["certain"]) == ("gradients", [1], True)
 
 
@@ -106,11 +129,16 @@ SPREAD = (("experts", 4), ("experts_per_token", 2))
     ("layout", "setting"),
     [
         ("dp2", Setting(model=SPREAD, micro_batch=3, expert=2)),
-        ("tp2 x dp2", Setting(model=SPREAD, micro_batch=3, compute="bf16", expert=2, expert_tensor=1)),
+        (
+            "tp2 x dp2",
+            Setting(model=SPREAD, micro_batch=3, compute="bf16", expert=2, expert_tensor=1),
+        ),
         ("tp2 x dp2", Setting(model=SPREAD, micro_batch=3, expert=2, zero_size=1)),
     ],
 )
-def test_where_tokens_travel_to_experts_a_fault_that_passes_is_laid_to_its_rank(layout: str, setting: Setting) -> None:
+def test_where_tokens_travel_to_experts_a_fault_that_passes_is_laid_to_its_rank(
+    layout: str, setting: Setting
+) -> None:
     """Wherever the wrong numbers travel to: the rank that has them first is to blame."""
     ranks = 2 if layout == "dp2" else 4
     attention = "layers.0.attention"
@@ -128,10 +156,18 @@ def test_copies_of_an_expert_are_compared_and_different_experts_are_not() -> Non
     setting = Setting(model=SPREAD, compute="bf16", micro_batch=3, expert=2, expert_tensor=1)
     held = f"{MLP}.experts.0.down.weight"
     weight, gradient = judged(
-        "tp2 x dp2", [Flip(2, "weight", held), Flip(2, "reduced gradient", held)], replace(setting, zero_size=1)
+        "tp2 x dp2",
+        [Flip(2, "weight", held), Flip(2, "reduced gradient", held)],
+        replace(setting, zero_size=1),
     )
-    assert (weight["kind"], weight["ranks"], weight["certain"]) == ("weights", [2], True), "it has the right masters"
-    assert (gradient["kind"], gradient["ranks"], gradient["certain"]) == ("gradients", [0, 2], False)
+    assert (weight["kind"], weight["ranks"], weight["certain"]) == ("weights", [2], True), (
+        "it has the right masters"
+    )
+    assert (gradient["kind"], gradient["ranks"], gradient["certain"]) == (
+        "gradients",
+        [0, 2],
+        False,
+    )
 
 
 @pytest.mark.cases(0, sample=1)
@@ -140,7 +176,8 @@ def test_what_is_flipped_on_any_rank_of_any_layout_is_found_there(layout: str) -
     world = 1
     for size in LAYOUTS[layout].values():
         world *= size
-    pipeline, tensor = LAYOUTS[layout].get("pp", 1), LAYOUTS[layout].get("tp", 1)
+    pipeline = LAYOUTS[layout].get("pp", 1)
+    tensor = LAYOUTS[layout].get("tp", 1)
     setting = Setting(compute="bf16", micro_batch=SAMPLES // LAYOUTS[layout].get("dp", 1) // 2)
     for rank in range(world):
         stage = rank * pipeline // world
@@ -181,19 +218,31 @@ def fits(setting: Setting, dp: int) -> bool:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["single", "dp2", "pp2"])
-def test_a_sound_run_is_never_accused_and_is_bit_for_bit_the_run_without_checks(layout: str) -> None:
+def test_a_sound_run_is_never_accused_and_is_bit_for_bit_the_run_without_checks(
+    layout: str,
+) -> None:
     some = random.Random(layout).sample(possible(layout), 3)
     assert run_ranks(clean, LAYOUTS[layout], settings=some, steps=3)[0] == 9
 
 
-CASES = [(layout, setting, seed) for layout in LAYOUTS for setting in possible(layout) for seed in range(3)]
+CASES = [
+    (layout, setting, seed)
+    for layout in LAYOUTS
+    for setting in possible(layout)
+    for seed in range(3)
+]
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("layout", "setting", "seed"), CASES)
 def test_no_false_alarm_in_ten_thousand_checks(layout: str, setting: Setting, seed: int) -> None:
     steps = -(-10_000 // len(CASES))
-    assert run_ranks(clean, LAYOUTS[layout], settings=[replace(setting, seed=100 + seed)], steps=steps)[0] == steps
+    assert (
+        run_ranks(
+            clean, LAYOUTS[layout], settings=[replace(setting, seed=100 + seed)], steps=steps
+        )[0]
+        == steps
+    )
 
 
 def noisy(generator: torch.Generator | None) -> Engine:
@@ -208,7 +257,8 @@ def noisy(generator: torch.Generator | None) -> Engine:
 
 
 def test_the_check_leaves_torchs_random_numbers_where_they_were() -> None:
-    engine, plain = noisy(None), noisy(None)
+    engine = noisy(None)
+    plain = noisy(None)
     sentinel = Sentinel(engine, exact=False)
     for number in range(2):
         losses = []

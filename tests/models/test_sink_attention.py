@@ -1,4 +1,5 @@
-"""A sink is one more logit in the softmax of a head: the same numbers and gradients as a key that has no value."""
+"""A sink is one more logit in the softmax of a head: the same numbers and gradients as a key that
+has no value."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,10 @@ from models.softcap import softcap
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 
-B, N, S, D = 2, 3, 9, 6
+B = 2
+N = 3
+S = 9
+D = 6
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
 MASKS = {
     "causal": None,
@@ -33,12 +37,16 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Four, Tensor]:
     """Query, key, value and sinks of a size that matters, and a gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, N, S, D), (B, N, S, D), (B, N, S, D), (N,), (B, N, S, D))
-    made = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    made = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
     query, key, value, sinks, wanted = (x.requires_grad_() for x in made)
     return (query, key, value, sinks), wanted.detach()
 
 
-def plainly(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
+def plainly(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
+) -> Tensor:
     """The sink as a key that all tokens see, whose score is the sink and whose value is 0."""
     scores = query @ key.transpose(2, 3) / D**0.5
     seen = torch.ones(S, S, dtype=torch.bool).tril() if mask is None else mask
@@ -50,7 +58,8 @@ def plainly(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tens
 @pytest.mark.parametrize("mask", MASKS)
 def test_outputs_and_all_gradients_are_those_of_one_more_key(mask: str) -> None:
     leaves, wanted = tensors()
-    ours, theirs = sink_attention.attend(*leaves, MASKS[mask]), plainly(*leaves, MASKS[mask])
+    ours = sink_attention.attend(*leaves, MASKS[mask])
+    theirs = plainly(*leaves, MASKS[mask])
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     found, expected = (torch.autograd.grad(y, leaves, wanted) for y in (ours, theirs))
     for name, one, other in zip(("query", "key", "value", "sinks"), found, expected, strict=True):
@@ -65,12 +74,18 @@ def test_narrow_dtypes_are_as_exact_as_without_sinks(dtype: torch.dtype) -> None
     exact = query, key, value, last
 
     def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+        return [
+            ((a.double() - b).norm() / b.norm()).item()
+            for a, b in zip(found, expected, strict=True)
+        ]
 
-    y, true = sink_attention.attend(*leaves[:3], sinks), plainly(*exact, None)
+    y = sink_attention.attend(*leaves[:3], sinks)
+    true = plainly(*exact, None)
     found = [y, *torch.autograd.grad(y, [*leaves[:3], sinks], wanted)]
     with_sinks = apart(found, [true, *torch.autograd.grad(true, exact, wanted.double())])
-    y, true = (F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v, _ in (leaves, exact))
+    y, true = (
+        F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v, _ in (leaves, exact)
+    )
     found = [y, *torch.autograd.grad(y, leaves[:3], wanted)]
     without = apart(found, [true, *torch.autograd.grad(true, exact[:3], wanted.double())])
     assert max(with_sinks) < 3 * max(without)
@@ -93,10 +108,14 @@ def test_a_window_of_one_token_leaves_it_and_the_sink() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_s_kernels_give_the_shapes_that_the_gradient_needs(dtype: torch.dtype, masked: bool) -> None:
+def test_a_gpu_s_kernels_give_the_shapes_that_the_gradient_needs(
+    dtype: torch.dtype, masked: bool
+) -> None:
     """Meta tensors stand for a GPU's, whose kernels check what they are given."""
     with torch.device("meta"):
-        query, key, value = leaves = [torch.empty(B, N, S, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+        query, key, value = leaves = [
+            torch.empty(B, N, S, 8, dtype=dtype, requires_grad=True) for _ in range(3)
+        ]
         sinks = torch.empty(N, requires_grad=True)
         mask = torch.empty(B, 1, S, S, dtype=torch.bool) if masked else None
         y = sink_attention.attend(query, key, value, sinks, mask)
@@ -104,16 +123,22 @@ def test_a_gpu_s_kernels_give_the_shapes_that_the_gradient_needs(dtype: torch.dt
     assert [grad.shape for grad in grads] == [x.shape for x in (*leaves, sinks)]
 
 
-def test_rows_that_a_kernel_adds_to_the_sums_are_given_back_as_it_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's efficient attention makes multiples of 32 rows, and its backward pass reads all: infinity, no weight."""
+def test_rows_that_a_kernel_adds_to_the_sums_are_given_back_as_it_makes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's efficient attention makes multiples of 32 rows, and its backward pass reads all:
+    infinity, no weight."""
     (query, key, value, sinks), wanted = tensors()
-    forward, given = sink_attention._forward, list[Tensor]()
+    forward = sink_attention._forward
+    given = list[Tensor]()
 
     def padded(*args: Any) -> tuple[Any, ...]:
         plain, sums, *rest = forward(*args)
         return plain, F.pad(sums, (0, 32 - S), value=torch.inf), *rest
 
-    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+    ) -> tuple[Tensor, ...]:
         given.append(others[2])
         return query, key, value
 
@@ -134,13 +159,23 @@ def test_a_gpu_without_a_kernel_for_heads_of_such_a_width_or_dtype_takes_the_unf
         (264, torch.float32): True,
     }
     for (width, dtype), fused in cases.items():
-        assert sink_attention.fuses(torch.empty(B, N, S, width, dtype=dtype, device="meta")) == fused
+        assert (
+            sink_attention.fuses(torch.empty(B, N, S, width, dtype=dtype, device="meta")) == fused
+        )
         assert sink_attention.fuses(torch.empty(B, N, S, width, dtype=dtype))
 
 
 def layer(compute: str = "fp64", **switches: float) -> Attention:
     """One layer of attention with large weights."""
-    sizes = {"layers": 1, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "experts": 2, "experts_per_token": 1}
+    sizes = {
+        "layers": 1,
+        "hidden": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "experts": 2,
+        "experts_per_token": 1,
+    }
     config = ModelConfig(**{"family": "gpt_oss", **sizes, "init_std": 0.5, **switches})  # type: ignore[arg-type]
     made = Attention(config, Context(plan(compute)), "attention")
     return made.to(plan(compute).parameters)
@@ -148,22 +183,29 @@ def layer(compute: str = "fp64", **switches: float) -> Attention:
 
 def test_sinks_count_in_attention_with_dropout_too() -> None:
     """Dropout that drops nothing takes the unfused path."""
-    fused, plain = layer(), layer(attention_dropout=1e-14)
+    fused = layer()
+    plain = layer(attention_dropout=1e-14)
     x = torch.randn(S, B, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     place = MicrobatchInfo(0, torch.arange(B))
     torch.testing.assert_close(fused(x, None, place), plain(x, None, place), rtol=1e-12, atol=1e-12)
     without = layer(attention_sinks=False)
-    assert (fused(x, None, place) - without(x, None, place)).abs().max() > 1e-2, "the sinks do nothing"
+    assert (fused(x, None, place) - without(x, None, place)).abs().max() > 1e-2, (
+        "the sinks do nothing"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_soft_cap_is_the_identity_for_small_numbers_and_never_exceeded(dtype: torch.dtype) -> None:
+def test_a_soft_cap_is_the_identity_for_small_numbers_and_never_exceeded(
+    dtype: torch.dtype,
+) -> None:
     x = torch.tensor([-1e4, -3.0, -1e-3, 0.0, 1e-3, 2.0, 1e4], dtype=dtype, requires_grad=True)
     y = softcap(x, 5.0)
     expected = 5 * torch.tanh(x.detach().double() / 5)
     torch.testing.assert_close(y.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    torch.testing.assert_close(grad.double(), 1 - (expected / 5) ** 2, rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
+    torch.testing.assert_close(
+        grad.double(), 1 - (expected / 5) ** 2, rtol=4 * torch.finfo(dtype).eps, atol=1e-7
+    )
     assert softcap(x, 0.0) is x
 
 

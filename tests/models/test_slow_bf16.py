@@ -1,4 +1,5 @@
-"""On a CPU without instructions for bf16, what is bf16 is multiplied in FP32 and rounded once, in all that trains."""
+"""On a CPU without instructions for bf16, what is bf16 is multiplied in FP32 and rounded once, in
+all that trains."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,8 @@ from tests.families import BATCH, CASES, LENGTH, OURS
 from tests.models.test_sink_attention import MASKS, B, D, N, S
 from tools.bench.products import Products
 
-BOUND = 2**-8  # of the norm: the result is rounded by up to 2^-9, and with it what the gradients are computed from
+# of the norm: the result is rounded by up to 2^-9, and with it what the gradients are computed from
+BOUND = 2**-8
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +38,22 @@ def slow() -> Iterator[None]:
 
 def products_of_a_step(model: dict[str, Any], **options: Any) -> list[str]:
     """Products and fused attentions of a micro-batch's two passes, with their operands."""
-    config, made = ModelConfig(**{**OURS, **model}), plan("bf16", **options)
+    config = ModelConfig(**{**OURS, **model})
+    made = plan("bf16", **options)
     stage = Stage(config, Context(made), cuts(config, 1, LENGTH)[0])
     ParallelAMPOptimizer([stage], made)
     with Products() as products:
-        logits = stage(torch.arange(LENGTH * BATCH).view(LENGTH, BATCH), MicrobatchInfo(0, torch.arange(BATCH)))
+        logits = stage(
+            torch.arange(LENGTH * BATCH).view(LENGTH, BATCH), MicrobatchInfo(0, torch.arange(BATCH))
+        )
         logits.float().square().mean().backward()
     return list(products.counts)
 
 
 @pytest.mark.cases(4)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3 yarn"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3 yarn"]
+)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_no_product_of_a_training_step_is_made_in_bf16(name: str, rounded: bool) -> None:
     case = CASES[name]
@@ -62,11 +69,15 @@ def test_products_are_rounded_once_and_sums_too() -> None:
     exact = a.double() @ b.double()
     torch.testing.assert_close(gemm.product(a, b).double(), exact, rtol=2**-8, atol=1e-5)
     added = gemm.sum_with_product(base, a, b, 0.5, 2.0)
-    torch.testing.assert_close(added.double(), 0.5 * base.double() + 2 * exact, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(
+        added.double(), 0.5 * base.double() + 2 * exact, rtol=2**-8, atol=1e-5
+    )
     assert added.dtype == torch.bfloat16
     total = torch.ones(40, 40)
     gemm.add_product_(total, a, b)
-    assert torch.equal(total, 1 + gemm.product(a, b).float()), "as with instructions: rounded, then added in FP32"
+    assert torch.equal(total, 1 + gemm.product(a, b).float()), (
+        "as with instructions: rounded, then added in FP32"
+    )
 
 
 def test_muon_orthogonalizes_without_products_of_bf16() -> None:
@@ -93,7 +104,8 @@ def test_attention_and_its_gradients_are_those_of_float64_rounded(mask: str) -> 
     mixed = cpu_attention.attend(*held, seen, None)
     wide, wanted = attention(torch.float64)
     exact = F.scaled_dot_product_attention(*wide, attn_mask=seen, is_causal=seen is None)
-    ours, theirs = torch.autograd.grad(mixed, held, grad), torch.autograd.grad(exact, wide, wanted)
+    ours = torch.autograd.grad(mixed, held, grad)
+    theirs = torch.autograd.grad(exact, wide, wanted)
     for made, true in zip((mixed, *ours), (exact, *theirs), strict=True):
         assert made.dtype == torch.bfloat16
         assert (made - true).norm() < BOUND * true.norm()

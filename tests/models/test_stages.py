@@ -15,16 +15,23 @@ from models.presets import preset
 from parallel.activation_checkpoint import KEEP, Recompute
 
 
-def busiest(counts: Sequence[int], cost: int, rank_of_stage: Sequence[int], first: int, last: int) -> int:
+def busiest(
+    counts: Sequence[int], cost: int, rank_of_stage: Sequence[int], first: int, last: int
+) -> int:
     costs = [n * cost for n in counts]
     costs[0] += first
     costs[-1] += last
-    return max(sum(c for c, r in zip(costs, rank_of_stage, strict=True) if r == rank) for rank in rank_of_stage)
+    return max(
+        sum(c for c, r in zip(costs, rank_of_stage, strict=True) if r == rank)
+        for rank in rank_of_stage
+    )
 
 
 def every_cut(layers: int, stages: int) -> list[list[int]]:
     borders = combinations(range(1, layers), stages - 1)
-    return [[b - a for a, b in zip((0, *chosen), (*chosen, layers), strict=True)] for chosen in borders]
+    return [
+        [b - a for a, b in zip((0, *chosen), (*chosen, layers), strict=True)] for chosen in borders
+    ]
 
 
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 90), st.integers(0, 90), st.data())
@@ -34,13 +41,22 @@ def test_no_other_cut_has_a_less_busy_busiest_rank(
     rank_of_stage = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=layers))
     counts = best_cut([cost] * layers, rank_of_stage, first, last)
     assert (len(counts), sum(counts), min(counts) >= 1) == (len(rank_of_stage), layers, True)
-    others = [busiest(other, cost, rank_of_stage, first, last) for other in every_cut(layers, len(rank_of_stage))]
+    others = [
+        busiest(other, cost, rank_of_stage, first, last)
+        for other in every_cut(layers, len(rank_of_stage))
+    ]
     assert busiest(counts, cost, rank_of_stage, first, last) == min(others)
 
 
 def test_a_rank_shares_its_layers_out_over_its_stages() -> None:
     assert best_cut([1.0] * 16, [0, 1, 0, 1]) == [4, 4, 4, 4]
-    assert best_cut([1.0] * 16, [0, 1, 1, 0], last=4.0) == [5, 5, 5, 1]  # zb-v: the head lies with the embedding
+    # zb-v: the head lies with the embedding
+    assert best_cut([1.0] * 16, [0, 1, 1, 0], last=4.0) == [
+        5,
+        5,
+        5,
+        1,
+    ]
 
 
 def test_a_layer_count_that_does_not_divide_is_shared_out_and_the_head_counts() -> None:
@@ -55,7 +71,9 @@ def test_a_layer_count_that_does_not_divide_is_shared_out_and_the_head_counts() 
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6])
-@pytest.mark.parametrize("recompute", [KEEP, Recompute(fraction=1.0), Recompute(("attention",))], ids=str)
+@pytest.mark.parametrize(
+    "recompute", [KEEP, Recompute(fraction=1.0), Recompute(("attention",))], ids=str
+)
 def test_the_busiest_stage_has_least_to_do_in_both_passes_and_in_what_is_made_again(
     recompute: Recompute, stages: int
 ) -> None:
@@ -63,7 +81,9 @@ def test_the_busiest_stage_has_least_to_do_in_both_passes_and_in_what_is_made_ag
 
     def busiest_cost(counts: Sequence[int]) -> float:
         made = cuts(config, stages, 64, counts, recompute=recompute)
-        return max(c.forward + c.input + c.weight for c in stage_costs(config, made, 64, 1, recompute))
+        return max(
+            c.forward + c.input + c.weight for c in stage_costs(config, made, 64, 1, recompute)
+        )
 
     chosen = [len(cut.layers) for cut in cuts(config, stages, 64, recompute=recompute)]
     assert busiest_cost(chosen) == min(map(busiest_cost, every_cut(12, stages)))
@@ -71,7 +91,9 @@ def test_the_busiest_stage_has_least_to_do_in_both_passes_and_in_what_is_made_ag
 
 def test_recomputation_moves_layers_to_the_stage_with_the_head_which_makes_nothing_again() -> None:
     config = ModelConfig(family="llama", layers=32, hidden=64, heads=4, vocab=16_000)
-    kept, again = (len(cuts(config, 2, 64, recompute=r)[-1].layers) for r in (KEEP, Recompute(fraction=1.0)))
+    kept, again = (
+        len(cuts(config, 2, 64, recompute=r)[-1].layers) for r in (KEEP, Recompute(fraction=1.0))
+    )
     assert again > kept
 
 

@@ -1,4 +1,5 @@
-"""Bytes of weights, gradients, masters and moments known beforehand are those that a real engine holds, to the byte."""
+"""Bytes of weights, gradients, masters and moments known beforehand are those that a real engine
+holds, to the byte."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,14 @@ from tests.given import declare
 from tests.other_systems import slow
 from tests.ranks import run_ranks
 
-SIZES: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "ffn": 96, "vocab": 101, "max_positions": 16}
+SIZES: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 64,
+    "heads": 4,
+    "ffn": 96,
+    "vocab": 101,
+    "max_positions": 16,
+}
 LENGTH = 16
 LLAMA = {"family": "llama", "kv_heads": 2, **SIZES}
 MODELS: dict[str, dict[str, Any]] = {
@@ -87,7 +95,8 @@ def _engine(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
 
 
 def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[Held]:
-    model, placed = ModelConfig(**case.model), schedule(case.kind, pp, 4).rank_of_stage
+    model = ModelConfig(**case.model)
+    placed = schedule(case.kind, pp, 4).rank_of_stage
     cut = cuts(model, len(placed), LENGTH, case.layers, placed)
     sharding = Sharding(tp, dp, dp, expert=case.expert, expert_tensor=case.expert_tensor)
     return held_bytes(model, case.plan, cut, placed, sharding, case.rule)
@@ -118,14 +127,23 @@ def test_one_process_holds_what_its_virtual_ranks_would(model: str) -> None:
     assert _held(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
 
 
-FEW = [Case(MODELS["gpt2, tied"], plan("bf16")), Case(LLAMA, IN_FP8), Case(MODELS["mixtral"], plan("bf16"))]
-FEW += [Case(MODELS["mixtral"], plan("bf16"), rule=Muon()), Case(LLAMA, IN_FP8, rule=Muon(by_adamw=("*.0.mlp.*",)))]
+FEW = [
+    Case(MODELS["gpt2, tied"], plan("bf16")),
+    Case(LLAMA, IN_FP8),
+    Case(MODELS["mixtral"], plan("bf16")),
+]
+FEW += [
+    Case(MODELS["mixtral"], plan("bf16"), rule=Muon()),
+    Case(LLAMA, IN_FP8, rule=Muon(by_adamw=("*.0.mlp.*",))),
+]
 SPREAD = [
     Case(MODELS["mixtral"], plan("bf16"), expert=2),
     Case(MODELS["mixtral"], plan("bf16"), "1f1b", (), Muon(), 4, 1),
 ]
 MANY = [Case(model, precision) for model in MODELS.values() for precision in PLANS.values()]
-MANY += [Case(model, precision, rule=Muon()) for model in MODELS.values() for precision in PLANS.values()]
+MANY += [
+    Case(model, precision, rule=Muon()) for model in MODELS.values() for precision in PLANS.values()
+]
 # Every family in every precision, and each of both with Muon.
 SOME = [*MANY[: len(MODELS) * len(PLANS)]]
 SOME += [
@@ -140,7 +158,10 @@ SOME += [
         ({"pp": 2, "tp": 2}, [*FEW, Case(LLAMA, plan("bf16"), layers=(2, 1))]),
         ({"dp": 2, "tp": 2}, [*FEW, *SPREAD]),
         *slow(({"pp": 2, "dp": 2, "tp": 2}, SOME)),
-        *(pytest.param(axes, MANY, marks=pytest.mark.campaign) for axes in ({"pp": 3}, {"pp": 2, "dp": 2, "tp": 2})),
+        *(
+            pytest.param(axes, MANY, marks=pytest.mark.campaign)
+            for axes in ({"pp": 3}, {"pp": 2, "dp": 2, "tp": 2})
+        ),
     ],
     ids=str,
 )
@@ -159,7 +180,9 @@ def test_stages_that_share_a_rank_are_counted_together() -> None:
     case = Case(four, plan("bf16"), "zb-v")
     found = run_ranks(held, {"pp": 2}, cases=[case], pp=2)
     said = foretold(case, pp=2)
-    assert [one[0] for one in found] == [{kind: getattr(rank, kind) for kind in KINDS} for rank in said]
+    assert [one[0] for one in found] == [
+        {kind: getattr(rank, kind) for kind in KINDS} for rank in said
+    ]
 
 
 def peak_of_update(mesh: DeviceMesh | None, case: Case, pp: int = 1) -> int:

@@ -1,6 +1,7 @@
 """The host of a GPU waits for it once a step: for the report. In between it only queues work.
 
-Waits are counted on the device of `tests.pretend`, on which every operator runs that would run on a GPU.
+Waits are counted on the device of `tests.pretend`, on which every operator runs that would run on a
+GPU.
 """
 
 import math
@@ -29,7 +30,9 @@ from tests.ranks import run_ranks
 def waits_of_steps(mesh: DeviceMesh, runs: list[Run]) -> list[list[str]]:
     """Operators that the host waited for in the last of some steps, of each run."""
     pretend.install()
-    matmul._TRIED = 128  # FP8 kernels are tried on smaller matrices, for here the CPU computes them slowly
+    matmul._TRIED = (
+        128  # FP8 kernels are tried on smaller matrices, for here the CPU computes them slowly
+    )
     mesh = pretend.join(mesh)
     found = []
     for one in runs:
@@ -82,7 +85,8 @@ def test_the_host_waits_once_a_step_however_the_model_is_trained(axes: dict[str,
 
 
 def masked_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """What a grouped product is: without a look at `offs` on the host, for which the CPU's own waits."""
+    """What a grouped product is: without a look at `offs` on the host, for which the CPU's own
+    waits."""
     rows = torch.arange(a.shape[b.dim() - 3], device=a.device)
     firsts = functional.pad(offs, (1, 0))[:-1]
     inside = ((rows >= firsts[:, None]) & (rows < offs[:, None])).to(a.dtype)  # [experts, rows]
@@ -94,10 +98,14 @@ def masked_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def group_here() -> None:
     """As on a GPU: `groups_on` asks for CUDA, which this device is not."""
     torch._grouped_mm = masked_product  # type: ignore[assignment]
-    moe.groups_on = lambda device, dtype, sizes: device.type == pretend.NAME and dtype == torch.bfloat16
+    moe.groups_on = lambda device, dtype, sizes: (
+        device.type == pretend.NAME and dtype == torch.bfloat16
+    )
 
 
-@pytest.mark.parametrize("recompute", [KEEP, Recompute(("activation",))], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute", [KEEP, Recompute(("activation",))], ids=["kept", "recomputed"]
+)
 def test_the_host_waits_for_no_expert_where_products_are_grouped(recompute: Recompute) -> None:
     grouped = replace(run(model=MIXTRAL, recompute=recompute), before=group_here)
     (waits,) = run_ranks(waits_of_steps, {}, runs=[grouped])[0]
@@ -115,7 +123,8 @@ def test_the_host_waits_once_a_layer_for_experts_whose_products_are_not_grouped(
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 def test_the_host_waits_once_a_layer_for_the_counts_of_experts_on_other_ranks(compute: str) -> None:
-    """In each forward pass, for the sizes of the messages; products wait no more, whether they are grouped or not."""
+    """In each forward pass, for the sizes of the messages; products wait no more, whether they are
+    grouped or not."""
     one = replace(run(compute, MIXTRAL), expert=2, before=group_here)
     for (waits,) in run_ranks(waits_of_steps, {"dp": 2}, runs=[one]):
         passes = SAMPLES // 2 // one.micro_batch * LAYERS
@@ -133,7 +142,9 @@ def a_loss_is_looked_at() -> None:
 
 
 def tokens_are_moved_without_pinned_memory() -> None:
-    Share.on = lambda self, device: replace(self, tokens=self.tokens.to(device), targets=self.targets.to(device))
+    Share.on = lambda self, device: replace(
+        self, tokens=self.tokens.to(device), targets=self.targets.to(device)
+    )
 
 
 @pytest.mark.cases(1)

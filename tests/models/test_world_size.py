@@ -1,7 +1,7 @@
 """Laws of scale: what a rank does to start must not grow with the number of ranks.
 
-torch's fake process group is a world of any size of which one rank is there. What the others send is taken to be what
-this rank sends.
+torch's fake process group is a world of any size of which one rank is there. What the others send
+is taken to be what this rank sends.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,9 @@ from parallel.pipeline.p2p import CPU, P2P
 MOST = 16  # calls that make groups, on each rank
 
 
-def repeated(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None) -> Callable[[], Tensor]:
+def repeated(
+    tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None
+) -> Callable[[], Tensor]:
     whole = torch.cat([tensor] * group.size())
     return (lambda: whole) if into is None else (lambda: into.copy_(whole))
 
@@ -44,7 +46,9 @@ def fake_world(size: int, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return make(*args, **named)
 
     for name in ("_new_group_with_tag", "split_group"):
-        patch.setattr(distributed_c10d, name, partial(counted, name, getattr(distributed_c10d, name)))
+        patch.setattr(
+            distributed_c10d, name, partial(counted, name, getattr(distributed_c10d, name))
+        )
     patch.setattr(gloo, "start_gather", repeated)
     dist.init_process_group("fake", rank=0, world_size=size)
     try:
@@ -54,8 +58,16 @@ def fake_world(size: int, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def start(pp: int, dp: int, tp: int, cp: int = 1) -> None:
-    """An engine with every kind of group: sharded state, a tied head, an FP8 history of its own, interleaved stages."""
-    sizes = {"layers": 2 * pp, "heads": tp, "kv_heads": tp, "head_dim": 4, "hidden": 4 * tp, "ffn": 8 * tp}
+    """An engine with every kind of group: sharded state, a tied head, an FP8 history of its own,
+    interleaved stages."""
+    sizes = {
+        "layers": 2 * pp,
+        "heads": tp,
+        "kv_heads": tp,
+        "head_dim": 4,
+        "hidden": 4 * tp,
+        "ffn": 8 * tp,
+    }
     config = ModelConfig(family="llama", **sizes, vocab=64, max_positions=64, tied=True)  # type: ignore[arg-type]
     Engine(
         config,
@@ -69,7 +81,9 @@ def start(pp: int, dp: int, tp: int, cp: int = 1) -> None:
     )
 
 
-def test_the_calls_that_make_groups_do_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_that_make_groups_do_not_grow_with_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = []
     for pp, dp, tp, cp in ((8, 256, 8, 1), (8, 4, 2, 1), (8, 32, 8, 8), (8, 2, 2, 2)):
         with fake_world(pp * dp * tp * cp, monkeypatch) as calls:

@@ -12,17 +12,26 @@ Tensors = dict[str, Tensor]
 
 
 def by_singular_values(matrix: Tensor, rule: Muon) -> Tensor:
-    """The iteration on the singular values themselves, which is what the products of matrices come to."""
+    """The iteration on the singular values themselves, which is what the products of matrices come
+    to."""
     u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
     for _ in range(rule.ns_steps):
-        s = sum((c * s ** (2 * n + 1) for n, c in enumerate(rule.ns_coefficients)), torch.zeros_like(s))
+        s = sum(
+            (c * s ** (2 * n + 1) for n, c in enumerate(rule.ns_coefficients)), torch.zeros_like(s)
+        )
     return (u * s) @ v
 
 
 def plain(
-    weights: Tensors, steps: Sequence[Tensors], rule: Muon, lr: float, clip: float = 0.0, decay: float = 0.1
+    weights: Tensors,
+    steps: Sequence[Tensors],
+    rule: Muon,
+    lr: float,
+    clip: float = 0.0,
+    decay: float = 0.1,
 ) -> Tensors:
-    """The weights after applied steps with these gradients, which are clipped. Nothing of what is given changes."""
+    """The weights after applied steps with these gradients, which are clipped. Nothing of what is
+    given changes."""
     weights = {n: w.clone() for n, w in weights.items()}
     first, second = ({n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2))
     for applied, grads in enumerate(steps, 1):
@@ -35,13 +44,15 @@ def plain(
                 first[n] = mu * first[n] + (1 - mu) * g
                 update = mu * first[n] + (1 - mu) * g if rule.nesterov else first[n]
                 rows, columns = w.shape
-                moonshot, keller = 0.2 * max(rows, columns) ** 0.5, max(1.0, rows / columns) ** 0.5
+                moonshot = 0.2 * max(rows, columns) ** 0.5
+                keller = max(1.0, rows / columns) ** 0.5
                 scale = moonshot if rule.scale == "moonshot" else keller
                 w.mul_(1 - lr * decay).sub_(lr * scale * by_singular_values(update, rule))
                 continue
             (one, two), eps = rule.adamw.betas, rule.adamw.eps
             first[n] = one * first[n] + (1 - one) * g
             second[n] = two * second[n] + (1 - two) * g * g
-            mean, square = first[n] / (1 - one**applied), second[n] / (1 - two**applied)
+            mean = first[n] / (1 - one**applied)
+            square = second[n] / (1 - two**applied)
             w.mul_(1 - lr * decay * (w.dim() >= 2)).sub_(lr * mean / (square.sqrt() + eps))
     return weights

@@ -1,4 +1,5 @@
-"""The laws of agreement: one sum in which all ranks learn the same norm, zeros and outcome, or that they disagree."""
+"""The laws of agreement: one sum in which all ranks learn the same norm, zeros and outcome, or that
+they disagree."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -18,7 +19,18 @@ from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling, plan
 from tests.given import declare
-from tests.logical import INF, LAYOUTS, MODEL, SHAPES, Case, give, gradient, initial, make_optimizer, results
+from tests.logical import (
+    INF,
+    LAYOUTS,
+    MODEL,
+    SHAPES,
+    Case,
+    give,
+    gradient,
+    initial,
+    make_optimizer,
+    results,
+)
 from tests.ranks import run_ranks
 
 CLOSE = 1e-12
@@ -27,13 +39,16 @@ NORMS = (1.0, 2.0, 3.0, 2.5, INF)
 
 
 def whole_norm(step: int, p: float) -> float:
-    return torch.linalg.vector_norm(torch.cat([gradient(n, step).flatten() for n in SHAPES]), p).item()
+    return torch.linalg.vector_norm(
+        torch.cat([gradient(n, step).flatten() for n in SHAPES]), p
+    ).item()
 
 
 @pytest.mark.parametrize("axes", [{}, *LAYOUTS], ids=str)
 def test_any_norm_is_that_of_the_gathered_gradients_and_clips(axes: dict[str, int]) -> None:
     """Half of what the first step's norm is stays; without momentum that is seen in the weights."""
-    lr, plain = 0.5, ("sgd", {"momentum": 0.0})
+    lr = 0.5
+    plain = ("sgd", {"momentum": 0.0})
     limits = [whole_norm(0, p) / 2 for p in NORMS]
     options = [{"norm": p, "weight_decay": 0.0} for p in NORMS]
     cases = [
@@ -51,7 +66,9 @@ def test_any_norm_is_that_of_the_gathered_gradients_and_clips(axes: dict[str, in
             torch.testing.assert_close(result.weights[name], expected, rtol=CLOSE, atol=CLOSE)
 
 
-def norms_of_equal_elements(mesh: DeviceMesh, values: tuple[float, ...], norms: tuple[float, ...]) -> list[Any]:
+def norms_of_equal_elements(
+    mesh: DeviceMesh, values: tuple[float, ...], norms: tuple[float, ...]
+) -> list[Any]:
     """Count, norm and outcome of a step whose gradients all have one size."""
     found = []
     for value, p in product(values, norms):
@@ -68,7 +85,8 @@ def norms_of_equal_elements(mesh: DeviceMesh, values: tuple[float, ...], norms: 
 
 def test_neither_huge_nor_tiny_gradients_leave_the_range_of_any_norm() -> None:
     """Whose p-th powers would."""
-    values, norms = (3e38, 1e-30), (1.0, 2.0, 3.0, 16.0, 100.0, INF)
+    values = (3e38, 1e-30)
+    norms = (1.0, 2.0, 3.0, 16.0, 100.0, INF)
     for rank in run_ranks(norms_of_equal_elements, {"dp": 2}, values=values, norms=norms):
         for (value, p), (count, norm, outcome) in zip(product(values, norms), rank, strict=True):
             assert outcome == "applied"
@@ -83,10 +101,14 @@ def test_zeros_are_counted_by_stage(axes: dict[str, int]) -> None:
         stages = [0] * axes.get("pp", 1)
         for kind in MODEL:
             for name, *_ in kind.parts:
-                stages[min(kind.stages[0], len(stages) - 1)] += int((gradient(name, step) == 0).sum())
+                stages[min(kind.stages[0], len(stages) - 1)] += int(
+                    (gradient(name, step) == 0).sum()
+                )
         assert report.stage_zeros == tuple(stages) and all(stages)
         assert report.num_zeros == sum(stages)
-        assert report.zero_ratio == pytest.approx(sum(stages) / sum(initial(n).numel() for n in SHAPES))
+        assert report.zero_ratio == pytest.approx(
+            sum(stages) / sum(initial(n).numel() for n in SHAPES)
+        )
 
 
 def collectives_of_a_step(mesh: DeviceMesh, bad: bool) -> list[str]:
@@ -96,7 +118,15 @@ def collectives_of_a_step(mesh: DeviceMesh, bad: bool) -> list[str]:
     for step in range(2):  # in steps number 1, 2, 4 and so on, copies of gradients are compared too
         give(optimizer, step)
         optimizer.step(1e-2)
-    for name in ("start_sum_", "max_", "gather", "start_scatter_sum", "start_scatter_sum_", "start_gather_", "barrier"):
+    for name in (
+        "start_sum_",
+        "max_",
+        "gather",
+        "start_scatter_sum",
+        "start_scatter_sum_",
+        "start_gather_",
+        "barrier",
+    ):
         inner = getattr(Axis, name)
 
         def spy(self: Axis, *args: Any, name: str = name, inner: Callable[..., Any] = inner) -> Any:
@@ -154,7 +184,8 @@ DISAGREE: list[Callable[[ParallelAMPOptimizer], None]] = [
 
 
 def disagree(mesh: DeviceMesh, culprit: int) -> list[str]:
-    """What is said on this rank if only rank `culprit` does each thing; nothing may change by it."""
+    """What is said on this rank if only rank `culprit` does each thing; nothing may change by
+    it."""
     said = []
     for do in DISAGREE:
         case = Case("fp16", {"scaling": LossScaling("dynamic", initial=16.0), "masters": "fp32"})
@@ -167,7 +198,9 @@ def disagree(mesh: DeviceMesh, culprit: int) -> list[str]:
         before = state(optimizer)
         with pytest.raises(RuntimeError) as raised:
             optimizer.step(1e-2)
-        assert all(torch.equal(a, b) for a, b in zip(state(optimizer), before, strict=True)), do.__name__
+        assert all(torch.equal(a, b) for a, b in zip(state(optimizer), before, strict=True)), (
+            do.__name__
+        )
         said.append(str(raised.value))
     return said
 
@@ -181,28 +214,37 @@ def disagree(mesh: DeviceMesh, culprit: int) -> list[str]:
     ],
     ids=str,
 )
-def test_ranks_that_disagree_all_raise_and_change_nothing(axes: dict[str, int], culprit: int, place: str) -> None:
+def test_ranks_that_disagree_all_raise_and_change_nothing(
+    axes: dict[str, int], culprit: int, place: str
+) -> None:
     ranks = run_ranks(disagree, axes, culprit=culprit)
     for said in ranks:
         for message in said[:2]:
-            assert message.startswith("gradients are missing on some ranks of a stage only, so nothing was changed: ")
+            assert message.startswith(
+                "gradients are missing on some ranks of a stage only, so nothing was changed: "
+            )
             assert f": {place} has none for " in message and message.count("has none for") == 1
             assert any(f"has none for {name};" in message for name in SHAPES), message
         assert all("ranks disagree about the loss scaler" in message for message in said[2:])
-    assert len({said[0] for said in ranks}) == len({said[1] for said in ranks}) == 1, "each rank is told the same"
+    assert len({said[0] for said in ranks}) == len({said[1] for said in ranks}) == 1, (
+        "each rank is told the same"
+    )
 
 
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.always = nn.Linear(4, 4)
+        self.sometimes = nn.Linear(4, 4, bias=False)
+        self.never = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, branch: bool) -> Tensor:
         return (self.sometimes if branch else nn.Identity())(self.always(x)).sum()
 
 
 def branches(mesh: DeviceMesh, before: Callable[[], None] | None) -> list[str]:
-    """Outcomes, or what was said, for a branch that no rank takes, that all take, and that one takes."""
+    """Outcomes, or what was said, for a branch that no rank takes, that all take, and that one
+    takes."""
     if before is not None:
         before()
     said = []
@@ -250,7 +292,9 @@ def tracked() -> Iterator[DynamicGradScaler]:
     """Every state that a search of a few steps may be in."""
     for scale, good, left in product(range(-8, 33), range(4), range(3)):
         scaler = DynamicGradScaler(2.0**32, 2.0**-10)
-        scaler.load_state_dict({"scale": 2.0**scale, "growth_tracker": good, "hysteresis_tracker": left})
+        scaler.load_state_dict(
+            {"scale": 2.0**scale, "growth_tracker": good, "hysteresis_tracker": left}
+        )
         yield scaler
 
 
@@ -262,9 +306,13 @@ def test_scalers_that_differ_have_different_digests() -> None:
     for power in range(-30, 32):
         for numbers in ((1.0,), (1.0, 3.0)):
             first, *others = numbers
-            one, other = ([torch.tensor(x) for x in (f, *others)] for f in (first, first * 2.0**power))
+            one, other = (
+                [torch.tensor(x) for x in (f, *others)] for f in (first, first * 2.0**power)
+            )
             assert (digest(one) == digest(other)) == (power == 0)
-    assert digest([torch.tensor(1.0), torch.tensor(2.0)]) != digest([torch.tensor(2.0), torch.tensor(1.0)])
+    assert digest([torch.tensor(1.0), torch.tensor(2.0)]) != digest(
+        [torch.tensor(2.0), torch.tensor(1.0)]
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 1000, 16_384, 131_071, 131_072])
@@ -272,12 +320,14 @@ def test_scalers_that_differ_have_different_digests() -> None:
 def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, mine: int) -> None:
     """By arithmetic: the sum over the world is that of the numbers that two kinds of ranks send."""
     consensus = StepConsensus(Axis("pp"), Axis("world", 0, ranks), 2.0, torch.device("cpu"))
-    zero, one = torch.zeros(2, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    zero = torch.zeros(2, dtype=torch.float64)
+    one = torch.zeros((), dtype=torch.float64)
 
     def packed(digest_of_all: int) -> Tensor:
         return consensus.pack(zero, None, one + digest_of_all, digest_of_all, one)
 
-    assert ranks * packed(mine).max() < 2**53  # so the sum is exact in whatever order the ranks are added
+    # so the sum is exact in whatever order the ranks are added
+    assert ranks * packed(mine).max() < 2**53
     for other in {mine, mine ^ 1, 2**DIGEST_BITS - 1 - mine}:
         for others in {1, ranks // 2, ranks - 1}:
             agreed = consensus.read((ranks - others) * packed(mine) + others * packed(other))
@@ -285,7 +335,9 @@ def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, m
 
 
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}], ids=str)
-def test_told_to_ignore_it_a_step_applies_what_is_finite_and_the_scale_falls(axes: dict[str, int]) -> None:
+def test_told_to_ignore_it_a_step_applies_what_is_finite_and_the_scale_falls(
+    axes: dict[str, int],
+) -> None:
     scaling = LossScaling("dynamic", initial=16.0, hysteresis=1)
     changes = {"scaling": scaling, "on_nonfinite": "ignore"}
     spoiled, clean = results([Case("fp16", changes, steps=1, bad=bad) for bad in ((0,), ())], axes)

@@ -1,5 +1,5 @@
-"""The optimizer in a loop of the user's own on two ranks, plain, in DistributedDataParallel and cut by fully_shard: all
-train the model that torch alone trains in one process."""
+"""The optimizer in a loop of the user's own on two ranks, plain, in DistributedDataParallel and cut
+by fully_shard: all train the model that torch alone trains in one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +23,19 @@ from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from tests.ranks import run_ranks
 
-RANKS, SAMPLES, STEPS, LR, SCALE = 2, 12, 4, 0.1, 1024.0
+RANKS = 2
+SAMPLES = 12
+STEPS = 4
+LR = 0.1
+SCALE = 1024.0
 BAD = 2  # the step whose loss is not finite on one rank, where a test asks for it
-MODES = [("fp32", False), ("bf16", False), ("fp16", False), ("fp16", True)]  # the last with a bad step
+# the last with a bad step
+MODES = [
+    ("fp32", False),
+    ("bf16", False),
+    ("fp16", False),
+    ("fp16", True),
+]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -78,17 +88,25 @@ def fsdp2(model: nn.Module, compute: str) -> tuple[nn.Module, nn.Module, Precisi
 
 
 Wrapping = Callable[[nn.Module, str], tuple[nn.Module, nn.Module, PrecisionPlan]]
-WRAPPINGS: dict[str, Wrapping] = {"plain": plain, "ddp": ddp, "ddp_around": ddp_around, "fsdp2": fsdp2}
+WRAPPINGS: dict[str, Wrapping] = {
+    "plain": plain,
+    "ddp": ddp,
+    "ddp_around": ddp_around,
+    "fsdp2": fsdp2,
+}
 
 
-def reference(compute: str, bad: bool = False) -> tuple[dict[str, Tensor], list[tuple[float, float, int]]]:
-    """Weights after all steps in float64, and loss, norm and zeros of each step: torch alone, one rank's samples after
-    the other's, gradients averaged in float64."""
+def reference(
+    compute: str, bad: bool = False
+) -> tuple[dict[str, Tensor], list[tuple[float, float, int]]]:
+    """Weights after all steps in float64, and loss, norm and zeros of each step: torch alone, one
+    rank's samples after the other's, gradients averaged in float64."""
     model = make_model()
     masters = {name: p.detach().double() for name, p in model.named_parameters()}
     said = []
     for step in range(STEPS):
-        losses, grads = [], {name: torch.zeros_like(p) for name, p in masters.items()}
+        losses = []
+        grads = {name: torch.zeros_like(p) for name, p in masters.items()}
         for rank in range(RANKS):
             narrow = make_model()
             narrow.load_state_dict({name: p.float() for name, p in masters.items()})
@@ -107,13 +125,19 @@ def reference(compute: str, bad: bool = False) -> tuple[dict[str, Tensor], list[
 
 
 def whole(model: nn.Module) -> list[Tensor]:
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach().float().clone() for p in model.parameters()]
+    return [
+        getattr(p, "full_tensor", lambda p=p: p)().detach().float().clone()
+        for p in model.parameters()
+    ]
 
 
 def train(wrapping: str, compute: str, bad: bool = False) -> dict[str, Any]:
     """What this rank has seen: reports, weights as the model has them, and masters by name."""
     part, model, made = WRAPPINGS[wrapping](make_model(), compute)
-    mesh = None if wrapping == "fsdp2" else init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    if wrapping == "fsdp2":
+        mesh = None
+    else:
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     average = True if wrapping in ("plain", "ddp_around") else None
     optimizer = ParallelAMPOptimizer(
         [part], made, mesh, average=average, rule=SGD(0.0), weight_decay=0.0, clip=0.0, lr=LR
@@ -126,8 +150,15 @@ def train(wrapping: str, compute: str, bad: bool = False) -> dict[str, Any]:
         (loss * optimizer.scale * (torch.inf if broken else 1.0)).backward()
         reports.append(optimizer.step(loss=loss.detach()))
     tensors = optimizer.state_dict()["tensors"]
-    masters = {name.removeprefix("weight/").removeprefix("module."): t for name, t in tensors.items()}
-    return {"reports": reports, "weights": whole(model), "masters": masters, "elements": optimizer.num_elements}
+    masters = {
+        name.removeprefix("weight/").removeprefix("module."): t for name, t in tensors.items()
+    }
+    return {
+        "reports": reports,
+        "weights": whole(model),
+        "masters": masters,
+        "elements": optimizer.num_elements,
+    }
 
 
 def train_all(mesh: DeviceMesh) -> dict[tuple[str, str, bool], dict[str, Any]]:
@@ -147,7 +178,9 @@ def test_two_ranks_train_the_model_that_torch_trains_in_one_process(
 ) -> None:
     first, second = (rank[wrapping, compute, bad] for rank in trained)
     assert str(first["reports"]) == str(second["reports"])
-    assert all(map(torch.equal, first["weights"], second["weights"])), "the ranks hold different weights"
+    assert all(map(torch.equal, first["weights"], second["weights"])), (
+        "the ranks hold different weights"
+    )
     masters, said = reference(compute, bad)
     assert first["elements"] == sum(p.numel() for p in masters.values())
     for name, expected in masters.items():
@@ -172,9 +205,12 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     """What is said of what cannot be trained right on two ranks."""
     dp = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     data = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
-    made, said = plan("fp32"), {}
+    made = plan("fp32")
+    said = {}
 
-    def refused(name: str, part: nn.Module, mesh: DeviceMesh | None = None, made: Any = made, **options: Any) -> None:
+    def refused(
+        name: str, part: nn.Module, mesh: DeviceMesh | None = None, made: Any = made, **options: Any
+    ) -> None:
         with pytest.raises(UserError) as caught:
             ParallelAMPOptimizer([part], made, mesh, **options)
         said[name] = str(caught.value)
@@ -185,7 +221,9 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         return model
 
     def one_dim(model: nn.Module) -> nn.Module:
-        fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else None)
+        fully_shard(
+            model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else None
+        )
         return model
 
     refused("no mesh", named())
@@ -193,7 +231,12 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     refused("not said", named(), dp)
     refused("other axes", named(), data, average=True)
     refused("no layout", make_model(), dp, average=True)
-    refused("fsdp1", named(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))), dp, average=True)
+    refused(
+        "fsdp1",
+        named(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))),
+        dp,
+        average=True,
+    )
     keep = {"use_orig_params": True, "device_id": torch.device("cpu")}
     refused("fsdp1 kept", named(lambda m: FullyShardedDataParallel(m, **keep)), dp, average=True)
     refused("fsdp2 sum", named(one_dim), average=False)
@@ -221,9 +264,11 @@ def test_what_cannot_be_trained_right_is_refused_in_one_line_that_says_what_to_d
         "fsdp2 sum": "leave average out",
         "fsdp2 overlap": "overlap = True: 0.weight is sharded over ranks by fully_shard",
         "fsdp2 zero": "zero_size = 2: 0.weight is sharded over ranks by fully_shard",
-        "fsdp2 dtype": "0.weight is held in fp32 by fully_shard, but the plan has parameters = bf16: make the plan "
+        "fsdp2 dtype": "0.weight is held in fp32 by fully_shard, but the plan has parameters = bf16: make "
+        "the plan "
         'with parameters="fp32"',
-        "fsdp2 gradients": "0.weight: fully_shard accumulates gradients in bf16, the dtype of the parameter, but the "
+        "fsdp2 gradients": "0.weight: fully_shard accumulates gradients in bf16, the dtype of the parameter, "
+        "but the "
         'plan has gradients = fp32: make the plan with gradients="bf16"',
         "fsdp2 reduce": "leave reduce out",
     }
@@ -249,7 +294,9 @@ def load_cut(mesh: DeviceMesh, path: Path) -> list[Tensor]:
     return whole(model)
 
 
-def test_a_checkpoint_of_a_model_that_torch_has_cut_is_one_of_the_whole_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_model_that_torch_has_cut_is_one_of_the_whole_model(
+    tmp_path: Path,
+) -> None:
     saved, same = run_ranks(save_cut, {"dp": RANKS}, folder=tmp_path)
     assert all(map(torch.equal, saved, same))
     [path] = [item for item in tmp_path.iterdir() if item.is_dir()]
@@ -281,17 +328,24 @@ def some_axes(mesh: DeviceMesh) -> None:
         given = dict(zip(axes, shape, strict=True))
         model = nn.Linear(3, 5)
         attach_whole(model, Axis.of(made, "tp"), prefix=f"{Axis.of(made, 'pp').rank}.")
-        optimizer = ParallelAMPOptimizer([model], plan("fp32"), made, average=True, norm=float("inf"))
+        optimizer = ParallelAMPOptimizer(
+            [model], plan("fp32"), made, average=True, norm=float("inf")
+        )
         assert {a.name: a.size for a in (optimizer.pp, optimizer.dp, optimizer.tp)} == {
             name: given.get(name, 1) for name in ("pp", "dp", "tp")
         }
         model(torch.ones(3)).sum().backward()
         report = optimizer.step(LR)
-        assert (report.outcome, report.grad_norm, optimizer.num_elements) == ("applied", 1.0, 20 * given.get("pp", 1))
+        assert (report.outcome, report.grad_norm, optimizer.num_elements) == (
+            "applied",
+            1.0,
+            20 * given.get("pp", 1),
+        )
 
 
 def write_cut(mesh: DeviceMesh) -> list[float]:
-    """What is left of weights that were filled before a step: at first and later, seen by autograd and past it."""
+    """What is left of weights that were filled before a step: at first and later, seen by autograd
+    and past it."""
     left = []
     for later in (False, True):
         for through_data in (False, True):

@@ -1,4 +1,5 @@
-"""Canonical sums train the same bits on any number of dp ranks and stages, by every schedule, with or without ZeRO."""
+"""Canonical sums train the same bits on any number of dp ranks and stages, by every schedule, with
+or without ZeRO."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +21,15 @@ from megaprec.precision.plan import LossScaling
 from tests.flips import Setting, clean
 from tests.layouts import Run
 from tests.models.test_sentinel import MLP, judged, transients
-from tests.optim.canonical_runs import GPT2, LLAMA, MIXTRAL, canonical, differences, train, with_options
+from tests.optim.canonical_runs import (
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    canonical,
+    differences,
+    train,
+    with_options,
+)
 from tests.ranks import run_ranks
 
 torch.set_num_threads(1)
@@ -32,7 +41,9 @@ RUNS: dict[str, Run] = {
     "fp32, p-norm": canonical(GPT2, compute="fp32", options={"norm": 1.5}),
     "maximum norm": canonical(LLAMA, compute="bf16", options={"norm": math.inf}),
     "native": canonical(LLAMA, compute="bf16", options={"native": True}),
-    "stochastic": canonical(LLAMA, compute="bf16", changes={"rounding": "stochastic", "moments": "bf16"}),
+    "stochastic": canonical(
+        LLAMA, compute="bf16", changes={"rounding": "stochastic", "moments": "bf16"}
+    ),
     "remainders": canonical(LLAMA, compute="bf16", changes={"masters": "split"}),
     "bf16 gradients": canonical(LLAMA, compute="bf16", changes={"gradients": "bf16"}),
     "fp64, sgd": canonical(LLAMA, compute="fp64", options={"rule": SGD()}),
@@ -40,7 +51,10 @@ RUNS: dict[str, Run] = {
     "two samples": canonical(LLAMA, compute="bf16", micro_batch=2),
 }
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)]  # pp, dp
-SCHEDULES = {1: [("1f1b", 0)], 2: [("1f1b", 0), ("gpipe", 0), ("interleaved", 2), ("zb-h1", 0), ("zb-v", 2)]}
+SCHEDULES = {
+    1: [("1f1b", 0)],
+    2: [("1f1b", 0), ("gpipe", 0), ("interleaved", 2), ("zb-h1", 0), ("zb-v", 2)],
+}
 
 
 def layouts_of(run: Run, pp: int, dp: int) -> list[Run]:
@@ -57,7 +71,9 @@ def layouts_of(run: Run, pp: int, dp: int) -> list[Run]:
 def test_two_data_ranks_train_the_bits_of_one_process() -> None:
     run = replace(RUNS["bf16"], steps=3)
     (alone,) = train([run])
-    for options, other in zip(("", "zero_size", "overlap"), train(layouts_of(run, 1, 2), dp=2), strict=True):
+    for options, other in zip(
+        ("", "zero_size", "overlap"), train(layouts_of(run, 1, 2), dp=2), strict=True
+    ):
         assert differences(alone, other) == [], options
     assert any(report.grad_norm > run.clip for report in alone.reports), "nothing is clipped"
 
@@ -80,7 +96,9 @@ def test_a_run_that_changes_its_layout_trains_the_bits_of_an_undisturbed_one() -
     run = RUNS["fp16 with skipped steps"]
     (alone,) = train([run])
     (start,) = train([run], 1, 4, last=5)
-    (middle,) = train([replace(run, kind="zb-v", chunks=2)], 2, 1, start=start.state, first=5, last=7)
+    (middle,) = train(
+        [replace(run, kind="zb-v", chunks=2)], 2, 1, start=start.state, first=5, last=7
+    )
     (end,) = train([replace(run, zero_size=1)], 2, 2, start=middle.state, first=7)
     reports = [*start.reports, *middle.reports, *end.reports]
     assert differences(alone, replace(end, reports=reports)) == []
@@ -88,7 +106,10 @@ def test_a_run_that_changes_its_layout_trains_the_bits_of_an_undisturbed_one() -
 
 @pytest.mark.slow
 def test_a_canonical_step_is_checked_by_the_sentinel() -> None:
-    settings = [Setting(canonical=True), Setting(canonical=True, micro_batch=6, overlap=True, zero_size=1)]
+    settings = [
+        Setting(canonical=True),
+        Setting(canonical=True, micro_batch=6, overlap=True, zero_size=1),
+    ]
     assert run_ranks(clean, {"dp": 2}, settings=settings, steps=2) == [4, 4]
     zero_bubble = Setting(canonical=True, kind="zb-h1", compute="bf16")
     assert run_ranks(clean, {"pp": 2}, settings=[zero_bubble], steps=2) == [2, 2]
@@ -102,20 +123,28 @@ def test_a_skipped_step_is_traced_to_its_micro_batch() -> None:
     for pp, dp in ((1, 1), (2, 2)):
         for report in train([run], pp, dp)[0].reports:
             offender = report.offenders[0]
-            assert (report.outcome, offender.traced, offender.samples) == ("skipped_overflow", True, (0, 1))
+            assert (report.outcome, offender.traced, offender.samples) == (
+                "skipped_overflow",
+                True,
+                (0, 1),
+            )
 
 
 # --- the tests are tested
 
 
 def micro_batches_are_added_one_after_the_other() -> None:
-    MicrobatchTree._sibling = lambda self, first, last: (last, last + 1) if first == 0 else (0, first)
+    MicrobatchTree._sibling = lambda self, first, last: (
+        (last, last + 1) if first == 0 else (0, first)
+    )
 
 
 def ranks_are_not_added_in_adjacent_pairs() -> None:
     def folded(terms: Sequence[Tensor]) -> Tensor:
         half = len(terms) // 2
-        return terms[0] if len(terms) == 1 else folded([a + b for a, b in zip(terms[:half], terms[half:], strict=True)])
+        if len(terms) == 1:
+            return terms[0]
+        return folded([a + b for a, b in zip(terms[:half], terms[half:], strict=True)])
 
     tree.add_by_tree = folded
 

@@ -28,10 +28,15 @@ class Together(Axis):
         return tensor.fill_(Together.largest)
 
 
-def agreed(p: float, ranks: Sequence[Sequence[Tensor]], copies: Sequence[Tensor] = EMPTY) -> Consensus:
+def agreed(
+    p: float, ranks: Sequence[Sequence[Tensor]], copies: Sequence[Tensor] = EMPTY
+) -> Consensus:
     """Return what ranks with these gradients agree on."""
-    Together.largest = max((float(v.abs().max()) for rank in ranks for v in rank if len(v)), default=0.0)
-    sent, consensus = [], CanonicalConsensus(Axis("pp"), Together("world", 0, len(ranks)), p, CPU)
+    Together.largest = max(
+        (float(v.abs().max()) for rank in ranks for v in rank if len(v)), default=0.0
+    )
+    sent = []
+    consensus = CanonicalConsensus(Axis("pp"), Together("world", 0, len(ranks)), p, CPU)
     for rank, gradients in enumerate(ranks):
         consensus = CanonicalConsensus(Axis("pp"), Together("world", rank, len(ranks)), p, CPU)
         counted, norm = consensus.measured(gradients, copies)
@@ -78,7 +83,9 @@ def test_a_norm_does_not_depend_on_the_slices_and_is_exact(p: float) -> None:
 
 def exact_sum(p: float, pieces: Sequence[Tensor]) -> Fraction:
     """Return the sum of powers before it is rounded."""
-    numbers = CanonicalConsensus(Axis("pp"), Together("world"), p, CPU).measured(pieces, EMPTY)[1][: LENGTH - 1]
+    numbers = CanonicalConsensus(Axis("pp"), Together("world"), p, CPU).measured(pieces, EMPTY)[1][
+        : LENGTH - 1
+    ]
     return Fraction(sum(int(limb) << (32 * n) for n, limb in enumerate(numbers.tolist())))
 
 
@@ -89,9 +96,13 @@ def test_powers_have_the_same_bits_in_every_slice_and_without_padding_they_have_
     Together.largest = float(values.abs().max())
     (pieces,) = split(values, 1, 1)
     assert exact_sum(1.5, pieces) == exact_sum(1.5, [values])
-    monkeypatch.setattr(canonical_consensus, "_powers", lambda block, e, p, length: block.double().abs_().pow_(p))
+    monkeypatch.setattr(
+        canonical_consensus, "_powers", lambda block, e, p, length: block.double().abs_().pow_(p)
+    )
     unpadded = exact_sum(1.5, pieces), exact_sum(1.5, [values])
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # whose vectors and tails of vectors differ in powers
+    if (
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
+    ):  # whose vectors and tails of vectors differ in powers
         assert unpadded[0] != unpadded[1]
 
 

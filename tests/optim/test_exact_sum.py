@@ -76,14 +76,19 @@ def test_sums_of_low_precision_are_exact_also_if_many_blocks_are_processed_toget
         ([], 0.0),
     ],
 )
-def test_extreme_numbers_have_their_exact_sum_or_are_reported(values: list[float], expected: float) -> None:
+def test_extreme_numbers_have_their_exact_sum_or_are_reported(
+    values: list[float], expected: float
+) -> None:
     got = summed(torch.tensor(values, dtype=torch.float64))
     apart = summed(*torch.tensor(values, dtype=torch.float64).split(1))
-    assert got == apart == expected or (math.isnan(expected) and math.isnan(got) and math.isnan(apart))
+    assert got == apart == expected or (
+        math.isnan(expected) and math.isnan(got) and math.isnan(apart)
+    )
 
 
 def test_the_sums_of_very_many_ranks_are_exact() -> None:
-    """2^20 ranks that hold the largest sum that one can: the exchanged numbers stay integers of float64."""
+    """2^20 ranks that hold the largest sum that one can: the exchanged numbers stay integers of
+    float64."""
     one = ExactSum(CPU)
     one.add(torch.full((1000,), 2.0**997 * (1 + 2.0**-30), dtype=torch.float64))
     one.add(torch.tensor([5e-324], dtype=torch.float64))
@@ -91,4 +96,5 @@ def test_the_sums_of_very_many_ranks_are_exact() -> None:
     assert numbers.abs().max() < 2**53
     small = ExactSum(CPU)
     small.add(torch.tensor([1.0 + 2.0**-52, -(2.0**-1074)], dtype=torch.float64))
-    assert total(small.numbers() * 2**20) == 2**20 * (1.0 + 2.0**-52)  # the rest is less than half of the last place
+    # the rest is less than half of the last place
+    assert total(small.numbers() * 2**20) == 2**20 * (1.0 + 2.0**-52)

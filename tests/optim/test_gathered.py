@@ -1,4 +1,5 @@
-"""The laws of a state in logical tensors: whole on every rank, of any layout, into any layout, or not at all."""
+"""The laws of a state in logical tensors: whole on every rank, of any layout, into any layout, or
+not at all."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,9 @@ CHAIN: list[dict[str, int]] = [{}, {"pp": 2, "tp": 2}, {"dp": 2}, {"pp": 2, "dp"
 State = dict[str, Any]
 
 
-def go_on(mesh: DeviceMesh | None, states: list[State], step: int) -> list[tuple[State, dict[str, list[Fragment]]]]:
+def go_on(
+    mesh: DeviceMesh | None, states: list[State], step: int
+) -> list[tuple[State, dict[str, list[Fragment]]]]:
     """One step more for each case; the state then, and what this rank holds."""
     found = []
     for case, state in zip(CASES.values(), states, strict=True):
@@ -46,12 +49,17 @@ def require_equal(state: State, other: State) -> None:
         key: value for key, value in other.items() if key != "tensors"
     }
     assert state["tensors"].keys() == other["tensors"].keys()
-    assert all(torch.equal(values, other["tensors"][key]) for key, values in state["tensors"].items())
-    assert all(values.dtype == other["tensors"][key].dtype for key, values in state["tensors"].items())
+    assert all(
+        torch.equal(values, other["tensors"][key]) for key, values in state["tensors"].items()
+    )
+    assert all(
+        values.dtype == other["tensors"][key].dtype for key, values in state["tensors"].items()
+    )
 
 
 def test_a_state_goes_from_any_layout_into_any_other() -> None:
-    """A run that changes its layout before every step ends with what one process holds: bit for bit."""
+    """A run that changes its layout before every step ends with what one process holds: bit for
+    bit."""
     states = [train(None, replace(case, steps=1))[0].state_dict() for case in CASES.values()]
     held_by_layers: list[dict[str, Tensor]] = []
     for number, axes in enumerate(CHAIN):
@@ -60,16 +68,22 @@ def test_a_state_goes_from_any_layout_into_any_other() -> None:
             for state, _ in answers:
                 require_equal(state, answers[0][0])
         states = [state for state, _ in ranks[0]]
-        held_by_layers = [assemble([rank[n][1]["held"] for rank in ranks]) for n in range(len(CASES))]
+        held_by_layers = [
+            assemble([rank[n][1]["held"] for rank in ranks]) for n in range(len(CASES))
+        ]
     expected = results([replace(case, steps=len(CHAIN) + 1) for case in CASES.values()], {})
     for name, state, layers, result in zip(CASES, states, held_by_layers, expected, strict=True):
         tensors: dict[str, Tensor] = state["tensors"]
-        assert tensors.keys() == {f"{kind}/{n}" for kind, some in result.kinds.items() if kind != "held" for n in some}
+        assert tensors.keys() == {
+            f"{kind}/{n}" for kind, some in result.kinds.items() if kind != "held" for n in some
+        }
         for key, values in tensors.items():
             kind, logical = key.split("/")
             assert values.device.type == "cpu" and values.shape == SHAPES[logical]
             assert torch.equal(values, result.kinds[kind][logical]), f"{name}: {key}"
-        assert all(torch.equal(layers[n], values) for n, values in result.kinds["held"].items()), name
+        assert all(torch.equal(layers[n], values) for n, values in result.kinds["held"].items()), (
+            name
+        )
 
 
 def lose(key: str) -> Callable[[State], object]:
@@ -105,7 +119,11 @@ def no_tensors(state: State) -> None:
 
 
 DAMAGES: list[tuple[Callable[[State], object], str, str]] = [
-    (lose("weight/query.weight"), "weight/query.weight is [8, 6] in the model, not in the state", "first"),
+    (
+        lose("weight/query.weight"),
+        "weight/query.weight is [8, 6] in the model, not in the state",
+        "first",
+    ),
     (reshape, "exp_avg/head.bias is [5] in the model, [6] in the state", "last"),
     (add, "weight/other of the state is not in the model", "both"),
     (add_many, "weight/other0 of the state is not in the model", "both"),
@@ -116,7 +134,9 @@ DAMAGES: list[tuple[Callable[[State], object], str, str]] = [
 def snapshot(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     optimizer.wait()
     tensors = [optimizer.steps, *optimizer.scaler.tensors()]
-    tensors += [t for buffer in optimizer.all_buffers() for t in (buffer.weights, *buffer.saved().values())]
+    tensors += [
+        t for buffer in optimizer.all_buffers() for t in (buffer.weights, *buffer.saved().values())
+    ]
     return [tensor.clone() for tensor in tensors]
 
 
@@ -125,11 +145,14 @@ def refuse(mesh: DeviceMesh) -> list[list[str]]:
     optimizer, _ = train(mesh, replace(case, steps=2))
     said = []
     for damage, _, _ in DAMAGES:
-        state, before = optimizer.state_dict(), snapshot(optimizer)
+        state = optimizer.state_dict()
+        before = snapshot(optimizer)
         damage(state)
         with pytest.raises(UserError) as raised:
             optimizer.load_state_dict(state)
-        assert all(torch.equal(a, b) for a, b in zip(snapshot(optimizer), before, strict=True)), "something was loaded"
+        assert all(torch.equal(a, b) for a, b in zip(snapshot(optimizer), before, strict=True)), (
+            "something was loaded"
+        )
         said.append(str(raised.value).splitlines())
     return said
 
@@ -149,13 +172,16 @@ def test_a_state_of_another_model_is_refused_on_every_rank_and_nothing_changes()
 @pytest.mark.parametrize("damage", [no_numbers, no_tensors])
 def test_what_is_no_state_is_refused_and_nothing_changes(damage: Callable[[State], object]) -> None:
     optimizer, _ = train(None, Case("bf16", steps=2))
-    state, before = optimizer.state_dict(), snapshot(optimizer)
+    state = optimizer.state_dict()
+    before = snapshot(optimizer)
     for values in state["tensors"].values():
         values.add_(1)
     damage(state)
     with pytest.raises(UserError, match=r"steps|tensors"):
         optimizer.load_state_dict(state)
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(optimizer), before, strict=True)), "something was loaded"
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(optimizer), before, strict=True)), (
+        "something was loaded"
+    )
 
 
 def one_rank_differs(mesh: DeviceMesh) -> str:
@@ -175,7 +201,8 @@ def test_a_state_that_only_one_rank_cannot_take_is_taken_by_none() -> None:
 
 def test_moments_can_be_narrowed_and_widened_on_the_way() -> None:
     """A BF16 average comes back as it is; an FP32 one is rounded to the nearest."""
-    wide, narrow = Case("bf16", steps=3), Case("bf16", {"moments": "bf16"}, steps=3)
+    wide = Case("bf16", steps=3)
+    narrow = Case("bf16", {"moments": "bf16"}, steps=3)
     for source, target in ((wide, narrow), (narrow, wide)):
         state = train(None, source)[0].state_dict()
         optimizer = make_optimizer(None, target)

@@ -1,4 +1,5 @@
-"""The laws of groups: torch's parameter groups by logical name, in any layout, also for a part of a parameter."""
+"""The laws of groups: torch's parameter groups by logical name, in any layout, also for a part of a
+parameter."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -12,10 +13,23 @@ from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group, factors
 from tests.layouts import Fragment, assemble
-from tests.logical import LAYOUTS, SHAPES, Case, Tensors, give, gradient, held, initial, make_optimizer, results
+from tests.logical import (
+    LAYOUTS,
+    SHAPES,
+    Case,
+    Tensors,
+    give,
+    gradient,
+    held,
+    initial,
+    make_optimizer,
+    results,
+)
 from tests.ranks import run_ranks
 
-CLOSE, LR, DECAY = 1e-12, 1e-2, 0.1
+CLOSE = 1e-12
+LR = 1e-2
+DECAY = 0.1
 GROUPS = (
     Group("query.*", lr=2.0, weight_decay=0.5),
     Group("key.weight", lr=0.0),
@@ -28,15 +42,20 @@ OTHERS = (Group("norm.*", lr=3.0, weight_decay=1.0), Group("value.*", lr=0.5), G
 
 
 def expected(groups: Sequence[Sequence[Group]]) -> Tensors:
-    """The weights after one step for each entry, by torch's parameter groups in float64, one for each tensor."""
+    """The weights after one step for each entry, by torch's parameter groups in float64, one for
+    each tensor."""
     weights = {name: initial(name, torch.float64) for name in SHAPES}
-    optimizer = torch.optim.AdamW([{"params": [w]} for w in weights.values()], betas=(0.9, 0.95), foreach=False)
+    optimizer = torch.optim.AdamW(
+        [{"params": [w]} for w in weights.values()], betas=(0.9, 0.95), foreach=False
+    )
     for step, now in enumerate(groups):
         for (name, w), group in zip(weights.items(), optimizer.param_groups, strict=True):
             matching = [g for g in now if fnmatchcase(name, g.pattern)][:1]
             lr, decay = (matching[0].lr, matching[0].weight_decay) if matching else (None, None)
             group["lr"] = LR * (1.0 if lr is None else lr)
-            group["weight_decay"] = DECAY * ((1.0 if w.dim() >= 2 else 0.0) if decay is None else decay)
+            group["weight_decay"] = DECAY * (
+                (1.0 if w.dim() >= 2 else 0.0) if decay is None else decay
+            )
             w.grad = gradient(name, step)
         optimizer.step()
     return weights
@@ -64,20 +83,25 @@ def require_factors(axes: dict[str, int], before: Callable[[], None] | None = No
 
 def test_groups_make_a_difference() -> None:
     """Or the test above would prove nothing."""
-    plain, grouped = expected([()] * 4), expected([GROUPS] * 4)
+    plain = expected([()] * 4)
+    grouped = expected([GROUPS] * 4)
     same = {name for name in SHAPES if torch.equal(plain[name], grouped[name])}
     assert same == {"value.weight", "norm.weight"}
     assert torch.equal(grouped["key.weight"], initial("key.weight", torch.float64))
 
 
 def take_over(mesh: DeviceMesh) -> tuple[list[str], list[str], list[Fragment]]:
-    """Two steps with one set of groups, two with others, which put the buffer into another order."""
+    """Two steps with one set of groups, two with others, which put the buffer into another
+    order."""
     old = make_optimizer(mesh, Case("fp64", options={"groups": GROUPS}))
     for step in (0, 1):
         give(old, step)
         old.step(LR)
     new = make_optimizer(mesh, Case("fp64", options={"groups": OTHERS}))
-    order = [[piece.part.name for buffer in some.all_buffers() for piece in buffer.pieces] for some in (old, new)]
+    order = [
+        [piece.part.name for buffer in some.all_buffers() for piece in buffer.pieces]
+        for some in (old, new)
+    ]
     new.load_state_dict(old.state_dict())
     for step in (2, 3):
         give(new, step)
@@ -97,7 +121,9 @@ def test_state_is_taken_over_by_name_into_other_groups() -> None:
 def refuse_kept(mesh: DeviceMesh) -> list[str]:
     make_optimizer(mesh, Case(plan={"keep_fp32": ("output.bias", "norm.weight")}))
     with pytest.raises(UserError) as raised:
-        make_optimizer(mesh, Case(plan={"keep_fp32": ("outptu.bias", "norm.*", "*norm.bias", "*norm.weight")}))
+        make_optimizer(
+            mesh, Case(plan={"keep_fp32": ("outptu.bias", "norm.*", "*norm.bias", "*norm.weight")})
+        )
     return str(raised.value).splitlines()
 
 
@@ -111,7 +137,9 @@ def refuse(mesh: DeviceMesh) -> list[str]:
     """What is said on this rank; a pattern that matches on another stage only is fine."""
     make_optimizer(mesh, Case(options={"groups": [Group("output.bias"), Group("norm.weight")]}))
     with pytest.raises(UserError) as raised:
-        make_optimizer(mesh, Case(options={"groups": [Group("Norm.*"), Group("norm.*"), Group("bias")]}))
+        make_optimizer(
+            mesh, Case(options={"groups": [Group("Norm.*"), Group("norm.*"), Group("bias")]})
+        )
     return str(raised.value).splitlines()
 
 
@@ -119,20 +147,25 @@ def test_a_pattern_that_matches_nothing_is_refused_on_every_rank() -> None:
 
     for said in run_ranks(refuse, {"pp": 2}):
         assert len(said) == 2
-        assert said[0].startswith('optimizer.groups: pattern "Norm.*" matches no parameter; names are like ')
+        assert said[0].startswith(
+            'optimizer.groups: pattern "Norm.*" matches no parameter; names are like '
+        )
         assert said[1].startswith('optimizer.groups: pattern "bias" matches no parameter')
 
 
 @pytest.mark.parametrize("factor", [-0.1, float("inf"), float("nan")])
 def test_a_factor_that_is_no_factor_is_refused(factor: float) -> None:
-    with pytest.raises(UserError, match=r'optimizer.groups: lr = .* of pattern "x" must be 0 or more'):
+    with pytest.raises(
+        UserError, match=r'optimizer.groups: lr = .* of pattern "x" must be 0 or more'
+    ):
         Group("x", lr=factor)
     with pytest.raises(UserError, match="weight_decay = "):
         Group("x", weight_decay=factor)
 
 
 def test_the_first_match_decides_and_leaves_the_rest_as_usual() -> None:
-    matrix, vector = Part("a.weight", (2, 2)), Part("a.bias", (2,))
+    matrix = Part("a.weight", (2, 2))
+    vector = Part("a.bias", (2,))
     groups = (Group("a.*", lr=0.5), Group("*.weight", lr=7.0, weight_decay=7.0))
     assert factors(matrix, groups) == (0.5, 1.0)
     assert factors(vector, groups) == (0.5, 0.0)
@@ -147,7 +180,8 @@ def test_lr_factors_reach_an_optimizer_of_torch() -> None:
     weights = {name: initial(name, torch.float64) for name in SHAPES}
     decays = {name: factors(Part(name, SHAPES[name]), GROUPS) for name in SHAPES}
     made: list[dict[str, list[Tensor] | float]] = [
-        {"params": [w], "lr": LR * decays[n][0], "weight_decay": DECAY * decays[n][1]} for n, w in weights.items()
+        {"params": [w], "lr": LR * decays[n][0], "weight_decay": DECAY * decays[n][1]}
+        for n, w in weights.items()
     ]
     optimizer = torch.optim.RMSprop(made)
     for step in range(case.steps):

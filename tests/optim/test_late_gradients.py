@@ -1,4 +1,5 @@
-"""A gradient after the sum over the ranks has begun would be one rank's alone: it is refused where it comes."""
+"""A gradient after the sum over the ranks has begun would be one rank's alone: it is refused where
+it comes."""
 
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ PLAN = plan("fp32")
 
 
 class Loop:
-    """A model of torch's layers, or of parallel ones, and its optimizer; `backward` is a micro-batch's."""
+    """A model of torch's layers, or of parallel ones, and its optimizer; `backward` is a
+    micro-batch's."""
 
     def __init__(self, mesh: DeviceMesh | None, parallel: bool, overlap: bool) -> None:
         torch.manual_seed(0)
@@ -25,7 +27,15 @@ class Loop:
             parallelize(self.model, Context(PLAN, Axis("tp")), {"0": "column", "2": "row"})
         attach_whole(self.model)
         self.optimizer = ParallelAMPOptimizer(
-            [self.model], PLAN, mesh, lr=0.1, rule=SGD(0.0), clip=0.0, weight_decay=0.0, average=True, overlap=overlap
+            [self.model],
+            PLAN,
+            mesh,
+            lr=0.1,
+            rule=SGD(0.0),
+            clip=0.0,
+            weight_decay=0.0,
+            average=True,
+            overlap=overlap,
         )
 
     def backward(self) -> None:
@@ -68,7 +78,9 @@ def refusals(mesh: DeviceMesh | None) -> list[str]:
     return said
 
 
-def test_a_gradient_after_its_sum_over_the_ranks_has_begun_is_refused_on_one_rank_and_on_several() -> None:
+def test_a_gradient_after_its_sum_over_the_ranks_has_begun_is_refused_on_one_rank_and_on_several() -> (
+    None
+):
     every = [*run_ranks(refusals, {"dp": 2}), refusals(None)]
     for said in every:
         assert len(said) == 2 * len(WAYS)

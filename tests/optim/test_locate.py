@@ -16,7 +16,15 @@ from parallel.pipeline.schedules import complete
 from tests.layouts import LENGTH, Run, batches, make_engine, share_of, train
 from tests.ranks import run_ranks
 
-MODEL = {"family": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 37}
+MODEL = {
+    "family": "llama",
+    "layers": 2,
+    "hidden": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 24,
+    "vocab": 37,
+}
 TARGET = "layers.1.mlp.down.weight"
 LAYOUTS = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"pp": 2, "dp": 2}]
 RARE = 36  # a token that no batch has
@@ -29,7 +37,11 @@ def spoil_when_reduced(engine: Engine, mesh: DeviceMesh) -> None:
     def spoil(chunk: int = 0) -> None:
         for buffer in engine.optimizer.all_buffers():
             for piece in buffer.pieces:
-                if piece.part.name == TARGET and mesh.get_local_rank("tp") == 1 and mesh.get_local_rank("dp") == 0:
+                if (
+                    piece.part.name == TARGET
+                    and mesh.get_local_rank("tp") == 1
+                    and mesh.get_local_rank("dp") == 0
+                ):
                     buffer.grads[piece.start] = float("inf")
                     buffer.grads[piece.stop - 2 : piece.stop] = float("nan")
         reduce(chunk)
@@ -45,16 +57,26 @@ def step_with_a_bad_parameter(mesh: DeviceMesh, zero_size: int) -> StepReport:
 
 
 @pytest.mark.parametrize("zero_size", [0, 1], ids=["zero", "whole"])
-def test_the_offender_is_named_with_its_stage_its_tensor_rank_and_its_counts(zero_size: int) -> None:
+def test_the_offender_is_named_with_its_stage_its_tensor_rank_and_its_counts(
+    zero_size: int,
+) -> None:
     reports = run_ranks(step_with_a_bad_parameter, {"pp": 2, "dp": 2, "tp": 2}, zero_size=zero_size)
     for report in reports:
         assert report.outcome == "skipped_overflow"
         assert len(report.offenders) == 1
         (found,) = report.offenders
-        assert (found.name, found.stage, found.tp_rank, found.infs, found.nans) == (TARGET, 1, 1, 1, 2)
+        assert (found.name, found.stage, found.tp_rank, found.infs, found.nans) == (
+            TARGET,
+            1,
+            1,
+            1,
+            2,
+        )
         assert found.elements == 16 * 24 // 2
         assert 0 < found.largest_finite < torch.inf
-        assert (found.traced, found.microbatch, found.samples) == (True, None, None), "no micro-batch did it"
+        assert (found.traced, found.microbatch, found.samples) == (True, None, None), (
+            "no micro-batch did it"
+        )
 
 
 def test_a_clean_step_names_nobody() -> None:
@@ -71,10 +93,14 @@ def began(found: Offender) -> tuple[int | None, int | None, tuple[int, int] | No
 def step_with_a_bad_sample(mesh: DeviceMesh, sample: int) -> StepReport:
     """The rare token stands in one sample, and what is looked up for it is infinite."""
     run = Run(MODEL, compute="fp32", steps=1, masked=False)
-    engine, batch = make_engine(mesh, run), batches(run)[0]
+    engine = make_engine(mesh, run)
+    batch = batches(run)[0]
     for stage in engine.stages.values():
         if stage.cut.first:
-            ids = range(stage.embedding.part.start, stage.embedding.part.start + stage.embedding.part.local[0])
+            ids = range(
+                stage.embedding.part.start,
+                stage.embedding.part.start + stage.embedding.part.local[0],
+            )
             if RARE in ids:
                 stage.embedding.weight.data[RARE - ids.start] = torch.inf
     batch[0][sample, 3] = RARE
@@ -83,8 +109,11 @@ def step_with_a_bad_sample(mesh: DeviceMesh, sample: int) -> StepReport:
 
 @pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_a_bad_sample_is_found_by_its_micro_batch_and_dp_rank_in_every_layout(axes: dict[str, int]) -> None:
-    """Of 8 samples in micro-batches of two, the sixth is bad: its micro-batch has samples 4 and 5."""
+def test_a_bad_sample_is_found_by_its_micro_batch_and_dp_rank_in_every_layout(
+    axes: dict[str, int],
+) -> None:
+    """Of 8 samples in micro-batches of two, the sixth is bad: its micro-batch has samples 4 and
+    5."""
     where = (0, 1, (4, 6)) if "dp" in axes else (2, 0, (4, 6))
     for report in run_ranks(step_with_a_bad_sample, axes, sample=5):
         assert report.outcome == "skipped_overflow"
@@ -95,9 +124,12 @@ def test_a_bad_sample_is_found_by_its_micro_batch_and_dp_rank_in_every_layout(ax
 
 
 def poison_backward(stage: Stage, layer: str, sample: int) -> None:
-    """Makes the gradient that flows into `layer` infinite in the micro-batch that has the sample."""
+    """Makes the gradient that flows into `layer` infinite in the micro-batch that has the
+    sample."""
 
-    def hook(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+    def hook(
+        block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+    ) -> None:
         if named["place"] is not None and sample in named["place"].samples.tolist():
             output.register_hook(lambda grad: torch.full_like(grad, torch.inf))
 
@@ -106,7 +138,8 @@ def poison_backward(stage: Stage, layer: str, sample: int) -> None:
 
 
 def step_with_bad_gradients(mesh: DeviceMesh, on_nonfinite: str = "skip") -> StepReport:
-    """Sample 5 spoils layer 1 and all before it, sample 3 layer 0 and all before it. The loss stays as it was."""
+    """Sample 5 spoils layer 1 and all before it, sample 3 layer 0 and all before it. The loss stays
+    as it was."""
     run = Run(MODEL, compute="fp32", steps=1)
     engine = make_engine(mesh, run)
     object.__setattr__(engine.optimizer.plan, "on_nonfinite", on_nonfinite)
@@ -121,7 +154,8 @@ def step_with_bad_gradients(mesh: DeviceMesh, on_nonfinite: str = "skip") -> Ste
 def test_each_offender_has_its_own_beginning(axes: dict[str, int]) -> None:
     with_dp = "dp" in axes
     late = (0, 1, (4, 6)) if with_dp else (2, 0, (4, 6))
-    early = (0, 1, (4, 6)) if with_dp else (1, 0, (2, 4))  # with dp sample 3 is in the second micro-batch of rank 0
+    # with dp sample 3 is in the second micro-batch of rank 0
+    early = (0, 1, (4, 6)) if with_dp else (1, 0, (2, 4))
     for report in run_ranks(step_with_bad_gradients, axes):
         assert report.outcome == "skipped_overflow"
         assert torch.isfinite(torch.tensor(report.loss))
@@ -131,9 +165,11 @@ def test_each_offender_has_its_own_beginning(axes: dict[str, int]) -> None:
 
 
 def step_with_a_bad_head(mesh: DeviceMesh) -> StepReport:
-    """On tensor rank 3 the gradient of query, key and value of layer 0 is infinite in the third micro-batch."""
+    """On tensor rank 3 the gradient of query, key and value of layer 0 is infinite in the third
+    micro-batch."""
     run = Run(MODEL, compute="fp32", steps=1)
-    engine, calls = make_engine(mesh, run), iter(range(99))
+    engine = make_engine(mesh, run)
+    calls = iter(range(99))
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         if next(calls) % 4 == 2 and mesh.get_local_rank("tp") == 3:
@@ -144,22 +180,34 @@ def step_with_a_bad_head(mesh: DeviceMesh) -> StepReport:
 
 
 def test_a_rank_that_shares_a_slice_learns_from_the_one_whose_share_was_bad() -> None:
-    """Ranks 2 and 3 have the second of two key heads between them, so that on both it is bad in the end."""
+    """Ranks 2 and 3 have the second of two key heads between them, so that on both it is bad in the
+    end."""
     for report in run_ranks(step_with_a_bad_head, {"tp": 4}):
         assert {began(found) for found in report.offenders} == {(2, 0, (4, 6))}
-        keys = [found.tp_rank for found in report.offenders if found.name == "layers.0.attention.key.weight"]
+        keys = [
+            found.tp_rank
+            for found in report.offenders
+            if found.name == "layers.0.attention.key.weight"
+        ]
         assert keys == [2, 3]
 
 
 def step_of_several_chunks(mesh: DeviceMesh) -> StepReport:
-    """Four layers as four stages on two ranks, in turn; sample 5 spoils layer 2 and all before it."""
+    """Four layers as four stages on two ranks, in turn; sample 5 spoils layer 2 and all before
+    it."""
     run = Run({**MODEL, "layers": 4}, compute="fp32", steps=1)
     rows: list[list[Instruction]] = [[], []]
     for op, order in ((Op.FORWARD, range(4)), (Op.BACKWARD, reversed(range(4)))):
         for stage in order:
             rows[stage % 2] += [Instruction(op, stage, microbatch) for microbatch in range(4)]
     engine = Engine(
-        run.config, plan("fp32"), mesh, complete(rows, (0, 1, 0, 1)), micro_batch=2, seq_length=LENGTH, seed=3
+        run.config,
+        plan("fp32"),
+        mesh,
+        complete(rows, (0, 1, 0, 1)),
+        micro_batch=2,
+        seq_length=LENGTH,
+        seed=3,
     )
     for stage in engine.stages.values():
         poison_backward(stage, "2", 5)
@@ -192,11 +240,13 @@ def infinite_loss(mesh: DeviceMesh) -> StepReport:
     engine = make_engine(mesh, run)
     stage = engine.stages.get(engine.last)
     if stage is not None:
-        inner, seen = stage.losses, iter(range(99))
+        inner = stage.losses
+        seen = iter(range(99))
 
         def losses(logits: Tensor, targets: Tensor) -> Tensor:
             last = (
-                next(seen) % (4 // engine.dp.size) == 4 // engine.dp.size - 1 and engine.dp.rank == engine.dp.size - 1
+                next(seen) % (4 // engine.dp.size) == 4 // engine.dp.size - 1
+                and engine.dp.rank == engine.dp.size - 1
             )
             return inner(logits, targets) + (torch.inf if last else 0)
 
@@ -223,7 +273,12 @@ def searching(mesh: DeviceMesh, scale: float) -> list[StepReport]:
 def test_a_scale_on_its_first_way_down_is_not_traced_until_it_can_fall_no_further() -> None:
     (reports,) = run_ranks(searching, {}, scale=2.0**100)
     assert [report.outcome for report in reports] == ["skipped_overflow"] * 4
-    assert [all(found.traced for found in report.offenders) for report in reports] == [False, False, True, True]
+    assert [all(found.traced for found in report.offenders) for report in reports] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 # --- ranks that disagree

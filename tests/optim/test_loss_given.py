@@ -1,4 +1,5 @@
-"""The loss that a step reports is the loss, however many ranks hold it, and ranks that differ about it are refused."""
+"""The loss that a step reports is the loss, however many ranks hold it, and ranks that differ about
+it are refused."""
 
 from collections.abc import Callable
 
@@ -21,7 +22,9 @@ Given = Callable[[Tensor, Axis, Axis], Tensor | None]
 def model_of(tp: Axis, prefix: str = "") -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-    return parallelize(layers, Context(plan("fp32"), tp), {"0": "column", "1": "row"}, prefix=prefix)
+    return parallelize(
+        layers, Context(plan("fp32"), tp), {"0": "column", "1": "row"}, prefix=prefix
+    )
 
 
 def loss_of(model: nn.Module, replica: int) -> Tensor:
@@ -43,8 +46,11 @@ GIVEN: dict[str, Given] = {
 
 
 def reported(mesh: DeviceMesh, given: list[str]) -> dict[str, list[float] | str]:
-    """What a step reports and what it should, the mean over replicas or their sum; or the line that refuses it."""
-    tp, pp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "pp"), Axis.replicas(mesh)
+    """What a step reports and what it should, the mean over replicas or their sum; or the line that
+    refuses it."""
+    tp = Axis.of(mesh, "tp")
+    pp = Axis.of(mesh, "pp")
+    dp = Axis.replicas(mesh)
     answers: dict[str, list[float] | str] = {}
     for name in given:
         for average in (False, True):

@@ -9,7 +9,9 @@ from megaprec.errors import UserError
 from megaprec.optim.lr import Kind, LRSchedule
 
 
-def schedule(kind: Kind, peak: float = 1.0, final: float = 0.2, warmup: int = 10, total: int = 110) -> LRSchedule:
+def schedule(
+    kind: Kind, peak: float = 1.0, final: float = 0.2, warmup: int = 10, total: int = 110
+) -> LRSchedule:
     return LRSchedule(kind, peak, final, warmup, total, decay=40)
 
 
@@ -28,12 +30,16 @@ def test_constant_stays_at_the_peak_for_ever() -> None:
 
 
 def test_linear_falls_evenly_to_final() -> None:
-    assert [schedule("linear").at(n) for n in (35, 60, 85, 110, 111)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
+    assert [schedule("linear").at(n) for n in (35, 60, 85, 110, 111)] == pytest.approx(
+        [0.8, 0.6, 0.4, 0.2, 0.2]
+    )
 
 
 def test_cosine_falls_by_half_a_wave_to_final() -> None:
     quarter = 0.2 + 0.8 * (math.sqrt(0.5) + 1) / 2  # cos(pi / 4) at a quarter of the way
-    assert [schedule("cosine").at(n) for n in (35, 60, 110, 111)] == pytest.approx([quarter, 0.6, 0.2, 0.2])
+    assert [schedule("cosine").at(n) for n in (35, 60, 110, 111)] == pytest.approx(
+        [quarter, 0.6, 0.2, 0.2]
+    )
 
 
 def test_wsd_holds_the_peak_until_its_tail_and_then_halves_towards_final() -> None:
@@ -57,15 +63,31 @@ def test_everything_that_does_not_fit_is_reported_together() -> None:
         LRSchedule("linear", 1.0, 0.0, warmup=11, total=10, decay=0)
 
 
-GOOD: dict[str, Any] = {"kind": "cosine", "peak": 1.0, "final": 0, "warmup": 1, "total": 10, "decay": 0}
+GOOD: dict[str, Any] = {
+    "kind": "cosine",
+    "peak": 1.0,
+    "final": 0,
+    "warmup": 1,
+    "total": 10,
+    "decay": 0,
+}
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"kind": "linaer"}, {"kind": None}, {"peak": math.inf}, {"peak": "1e-3"}, {"warmup": 0.1}, {"total": "10"}],
+    [
+        {"kind": "linaer"},
+        {"kind": None},
+        {"peak": math.inf},
+        {"peak": "1e-3"},
+        {"warmup": 0.1},
+        {"total": "10"},
+    ],
     ids=str,
 )
-def test_a_kind_that_there_is_not_and_a_share_for_a_length_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_a_kind_that_there_is_not_and_a_share_for_a_length_are_refused_by_name(
+    wrong: dict[str, Any],
+) -> None:
     """Every other word was a cosine, and a warm-up of a tenth one of no step."""
     assert LRSchedule(**GOOD).at(10) == 0.0
     (name,) = wrong

@@ -45,7 +45,9 @@ def engine_of(run: Run) -> tuple[Engine, Recording]:
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=list(NUMBERS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_lies_among_the_gradients_before_a_step_is_of_no_matter(family: str, numbers: dict[str, Any]) -> None:
+def test_what_lies_among_the_gradients_before_a_step_is_of_no_matter(
+    family: str, numbers: dict[str, Any]
+) -> None:
     seen = []
     for spoilt in (True, False):
         run = Run(FAMILIES[family], **numbers, steps=2)
@@ -90,9 +92,15 @@ def test_what_no_gradient_came_for_counts_as_zero_and_what_came_twice_is_added()
 
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_first_product_is_written_over_what_is_there(total: torch.dtype, factors: torch.dtype) -> None:
-    a, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(factors) for shape in ((5, 7), (7, 3)))
-    over, added = torch.full((5, 3), NAN, dtype=total), torch.zeros(5, 3, dtype=total)
+def test_a_first_product_is_written_over_what_is_there(
+    total: torch.dtype, factors: torch.dtype
+) -> None:
+    a, b = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(factors)
+        for shape in ((5, 7), (7, 3))
+    )
+    over = torch.full((5, 3), NAN, dtype=total)
+    added = torch.zeros(5, 3, dtype=total)
     add_product_(over, a, b, first=True)
     add_product_(added, a, b)
     assert torch.equal(over, added)
@@ -101,13 +109,17 @@ def test_a_first_product_is_written_over_what_is_there(total: torch.dtype, facto
     assert not nothing.count_nonzero()
 
 
-def test_it_is_noticed_if_the_last_steps_gradients_are_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_noticed_if_the_last_steps_gradients_are_added_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(main_grad, "has_gradient", lambda parameter: True)
     with pytest.raises(AssertionError):
         test_what_lies_among_the_gradients_before_a_step_is_of_no_matter("llama", NUMBERS["bf16"])
 
 
-def test_it_is_noticed_if_what_no_gradient_came_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_noticed_if_what_no_gradient_came_for_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grad_sync, "zero_missing_grads", lambda parameters: None)
     with pytest.raises(AssertionError):
         test_what_no_gradient_came_for_counts_as_zero_and_what_came_twice_is_added()
@@ -124,7 +136,9 @@ class Widened(nn.Module):
         return x @ Widen.apply(self.weight, torch.float64).T
 
 
-@pytest.mark.parametrize("layer", [lambda: nn.Linear(2, 3).double(), Widened], ids=["of torch", "of ours"])
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(2, 3).double(), Widened], ids=["of torch", "of ours"]
+)
 def test_gradients_from_two_threads_are_refused_also_by_the_step_that_would_lose_one(
     layer: Callable[[], nn.Module],
 ) -> None:

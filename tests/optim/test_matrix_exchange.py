@@ -1,4 +1,5 @@
-"""Whole matrices from slices: each is computed once, by one rank, and all elements arrive where they belong."""
+"""Whole matrices from slices: each is computed once, by one rank, and all elements arrive where
+they belong."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.ranks import run_ranks
 
 
 def computed(mesh: DeviceMesh) -> tuple[list[tuple[int, int]], int]:
-    """The shapes of the matrices that this rank orthogonalizes in a step, and the stage that it is in."""
+    """The shapes of the matrices that this rank orthogonalizes in a step, and the stage that it is
+    in."""
     seen: list[tuple[int, int]] = []
 
     def noted(matrix: Tensor, *how: Any) -> Tensor:
@@ -31,20 +33,26 @@ def computed(mesh: DeviceMesh) -> tuple[list[tuple[int, int]], int]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("axes", "least"), [({"dp": 2, "tp": 2}, 1), ({"dp": 3}, 1), ({"pp": 2, "dp": 2}, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "least"), [({"dp": 2, "tp": 2}, 1), ({"dp": 3}, 1), ({"pp": 2, "dp": 2}, 0)], ids=str
+)
 def test_each_matrix_is_computed_by_one_rank_of_its_stage(axes: dict[str, int], least: int) -> None:
     """A tied matrix by one rank of each stage that has it."""
     ranks = run_ranks(computed, axes)
     assert all(len(seen) >= least for seen, _ in ranks)
     of_first = sorted(shape for seen, stage in ranks for shape in seen if stage == 0)
     assert of_first == sorted(shape for shape in SHAPES.values() if len(shape) == 2)
-    assert [shape for seen, stage in ranks for shape in seen if stage == 1] == [(23, 6)] * (axes.get("pp", 1) - 1)
+    assert [shape for seen, stage in ranks for shape in seen if stage == 1] == [(23, 6)] * (
+        axes.get("pp", 1) - 1
+    )
 
 
 def test_owners_have_equal_work_as_far_as_matrices_allow() -> None:
     costs = [1.0, 8.0, 3.0, 5.0, 2.0, 1.0]
     owners = owners_of(costs, 2)
-    assert sorted(sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in (0, 1)) == [
+    assert sorted(
+        sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in (0, 1)
+    ) == [
         10,
         10,
     ]
@@ -55,7 +63,9 @@ def test_owners_have_equal_work_as_far_as_matrices_allow() -> None:
 
 
 def exchange(*runs: Run) -> MatrixExchange:
-    return MatrixExchange({"w": (4, 6)}, [1.0], runs, 1, Axis("stage"), torch.device("cpu"), torch.float64)
+    return MatrixExchange(
+        {"w": (4, 6)}, [1.0], runs, 1, Axis("stage"), torch.device("cpu"), torch.float64
+    )
 
 
 def test_several_slices_of_a_matrix_on_one_rank_are_put_together() -> None:
@@ -75,14 +85,18 @@ def test_several_slices_of_a_matrix_on_one_rank_are_put_together() -> None:
     ids=["an element is missing", "all are given twice", "nothing is given"],
 )
 def test_elements_that_do_not_add_up_to_the_matrix_are_an_error(runs: list[Run]) -> None:
-    with pytest.raises(RuntimeError, match=r"w: the ranks of its stage give \d+ elements of a matrix \[4, 6\]"):
+    with pytest.raises(
+        RuntimeError, match=r"w: the ranks of its stage give \d+ elements of a matrix \[4, 6\]"
+    ):
         exchange(*runs)
 
 
 def other_matrices(mesh: DeviceMesh) -> str:
     stage = Axis.stage(mesh)
     with pytest.raises(RuntimeError) as raised:
-        MatrixExchange({"w": (4, 6 + stage.rank)}, [1.0], (), 1, stage, torch.device("cpu"), torch.float64)
+        MatrixExchange(
+            {"w": (4, 6 + stage.rank)}, [1.0], (), 1, stage, torch.device("cpu"), torch.float64
+        )
     return str(raised.value)
 
 

@@ -1,4 +1,5 @@
-"""Sums over micro-batches are one tree: the same bits in every order of their ends and on any number of dp ranks."""
+"""Sums over micro-batches are one tree: the same bits in every order of their ends and on any
+number of dp ranks."""
 
 import random
 from collections.abc import Sequence
@@ -22,14 +23,16 @@ from tests.ranks import on_ranks, run_ranks
 
 def values_of(count: int, missing: float = 0.0) -> list[Tensor | None]:
     """Return a value of each micro-batch, of very different sizes, or None."""
-    generator, chance = torch.Generator().manual_seed(count), random.Random(count)
+    generator = torch.Generator().manual_seed(count)
+    chance = random.Random(count)
     sizes = torch.logspace(-3, 4, count)
     values = [torch.randn(3, 5, generator=generator) * size for size in sizes]
     return [None if chance.random() < missing else value for value in values]
 
 
 def by_definition(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Return running sums over the largest odd divisor of the micro-batches, then adjacent pairs."""
+    """Return running sums over the largest odd divisor of the micro-batches, then adjacent
+    pairs."""
     odd = len(values)
     while odd % 2 == 0:
         odd //= 2
@@ -45,10 +48,16 @@ def by_definition(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return one + other if one is not None and other is not None else (other if one is None else one)
+    if one is not None and other is not None:
+        return one + other
+    if one is None:
+        return other
+    return one
 
 
-def in_tree(values: Sequence[Tensor | None], order: Sequence[int]) -> tuple[Tensor | None, MicrobatchTree]:
+def in_tree(
+    values: Sequence[Tensor | None], order: Sequence[int]
+) -> tuple[Tensor | None, MicrobatchTree]:
     """Return the sum that a tree makes of values that arrive in this order, and the tree."""
     arriving = torch.full((3, 5), torch.nan)
     tree = MicrobatchTree(arriving)
@@ -90,7 +99,10 @@ def test_the_nodes_of_dp_ranks_are_nodes_of_the_whole_tree() -> None:
         values = values_of(count)
         dp = 1
         while count % dp == 0:
-            ranks = [in_tree(values[n : n + count // dp], range(count // dp))[0] for n in range(0, count, count // dp)]
+            ranks = [
+                in_tree(values[n : n + count // dp], range(count // dp))[0]
+                for n in range(0, count, count // dp)
+            ]
             total = add_by_tree([node for node in ranks if node is not None])
             expected = by_definition(values)
             assert expected is not None
@@ -98,8 +110,12 @@ def test_the_nodes_of_dp_ranks_are_nodes_of_the_whole_tree() -> None:
             dp *= 2
 
 
-@pytest.mark.parametrize(("count", "kept"), [(1, 0), (2, 1), (8, 3), (32, 5), (3, 1), (12, 3), (24, 4)])
-def test_a_tree_keeps_a_gradient_for_each_level_and_one_for_a_running_sum(count: int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "kept"), [(1, 0), (2, 1), (8, 3), (32, 5), (3, 1), (12, 3), (24, 4)]
+)
+def test_a_tree_keeps_a_gradient_for_each_level_and_one_for_a_running_sum(
+    count: int, kept: int
+) -> None:
     _, tree = in_tree(values_of(count), range(count))
     assert tree.num_bytes() == kept * 3 * 5 * 4
 
@@ -110,19 +126,28 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.second, self.expert = nn.Linear(7, 13), nn.Linear(13, 1), nn.Linear(13, 1)
+        self.first = nn.Linear(7, 13)
+        self.second = nn.Linear(13, 1)
+        self.expert = nn.Linear(13, 1)
 
     def forward(self, x: Tensor, expert: bool) -> Tensor:
         hidden = self.first(x).tanh()
-        return self.second(hidden) + self.expert(hidden) if expert else self.second(hidden)
+        if expert:
+            return self.second(hidden) + self.expert(hidden)
+        return self.second(hidden)
 
 
-def trained(mesh: DeviceMesh | None, samples: int, **options: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    """Train a plain model for three steps in a plain loop; return what is reported, and the state."""
+def trained(
+    mesh: DeviceMesh | None, samples: int, **options: Any
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Train a plain model for three steps in a plain loop; return what is reported, and the
+    state."""
     net = Net()
     attach_whole(net)
     average = None if mesh is None else False
-    optimizer = ParallelAMPOptimizer([net], plan("fp32"), mesh, lr=0.1, average=average, canonical=True, **options)
+    optimizer = ParallelAMPOptimizer(
+        [net], plan("fp32"), mesh, lr=0.1, average=average, canonical=True, **options
+    )
     dp, size = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
     count = samples // size
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +157,9 @@ def trained(mesh: DeviceMesh | None, samples: int, **options: Any) -> tuple[list
         losses = []
         for number in range(count):
             sample = dp * count + number
-            loss = net(data[sample], expert=samples == 4 or sample % 3 != 1).square().sum() / samples
+            loss = (
+                net(data[sample], expert=samples == 4 or sample % 3 != 1).square().sum() / samples
+            )
             (loss * optimizer.scale).backward()
             optimizer.end_microbatch(number, count)
             losses.append(loss.detach())
@@ -162,7 +189,10 @@ def with_rule(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(("samples", "dp"), [(6, 2), (12, 4), (8, 2), (4, 4)])
 def test_a_plain_loop_trains_the_same_bits_on_any_number_of_dp_ranks(samples: int, dp: int) -> None:
-    alone = [trained(None, samples, **with_rule({k: v for k, v in o.items() if k != "zero_size"})) for o in VARIANTS]
+    alone = [
+        trained(None, samples, **with_rule({k: v for k, v in o.items() if k != "zero_size"}))
+        for o in VARIANTS
+    ]
     for rank in run_ranks(train_rank, {"dp": dp}, samples=samples):
         for (reports, state), (expected, whole) in zip(rank, alone, strict=True):
             assert reports == expected
@@ -178,7 +208,10 @@ def test_a_step_without_the_ends_of_its_micro_batches_is_refused() -> None:
     net = nn.Linear(3, 1)
     optimizer = optimizer_of(net)
     net(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(UserError, match=r"weight is to be summed .* told no end of a micro-batch: call optimizer.end_"):
+    with pytest.raises(
+        UserError,
+        match=r"weight is to be summed .* told no end of a micro-batch: call optimizer.end_",
+    ):
         optimizer.step(loss=torch.zeros(1))
     optimizer.zero_grad()
     net(torch.ones(2, 3)).sum().backward()
@@ -190,7 +223,9 @@ def test_a_step_without_the_ends_of_its_micro_batches_is_refused() -> None:
 def test_contradicting_micro_batches_are_refused() -> None:
     net = nn.Linear(3, 1)
     optimizer = optimizer_of(net)
-    with pytest.raises(UserError, match="micro-batch 2 of 2: micro-batches are numbered from 0 to 1"):
+    with pytest.raises(
+        UserError, match="micro-batch 2 of 2: micro-batches are numbered from 0 to 1"
+    ):
         optimizer.end_microbatch(2, 2)
     optimizer.end_microbatch(0, 2)
     with pytest.raises(UserError, match="a step of 2 micro-batches was told the end of one of 3"):

@@ -43,18 +43,36 @@ from tests.optim.plain_muon import by_singular_values, plain
 from tests.ranks import run_ranks
 
 CLOSE = 1e-12
-STEPS, BAD, RESTART, CLIP, LR = 5, 1, 3, 4.0, 0.02
+STEPS = 5
+BAD = 1
+RESTART = 3
+CLIP = 4.0
+LR = 0.02
 OPTIONS: dict[str, dict[str, Any]] = {
     "moonshot": {},
     "keller-jordan": {"scale": "keller-jordan", "nesterov": False, "momentum": 0.8},
-    "every matrix": {"by_adamw": [], "ns_steps": 3, "ns_coefficients": [2.0, -1.5, 0.5], "betas": (0.8, 0.9)},
+    "every matrix": {
+        "by_adamw": [],
+        "ns_steps": 3,
+        "ns_coefficients": [2.0, -1.5, 0.5],
+        "betas": (0.8, 0.9),
+    },
 }
-LAYOUTS = [{"dp": 2, "tp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}]
+LAYOUTS = [
+    {"dp": 2, "tp": 2},
+    {"dp": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "dp": 2},
+    {"pp": 2, "tp": 2},
+]
 LAYOUTS += [{"dp": 4}, {"tp": 4}, {"dp": 3}]
 
 
 def case(chosen: dict[str, Any], **changes: Any) -> Case:
-    made = Case("fp64", rule=("muon", chosen), clip=CLIP, steps=STEPS, bad=(BAD,), restart=RESTART, lr=LR)
+    made = Case(
+        "fp64", rule=("muon", chosen), clip=CLIP, steps=STEPS, bad=(BAD,), restart=RESTART, lr=LR
+    )
     return replace(made, **changes)
 
 
@@ -67,7 +85,9 @@ def muon(**options: Any) -> Muon:
 @cache
 def expected(name: str) -> Tensors:
     steps = [{n: gradient(n, step) for n in SHAPES} for step in range(STEPS) if step != BAD]
-    return plain({n: initial(n, torch.float64) for n in SHAPES}, steps, muon(**OPTIONS[name]), LR, CLIP)
+    return plain(
+        {n: initial(n, torch.float64) for n in SHAPES}, steps, muon(**OPTIONS[name]), LR, CLIP
+    )
 
 
 def require_close(ours: Tensors, theirs: Tensors, close: float = CLOSE) -> None:
@@ -77,21 +97,27 @@ def require_close(ours: Tensors, theirs: Tensors, close: float = CLOSE) -> None:
 
 
 def require_plain(axes: dict[str, int]) -> None:
-    for name, result in zip(OPTIONS, results([case(o) for o in OPTIONS.values()], axes), strict=True):
-        assert [r.outcome == "applied" for r in result.reports] == [step != BAD for step in range(STEPS)]
+    for name, result in zip(
+        OPTIONS, results([case(o) for o in OPTIONS.values()], axes), strict=True
+    ):
+        assert [r.outcome == "applied" for r in result.reports] == [
+            step != BAD for step in range(STEPS)
+        ]
         assert all(r.grad_norm > CLIP for r in result.reports if r.outcome == "applied")
         require_close(result.weights, expected(name))
 
 
 def test_one_process_is_a_plain_loop_over_logical_matrices() -> None:
-    """Clipped, with a skipped step, carried over into a new optimizer on the way; momentum and decay as published."""
+    """Clipped, with a skipped step, carried over into a new optimizer on the way; momentum and
+    decay as published."""
     require_plain({})
 
 
 @pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_a_matrix_is_whole_in_every_layout(axes: dict[str, int]) -> None:
-    """Stacked query, key and value, keys that ranks share, padded and tied rows, columns that are cut; ZeRO-1."""
+    """Stacked query, key and value, keys that ranks share, padded and tied rows, columns that are
+    cut; ZeRO-1."""
     require_plain(axes)
 
 
@@ -108,7 +134,9 @@ def the_stack_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
         assert len(alike) == 3
         stack = orthogonalized(torch.cat([made[n] for n in alike]))
         parts = stack.split([len(made[n]) for n in alike])
-        return {n: orthogonalized(m) for n, m in made.items()} | dict(zip(alike, parts, strict=True))
+        return {n: orthogonalized(m) for n, m in made.items()} | dict(
+            zip(alike, parts, strict=True)
+        )
 
     patch.setattr(MatrixExchange, "whole", whole)
     patch.setattr(matrix_updates, "orthogonalized", lambda matrix, *_: matrix)
@@ -116,7 +144,10 @@ def the_stack_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
 
 def the_shard_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
     """Half of the rows, as a tensor-parallel rank or a rank of ZeRO-1 holds them."""
-    halves = lambda matrix, *how: torch.cat([orthogonalized(half, *how) for half in matrix.chunk(2)])  # noqa: E731
+
+    def halves(matrix: Tensor, *how: Any) -> Tensor:
+        return torch.cat([orthogonalized(half, *how) for half in matrix.chunk(2)])
+
     patch.setattr(matrix_updates, "orthogonalized", halves)
 
 
@@ -155,7 +186,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_it_is_noticed_if(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_noticed_if(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="weight"):
         require_plain({})
@@ -172,7 +205,8 @@ KEPT: dict[str, Case] = {
     "all bf16": case({}, compute="bf16", plan={**NONE, "moments": "bf16"}, fine=8),
     "some fp32": case({"ns_dtype": "fp64"}, compute="bf16", plan={"keep_fp32": ("output.*",)}),
 }
-KEPT = {name: replace(one, clip=0.0) for name, one in KEPT.items()}  # norms depend on the order of sums
+# norms depend on the order of sums
+KEPT = {name: replace(one, clip=0.0) for name, one in KEPT.items()}
 
 
 @cache
@@ -194,7 +228,9 @@ def alone() -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_no_layout_changes_a_bit_whatever_is_kept(axes: dict[str, int], options: dict[str, Any]) -> None:
+def test_no_layout_changes_a_bit_whatever_is_kept(
+    axes: dict[str, int], options: dict[str, Any]
+) -> None:
     """Weights, what layers see, momentum and AdamW's moments; with and without ZeRO-1."""
     cases = [replace(one, options=one.options | options) for one in KEPT.values()]
     for name, result in zip(KEPT, results(cases, axes), strict=True):
@@ -223,14 +259,21 @@ def go_on(mesh: DeviceMesh | None, folder: Path, first: int) -> dict[str, list[F
 
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2, "dp": 2}, {"dp": 3}], ids=str)
-def test_a_run_resumes_in_any_layout_with_the_same_bits(axes: dict[str, int], tmp_path: Path) -> None:
+def test_a_run_resumes_in_any_layout_with_the_same_bits(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
     go_on(None, tmp_path, 0)
     ranks = run_ranks(go_on, axes, folder=tmp_path, first=1)
     last = go_on(None, tmp_path, 2)
     (expected,) = results([replace(KEPT["split"], steps=3, bad=(), restart=None)], {})
     for kind, tensors in expected.kinds.items():
-        assert all(torch.equal(values, tensors[n]) for n, values in assemble([last[kind]]).items()), kind
-    assert assemble([rank.get("muon_momentum", []) for rank in ranks]).keys() == expected.kinds["muon_momentum"].keys()
+        assert all(
+            torch.equal(values, tensors[n]) for n, values in assemble([last[kind]]).items()
+        ), kind
+    assert (
+        assemble([rank.get("muon_momentum", []) for rank in ranks]).keys()
+        == expected.kinds["muon_momentum"].keys()
+    )
 
 
 def test_a_state_has_the_momentum_of_matrices_and_the_moments_of_other_tensors_by_name() -> None:
@@ -241,15 +284,25 @@ def test_a_state_has_the_momentum_of_matrices_and_the_moments_of_other_tensors_b
         kinds.setdefault(key.split("/")[0], set()).add(key.split("/")[1])
     hidden = {"query.weight", "key.weight", "value.weight", "output.weight"}
     rest = SHAPES.keys() - hidden
-    assert kinds == {"weight": {*SHAPES}, "muon_momentum": hidden, "exp_avg": rest, "exp_avg_sq": rest}
+    assert kinds == {
+        "weight": {*SHAPES},
+        "muon_momentum": hidden,
+        "exp_avg": rest,
+        "exp_avg_sq": rest,
+    }
     for n in hidden:
         mean = 0.95 * 0.05 * gradient(n, 0) + 0.05 * gradient(n, 1)
         torch.testing.assert_close(tensors[f"muon_momentum/{n}"], mean, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("other", [("adamw", {}), ("sgd", {}), ("muon", {"by_adamw": ["embedding.*", "output.*"]})])
-def test_a_checkpoint_of_another_rule_is_refused(other: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    """Also by Muon with other patterns: no tensor begins with a moment of another kind, or with none."""
+@pytest.mark.parametrize(
+    "other", [("adamw", {}), ("sgd", {}), ("muon", {"by_adamw": ["embedding.*", "output.*"]})]
+)
+def test_a_checkpoint_of_another_rule_is_refused(
+    other: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Also by Muon with other patterns: no tensor begins with a moment of another kind, or with
+    none."""
     few = case({}, steps=1, bad=(), restart=None)
     saved = save(tmp_path, 1, train(None, replace(few, rule=other))[0], {})
     ours, _ = train(None, few)
@@ -260,15 +313,20 @@ def test_a_checkpoint_of_another_rule_is_refused(other: tuple[str, dict[str, Any
 # --- torch's class
 
 
-@pytest.mark.parametrize(("scale", "theirs"), [("keller-jordan", "original"), ("moonshot", "match_rms_adamw")])
+@pytest.mark.parametrize(
+    ("scale", "theirs"), [("keller-jordan", "original"), ("moonshot", "match_rms_adamw")]
+)
 def test_torchs_class_is_as_far_from_the_exact_iteration_as_we_are(scale: str, theirs: str) -> None:
-    """torch.optim.Muon always iterates in bf16; its own error, against FP64, is the measure of ours."""
+    """torch.optim.Muon always iterates in bf16; its own error, against FP64, is the measure of
+    ours."""
     shapes = [(48, 64), (64, 48), (96, 32)]
     draw = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=draw) for shape in shapes]
     grads = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(3)]
     weights = nn.ParameterList(w.clone() for w in start)
-    optimizer = torch.optim.Muon(weights, lr=LR, weight_decay=0.1, momentum=0.95, adjust_lr_fn=theirs)
+    optimizer = torch.optim.Muon(
+        weights, lr=LR, weight_decay=0.1, momentum=0.95, adjust_lr_fn=theirs
+    )
     for step in grads:
         for w, g in zip(weights, step, strict=True):
             w.grad = g.clone()
@@ -276,7 +334,9 @@ def test_torchs_class_is_as_far_from_the_exact_iteration_as_we_are(scale: str, t
     bf16, fp64 = (trained(start, grads, scale=scale, ns_dtype=dtype) for dtype in ("bf16", "fp64"))
     for n, torchs in enumerate(weights):
         error = (torchs.detach() - fp64[n]).norm()
-        assert 0 < error < 0.1 * (fp64[n] - start[n]).norm(), "torch's own bf16 is not near the exact iteration"
+        assert 0 < error < 0.1 * (fp64[n] - start[n]).norm(), (
+            "torch's own bf16 is not near the exact iteration"
+        )
         assert (bf16[n] - fp64[n]).norm() < 1.5 * error
         assert (bf16[n] - torchs.detach()).norm() < 2 * error
 
@@ -284,7 +344,9 @@ def test_torchs_class_is_as_far_from_the_exact_iteration_as_we_are(scale: str, t
 def trained(start: list[Tensor], grads: list[list[Tensor]], **options: Any) -> list[Tensor]:
     net = nn.ParameterList(w.clone() for w in start)
     attach_whole(net)
-    optimizer = ParallelAMPOptimizer([net], plan("fp32"), rule=muon(by_adamw=[], **options), clip=0.0)
+    optimizer = ParallelAMPOptimizer(
+        [net], plan("fp32"), rule=muon(by_adamw=[], **options), clip=0.0
+    )
     for step in grads:
         for w, g in zip(net, step, strict=True):
             w.grad = g.clone()
@@ -294,7 +356,9 @@ def trained(start: list[Tensor], grads: list[list[Tensor]], **options: Any) -> l
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 17), (17, 3), (1, 4), (4, 1)], ids=str)
 def test_the_iteration_is_that_of_the_singular_values(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1e3
+    matrix = (
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1e3
+    )
     require_close({"": orthogonalized(matrix)}, {"": by_singular_values(matrix, Muon())})
     assert torch.equal(orthogonalized(matrix * 0), matrix * 0)
     halves = orthogonalized(matrix.bfloat16())
@@ -303,20 +367,36 @@ def test_the_iteration_is_that_of_the_singular_values(shape: tuple[int, int]) ->
 
 # --- models
 
-SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 37}
+SIZES: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 24,
+    "vocab": 37,
+}
 MODELS = {
     "llama": {"family": "llama", **SIZES},
     "mixtral": {"family": "mixtral", **SIZES, "experts": 4},
-    "gpt2, tied": {"family": "gpt2", **{k: v for k, v in SIZES.items() if k != "kv_heads"}, "max_positions": 8},
+    "gpt2, tied": {
+        "family": "gpt2",
+        **{k: v for k, v in SIZES.items() if k != "kv_heads"},
+        "max_positions": 8,
+    },
 }
 
 
 @pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize(
-    ("tp", "pp", "dp"), [(2, 1, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)], ids=str
+    ("tp", "pp", "dp"),
+    [(2, 1, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)],
+    ids=str,
 )
-def test_models_train_as_the_plain_loop_does_with_their_gradients(tp: int, pp: int, dp: int) -> None:
-    """Key heads that tensor-parallel ranks share, gate and up in one parameter, experts, a router, a tied head."""
+def test_models_train_as_the_plain_loop_does_with_their_gradients(
+    tp: int, pp: int, dp: int
+) -> None:
+    """Key heads that tensor-parallel ranks share, gate and up in one parameter, experts, a router,
+    a tied head."""
     runs = [Training(model, options={"rule": Muon()}, clip=CLIP) for model in MODELS.values()]
     for name, run, result in zip(MODELS, runs, train_all(runs, tp, pp, dp), strict=True):
         clip = 0.0 if all(report.grad_norm < CLIP for report in result.reports) else CLIP
@@ -337,7 +417,9 @@ def one_model(shards: bool) -> Tensors:
     for part in (model[0], model[2], model) if shards else ():
         fully_shard(part)
     attach_whole(model)
-    optimizer = ParallelAMPOptimizer([model], plan("fp32"), lr=LR, rule=Muon(by_adamw=(), ns_dtype="fp64"))
+    optimizer = ParallelAMPOptimizer(
+        [model], plan("fp32"), lr=LR, rule=Muon(by_adamw=(), ns_dtype="fp64")
+    )
     for x in torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1)):
         (model(x).square().mean() * optimizer.scale).backward()
         optimizer.step()
@@ -373,7 +455,9 @@ OPTION_ERRORS = [
 
 
 @pytest.mark.parametrize(("options", "message"), OPTION_ERRORS, ids=str)
-def test_an_option_that_makes_no_sense_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_an_option_that_makes_no_sense_is_refused_by_name(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         rule("muon", options)
 
@@ -381,11 +465,18 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(options: dict[str, Any
 def test_patterns_that_do_not_fit_the_model_are_refused() -> None:
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     attach_whole(net)
-    with pytest.raises(UserError, match=r"by_adamw: no parameter is called embedding.\*.*names are like 0.weight"):
+    with pytest.raises(
+        UserError, match=r"by_adamw: no parameter is called embedding.\*.*names are like 0.weight"
+    ):
         ParallelAMPOptimizer([net], plan("fp32"), rule=Muon())
     with pytest.raises(UserError, match=r'by_adamw: pattern "2\.weight" matches no parameter'):
         ParallelAMPOptimizer([net], plan("fp32"), rule=Muon(by_adamw=("0.weight", "2.weight")))
-    assert ParallelAMPOptimizer([net], plan("fp32"), rule=Muon(by_adamw=("0.weight",))).state_dict()["steps"] == 0
+    assert (
+        ParallelAMPOptimizer([net], plan("fp32"), rule=Muon(by_adamw=("0.weight",))).state_dict()[
+            "steps"
+        ]
+        == 0
+    )
 
 
 def split(mesh: DeviceMesh | None) -> str:
@@ -399,4 +490,6 @@ def split(mesh: DeviceMesh | None) -> str:
 @pytest.mark.parametrize("axes", [{}, {"pp": 2}], ids=str)
 def test_a_parameter_is_of_one_rule_and_every_rank_says_so(axes: dict[str, int]) -> None:
     for said in run_ranks(split, axes) if axes else [split(None)]:
-        assert said.endswith("key.weight are one parameter, which Muon and AdamW would share: match all or none")
+        assert said.endswith(
+            "key.weight are one parameter, which Muon and AdamW would share: match all or none"
+        )

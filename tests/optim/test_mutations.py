@@ -1,6 +1,8 @@
-"""The tests are tested: each well-known bug is put in on purpose, and the test that is there for it must fail.
+"""The tests are tested: each well-known bug is put in on purpose, and the test that is there for it
+must fail.
 
-A bug is a function that patches the library inside the ranks of one launch. Beside it stands the law that it breaks.
+A bug is a function that patches the library inside the ranks of one launch. Beside it stands the
+law that it breaks.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,11 @@ from tests.checkpoint.test_checkpoint import resume_and_compare
 from tests.layouts import Run, train
 from tests.models import test_parity
 from tests.optim.test_agree import require_branches_noticed
-from tests.optim.test_amp import plant_everywhere, require_nan_lowers_the_scale, require_scale_divided_out
+from tests.optim.test_amp import (
+    plant_everywhere,
+    require_nan_lowers_the_scale,
+    require_scale_divided_out,
+)
 from tests.optim.test_groups import require_factors
 from tests.optim.test_scaler import require_megatron_trace, require_state_round_trip
 from tests.optim.test_state_precision import require_planned_travel, require_same_bits
@@ -38,11 +44,14 @@ from tests.ranks import run_ranks
 
 Bug = Callable[[], None]
 Law = Callable[[Bug, pytest.MonkeyPatch, Path], object]
-INNER_UPDATE, CONCLUDE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._conclude
+INNER_UPDATE = ParallelAMPOptimizer._update
+CONCLUDE = ParallelAMPOptimizer._conclude
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor) -> None:
+    def update(
+        self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor
+    ) -> None:
         later = deepcopy(self.scaler)
         later.update(found)
         return INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
@@ -61,7 +70,13 @@ def found_inf_over(*axes: str) -> None:
     """Each rank hears of what is not finite on these axes only."""
 
     def conclude(self: ParallelAMPOptimizer, agreed_on: Tensor, lr: float | None) -> StepReport:
-        bad = statistics(self._counted, self._copies, self.device).isfinite().logical_not().any().double()
+        bad = (
+            statistics(self._counted, self._copies, self.device)
+            .isfinite()
+            .logical_not()
+            .any()
+            .double()
+        )
         for axis in axes:
             getattr(self, axis).max_(bad)
         shared = agreed_on.nan_to_num(0, 0, 0)
@@ -84,7 +99,9 @@ def found_inf_stays_in_the_tp_rank() -> None:
 
 
 def bf16_is_not_checked() -> None:
-    ParallelAMPOptimizer._conclude = lambda self, agreed_on, lr: CONCLUDE(self, agreed_on.nan_to_num(0, 0, 0), lr)
+    ParallelAMPOptimizer._conclude = lambda self, agreed_on, lr: CONCLUDE(
+        self, agreed_on.nan_to_num(0, 0, 0), lr
+    )
 
 
 def copies_are_not_checked() -> None:
@@ -92,7 +109,9 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor) -> None:
+    def update(
+        self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor
+    ) -> None:
         cleared = INNER_UPDATE(self, lr, divisor, found)
         self.steps += found
         return cleared
@@ -101,7 +120,8 @@ def a_skipped_step_is_counted() -> None:
 
 
 def a_nan_is_a_good_step_to_the_scaler() -> None:
-    tell, inner = DynamicGradScaler.update, ParallelAMPOptimizer._clip_factor
+    tell = DynamicGradScaler.update
+    inner = ParallelAMPOptimizer._clip_factor
 
     def factor(self: ParallelAMPOptimizer, norm: Tensor) -> Tensor:
         vars(self.scaler)["of_nan"] = norm.isnan()
@@ -124,7 +144,9 @@ def a_back_off_refills_the_hysteresis() -> None:
 
 def loading_loses_the_growth_counter() -> None:
     inner = DynamicGradScaler.load_state_dict
-    DynamicGradScaler.load_state_dict = lambda self, state: inner(self, {**state, "growth_tracker": 0})
+    DynamicGradScaler.load_state_dict = lambda self, state: inner(
+        self, {**state, "growth_tracker": 0}
+    )
 
 
 def loading_loses_the_hysteresis_counter() -> None:
@@ -160,7 +182,10 @@ def padding_counts_as_zeros() -> None:
 
     def counted(self: Buffer) -> list[tuple[int, int]]:
         looked_at = sorted(inner(self) + self.copies())
-        ends = [0, *(last for _, last in looked_at)], [*(first for first, _ in looked_at), self.last - self.first]
+        ends = (
+            [0, *(last for _, last in looked_at)],
+            [*(first for first, _ in looked_at), self.last - self.first],
+        )
         return inner(self) + [(a, b) for a, b in zip(*ends, strict=True) if a < b]
 
     Buffer.counted = counted
@@ -180,7 +205,9 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor) -> None:
+    def update(
+        self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor
+    ) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
         INNER_UPDATE(self, lr, divisor, found)
@@ -201,7 +228,11 @@ def shares_are_averaged() -> None:
 
 
 def copies_of_key_and_value_are_not_summed() -> None:
-    replace_sum_partial(lambda parameters, tp: sum_partial([p for p in parameters if len(layout_of(p).parts) < 3], tp))
+    replace_sum_partial(
+        lambda parameters, tp: sum_partial(
+            [p for p in parameters if len(layout_of(p).parts) < 3], tp
+        )
+    )
 
 
 def tied_gradients_are_not_summed() -> None:
@@ -234,7 +265,9 @@ def a_row_parallel_bias_is_added_by_every_rank() -> None:
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
         y = inner(self, x)
-        return y if self.bias is None else y + (self.context.tp.size - 1) * self.bias
+        if self.bias is None:
+            return y
+        return y + (self.context.tp.size - 1) * self.bias
 
     RowParallelLinear.forward = forward
 
@@ -307,10 +340,14 @@ LAWS: list[tuple[Bug, Law]] = [
 
 @pytest.mark.cases(0, sample=3)
 @pytest.mark.parametrize(("bug", "law"), LAWS, ids=lambda x: x.__name__ if x in dict(LAWS) else "")
-def test_a_test_fails_if(bug: Bug, law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_test_fails_if(
+    bug: Bug, law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)) as raised:
         law(bug, monkeypatch, tmp_path)
-    assert raised.type is AssertionError or "\nAssertionError" in str(raised.value), "it failed for another reason"
+    assert raised.type is AssertionError or "\nAssertionError" in str(raised.value), (
+        "it failed for another reason"
+    )
 
 
 def no_bug() -> None:
@@ -318,7 +355,8 @@ def no_bug() -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [*dict.fromkeys((zero_off, resumed, planted("bf16"), on_one_rank(require_megatron_trace)))]
+    "law",
+    [*dict.fromkeys((zero_off, resumed, planted("bf16"), on_one_rank(require_megatron_trace)))],
 )
 def test_and_holds_without_it(law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those laws that no other test takes in this layout."""
@@ -328,7 +366,9 @@ def test_and_holds_without_it(law: Law, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def gradients_travel_as_they_are_kept() -> None:
     inner = Buffer.__init__
 
-    def init(self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, *others: Any) -> None:
+    def init(
+        self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, *others: Any
+    ) -> None:
         inner(self, parameters, replace(plan, reduce=plan.gradients), *others)
 
     setattr(Buffer, "__init__", init)  # noqa: B010  # its arguments are only passed on
@@ -349,15 +389,23 @@ def missing_gradients_are_not_compared() -> None:
 
 STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [
     (gradients_travel_as_they_are_kept, lambda bug: require_planned_travel("bf16", bug)),
-    (rounding_is_drawn_by_the_place_in_the_own_slice, lambda bug: require_same_bits({"tp": 2}, ["no masters"], bug)),
-    (rounding_is_drawn_by_the_place_in_the_own_slice, lambda bug: require_same_bits({"dp": 2}, ["bf16 moments"], bug)),
+    (
+        rounding_is_drawn_by_the_place_in_the_own_slice,
+        lambda bug: require_same_bits({"tp": 2}, ["no masters"], bug),
+    ),
+    (
+        rounding_is_drawn_by_the_place_in_the_own_slice,
+        lambda bug: require_same_bits({"dp": 2}, ["bf16 moments"], bug),
+    ),
     (the_last_group_that_matches_decides, lambda bug: require_factors({"dp": 2}, bug)),
     (missing_gradients_are_not_compared, require_branches_noticed),
 ]
 
 
 @pytest.mark.cases(0, sample=2)
-@pytest.mark.parametrize(("bug", "law"), STATE_LAWS, ids=lambda x: x.__name__ if x in dict(STATE_LAWS) else "")
+@pytest.mark.parametrize(
+    ("bug", "law"), STATE_LAWS, ids=lambda x: x.__name__ if x in dict(STATE_LAWS) else ""
+)
 def test_a_test_of_what_is_kept_and_agreed_fails_if(bug: Bug, law: Callable[[Bug], None]) -> None:
     with pytest.raises(AssertionError):
         law(bug)

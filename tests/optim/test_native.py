@@ -24,9 +24,13 @@ from tests.ranks import run_ranks
 from tests.runs import losses, train, write_run
 from tools.config.run_file import load_run
 
-INF, NAN, CPU = float("inf"), float("nan"), torch.device("cpu")
+INF = float("inf")
+NAN = float("nan")
+CPU = torch.device("cpu")
 COMPILER = os.environ.get("CC") or "cc"
-needs_compiler = pytest.mark.skipif(not shutil.which(COMPILER.split()[0]), reason=f"no C compiler {COMPILER!r}")
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(COMPILER.split()[0]), reason=f"no C compiler {COMPILER!r}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,9 @@ def random(n: int, scale: float = 1.0) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 63, 64, 65, 511, 513, 1 << 16, (1 << 16) + 1, 300_001])
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 3e-42, 1e30])
-def test_statistics_are_those_of_float64_at_any_length_and_size(kernels: Kernels, n: int, scale: float) -> None:
+def test_statistics_are_those_of_float64_at_any_length_and_size(
+    kernels: Kernels, n: int, scale: float
+) -> None:
     values = random(n, scale)
     values[::3], values[1::7] = 0.0, -0.0
     squares, zeros = kernels.statistics(values).tolist()
@@ -73,21 +79,28 @@ def test_the_largest_finite_numbers_are_finite_in_gradients_and_copies(kernels: 
 def test_what_the_kernel_cannot_read_is_read_all_the_same(kernels: Kernels) -> None:
     mixed = [random(1000), random(999).double(), random(500).bfloat16()]
     mixed[1][:7] = 0.0
-    torch.testing.assert_close(statistics(mixed, (), CPU, kernels), statistics(mixed, (), CPU), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        statistics(mixed, (), CPU, kernels), statistics(mixed, (), CPU), rtol=1e-6, atol=0
+    )
 
 
 @needs_compiler
-def test_a_user_without_a_home_is_told_where_to_give_the_kernel_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_told_where_to_give_the_kernel_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as for the user of a container
-    with pytest.raises(UserError, match=r"no place for the compiled kernel: .*; set XDG_CACHE_HOME$"):
+    with pytest.raises(
+        UserError, match=r"no place for the compiled kernel: .*; set XDG_CACHE_HOME$"
+    ):
         Kernels()
 
 
 @needs_compiler
 def test_statistics_and_updates_are_the_same_for_any_number_of_threads(kernels: Kernels) -> None:
-    before, made = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    made = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -119,15 +132,25 @@ def trained(
     """Weights, masters and averages after five steps, of which one is skipped."""
     model = Net()
     attach_whole(model)
-    groups, rule = [Group("two", lr=0.5, weight_decay=0.3)], AdamW((beta, 0.95))
+    groups = [Group("two", lr=0.5, weight_decay=0.3)]
+    rule = AdamW((beta, 0.95))
     optimizer = ParallelAMPOptimizer(
-        [model], plan(compute, **changes), mesh, average=False, rule=rule, groups=groups, clip=clip, native=kernels
+        [model],
+        plan(compute, **changes),
+        mesh,
+        average=False,
+        rule=rule,
+        groups=groups,
+        clip=clip,
+        native=kernels,
     )
     assert (optimizer.kernels is not None) == kernels
     for number, scale in enumerate((1.0, 1e-4, INF, 1e-4, 30.0)):
         for buffer in optimizer.all_buffers():
             for at, parameter in enumerate(buffer.parameters):
-                values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * number + at))
+                values = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(10 * number + at)
+                )
                 begin_accumulation(parameter)[0].copy_(values * scale * optimizer.scale)
         report = optimizer.step(1e-2)
         assert report.outcome == ("applied" if scale < INF else "skipped_overflow")
@@ -152,7 +175,9 @@ def trained(
     ],
     ids=str,
 )
-def test_an_optimizer_with_kernels_trains_as_one_without_bit_for_bit(options: dict[str, Any]) -> None:
+def test_an_optimizer_with_kernels_trains_as_one_without_bit_for_bit(
+    options: dict[str, Any],
+) -> None:
     made = [trained(kernels=kernels, **options) for kernels in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
@@ -162,7 +187,9 @@ def test_clipping_differs_by_the_rounding_of_the_norm_alone() -> None:
     made = [trained(kernels=native, clip=1.0, compute="fp32") for native in (False, True)]
     for a, b in zip(*made, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    assert not torch.allclose(made[1][0], trained(kernels=True, compute="fp32")[0], rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(
+        made[1][0], trained(kernels=True, compute="fp32")[0], rtol=1e-5, atol=1e-7
+    )
 
 
 def sharded(mesh: DeviceMesh) -> bool:
@@ -176,7 +203,9 @@ def test_so_it_does_under_zero() -> None:
 
 
 @needs_compiler
-def test_weights_are_rounded_as_torch_rounds_every_bf16_and_what_lies_between(kernels: Kernels) -> None:
+def test_weights_are_rounded_as_torch_rounds_every_bf16_and_what_lies_between(
+    kernels: Kernels,
+) -> None:
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
     offsets = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     values = (upper[:, None] + offsets).flatten().view(torch.float32)
@@ -188,9 +217,12 @@ def test_weights_are_rounded_as_torch_rounds_every_bf16_and_what_lies_between(ke
     assert buffer.masters is not None
     buffer.masters[: len(values)] = values
     nothing = torch.zeros(())
-    kernels.adamw_(block, AdamW(), Step(0.0, 0.0, torch.ones((), dtype=torch.float64), nothing, nothing + 1))
+    kernels.adamw_(
+        block, AdamW(), Step(0.0, 0.0, torch.ones((), dtype=torch.float64), nothing, nothing + 1)
+    )
     finite = values.isfinite() | values.isinf()
-    got, wanted = buffer.weights[: len(values)], buffer.masters[: len(values)].bfloat16()
+    got = buffer.weights[: len(values)]
+    wanted = buffer.masters[: len(values)].bfloat16()
     assert torch.equal(got.view(torch.int16)[finite], wanted.view(torch.int16)[finite])
     assert got[~finite].isnan().all()
 
@@ -201,7 +233,9 @@ def test_gradients_are_left_as_they_are_so_what_is_ignored_is_found() -> None:
     for kernels in (False, True):
         model = Net()
         attach_whole(model)
-        optimizer = ParallelAMPOptimizer([model], plan("bf16", on_nonfinite="ignore"), native=kernels)
+        optimizer = ParallelAMPOptimizer(
+            [model], plan("bf16", on_nonfinite="ignore"), native=kernels
+        )
         for parameter in model.parameters():
             begin_accumulation(parameter)[0].fill_(0.5)
         model.one.main_grad[3, 5:9] = -INF  # type: ignore[attr-defined]
@@ -224,7 +258,9 @@ def guessed(kernels: bool) -> list[Tensor]:
     stood = []
     for number, scale in enumerate((1.0, INF, 1.0, 1.0, INF, 1.0)):
         for at, parameter in enumerate(model.parameters()):
-            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * number + at))
+            values = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(10 * number + at)
+            )
             begin_accumulation(parameter)[0].copy_(values * scale)
         if optimizer.take(1e-2) is None:
             settled = optimizer.settle()
@@ -237,20 +273,26 @@ def guessed(kernels: bool) -> list[Tensor]:
 
 def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(UserError, match="native needs a C compiler: 'no-such-compiler' cannot be run") as error:
+    with pytest.raises(
+        UserError, match="native needs a C compiler: 'no-such-compiler' cannot be run"
+    ) as error:
         trained(kernels=True)
     assert len(error.value.problems) == 1
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_reported_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_reported_with_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CC", f"{COMPILER} -include {tmp_path}/absent.h")
     with pytest.raises(UserError, match=r"failed: .*absent\.h"):
         Kernels()
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_leaves_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_compiled_once_and_leaves_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Kernels()
     (library,) = (tmp_path / "megaprec").iterdir()
@@ -260,7 +302,9 @@ def test_it_is_compiled_once_and_leaves_nothing_else(monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_file_is_refused_at_once_if_it_asks_for_what_they_cannot_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"optimizer\.native = true is for adamw on CPUs, not for sgd"):
+    with pytest.raises(
+        UserError, match=r"optimizer\.native = true is for adamw on CPUs, not for sgd"
+    ):
         load_run(write_run(tmp_path), ["optimizer.native=true", "optimizer.name=sgd"])
 
 
@@ -269,7 +313,12 @@ def test_a_run_uses_them(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     made = []
     for native in ("false", "true"):
-        train(file, f"optimizer.native={native}", "optimizer.clip=0.0", f"train.folder={tmp_path}/{native}")
+        train(
+            file,
+            f"optimizer.native={native}",
+            "optimizer.clip=0.0",
+            f"train.folder={tmp_path}/{native}",
+        )
         made.append(losses(tmp_path / native))
     assert made[0] == made[1] and len(made[0]) == 6
 

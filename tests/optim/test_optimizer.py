@@ -26,7 +26,9 @@ from tests.ranks import run_ranks
 
 CLOSE = 1e-12
 CPU = torch.device("cpu")
-LR, SAMPLES, WIDTH = 1e-2, 12, 5
+LR = 1e-2
+SAMPLES = 12
+WIDTH = 5
 Step = tuple[StepReport, list[Tensor]]  # and the weights after it
 
 
@@ -47,17 +49,26 @@ class Net(nn.Module):
 
 
 def batch(step: int, width: int) -> Tensor:
-    return torch.randn(SAMPLES, width, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return torch.randn(
+        SAMPLES, width, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+    )
 
 
 def ours(
-    compute: str, clip: float, mesh: DeviceMesh | None = None, *, width: int = WIDTH, zero_size: int = 0
+    compute: str,
+    clip: float,
+    mesh: DeviceMesh | None = None,
+    *,
+    width: int = WIDTH,
+    zero_size: int = 0,
 ) -> list[Step]:
     """Four steps on this rank's share of the samples."""
     made = plan(compute, LossScaling("constant", 1024.0) if compute == "fp16" else None)
     model = Net(width, made.masters)
     attach_whole(model)
-    optimizer = ParallelAMPOptimizer([model], made, mesh, average=False, clip=clip, zero_size=zero_size)
+    optimizer = ParallelAMPOptimizer(
+        [model], made, mesh, average=False, clip=clip, zero_size=zero_size
+    )
     steps: list[Step] = []
     for step in range(4):
         loss = model(optimizer.dp.chunk(batch(step, width)).to(made.compute)).sum() / SAMPLES
@@ -77,7 +88,9 @@ def torchs(
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=fused)
+    optimizer = torch.optim.AdamW(
+        groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=fused
+    )
     steps = []
     for step in range(4):
         optimizer.zero_grad()
@@ -90,12 +103,16 @@ def torchs(
 
 
 def require_torchs_steps(steps: list[Step], clip: float) -> None:
-    for (report, weights), (loss, norm, expected) in zip(steps, torchs(torch.float64, clip), strict=True):
+    for (report, weights), (loss, norm, expected) in zip(
+        steps, torchs(torch.float64, clip), strict=True
+    ):
         assert report.outcome == "applied"
         assert report.loss == pytest.approx(loss, rel=CLOSE)
         assert report.grad_norm == pytest.approx(norm, rel=CLOSE)
         for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE * theirs.abs().max().item())
+            torch.testing.assert_close(
+                ours, theirs, rtol=CLOSE, atol=CLOSE * theirs.abs().max().item()
+            )
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0, 6.0])
@@ -103,11 +120,14 @@ def test_without_a_process_group_it_is_torchs_adamw_with_clipping(clip: float) -
     steps = ours("fp64", clip)
     require_torchs_steps(steps, clip)
     if clip == 6.0:
-        assert len({report.grad_norm > clip for report, _ in steps}) == 2, "some steps clip and some do not"
+        assert len({report.grad_norm > clip for report, _ in steps}) == 2, (
+            "some steps clip and some do not"
+        )
 
 
 def test_unclipped_fp32_steps_are_torchs_fused_adamw_to_the_last_bit() -> None:
-    """Where vectors of elements fit: a width of 64. The last elements of others are rounded as scalars."""
+    """Where vectors of elements fit: a width of 64. The last elements of others are rounded as
+    scalars."""
     for (_, weights), (_, _, expected) in zip(
         ours("fp32", 0.0, width=64), torchs(torch.float32, 0.0, width=64, fused=True), strict=True
     ):
@@ -115,7 +135,9 @@ def test_unclipped_fp32_steps_are_torchs_fused_adamw_to_the_last_bit() -> None:
         torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
 
 
-def steps_on_rank(mesh: DeviceMesh, sizes: Sequence[int], clip: float) -> dict[tuple[str, int], list[Step]]:
+def steps_on_rank(
+    mesh: DeviceMesh, sizes: Sequence[int], clip: float
+) -> dict[tuple[str, int], list[Step]]:
     return {
         (compute, size): ours(compute, clip, mesh, zero_size=size)
         for compute in ("fp64", "fp32", "bf16", "fp16")
@@ -125,17 +147,22 @@ def steps_on_rank(mesh: DeviceMesh, sizes: Sequence[int], clip: float) -> dict[t
 
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
-    ("dp", "sizes", "clip"), [(2, (0, 1), 1.0), (3, (0, 1), 1.0), (4, (0, 1), 1.0), (4, (0, 2), 0.0)], ids=str
+    ("dp", "sizes", "clip"),
+    [(2, (0, 1), 1.0), (3, (0, 1), 1.0), (4, (0, 1), 1.0), (4, (0, 2), 0.0)],
+    ids=str,
 )
 def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(
     dp: int, sizes: tuple[int, ...], clip: float
 ) -> None:
-    """Over a part, ranks count other elements, so the last bit of the norm may differ, and weights that it clips."""
+    """Over a part, ranks count other elements, so the last bit of the norm may differ, and weights
+    that it clips."""
     ranks = run_ranks(steps_on_rank, {"dp": dp}, sizes=sizes, clip=clip)
     for compute in ("fp64", "fp32", "bf16", "fp16"):
         expected = ranks[0][compute, 0]
         for steps in (rank[compute, size] for rank in ranks for size in sizes):
-            for (report, weights), (first_report, first_weights) in zip(steps, expected, strict=True):
+            for (report, weights), (first_report, first_weights) in zip(
+                steps, expected, strict=True
+            ):
                 if not clip:
                     assert report.grad_norm == pytest.approx(first_report.grad_norm, rel=1e-15)
                     report = replace(report, grad_norm=first_report.grad_norm)
@@ -145,16 +172,24 @@ def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(
 
 
 @pytest.mark.cases(1, sample=1)
-@pytest.mark.parametrize("layout", [(1, 2, 2), (2, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
-def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(layout: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "layout", [(1, 2, 2), (2, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
+)
+def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(
+    layout: tuple[int, int, int],
+) -> None:
     run = Run(MODELS["gpt2"], compute="bf16")
-    on, *others = train_all([run, replace(run, zero_size=1), replace(run, options={"overlap": True})], *layout)
+    on, *others = train_all(
+        [run, replace(run, zero_size=1), replace(run, options={"overlap": True})], *layout
+    )
     assert on.num_elements == run.config.num_parameters
     for other in others:
         assert (other.reports, other.num_elements) == (on.reports, on.num_elements)
         for name, weight in on.after.items():
             assert torch.equal(other.after[name], weight), name
-            assert all(torch.equal(a[name], b[name]) for a, b in zip(on.grads, other.grads, strict=True)), name
+            assert all(
+                torch.equal(a[name], b[name]) for a, b in zip(on.grads, other.grads, strict=True)
+            ), name
 
 
 @pytest.mark.cases(2, sample=1)
@@ -175,7 +210,8 @@ def test_every_logical_element_is_counted_by_exactly_one_rank(model: str, tp: in
 
 
 def count(buffer: Buffer, counted: dict[str, Tensor]) -> None:
-    """Adds one to every logical element that the buffer counts. What it does not count it must hold as a copy."""
+    """Adds one to every logical element that the buffer counts. What it does not count it must hold
+    as a copy."""
     flags = torch.zeros(buffer.size, dtype=torch.int32)
     for ranges, flag in ((buffer.counted(), 1), (buffer.copies(), 2)):
         for first, last in ranges:
@@ -187,7 +223,9 @@ def count(buffer: Buffer, counted: dict[str, Tensor]) -> None:
         whole = counted.setdefault(part.name, torch.zeros(part.shape, dtype=torch.int32))
         part.take(whole).add_((flags[piece.start : piece.stop] == 1).view(part.local))
     held = slice(buffer.first, buffer.last)
-    assert torch.equal((flags[held] > 0).int(), elements[held]), "padding is looked at, or an element is not"
+    assert torch.equal((flags[held] > 0).int(), elements[held]), (
+        "padding is looked at, or an element is not"
+    )
     assert flags.max() <= 2, "an element is looked at twice"
 
 
@@ -204,7 +242,11 @@ def test_biases_and_norms_do_not_decay() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     declare(optimizer)  # gradients of zero
     report = optimizer.step(0.1)
-    assert (report.grad_norm, report.num_zeros, report.zero_ratio) == (0.0, optimizer.num_elements, 1.0)
+    assert (report.grad_norm, report.num_zeros, report.zero_ratio) == (
+        0.0,
+        optimizer.num_elements,
+        1.0,
+    )
     for name, p in model.named_parameters():
         factor = 0.95 if name in ("first.weight", "last.weight") else 1.0
         torch.testing.assert_close(p, before[name] * factor, rtol=1e-6, atol=0)
@@ -229,15 +271,20 @@ def test_masters_are_made_of_the_values_before_they_are_rounded(compute: str) ->
         sorted(Net(WIDTH, torch.float32).named_parameters(), key=lambda x: x[1].dim() < 2),
         strict=True,
     ):
-        assert torch.equal(buffer.saved()["weight"][start : start + exact.numel()], exact.detach().view(-1)), name
+        assert torch.equal(
+            buffer.saved()["weight"][start : start + exact.numel()], exact.detach().view(-1)
+        ), name
         assert torch.equal(parameter, exact.to(parameter.dtype)), name
         assert parameter.dtype == optimizer.plan.compute
-    assert not torch.equal(model.first.weight.float(), Net(WIDTH, torch.float32).first.weight), "nothing was rounded"
+    assert not torch.equal(model.first.weight.float(), Net(WIDTH, torch.float32).first.weight), (
+        "nothing was rounded"
+    )
 
 
 def test_a_parameter_without_a_layout_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"^first.weight: a parameter of shape \(35, 5\) .*attach_whole\(model\).*; 5 others"
+        ValueError,
+        match=r"^first.weight: a parameter of shape \(35, 5\) .*attach_whole\(model\).*; 5 others",
     ):
         ParallelAMPOptimizer([Net(WIDTH, torch.float32)], plan("fp32"))
 
@@ -256,7 +303,11 @@ def test_asked_to_raise_it_raises_and_changes_nothing(where: str, bad: float) ->
     with pytest.raises(FloatingPointError, match="not finite"):
         optimizer.step(LR, torch.tensor(bad if where == "loss" else 1.0))
     assert optimizer.numbers()["steps"] == 1
-    assert all(torch.equal(t, state[name]) for b in optimizer.all_buffers() for name, t in b.saved().items())
+    assert all(
+        torch.equal(t, state[name])
+        for b in optimizer.all_buffers()
+        for name, t in b.saved().items()
+    )
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""What travels while the model computes changes no bit, begins when it can, and is waited for by who needs it."""
+"""What travels while the model computes changes no bit, begins when it can, and is waited for by
+who needs it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,19 +28,26 @@ def require_same_bits(one: Result, other: Result) -> None:
     assert other.reports == one.reports
     for name, weight in one.after.items():
         assert torch.equal(other.after[name], weight), name
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(one.grads, other.grads, strict=True)), name
+        assert all(
+            torch.equal(a[name], b[name]) for a, b in zip(one.grads, other.grads, strict=True)
+        ), name
 
 
 @pytest.mark.cases(1, sample=2)
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
+)
 @pytest.mark.parametrize("model", ["gpt2", "llama", "mixtral"])
-def test_overlap_by_buckets_trains_the_same_model_bit_for_bit(model: str, layout: tuple[int, int, int]) -> None:
+def test_overlap_by_buckets_trains_the_same_model_bit_for_bit(
+    model: str, layout: tuple[int, int, int]
+) -> None:
     run = Run(MODELS[model], compute="bf16", sequence=layout[0] > 1, options={"bucket": SMALL})
     runs = [run, replace(run, zero_size=1)]
     if layout[1] > 1:
         four = {**MODELS[model], "layers": 4}
         runs = [
-            replace(run, model=four, kind=kind, chunks=n) for kind, n in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2))
+            replace(run, model=four, kind=kind, chunks=n)
+            for kind, n in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2))
         ]
     early = [replace(run, options={"bucket": SMALL, "overlap": True}) for run in runs]
     results = train_all([*runs, *early], *layout)
@@ -63,7 +71,8 @@ class Net(nn.Module):
 
 
 def buffers_of(net: Net, done: Callable[[str, int], None]) -> list[Buffer]:
-    """A buffer for each weight of the net, layers first; `done` is told what is begun and ended, and of which."""
+    """A buffer for each weight of the net, layers first; `done` is told what is begun and ended,
+    and of which."""
     attach_whole(net)
     parameters = [*(layer.weight for layer in net.layers), net.head]
     buffers = [Buffer([p], plan("fp32"), Axis("dp"), Axis("zero"), 0, CPU) for p in parameters]  # type: ignore[list-item]
@@ -81,13 +90,20 @@ def buffers_of(net: Net, done: Callable[[str, int], None]) -> list[Buffer]:
 
 
 def test_sums_begin_while_the_last_backward_pass_goes_on_in_one_order_and_end_in_the_step() -> None:
-    net, seen = Net(), list[str]()
-    sums = GradReducer([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
+    net = Net()
+    seen = list[str]()
+    sums = GradReducer(
+        [buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True
+    )
     for n, layer in enumerate(net.layers):
-        layer.register_full_backward_pre_hook(lambda module, grad, n=n: seen.append(f"backward {n}"))
+        layer.register_full_backward_pre_hook(
+            lambda module, grad, n=n: seen.append(f"backward {n}")
+        )
     x = torch.ones(2, 3, requires_grad=True)
     net(x).sum().backward()
-    assert seen == ["backward 2", "backward 1", "backward 0"], "nothing is summed before the pass that completes it"
+    assert seen == ["backward 2", "backward 1", "backward 0"], (
+        "nothing is summed before the pass that completes it"
+    )
     seen.clear()
     sums.expect(0)
     net(x).sum().backward()
@@ -102,8 +118,11 @@ def test_sums_begin_while_the_last_backward_pass_goes_on_in_one_order_and_end_in
 
 
 def test_a_weight_that_the_pass_does_not_reach_holds_up_no_sum_for_good() -> None:
-    net, seen = Net(), list[str]()
-    sums = GradReducer([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
+    net = Net()
+    seen = list[str]()
+    sums = GradReducer(
+        [buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True
+    )
     sums.expect(0)
     net.layers[0](torch.ones(2, 3)).sum().backward()
     assert seen == [], "the head comes first in the order that all ranks keep"
@@ -131,11 +150,16 @@ def test_a_stage_waits_for_its_table_each_layer_for_itself_and_the_head_comes_la
     seen = seen[1:-2]
     of_layers = [name.split(".")[1].split()[0] for name in seen]
     assert of_layers == sorted(of_layers), "a layer waits for no other"
-    assert all(seen[n - 1].startswith(name.split()[0]) for n, name in enumerate(seen) if name.endswith("runs"))
+    assert all(
+        seen[n - 1].startswith(name.split()[0])
+        for n, name in enumerate(seen)
+        if name.endswith("runs")
+    )
 
 
 def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> None:
-    net, seen = Net(), list[int]()
+    net = Net()
+    seen = list[int]()
     buffers = buffers_of(net, lambda what, n: seen.append(n))
     arrivals = ParamGatherer([net], buffers, early=True)
     for buffer in buffers:
@@ -149,8 +173,12 @@ def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> Non
 
 
 @pytest.mark.parametrize(("bucket", "sizes"), [(1, [9, 9, 9, 9]), (10, [18, 18]), (100, [36])])
-def test_a_bucket_is_full_with_the_parameter_that_reaches_its_size(bucket: int, sizes: list[int]) -> None:
+def test_a_bucket_is_full_with_the_parameter_that_reaches_its_size(
+    bucket: int, sizes: list[int]
+) -> None:
     net = Net()
     attach_whole(net)
     optimizer = ParallelAMPOptimizer([net], plan("fp32"), bucket=bucket)
-    assert [sum(p.numel() for p in buffer.parameters) for buffer in optimizer.all_buffers()] == sizes
+    assert [
+        sum(p.numel() for p in buffer.parameters) for buffer in optimizer.all_buffers()
+    ] == sizes

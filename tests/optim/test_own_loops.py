@@ -1,4 +1,5 @@
-"""Loops of a user's own, as docs/optimizer.md prints them and as examples/pretrain.py has one, run as they stand."""
+"""Loops of a user's own, as docs/optimizer.md prints them and as examples/pretrain.py has one, run
+as they stand."""
 
 import os
 import re
@@ -22,13 +23,22 @@ LAUNCHED = re.compile(r"# torchrun --nproc-per-node (\d+) \w+\.py\n")
 
 def launched_by(ranks: int | str) -> list[str]:
     """torchrun, with a port of its own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
 
 
 def run(words: list[str], here: Path) -> list[str]:
     """The lines that a program prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        words, cwd=here, env=environment, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout.splitlines()
 
@@ -61,11 +71,17 @@ def test_a_loop_of_the_page_runs_as_printed_under_torchrun(number: int, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
-def test_the_example_trains_the_same_model_however_many_replicas_share_the_batch(tmp_path: Path) -> None:
-    """The first loss is that of guessing one of 256 bytes: were replicas added up, it would be twice as high."""
+def test_the_example_trains_the_same_model_however_many_replicas_share_the_batch(
+    tmp_path: Path,
+) -> None:
+    """The first loss is that of guessing one of 256 bytes: were replicas added up, it would be
+    twice as high."""
     (tmp_path / "shorter.py").write_text(SHORTER)
     one, two = (
-        [float(line.split()[4]) for line in run([*launched_by(4 * replicas), program, "fp32"], tmp_path)]
+        [
+            float(line.split()[4])
+            for line in run([*launched_by(4 * replicas), program, "fp32"], tmp_path)
+        ]
         for replicas, program in ((1, EXAMPLE), (2, "shorter.py"))
     )
     assert (len(one), len(two)) == (60, 12)

@@ -1,4 +1,5 @@
-"""The laws of update rules: torch's optimizers on whole tensors, however the state is cut, and nothing else."""
+"""The laws of update rules: torch's optimizers on whole tensors, however the state is cut, and
+nothing else."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +20,11 @@ from tests.given import declare
 from tests.logical import INF, SHAPES, Case, Result, Tensors, gradient, initial, results
 
 CLOSE = 1e-12
-STEPS, BAD, RESTART, CLIP, DECAY = 6, 2, 4, 4.0, 0.1
+STEPS = 6
+BAD = 2
+RESTART = 4
+CLIP = 4.0
+DECAY = 0.1
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("adamw", {}),
     "SGD": ("sgd", {}),
@@ -41,18 +46,29 @@ LARGE = {"Adadelta": 1.0, "Adagrad": 0.3}  # learning rates
 
 
 def case(name: str) -> Case:
-    return Case("fp64", rule=RULES[name], clip=CLIP, steps=STEPS, bad=(BAD,), restart=RESTART, lr=LARGE.get(name, 0.01))
+    return Case(
+        "fp64",
+        rule=RULES[name],
+        clip=CLIP,
+        steps=STEPS,
+        bad=(BAD,),
+        restart=RESTART,
+        lr=LARGE.get(name, 0.01),
+    )
 
 
 @cache
 def torchs(name: str) -> Tensors:
     """The weights after the same steps, but for the one that is skipped, by torch's own class."""
-    kind, options = (name.split()[0], RULES[name][1])
+    kind = name.split()[0]
+    options = RULES[name][1]
     options = DEFAULTS.get(kind, {}) | options
     weights = {n: initial(n, torch.float64) for n in SHAPES}
     decays = kind != "Rprop"
     groups = [
-        {"params": [w], "weight_decay": DECAY if w.dim() >= 2 else 0.0} if decays else {"params": [w]}
+        {"params": [w], "weight_decay": DECAY if w.dim() >= 2 else 0.0}
+        if decays
+        else {"params": [w]}
         for w in weights.values()
     ]
     optimizer = getattr(torch.optim, kind)(groups, lr=LARGE.get(name, 0.01), **options)
@@ -77,7 +93,9 @@ def test_a_rule_is_torchs_class_on_whole_tensors(axes: dict[str, int]) -> None:
     """Clipped, with a skipped step, and carried over into a new optimizer on the way."""
     names = list(RULES)[:: 3 if "tp" in axes else 1]
     for name, result in zip(names, results([case(n) for n in names], axes), strict=True):
-        assert [r.outcome == "applied" for r in result.reports] == [step != BAD for step in range(STEPS)]
+        assert [r.outcome == "applied" for r in result.reports] == [
+            step != BAD for step in range(STEPS)
+        ]
         assert all(r.grad_norm > CLIP for r in result.reports if r.outcome == "applied")
         try:
             require_close(result, torchs(name))
@@ -87,7 +105,11 @@ def test_a_rule_is_torchs_class_on_whole_tensors(axes: dict[str, int]) -> None:
 
 def test_every_class_of_torch_is_taken_or_refused() -> None:
     """So that a new one in torch is noticed."""
-    kinds = {n for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}
+    kinds = {
+        n
+        for n, k in vars(torch.optim).items()
+        if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)
+    }
     taken = {name.split()[0] for name in RULES} | {"Muon"}  # tests/optim/test_muon.py
     assert kinds - taken == {"Optimizer", *REFUSED}
 
@@ -137,7 +159,9 @@ class Restless(Made):
 
 @pytest.mark.parametrize("kind", [Normalized, ClippedByItself])
 def test_a_class_that_looks_at_the_whole_tensor_is_refused(kind: type[Made]) -> None:
-    with pytest.raises(UserError, match=f"{kind.__name__} is not elementwise.*cannot be sharded over ranks"):
+    with pytest.raises(
+        UserError, match=f"{kind.__name__} is not elementwise.*cannot be sharded over ranks"
+    ):
         Torch(kind)
 
 
@@ -146,7 +170,9 @@ def test_a_class_that_would_fill_padding_is_refused() -> None:
         Torch(Restless)
 
 
-def momentum(made: Torch | SGD, steps: int, state: dict[str, Any] | None = None) -> ParallelAMPOptimizer:
+def momentum(
+    made: Torch | SGD, steps: int, state: dict[str, Any] | None = None
+) -> ParallelAMPOptimizer:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     attach_whole(model)
@@ -172,7 +198,10 @@ def test_a_class_of_ones_own_that_counts_no_steps_is_resumed() -> None:
     for name in ("weight", "bias"):
         assert torch.equal(resumed["tensors"][f"weight/{name}"], whole["tensors"][f"weight/{name}"])
         torch.testing.assert_close(
-            whole["tensors"][f"weight/{name}"], plain["tensors"][f"weight/{name}"], rtol=1e-13, atol=0
+            whole["tensors"][f"weight/{name}"],
+            plain["tensors"][f"weight/{name}"],
+            rtol=1e-13,
+            atol=0,
         )
 
 
@@ -180,7 +209,8 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
     """Adam counts steps itself, which our AdamW leaves to the optimizer."""
     state = momentum(AdamW(), 3).state_dict()  # type: ignore[arg-type]
     with pytest.raises(
-        UserError, match="Adam keeps step, but the loaded state has nothing: it is of another optimizer"
+        UserError,
+        match="Adam keeps step, but the loaded state has nothing: it is of another optimizer",
     ):
         momentum(Torch(torch.optim.Adam), 1, state)
 
@@ -188,10 +218,18 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Lion", {}, "optimizer.name = 'Lion' is not known: use adamw, sgd, muon or a class of torch.optim"),
+        (
+            "Lion",
+            {},
+            "optimizer.name = 'Lion' is not known: use adamw, sgd, muon or a class of torch.optim",
+        ),
         ("Optimizer", {}, "is not known"),
         ("adamw", {"beta": 1}, "optimizer.options for 'adamw': .*'beta'"),
-        ("adamw", {"betas": (0.9, 1.0)}, r"betas = \[0.9, 1.0\] must be two numbers from 0 to below 1"),
+        (
+            "adamw",
+            {"betas": (0.9, 1.0)},
+            r"betas = \[0.9, 1.0\] must be two numbers from 0 to below 1",
+        ),
         ("adamw", {"betas": (0.9,)}, "must be two numbers"),
         ("adamw", {"eps": 0.0}, "eps = 0.0 must be above 0"),
         ("sgd", {"momentum": 1.0}, "momentum = 1.0 must lie from 0 to below 1"),
@@ -202,19 +240,28 @@ def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own
         ("RAdam", {"betas": (0.9, 2.0)}, "RAdam.*beta"),
     ],
 )
-def test_what_no_rule_can_be_made_of_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_what_no_rule_can_be_made_of_is_refused(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         rule(name, options)
 
 
 def test_a_nonfinite_step_moves_neither_averages_nor_scalars() -> None:
     """Skipped as the very first one, it leaves the averages for torch to begin with."""
-    cases = [Case("fp32", rule=RULES["NAdam"], steps=n, bad=bad) for n, bad in ((3, (2,)), (2, ()), (1, (0,)), (0, ()))]
+    cases = [
+        Case("fp32", rule=RULES["NAdam"], steps=n, bad=bad)
+        for n, bad in ((3, (2,)), (2, ()), (1, (0,)), (0, ()))
+    ]
     later, earlier, first, none = results(cases, {"dp": 2})
     for ours, theirs in ((later, earlier), (first, none)):
         assert ours.kinds.keys() == theirs.kinds.keys()
         for kind, tensors in theirs.kinds.items():
-            assert all(torch.equal(ours.kinds[kind][n], values) for n, values in tensors.items()), kind
+            assert all(torch.equal(ours.kinds[kind][n], values) for n, values in tensors.items()), (
+                kind
+            )
         assert ours.numbers == theirs.numbers
-    assert earlier.numbers["rule"] == pytest.approx({"step": 2.0, "mu_product": earlier.numbers["rule"]["mu_product"]})
+    assert earlier.numbers["rule"] == pytest.approx(
+        {"step": 2.0, "mu_product": earlier.numbers["rule"]["mu_product"]}
+    )
     assert INF not in earlier.numbers["rule"].values()

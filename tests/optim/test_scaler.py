@@ -18,7 +18,8 @@ from megaprec.precision.plan import LossScaling
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "loss-scaling.md"
 
-# found an inf or not -> scale, growth tracker, hysteresis tracker. Begins at 256; growth after 3, hysteresis 2.
+# found an inf or not -> scale, growth tracker, hysteresis tracker. Begins at 256; growth after 3,
+# hysteresis 2.
 MEGATRON = [
     (True, 256.0, 0, 1),  # tolerated
     (False, 256.0, 1, 1),  # a good step refills nothing
@@ -63,12 +64,15 @@ class Reference:
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.scale, self.growth, self.hysteresis = self.options["initial_scale"], 0, self.options["hysteresis"]
+        self.scale = self.options["initial_scale"]
+        self.growth = 0
+        self.hysteresis = self.options["hysteresis"]
 
     def update(self, found: bool) -> tuple[float, int, int]:
         o = self.options
         if found:
-            self.growth, self.hysteresis = 0, self.hysteresis - 1
+            self.growth = 0
+            self.hysteresis = self.hysteresis - 1
             if self.hysteresis <= 0:
                 self.scale = max(f32(self.scale * f32(o["backoff_factor"])), o["min_scale"])
         else:
@@ -76,8 +80,11 @@ class Reference:
             if o["hysteresis_refill"] == "good_step":
                 self.hysteresis = o["hysteresis"]
             if self.growth >= o["growth_interval"]:
-                self.growth, self.hysteresis = 0, o["hysteresis"]
-                self.scale = min(f32(self.scale * f32(o["growth_factor"])), o["max_scale"] or math.inf)
+                self.growth = 0
+                self.hysteresis = o["hysteresis"]
+                self.scale = min(
+                    f32(self.scale * f32(o["growth_factor"])), o["max_scale"] or math.inf
+                )
         return self.scale, self.growth, self.hysteresis
 
 
@@ -105,7 +112,9 @@ def require_megatron_trace() -> None:
 def test_the_scale_takes_the_course_of_megatron() -> None:
     require_megatron_trace()
     reference = Reference({**DEFAULTS, **SMALL})
-    assert [(found, *reference.update(found)) for found, *_ in MEGATRON] == MEGATRON, "the reference is not Megatron"
+    assert [(found, *reference.update(found)) for found, *_ in MEGATRON] == MEGATRON, (
+        "the reference is not Megatron"
+    )
 
 
 def test_refilled_by_good_steps_only_overflows_in_a_row_count() -> None:
@@ -128,13 +137,20 @@ def test_refilled_by_good_steps_only_overflows_in_a_row_count() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(all_options(), st.lists(st.booleans(), min_size=40, max_size=120))
-def test_the_scaler_follows_its_rules_and_stays_within_its_bounds(options: dict[str, Any], flags: list[bool]) -> None:
-    ours, reference = DynamicGradScaler(**options), Reference(options)
+def test_the_scaler_follows_its_rules_and_stays_within_its_bounds(
+    options: dict[str, Any], flags: list[bool]
+) -> None:
+    ours = DynamicGradScaler(**options)
+    reference = Reference(options)
     for found in flags:
         now = update(ours, found)
         assert now == reference.update(found)
         assert options["min_scale"] <= now[0] <= (options["max_scale"] or 2.0**127)
-        assert ours.inv_scale.item() == torch.tensor(1 / now[0], dtype=torch.float64).float().item() > 0
+        assert (
+            ours.inv_scale.item()
+            == torch.tensor(1 / now[0], dtype=torch.float64).float().item()
+            > 0
+        )
 
 
 def test_a_shortened_interval_lets_the_scale_grow_at_once() -> None:
@@ -144,9 +160,11 @@ def test_a_shortened_interval_lets_the_scale_grow_at_once() -> None:
 
 
 def require_state_round_trip() -> None:
-    """Through JSON, at every point of the trace, the rest of it is the same: all three numbers count."""
+    """Through JSON, at every point of the trace, the rest of it is the same: all three numbers
+    count."""
     for step in range(len(MEGATRON)):
-        before, after = DynamicGradScaler(**SMALL), DynamicGradScaler(**SMALL)
+        before = DynamicGradScaler(**SMALL)
+        after = DynamicGradScaler(**SMALL)
         for found, *_ in MEGATRON[:step]:
             update(before, found)
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -169,15 +187,25 @@ def test_a_constant_scale_never_changes_and_neither_takes_nor_gives_state() -> N
     scaler = ConstantGradScaler(1024.0)
     scaler.update(torch.tensor(1.0))
     scaler.load_state_dict({"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 1})
-    assert (scaler.scale.item(), scaler.inv_scale.item(), scaler.state_dict()) == (1024.0, 2.0**-10, {})
+    assert (scaler.scale.item(), scaler.inv_scale.item(), scaler.state_dict()) == (
+        1024.0,
+        2.0**-10,
+        {},
+    )
     dynamic = DynamicGradScaler(**SMALL)
     dynamic.load_state_dict(scaler.state_dict())
     assert state(dynamic) == (256.0, 0, 2)
 
 
 IMPOSSIBLE = [
-    ({"min_scale": 0.0}, "initial scale 4294967296.0 must lie between the minimum 0.0 and the maximum"),
-    ({"min_scale": 2.0**33}, "initial scale 4294967296.0 must lie between the minimum 8589934592.0"),
+    (
+        {"min_scale": 0.0},
+        "initial scale 4294967296.0 must lie between the minimum 0.0 and the maximum",
+    ),
+    (
+        {"min_scale": 2.0**33},
+        "initial scale 4294967296.0 must lie between the minimum 8589934592.0",
+    ),
     ({"max_scale": 2.0**31}, "must lie between the minimum 1.0 and the maximum 2147483648.0"),
     ({"max_scale": math.inf}, "maximum inf"),
     ({"min_scale": 1e-45, "initial_scale": 1.0}, "minimum 1e-45"),
@@ -191,7 +219,9 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=lambda x: str(x) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("options", "message"), IMPOSSIBLE, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
 def test_an_impossible_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as raised:
         DynamicGradScaler(**options)
@@ -215,15 +245,26 @@ def test_every_field_of_a_plan_reaches_the_scaler() -> None:
     scaling = LossScaling("dynamic", 2.0**20, 2.0**2, 8.0, 0.125, 77, 5)
     made = make_scaler(scaling)
     assert isinstance(made, DynamicGradScaler)
-    assert (made.scale.item(), made.min_scale, made.growth_factor, made.backoff_factor) == (2.0**20, 4.0, 8.0, 0.125)
+    assert (made.scale.item(), made.min_scale, made.growth_factor, made.backoff_factor) == (
+        2.0**20,
+        4.0,
+        8.0,
+        0.125,
+    )
     assert (made.growth_interval, made.hysteresis) == (77, 5)
     assert make_scaler(replace(scaling, kind="constant")).scale.item() == 2.0**20
     assert make_scaler(replace(scaling, kind="none")).scale.item() == 1.0
 
 
 @pytest.mark.parametrize("refill", ["growth", "good_step"])
-def test_the_documented_trace_is_what_the_scaler_does(refill: Literal["growth", "good_step"]) -> None:
-    rows = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+def test_the_documented_trace_is_what_the_scaler_does(
+    refill: Literal["growth", "good_step"],
+) -> None:
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in DOCUMENT.read_text().splitlines()
+        if line.startswith("| ")
+    ]
     table = {row[0].strip("`"): row[1:] for row in rows}
     scaler = DynamicGradScaler(8, 1, growth_interval=3, hysteresis=2, hysteresis_refill=refill)
     trace = []

@@ -1,4 +1,5 @@
-"""An update has the same bits for an element in whatever slice it is, at odd places too, on one thread and on two."""
+"""An update has the same bits for an element in whatever slice it is, at odd places too, on one
+thread and on two."""
 
 import random
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def threads(number: int) -> Iterator[None]:
 
 
 def updated(name: str, numbers: dict[str, Any], cuts: int | None) -> dict[str, Tensor]:
-    """Return the state after two steps from large gradients; cuts: a seed of odd places at which slices are cut."""
+    """Return the state after two steps from large gradients; cuts: a seed of odd places at which
+    slices are cut."""
     torch.manual_seed(0)
     net = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in SIZES])
     attach_whole(net)
@@ -59,9 +61,16 @@ def updated(name: str, numbers: dict[str, Any], cuts: int | None) -> dict[str, T
 def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
     for buffer, parts in optimizer._slices:
         for s, tiles in parts:
-            places = sorted({s.first, s.last, *(chance.randint(s.first, s.last) for _ in range(40))})
+            places = sorted(
+                {s.first, s.last, *(chance.randint(s.first, s.last) for _ in range(40))}
+            )
             tiles[:] = [tile for a, b in pairwise(places) for tile in buffer.blocks(a, b)]
-    assert any(len(tile.grads) % VECTOR for _, parts in optimizer._slices for _, tiles in parts for tile in tiles)
+    assert any(
+        len(tile.grads) % VECTOR
+        for _, parts in optimizer._slices
+        for _, tiles in parts
+        for tile in tiles
+    )
 
 
 def differing(name: str, numbers: dict[str, Any], number_of_threads: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""The laws of what a step keeps and sends in which dtype: bits that no layout changes, and bytes that add up."""
+"""The laws of what a step keeps and sends in which dtype: bits that no layout changes, and bytes
+that add up."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -35,10 +36,14 @@ CASES = {
     "stochastic weights": Case("bf16", {"rounding": "stochastic"}, bad=(1,), restart=3),
     "no masters": Case("bf16", NONE, bad=(1,), restart=2),
     "all bf16": Case("bf16", {**NONE, "moments": "bf16", "gradients": "bf16"}, fine=8, bad=(1,)),
-    "split, bf16 gradients": Case("bf16", {"masters": "split", "moments": "bf16", "gradients": "bf16"}, fine=8),
+    "split, bf16 gradients": Case(
+        "bf16", {"masters": "split", "moments": "bf16", "gradients": "bf16"}, fine=8
+    ),
     "fp16 gradients": Case("fp16", {"gradients": "fp16", **SCALED}, fine=8, bad=(2,), restart=3),
     "fp16, bf16 moments": Case("fp16", {"moments": "bf16", **SCALED}, rule=("sgd", {})),
-    "some fp32": Case("bf16", {**NONE, "moments": "bf16", "keep_fp32": ("norm.*", "output.*")}, restart=1),
+    "some fp32": Case(
+        "bf16", {**NONE, "moments": "bf16", "keep_fp32": ("norm.*", "output.*")}, restart=1
+    ),
 }
 
 
@@ -48,7 +53,10 @@ def alone() -> dict[str, Result]:
 
 
 def require_same_bits(
-    axes: dict[str, int], names: Iterable[str] = CASES, before: Callable[[], None] | None = None, **options: Any
+    axes: dict[str, int],
+    names: Iterable[str] = CASES,
+    before: Callable[[], None] | None = None,
+    **options: Any,
 ) -> None:
     """Those of one process."""
     cases = [replace(CASES[name], options=CASES[name].options | options) for name in names]
@@ -78,14 +86,19 @@ def test_nor_does_the_number_of_ranks_that_share_a_copy(size: int) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """From each step on, through `state_dict` and through a checkpoint; also from before the first step."""
+    """From each step on, through `state_dict` and through a checkpoint; also from before the first
+    step."""
     plain = [replace(case, restart=None, bad=(1,), steps=3) for case in CASES.values()]
     expected = dict(zip(CASES, results(plain, {"dp": 2}), strict=True))
     for number in range(3):
         folders = [tmp_path / f"{number}{name}" if number != 1 else None for name in CASES]
-        cases = [replace(case, restart=number, folder=f) for case, f in zip(plain, folders, strict=True)]
+        cases = [
+            replace(case, restart=number, folder=f) for case, f in zip(plain, folders, strict=True)
+        ]
         for name, result in zip(CASES, results(cases, {"dp": 2}), strict=True):
-            assert not (wrong := differing(result, expected[name])), f"{name} resumed before step {number}: {wrong}"
+            assert not (wrong := differing(result, expected[name])), (
+                f"{name} resumed before step {number}: {wrong}"
+            )
 
 
 @pytest.mark.slow
@@ -93,7 +106,9 @@ def test_a_skipped_step_changes_and_redraws_nothing() -> None:
     for bad, steps, restart in ((2, 3, None), (0, 1, None), (0, 1, 0)):
         cases = [replace(case, restart=None, bad=()) for case in CASES.values()]
         before = results([replace(case, steps=steps - 1) for case in cases], {"dp": 2})
-        after = results([replace(case, steps=steps, bad=(bad,), restart=restart) for case in cases], {"dp": 2})
+        after = results(
+            [replace(case, steps=steps, bad=(bad,), restart=restart) for case in cases], {"dp": 2}
+        )
         for name, ours, theirs in zip(CASES, after, before, strict=True):
             assert ours.reports[-1].outcome == "skipped_overflow"
             assert not (wrong := differing(ours, theirs)), f"{name}, {restart=}: {wrong}"
@@ -102,12 +117,15 @@ def test_a_skipped_step_changes_and_redraws_nothing() -> None:
 def away(wide: Tensor) -> Tensor:
     """FP32 to the nearest bfloat16, ties away from zero, by way of float64."""
     mantissa, exponent = torch.frexp(wide.double())
-    return (mantissa.sign() * torch.ldexp((mantissa.abs() * 256 + 0.5).floor() / 256, exponent)).bfloat16()
+    return (
+        mantissa.sign() * torch.ldexp((mantissa.abs() * 256 + 0.5).floor() / 256, exponent)
+    ).bfloat16()
 
 
 def round_ties_away() -> None:
     """Whatever made the weights from FP32 masters is done again in another way."""
-    init, step = ParallelAMPOptimizer.__init__, ParallelAMPOptimizer.step
+    init = ParallelAMPOptimizer.__init__
+    step = ParallelAMPOptimizer.step
 
     def again(self: ParallelAMPOptimizer) -> None:
         self.wait()
@@ -130,7 +148,9 @@ def round_ties_away() -> None:
 
 
 @pytest.mark.cases(1, sample=1)
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
+)
 def test_split_masters_train_like_fp32_masters_bit_for_bit(layout: tuple[int, int, int]) -> None:
     run = Run(MODELS["llama tied biased"], "bf16", steps=8, before=round_ties_away)
     fp32, split = train_all([run, replace(run, changes={"masters": "split"}, before=None)], *layout)
@@ -144,7 +164,9 @@ def ties() -> nn.Linear:
     """A layer whose every weight lies in the middle between two bfloat16 numbers."""
     layer = nn.Linear(64, 64, bias=False)
     with torch.no_grad():
-        layer.weight.copy_((torch.arange(4096).view(64, 64) << 16 | 0x3F808000).to(torch.int32).view(torch.float32))
+        layer.weight.copy_(
+            (torch.arange(4096).view(64, 64) << 16 | 0x3F808000).to(torch.int32).view(torch.float32)
+        )
         layer.weight.mul_(2.0**-100)
         assert not torch.equal(away(layer.weight), layer.weight.bfloat16())
     attach_whole(layer)
@@ -176,7 +198,8 @@ def alike(made: Any, value: float, rule: Any, **options: Any) -> ParallelAMPOpti
 
 def test_a_bf16_average_does_not_stand_still() -> None:
     """With a decay of 0.999, where rounding to nearest stops at a quarter of the way."""
-    steps, decay = 700, 0.999
+    steps = 700
+    decay = 0.999
     optimizer = alike(plan("bf16", moments="bf16"), 0.0, AdamW(betas=(0.9, decay)))
     (buffer,) = optimizer.all_buffers()
     nearest = torch.zeros((), dtype=torch.bfloat16)
@@ -185,15 +208,20 @@ def test_a_bf16_average_does_not_stand_still() -> None:
         declare(optimizer)
         optimizer.step(1e-3)
         nearest = (nearest.float() * decay + (1 - decay)).bfloat16()
-    mean, exact = buffer.state["exp_avg_sq"][:N].double().mean().item(), 1 - decay**steps
-    unit = 2.0**-8  # between bfloat16 numbers that are a half or more; each step errs by half of it or less, deviation
+    mean = buffer.state["exp_avg_sq"][:N].double().mean().item()
+    exact = 1 - decay**steps
+    # between bfloat16 numbers that are a half or more; each step errs by half of it or less,
+    # deviation
+    unit = 2.0**-8
     assert abs(mean - exact) < 5 * unit / 2 * (steps / N) ** 0.5
     assert nearest <= 0.26 < exact - 0.2
 
 
 @pytest.mark.parametrize("masters", ["fp32", "none"])
 def test_small_updates_of_bf16_weights_add_up_in_the_mean(masters: str) -> None:
-    made, steps, change = plan("bf16", masters=masters, rounding="stochastic"), 40, 2.0**-13
+    made = plan("bf16", masters=masters, rounding="stochastic")
+    steps = 40
+    change = 2.0**-13
     runs = [alike(made, 1.0, SGD(momentum=0.0), seed=seed) for seed in (0, 0, 1)]
     to_nearest = alike(plan("bf16", masters="none"), 1.0, SGD(momentum=0.0))
     for optimizer in (*runs, to_nearest):
@@ -202,8 +230,11 @@ def test_small_updates_of_bf16_weights_add_up_in_the_mean(masters: str) -> None:
             declare(optimizer)
             optimizer.step(change)
     found = [optimizer.all_buffers()[0].weights[:N].double() for optimizer in (*runs, to_nearest)]
-    unit, expected = 2.0**-7, 1 + steps * change  # between bfloat16 numbers from one to two
-    part = steps * change / unit  # of the numbers went up once: a coin that falls so often, and of which N fell
+    # between bfloat16 numbers from one to two
+    unit = 2.0**-7
+    expected = 1 + steps * change
+    # of the numbers went up once: a coin that falls so often, and of which N fell
+    part = steps * change / unit
     assert part < 1
     assert abs(found[0].mean() - expected) < 5 * unit * (part * (1 - part) / N) ** 0.5
     assert (found[3] == 1).all(), "to nearest nothing moves"
@@ -234,7 +265,8 @@ def spied(
     values: tuple[float, ...] | None = None,
     before: Callable[[], None] | None = None,
 ) -> list[Spied]:
-    """For each plan: dtype of what was sent over dp, the gradients of this rank, their sum, and the outcome."""
+    """For each plan: dtype of what was sent over dp, the gradients of this rank, their sum, and the
+    outcome."""
     if before is not None:
         before()
     found: list[Spied] = []
@@ -245,14 +277,18 @@ def spied(
         optimizer = ParallelAMPOptimizer([layer], made, mesh, average=False, clip=0.0)
         (buffer,) = optimizer.all_buffers()
         random = torch.Generator().manual_seed(optimizer.dp.rank)
-        buffer.grads[:256] = torch.randn(256, generator=random) if values is None else torch.tensor(values * 64)
+        if values is None:
+            buffer.grads[:256] = torch.randn(256, generator=random)
+        else:
+            buffer.grads[:256] = torch.tensor(values * 64)
         mine = buffer.grads[:256].clone()
         declare(optimizer)
         del sent[:]
         buffer.start_reduce()()
         (dtype,) = set(sent)
         whole = optimizer.dp.gather(buffer.own(buffer.grads).float())[:256].to(buffer.grads.dtype)
-        buffer.grads.div_(2)  # for it is going to be summed once more, which is no error if it is finite
+        # for it is going to be summed once more, which is no error if it is finite
+        buffer.grads.div_(2)
         found.append((dtype, mine, whole, optimizer.step(1e-3).outcome))
     return found
 
@@ -264,21 +300,32 @@ def test_gradients_travel_as_the_plan_says(compute: str) -> None:
 
 def require_planned_travel(compute: str, before: Callable[[], None] | None = None) -> None:
     """Each gradient is rounded to that dtype, summed, and rounded once more."""
-    wanted = [(gradients, reduce) for gradients in ("fp32", compute) for reduce in ("", "fp32", "bf16", "fp16")]
-    plans = [plan(compute, gradients=gradients, reduce=reduce, scaling=SCALE) for gradients, reduce in wanted]
+    wanted = [
+        (gradients, reduce)
+        for gradients in ("fp32", compute)
+        for reduce in ("", "fp32", "bf16", "fp16")
+    ]
+    plans = [
+        plan(compute, gradients=gradients, reduce=reduce, scaling=SCALE)
+        for gradients, reduce in wanted
+    ]
     ranks = run_ranks(spied, {"dp": 2}, plans=plans, before=before)
     for number, (gradients, reduce) in enumerate(wanted):
         for dtype, mine, whole, _ in (rank[number] for rank in ranks):
             assert dtype == DTYPES[reduce or gradients], f"{gradients=}, {reduce=}"
             assert mine.dtype == whole.dtype == DTYPES[gradients]
             terms = [rank[number][1].to(dtype).double() for rank in ranks]
-            assert torch.equal(whole, sum(terms).to(dtype).to(DTYPES[gradients])), f"{gradients=}, {reduce=}"  # type: ignore[union-attr]
+            assert torch.equal(whole, sum(terms).to(dtype).to(DTYPES[gradients])), (
+                f"{gradients=}, {reduce=}"
+            )  # type: ignore[union-attr]
 
 
 def test_a_sum_that_overflows_on_its_way_is_skipped() -> None:
     """Its terms are no infinities, and in FP32 it would be none."""
     reduces = ("fp16", "fp32", "bf16")
-    plans = [plan("fp16", reduce=reduce, scaling=LossScaling("constant", 1.0)) for reduce in reduces]
+    plans = [
+        plan("fp16", reduce=reduce, scaling=LossScaling("constant", 1.0)) for reduce in reduces
+    ]
     for rank in run_ranks(spied, {"dp": 2}, plans=plans, values=(4e4, 1.0, -1.0, -4e4)):
         for reduce, (_, mine, whole, outcome) in zip(reduces, rank, strict=True):
             assert mine.isfinite().all()
@@ -287,7 +334,8 @@ def test_a_sum_that_overflows_on_its_way_is_skipped() -> None:
 
 
 def kept_fp32_travels(mesh: DeviceMesh) -> dict[torch.dtype, list[torch.dtype]]:
-    model, sent = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), spy()
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    sent = spy()
     attach_whole(model)
     seen: dict[torch.dtype, list[torch.dtype]] = {}
     for gradients in ("fp32", "bf16"):
@@ -306,18 +354,28 @@ def test_what_is_kept_in_fp32_travels_in_fp32() -> None:
 
 @pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize(
-    "changes", [{}, {"masters": "split"}, {**NONE, "moments": "bf16"}, {"gradients": "bf16"}], ids=str
+    "changes",
+    [{}, {"masters": "split"}, {**NONE, "moments": "bf16"}, {"gradients": "bf16"}],
+    ids=str,
 )
-def test_what_is_kept_in_fp32_is_trained_as_in_an_fp32_model_and_the_rest_as_without(changes: dict[str, Any]) -> None:
+def test_what_is_kept_in_fp32_is_trained_as_in_an_fp32_model_and_the_rest_as_without(
+    changes: dict[str, Any],
+) -> None:
     pattern = ("norm.*", "scale", "output.*", "embedding.weight")
-    kept = {name for name in SHAPES if name.partition(".")[0] in ("norm", "scale", "output", "embedding")}
+    kept = {
+        name
+        for name in SHAPES
+        if name.partition(".")[0] in ("norm", "scale", "output", "embedding")
+    }
     mixed = Case("bf16", {**changes, "keep_fp32": pattern}, fine=8, restart=2, bad=(1,))
     half = replace(mixed, plan=changes)
     for axes in ({}, {"dp": 2}):
         ours, bf16, fp32 = results([mixed, half, replace(mixed, compute="fp32", plan={})], axes)
         for kind, tensors in ours.kinds.items():
             for name, values in tensors.items():
-                assert torch.equal(values, (fp32 if name in kept else bf16).kinds[kind][name]), f"{kind}/{name}"
+                assert torch.equal(values, (fp32 if name in kept else bf16).kinds[kind][name]), (
+                    f"{kind}/{name}"
+                )
         assert {name for name, w in ours.kinds["held"].items() if w.dtype == torch.float32} == kept
 
 
@@ -326,7 +384,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 1)
+        self.up = nn.Linear(6, 9)
+        self.norm = nn.LayerNorm(9)
+        self.down = nn.Linear(9, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(self.up(x.bfloat16()).float()).bfloat16())
@@ -335,7 +395,9 @@ class Mixed(nn.Module):
 def test_a_model_of_both_dtypes_keeps_each_in_a_buffer_of_its_own() -> None:
     model = Mixed()
     attach_whole(model)
-    optimizer = ParallelAMPOptimizer([model], plan("bf16", masters="split", moments="bf16", keep_fp32=("norm.*",)))
+    optimizer = ParallelAMPOptimizer(
+        [model], plan("bf16", masters="split", moments="bf16", keep_fp32=("norm.*",))
+    )
     model(torch.randn(4, 6)).sum().backward()
     assert optimizer.step(1e-2).outcome == "applied"
     buffers = {buffer.weights.dtype: buffer for buffer in optimizer.all_buffers()}
@@ -349,12 +411,16 @@ def test_a_model_of_both_dtypes_keeps_each_in_a_buffer_of_its_own() -> None:
 
 
 def test_parts_of_one_parameter_are_held_in_one_dtype() -> None:
-    with pytest.raises(UserError, match=r"keep_fp32: query.weight and key.weight and value.weight are one parameter"):
+    with pytest.raises(
+        UserError,
+        match=r"keep_fp32: query.weight and key.weight and value.weight are one parameter",
+    ):
         results([Case("bf16", {"keep_fp32": ("key.*",)})], {})
     results([Case("bf16", {"keep_fp32": ("key.*", "query.*", "value.*")}, steps=1)], {})
 
 
-# What one rank keeps of each parameter: always, and its share over the ranks of a copy. Moments are two.
+# What one rank keeps of each parameter: always, and its share over the ranks of a copy. Moments are
+# two.
 BYTES: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "bf16": ("bf16", {}, 6, 12),
     "fp16 with fp16 gradients": ("fp16", {"gradients": "fp16"}, 4, 12),
@@ -362,18 +428,28 @@ BYTES: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "split": ("bf16", {"masters": "split"}, 6, 10),
     "bf16 moments": ("bf16", {"moments": "bf16"}, 6, 8),
     "bf16 throughout": ("bf16", {**NONE, "gradients": "bf16", "moments": "bf16"}, 4, 4),
-    "split, bf16 throughout": ("bf16", {"masters": "split", "gradients": "bf16", "moments": "bf16"}, 4, 6),
+    "split, bf16 throughout": (
+        "bf16",
+        {"masters": "split", "gradients": "bf16", "moments": "bf16"},
+        4,
+        6,
+    ),
 }
 
 
-def measured(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Bytes for each parameter, as said and as found in all tensors that hang on the optimizer, after a step."""
+def measured(
+    mesh: DeviceMesh, sizes: tuple[int, ...]
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """Bytes for each parameter, as said and as found in all tensors that hang on the optimizer,
+    after a step."""
     found = {}
     for name, (compute, changes, _, _) in BYTES.items():
         for size in sizes:
             layer = nn.Linear(64, 256, bias=False)  # cut without a remainder
             attach_whole(layer)
-            optimizer = ParallelAMPOptimizer([layer], plan(compute, **changes), mesh, average=False, zero_size=size)
+            optimizer = ParallelAMPOptimizer(
+                [layer], plan(compute, **changes), mesh, average=False, zero_size=size
+            )
             (layer(torch.ones(1, 64, dtype=layer.weight.dtype)).sum() * optimizer.scale).backward()
             optimizer.step(1e-2)
             kept = sum(storages(optimizer.all_buffers()).values())
@@ -382,7 +458,8 @@ def measured(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[tuple[str, int], 
 
 
 def storages(buffers: list[Buffer]) -> dict[int, int]:
-    """Bytes by address of every tensor's memory that is reached from the buffers and their parameters."""
+    """Bytes by address of every tensor's memory that is reached from the buffers and their
+    parameters."""
     found: dict[int, int] = {}
     for buffer in buffers:
         values = [*vars(buffer).values(), *buffer.state.values(), *buffer.parameters]
@@ -405,6 +482,10 @@ def test_the_cases_are_finite_and_differ_from_each_other() -> None:
     """Or equal bits would prove little."""
     held = {name: result.kinds["held"] for name, result in alone().items()}
     for result in alone().values():
-        assert all(values.isfinite().all() for tensors in result.kinds.values() for values in tensors.values())
+        assert all(
+            values.isfinite().all()
+            for tensors in result.kinds.values()
+            for values in tensors.values()
+        )
     for name in ("bf16 moments", "stochastic weights", "no masters", "all bf16"):
         assert not all(torch.equal(held[name][n], held["bf16"][n]) for n in SHAPES), name

@@ -1,4 +1,5 @@
-"""The optimizer where a torch optimizer is expected: what loops reach for works, or is refused with what to do."""
+"""The optimizer where a torch optimizer is expected: what loops reach for works, or is refused with
+what to do."""
 
 import copy
 import inspect
@@ -25,14 +26,17 @@ from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import LossScaling, plan
 from tests.project.test_readme import ROOT
 
-LR, STEPS = 0.25, 6
+LR = 0.25
+STEPS = 6
 GROUPS = [Group("0.bias", lr=4.0), Group("2.weight", lr=0.5)]
 FACTORS = {"0.weight": 1.0, "0.bias": 4.0, "2.weight": 0.5, "2.bias": 1.0}
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=STEPS + 1, cycle_momentum=False),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, 0.5, total_steps=STEPS + 1, cycle_momentum=False
+    ),
     "sequence": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
     ),
@@ -61,9 +65,12 @@ def test_torchs_schedulers_change_the_rate_that_is_really_used(name: str) -> Non
     """Against torch's own SGD under the same scheduler, with a group for each factor."""
     model, optimizer = made(lr=LR, groups=GROUPS)
     theirs = make_model()
-    by_factor = {f: [p for n, p in theirs.named_parameters() if FACTORS[n] == f] for f in (1.0, 4.0, 0.5)}
+    by_factor = {
+        f: [p for n, p in theirs.named_parameters() if FACTORS[n] == f] for f in (1.0, 4.0, 0.5)
+    }
     torchs = torch.optim.SGD([{"params": some, "lr": LR * f} for f, some in by_factor.items()])
-    ours_moves, theirs_moves = SCHEDULERS[name](optimizer), SCHEDULERS[name](torchs)
+    ours_moves = SCHEDULERS[name](optimizer)
+    theirs_moves = SCHEDULERS[name](torchs)
     rates = set()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -82,11 +89,15 @@ def test_torchs_schedulers_change_the_rate_that_is_really_used(name: str) -> Non
 
 
 def sequential(o: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], [2])
+    return lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    )
 
 
 def chained(o: torch.optim.Optimizer) -> Any:
-    return lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)])
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    )
 
 
 ALL_OF_TORCH: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -130,32 +141,45 @@ def test_every_scheduler_of_torch_is_among_those_that_are_tried() -> None:
     ],
     ids=["adamw", "sgd"],
 )
-def test_every_scheduler_of_torch_trains_as_with_torchs_own_optimizer(name: str, ours: Any, torchs: Any) -> None:
+def test_every_scheduler_of_torch_trains_as_with_torchs_own_optimizer(
+    name: str, ours: Any, torchs: Any
+) -> None:
     """Those that cycle momentum or the first beta too, beside the rate."""
     model, optimizer = made(lr=LR, rule=ours)
     theirs = make_model()
     decays = [p for p in theirs.parameters() if p.dim() > 1]
     others = [p for p in theirs.parameters() if p.dim() < 2]
-    expected = torchs([{"params": decays, "lr": LR, "weight_decay": 0.0}, {"params": others, "lr": LR}])
+    expected = torchs(
+        [{"params": decays, "lr": LR, "weight_decay": 0.0}, {"params": others, "lr": LR}]
+    )
     expected.param_groups[1]["weight_decay"] = 0.0
     schedulers = ALL_OF_TORCH[name](optimizer), ALL_OF_TORCH[name](expected)
     cycled = set()
     for step in range(STEPS):
-        for one, now, scheduler in ((model, optimizer, schedulers[0]), (theirs, expected, schedulers[1])):
+        for one, now, scheduler in (
+            (model, optimizer, schedulers[0]),
+            (theirs, expected, schedulers[1]),
+        ):
             now.zero_grad()
             loss_of(one, step).backward()
             now.step()
             scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
         keys = ("lr", "betas", "momentum")
-        state = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-        assert state == [{key: group[key] for key in keys if key in group} for group in expected.param_groups]
+        state = [
+            {key: group[key] for key in keys if key in group} for group in optimizer.param_groups
+        ]
+        assert state == [
+            {key: group[key] for key in keys if key in group} for group in expected.param_groups
+        ]
         cycled.add(str(state[0].get("betas", state[0].get("momentum"))))
         for mine, their in zip(model.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-6)
     assert (len(cycled) > 2) == (name in ("CyclicLR", "OneCycleLR"))
 
 
-def test_a_cycled_momentum_goes_on_where_a_state_was_saved_and_one_that_is_not_cycled_is_the_rules() -> None:
+def test_a_cycled_momentum_goes_on_where_a_state_was_saved_and_one_that_is_not_cycled_is_the_rules() -> (
+    None
+):
     model, optimizer = made(lr=LR, rule=AdamW())
     lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
     assert optimizer.param_groups[0]["betas"] == (0.95, 0.95)
@@ -172,7 +196,9 @@ def test_a_cycled_momentum_goes_on_where_a_state_was_saved_and_one_that_is_not_c
 
 
 @pytest.mark.parametrize("betas", [(1.5, 0.9), (0.9,), "0.9", None])
-def test_betas_in_a_group_that_no_rule_can_have_are_refused_before_anything_changes(betas: Any) -> None:
+def test_betas_in_a_group_that_no_rule_can_have_are_refused_before_anything_changes(
+    betas: Any,
+) -> None:
     model, optimizer = made(lr=LR, rule=AdamW())
     loss_of(model).backward()
     before = [p.detach().clone() for p in model.parameters()]
@@ -253,10 +279,14 @@ REACHED: dict[str, Callable[[nn.Module, ParallelAMPOptimizer], object]] = {
 
 @pytest.mark.parametrize("what", REACHED)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_looking_for_gradients_where_there_are_none_says_where_they_are(what: str, compute: str) -> None:
+def test_looking_for_gradients_where_there_are_none_says_where_they_are(
+    what: str, compute: str
+) -> None:
     model, optimizer = made(compute, lr=LR)
     model(torch.randn(4, 5, dtype=plan(compute).compute)).square().mean().backward()
-    with pytest.raises(UserError, match=r"^0\.weight\.grad is empty.*clip=.*optimizer\.scale.*main_grad$"):
+    with pytest.raises(
+        UserError, match=r"^0\.weight\.grad is empty.*clip=.*optimizer\.scale.*main_grad$"
+    ):
         REACHED[what](model, optimizer)
     optimizer.step()
     assert next(model.parameters()).grad is None, "there is none after a step"
@@ -267,7 +297,9 @@ def test_torchs_scaler_is_refused_and_a_disabled_one_does_nothing() -> None:
     model, optimizer = made("fp16", lr=LR)
     scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
     scaler.scale(model(torch.randn(4, 5).half()).float().mean()).backward()
-    with pytest.raises(UserError, match=r"GradScaler around ParallelAMPOptimizer.*loss \* optimizer\.scale"):
+    with pytest.raises(
+        UserError, match=r"GradScaler around ParallelAMPOptimizer.*loss \* optimizer\.scale"
+    ):
         scaler.step(optimizer)
     model, optimizer = made(lr=LR)
     off = torch.amp.GradScaler("cpu", enabled=False)  # type: ignore[attr-defined]
@@ -279,7 +311,9 @@ def test_torchs_scaler_is_refused_and_a_disabled_one_does_nothing() -> None:
 def test_the_learning_rate_is_given_in_one_place() -> None:
     _, without = made()
     _, has = made(lr=LR)
-    with pytest.raises(UserError, match=r"built without lr: give ParallelAMPOptimizer\(lr=\.\.\.\)"):
+    with pytest.raises(
+        UserError, match=r"built without lr: give ParallelAMPOptimizer\(lr=\.\.\.\)"
+    ):
         lr_scheduler.StepLR(without, 1)
     with pytest.raises(UserError, match=r"built without lr: .*step\(lr=\.\.\.\)"):
         without.step()
@@ -325,11 +359,22 @@ ARGUMENTS_OF_TORCH = {
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)
     for name in inspect.signature(kind).parameters
 }
-ARGUMENTS_OF_OTHERS = {"max_grad_norm", "clip_grad", "gradient_clip_val", "learning_rate", "scaler", "process_group"}
+ARGUMENTS_OF_OTHERS = {
+    "max_grad_norm",
+    "clip_grad",
+    "gradient_clip_val",
+    "learning_rate",
+    "scaler",
+    "process_group",
+}
 
 
-@pytest.mark.parametrize("name", sorted((ARGUMENTS_OF_TORCH | ARGUMENTS_OF_OTHERS) - {"lr", "weight_decay"}))
-def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_place(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", sorted((ARGUMENTS_OF_TORCH | ARGUMENTS_OF_OTHERS) - {"lr", "weight_decay"})
+)
+def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_place(
+    name: str,
+) -> None:
     model = make_model()
     attach_whole(model)
     with pytest.raises(UserError, match=f"^ParallelAMPOptimizer has no argument {name}: "):
@@ -339,9 +384,14 @@ def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_plac
 def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
     with pytest.raises(UserError, match=r"no argument weigth_decay; did you mean weight_decay\?$"):
         ParallelAMPOptimizer([], plan("fp32"), weigth_decay=0.1)
-    with pytest.raises(UserError, match=r"^parts = a generator: must be a list of torch modules") as raised:
+    with pytest.raises(
+        UserError, match=r"^parts = a generator: must be a list of torch modules"
+    ) as raised:
         ParallelAMPOptimizer(make_model().parameters(), lr=LR)  # type: ignore[arg-type]
-    assert raised.value.problems[1] == "plan = None: must be a PrecisionPlan, like megaprec.plan('bf16')"
+    assert (
+        raised.value.problems[1]
+        == "plan = None: must be a PrecisionPlan, like megaprec.plan('bf16')"
+    )
 
 
 @pytest.mark.parametrize(
@@ -359,7 +409,10 @@ def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
             lambda: SGD(**dict[str, Any](dampening=0.1)),
             r"SGD has no argument 'dampening': use megaprec\.TorchRule\(torch\.optim\.SGD",
         ),
-        (lambda: SGD(**dict[str, Any](momentun=0.1)), r"SGD has no argument 'momentun'; did you mean momentum\?"),
+        (
+            lambda: SGD(**dict[str, Any](momentun=0.1)),
+            r"SGD has no argument 'momentun'; did you mean momentum\?",
+        ),
         (
             lambda: LossScaling(**dict[str, Any](init_scale=2.0)),
             r"LossScaling has no argument 'init_scale': it is initial=",
@@ -374,11 +427,15 @@ def test_an_argument_of_a_rule_or_a_loss_scale_that_is_called_otherwise_is_named
 
 
 def test_accelerate_is_refused_where_it_would_wrap_the_optimizer() -> None:
-    """Its own code: the wrapper says of each step that it was not skipped, and its scheduler moves on."""
+    """Its own code: the wrapper says of each step that it was not skipped, and its scheduler moves
+    on."""
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     model, optimizer = made(lr=LR)
     for prepare in (accelerator.prepare, accelerator.prepare_optimizer):
-        with pytest.raises(UserError, match=r"^accelerate's prepare around .*scheduler\.step\(\) if report\.changed$"):
+        with pytest.raises(
+            UserError,
+            match=r"^accelerate's prepare around .*scheduler\.step\(\) if report\.changed$",
+        ):
             prepare(optimizer)
     with pytest.raises(UserError, match=r"^accelerate's prepare around "):
         accelerator.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1))
@@ -386,7 +443,10 @@ def test_accelerate_is_refused_where_it_would_wrap_the_optimizer() -> None:
 
 def test_the_page_states_the_defaults() -> None:
     page = (ROOT / "docs" / "optimizer.md").read_text()
-    defaults = {name: one.default for name, one in inspect.signature(ParallelAMPOptimizer).parameters.items()}
+    defaults = {
+        name: one.default
+        for name, one in inspect.signature(ParallelAMPOptimizer).parameters.items()
+    }
     assert f"`clip={defaults['clip']}`" in page
     assert f"`weight_decay={defaults['weight_decay']}`" in page
     assert f"`rule=AdamW(betas={AdamW().betas})`" in page
@@ -403,7 +463,10 @@ def test_the_page_states_the_defaults() -> None:
 @pytest.mark.parametrize("name", FIXED)
 def test_what_an_optimizer_was_built_with_is_not_set_in_vain(name: str) -> None:
     _, optimizer = made(lr=LR)
-    with pytest.raises(UserError, match=f"optimizer.{name} is set, but the optimizer keeps what it was built with: "):
+    with pytest.raises(
+        UserError,
+        match=f"optimizer.{name} is set, but the optimizer keeps what it was built with: ",
+    ):
         setattr(optimizer, name, 0.5)
     optimizer.clip = 0.5  # each step looks at it
     optimizer.mine = name  # type: ignore[attr-defined]
@@ -417,10 +480,14 @@ def test_every_argument_of_an_optimizer_is_looked_at_later_or_may_not_be_set() -
 def test_a_rule_that_counts_steps_is_one_optimizers_alone() -> None:
     counting = rule("RAdam")
     made(rule=counting)
-    with pytest.raises(UserError, match=r"rule = Torch: it belongs to another optimizer.*make one for each"):
+    with pytest.raises(
+        UserError, match=r"rule = Torch: it belongs to another optimizer.*make one for each"
+    ):
         made(rule=counting)
     frozen = AdamW()
-    assert made(rule=frozen)[1].rule is made(rule=frozen)[1].rule, "what never changes may be shared"
+    assert made(rule=frozen)[1].rule is made(rule=frozen)[1].rule, (
+        "what never changes may be shared"
+    )
 
 
 def test_gradients_put_into_grad_by_hand_are_taken() -> None:
@@ -443,13 +510,18 @@ def test_gradients_from_before_the_optimizer_was_built_are_of_its_first_step() -
     assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)])
+@pytest.mark.parametrize(
+    "change", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)]
+)
 def test_a_model_cast_after_the_optimizer_was_built_is_refused_at_the_next_step(
     change: Callable[[nn.Module], object],
 ) -> None:
     model, optimizer = made(lr=LR)
     change(model)
-    with pytest.raises(RuntimeError, match=re.escape("0.weight (and 3 others) was cast or moved after the optimizer")):
+    with pytest.raises(
+        RuntimeError,
+        match=re.escape("0.weight (and 3 others) was cast or moved after the optimizer"),
+    ):
         optimizer.step()
 
 
@@ -480,7 +552,9 @@ def test_every_buffer_says_which_parameters_have_left_it() -> None:
     assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()]
     weight = model.get_parameter("2.weight")
     weight.data = weight.data.clone()
-    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()], "it was not moved home"
+    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()], (
+        "it was not moved home"
+    )
     weight.data = weight.data.half()
     assert [name for buffer in optimizer.all_buffers() for name in buffer.strayed()] == ["2.weight"]
 
@@ -500,12 +574,15 @@ def test_building_and_stepping_import_no_compiler() -> None:
 
 
 def test_a_gradient_of_this_step_is_neither_discarded_nor_replaced_in_vain() -> None:
-    """Where torch would begin anew, or take what it is given, the sum in the optimizer's memory goes on."""
+    """Where torch would begin anew, or take what it is given, the sum in the optimizer's memory
+    goes on."""
     model, optimizer = made(lr=LR)
     weight = model.get_parameter("0.weight")
     for value in (None, torch.zeros_like(weight)):
         loss_of(model, 7).backward()
-        with pytest.raises(UserError, match=r"^0\.weight\.grad is set, but .*optimizer\.zero_grad\(\)"):
+        with pytest.raises(
+            UserError, match=r"^0\.weight\.grad is set, but .*optimizer\.zero_grad\(\)"
+        ):
             weight.grad = value
         optimizer.zero_grad()
         weight.grad = value
@@ -518,10 +595,13 @@ def test_a_gradient_of_this_step_is_neither_discarded_nor_replaced_in_vain() -> 
 
 def test_gradients_of_rows_alone_and_gradients_with_a_graph_are_added_as_they_are() -> None:
     torch.manual_seed(0)
-    table, twin = nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3)
+    table = nn.Embedding(6, 3, sparse=True)
+    twin = nn.Embedding(6, 3)
     twin.load_state_dict(table.state_dict())
     attach_whole(table)
-    optimizer = ParallelAMPOptimizer([table], plan("fp32"), lr=LR, rule=SGD(0.0), weight_decay=0.0, clip=0.0)
+    optimizer = ParallelAMPOptimizer(
+        [table], plan("fp32"), lr=LR, rule=SGD(0.0), weight_decay=0.0, clip=0.0
+    )
     ids = torch.tensor([1, 1, 2])
     for _ in range(2):
         table(ids).square().mean().backward()
@@ -532,7 +612,9 @@ def test_gradients_of_rows_alone_and_gradients_with_a_graph_are_added_as_they_ar
     torch.optim.SGD(twin.parameters(), LR).step()
     torch.testing.assert_close(table.weight, twin.weight)
     model, optimizer = made(lr=LR)
-    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):  # torch's own
+    with pytest.warns(
+        UserWarning, match="create_graph=True will create a reference cycle"
+    ):  # torch's own
         loss_of(model).backward(create_graph=True)
     assert all(not p.main_grad.requires_grad for p in model.parameters())  # type: ignore[union-attr]
 
@@ -549,10 +631,19 @@ ELSEWHERE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "deepcopy": (deep, "cannot be copied or pickled"),
     "copy": (lambda model, optimizer: copy.copy(optimizer), "cannot be copied or pickled"),
     "pickle": (lambda model, optimizer: pickle.dumps(optimizer), "cannot be copied or pickled"),
-    "state": (lambda model, optimizer: optimizer.state[model[0].weight], r"optimizer\.state is empty.*state_dict"),
+    "state": (
+        lambda model, optimizer: optimizer.state[model[0].weight],
+        r"optimizer\.state is empty.*state_dict",
+    ),
     "reset": (reset, r"optimizer\.state is set"),
-    "hook": (lambda _, optimizer: optimizer.register_state_dict_pre_hook(print), "no such hook would be called"),
-    "hook of loading": (lambda _, optimizer: optimizer.register_load_state_dict_post_hook(print), "no such hook"),
+    "hook": (
+        lambda _, optimizer: optimizer.register_state_dict_pre_hook(print),
+        "no such hook would be called",
+    ),
+    "hook of loading": (
+        lambda _, optimizer: optimizer.register_load_state_dict_post_hook(print),
+        "no such hook",
+    ),
 }
 
 
@@ -585,7 +676,9 @@ def test_groups_that_are_not_those_of_the_optimizer_are_refused_and_no_step_is_m
     model, optimizer = made(lr=LR)
     loss_of(model).backward()
     change(optimizer)
-    with pytest.raises(UserError, match=r"^param_groups or their params were replaced, added or removed"):
+    with pytest.raises(
+        UserError, match=r"^param_groups or their params were replaced, added or removed"
+    ):
         optimizer.step()
 
 

@@ -1,4 +1,5 @@
-"""Loops that would train another model than they say: each is refused in one line, before anything has changed."""
+"""Loops that would train another model than they say: each is refused in one line, before anything
+has changed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,7 +35,9 @@ def make_model(seed: int = 0) -> Model:
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
 
 
-def made(compute: str | PrecisionPlan = "fp32", model: nn.Module | None = None, **options: Any) -> Any:
+def made(
+    compute: str | PrecisionPlan = "fp32", model: nn.Module | None = None, **options: Any
+) -> Any:
     model = model or make_model()
     attach_whole(model)
     numbers = plan(compute) if isinstance(compute, str) else compute
@@ -71,12 +74,17 @@ CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
     "frozen": (freeze, r"^0\.weight is frozen"),
     "added": (add, r"^3\.weight \(and 1 other\) is trained, but"),
     "replaced": (replace, r"^2\.weight \(and 1 other\) is trained, but"),
-    "removed": (lambda model: model.pop(2), r"^2\.weight \(and 1 other\) is no longer in the model"),
+    "removed": (
+        lambda model: model.pop(2),
+        r"^2\.weight \(and 1 other\) is no longer in the model",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_parameters_that_were_frozen_or_added_or_removed_since_are_named_at_the_next_step(change: str) -> None:
+def test_parameters_that_were_frozen_or_added_or_removed_since_are_named_at_the_next_step(
+    change: str,
+) -> None:
     model, optimizer = made()
     backward(model)
     assert optimizer.step().outcome == "applied"
@@ -153,7 +161,8 @@ def plan_of(mode: str) -> PrecisionPlan:
 def test_a_step_goes_on_from_weights_that_were_written_to(
     mode: str, write: Callable[[nn.Module], None], steps: int
 ) -> None:
-    """As torch's optimizers do, whatever leaves a version and what does not, and in every step alike."""
+    """As torch's optimizers do, whatever leaves a version and what does not, and in every step
+    alike."""
     model, optimizer = made(plan_of(mode), rule=SGD(0.0), clip=0.0)
     for _ in range(steps):
         backward(model)
@@ -218,7 +227,9 @@ def test_weights_that_are_exchanged_for_an_average_and_put_back_lose_no_bit(
 
 def test_an_averaged_model_of_torch_follows_and_is_swapped_in() -> None:
     model, optimizer = made("bf16")
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
     for _ in range(3):
         backward(model)
         assert optimizer.step().outcome == "applied"
@@ -241,9 +252,14 @@ def test_a_step_for_which_no_parameter_has_a_gradient_is_refused_and_changes_not
     backward(model)
     optimizer.step()
     before = held(model), optimizer.steps.item()
-    with pytest.raises(RuntimeError, match=r"^no parameter of the model has a gradient.*nothing was changed"):
+    with pytest.raises(
+        RuntimeError, match=r"^no parameter of the model has a gradient.*nothing was changed"
+    ):
         optimizer.step()
-    assert (all(map(torch.equal, held(model), before[0])), optimizer.steps.item()) == (True, before[1])
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.steps.item()) == (
+        True,
+        before[1],
+    )
     backward(model)
     assert optimizer.step().outcome == "applied"
 
@@ -251,7 +267,9 @@ def test_a_step_for_which_no_parameter_has_a_gradient_is_refused_and_changes_not
 def test_a_loss_that_cannot_have_been_scaled_is_refused_at_the_first_step() -> None:
     model, optimizer = made("fp16")
     backward(model)
-    with pytest.raises(UserError, match=r"optimizer\.scale was never read.*\(loss \* optimizer\.scale\)\.backward"):
+    with pytest.raises(
+        UserError, match=r"optimizer\.scale was never read.*\(loss \* optimizer\.scale\)\.backward"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     backward(model, optimizer)
@@ -262,7 +280,9 @@ def test_a_loss_that_cannot_have_been_scaled_is_refused_at_the_first_step() -> N
         assert optimizer.step().outcome == "applied"
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), 1.0, "1", torch.ones((), dtype=torch.complex64), torch.ones(0)])
+@pytest.mark.parametrize(
+    "loss", [torch.ones(3), 1.0, "1", torch.ones((), dtype=torch.complex64), torch.ones(0)]
+)
 def test_a_loss_that_is_no_real_scalar_is_refused(loss: Any) -> None:
     model, optimizer = made()
     backward(model)
@@ -312,8 +332,18 @@ def test_a_rate_of_a_step_is_refused_before_anything_changes(value: Any) -> None
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1e-8", True])
 def test_a_number_of_a_rule_is_refused_by_name(value: Any) -> None:
     wrong: Any = value
-    fields = (lambda: AdamW(eps=value), lambda: SGD(value), lambda: AdamW((value, 0.9)), lambda: Group("*", value))
-    kinds = (lambda: AdamW(wrong), lambda: SGD(0.9, str(wrong)), lambda: Group([wrong]), lambda: Torch(wrong))  # type: ignore[arg-type]
+    fields = (
+        lambda: AdamW(eps=value),
+        lambda: SGD(value),
+        lambda: AdamW((value, 0.9)),
+        lambda: Group("*", value),
+    )
+    kinds = (
+        lambda: AdamW(wrong),
+        lambda: SGD(0.9, str(wrong)),
+        lambda: Group([wrong]),
+        lambda: Torch(wrong),
+    )  # type: ignore[arg-type]
     for rule in (*fields, *kinds):
         with pytest.raises(UserError):
             rule()
@@ -365,8 +395,10 @@ def test_a_field_of_a_loss_scale_of_another_kind_is_refused_by_name(field: str, 
 
 
 def overlapping() -> nn.Module:
-    model, memory = nn.Module(), torch.randn(8)
-    model.a, model.b = nn.Parameter(memory[:6]), nn.Parameter(memory[2:])
+    model = nn.Module()
+    memory = torch.randn(8)
+    model.a = nn.Parameter(memory[:6])
+    model.b = nn.Parameter(memory[2:])
     return model
 
 
@@ -381,7 +413,8 @@ def seen_by_a_buffer(frozen: bool = False) -> nn.Module:
 
 
 def same_names() -> nn.Module:
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    first = nn.Linear(3, 3)
+    second = nn.Linear(3, 3)
     attach_whole(first)
     attach_whole(second)
     return nn.ModuleList([first, second])
@@ -402,8 +435,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (lambda: with_parameter(torch.randn(3, dtype=torch.cfloat)), r"^w is complex64"),
     "inference": (inferred, r"^0\.weight was made in inference mode"),
     "views": (overlapping, r"^b shares memory with a"),
-    "seen by a buffer": (seen_by_a_buffer, r"^seen is not trained and shares memory with weight, which is: .*clone"),
-    "seen by a frozen one": (lambda: seen_by_a_buffer(frozen=True), r"^seen is not trained and shares memory"),
+    "seen by a buffer": (
+        seen_by_a_buffer,
+        r"^seen is not trained and shares memory with weight, which is: .*clone",
+    ),
+    "seen by a frozen one": (
+        lambda: seen_by_a_buffer(frozen=True),
+        r"^seen is not trained and shares memory",
+    ),
     "names": (same_names, r"^weight .*two parameters.*attach_whole\(.*prefix"),
     "none": (nn.ReLU, r"^the model has no parameter"),
 }
@@ -433,12 +472,17 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "scale of NaN": (lambda s: s["scaler"].update(scale=math.nan), "scale = nan"),
     "a tracker of text": (lambda s: s["scaler"].update(growth_tracker="7"), "growth_tracker = '7'"),
     "a rate of text": (lambda s: s["param_groups"][0].update(lr="x"), "lr = 'x'"),
-    "integers": (lambda s: s["tensors"].update({"weight/2.bias": torch.ones(3, dtype=torch.int64)}), "weight/2.bias"),
+    "integers": (
+        lambda s: s["tensors"].update({"weight/2.bias": torch.ones(3, dtype=torch.int64)}),
+        "weight/2.bias",
+    ),
 }
 
 
 @pytest.mark.parametrize("which", STATES)
-def test_a_state_with_a_wrong_number_is_refused_by_name_before_anything_is_loaded(which: str) -> None:
+def test_a_state_with_a_wrong_number_is_refused_by_name_before_anything_is_loaded(
+    which: str,
+) -> None:
     change, says = STATES[which]
     model, optimizer = made("fp16", model=make_model(seed=1))
     before = held(model), optimizer.numbers()
@@ -463,7 +507,9 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
 
     def build(model: nn.Module, compute: str = "fp32", **options: Any) -> ParallelAMPOptimizer:
         attach_whole(model)
-        return ParallelAMPOptimizer([model], plan(compute), mesh, **{"average": True, "lr": 0.1} | options)
+        return ParallelAMPOptimizer(
+            [model], plan(compute), mesh, **{"average": True, "lr": 0.1} | options
+        )
 
     def step(rate: float) -> None:
         model = make_model()
@@ -483,7 +529,9 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
         model[0].get_parameter("weight").requires_grad_(False).add_(shift)
         return model
 
-    def step_of_groups(key: str, values: tuple[float, float], clips: tuple[float, float] = (1.0, 1.0)) -> None:
+    def step_of_groups(
+        key: str, values: tuple[float, float], clips: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
         """The first group, whose rate is in the report, is the same on both ranks."""
         optimizer = build(model := make_model())
         optimizer.param_groups[1][key] = values[rank]
@@ -509,7 +557,9 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
         "rate": said_of(lambda: step(0.1 * (rank + 1))),
         "no batch": said_of(no_batch),
         "alike": said_of(lambda: build(make_model(), groups=[Group("0.*", 2.0)])),
-        "a rule of torch": said_of(lambda: build(make_model(), rule=Torch(torch.optim.RAdam, {"eps": 1e-6}))),
+        "a rule of torch": said_of(
+            lambda: build(make_model(), rule=Torch(torch.optim.RAdam, {"eps": 1e-6}))
+        ),
     }
 
 
@@ -525,7 +575,10 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
         "shapes": "weight [7, 5] on some, weight [8, 5] on others",
         "order": "on some, ",
         "clip": "clip = 0.0 on some ranks and 1.0 on others",
-        "rule": "rule = AdamW(betas=(0.9, 0.9), eps=1e-08) on some ranks and AdamW(betas=(0.9, 0.91), eps=1e-08)",
+        "rule": (
+            "rule = AdamW(betas=(0.9, 0.9), eps=1e-08) on some ranks and AdamW(betas=(0.9, "
+            "0.91), eps=1e-08)"
+        ),
         "plan": "plan.compute = ",
         "rate": "learning rate",
         "no batch": "gradients are missing on some ranks",
@@ -542,7 +595,13 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
 # Kinds of arguments.
 
 KINDS: dict[str, list[Any]] = {
-    "parts": [make_model(), (part for part in [make_model()]), list(make_model().parameters()), {"a": 1}, None],
+    "parts": [
+        make_model(),
+        (part for part in [make_model()]),
+        list(make_model().parameters()),
+        {"a": 1},
+        None,
+    ],
     "plan": ["bf16", {"compute": "bf16"}, None, torch.bfloat16],
     "mesh": ["cpu", (1, 1), 0.1],
     "rule": [
@@ -565,7 +624,8 @@ KINDS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_argument_of_another_kind_is_refused_by_name(name: str) -> None:
-    """A text "no" would count as true, and a generator would be empty when it is read a second time."""
+    """A text "no" would count as true, and a generator would be empty when it is read a second
+    time."""
     for value in KINDS[name]:
         with pytest.raises(UserError, match=f"^{name} = .*: must be "):
             ParallelAMPOptimizer(**{"parts": [make_model()], "plan": plan("fp32"), name: value})
@@ -574,7 +634,9 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str) -> None:
 def test_a_weight_decay_of_none_and_a_rate_in_a_tensor_are_refused_by_name() -> None:
     cases: list[tuple[str, Any]] = [("weight_decay", None), ("lr", torch.tensor(0.1))]
     for name, value in cases:
-        with pytest.raises(UserError, match=f"^{name} = .*must be a finite number from 0 on, an int or a float"):
+        with pytest.raises(
+            UserError, match=f"^{name} = .*must be a finite number from 0 on, an int or a float"
+        ):
             made(**{name: value})
 
 
@@ -600,15 +662,23 @@ def resized() -> nn.Module:
 
 HELD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "meta": (lambda: nn.Linear(3, 3, device="meta"), r"^weight is on the device meta"),
-    "frozen on meta": (lambda: nn.Linear(3, 3, device="meta").requires_grad_(False), r"^weight is on the device meta"),
+    "frozen on meta": (
+        lambda: nn.Linear(3, 3, device="meta").requires_grad_(False),
+        r"^weight is on the device meta",
+    ),
     "sparse": (lambda: with_parameter(torch.eye(3).to_sparse()), r"^w is a sparse_coo tensor"),
     "lazy": (lazy, r"^0\.weight is of a lazy module"),
-    "resized": (resized, r"^weight has the shape \(5, 3\), but \(3, 3\) when its layout was attached"),
+    "resized": (
+        resized,
+        r"^weight has the shape \(5, 3\), but \(3, 3\) when its layout was attached",
+    ),
 }
 
 
 @pytest.mark.parametrize("which", HELD)
-def test_a_parameter_without_values_or_of_another_shape_than_its_layout_is_named(which: str) -> None:
+def test_a_parameter_without_values_or_of_another_shape_than_its_layout_is_named(
+    which: str,
+) -> None:
     make, says = HELD[which]
     with pytest.raises(UserError, match=says):
         made(model=make())
@@ -633,7 +703,9 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
     model, optimizer = build(kept)
     for name, value in kept.items():
         assert torch.equal(model.get_parameter(name), value)
-    with pytest.raises(UserError, match=r"^phases is frozen and cannot be saved or loaded: files hold no complex64"):
+    with pytest.raises(
+        UserError, match=r"^phases is frozen and cannot be saved or loaded: files hold no complex64"
+    ):
         save(tmp_path, 1, optimizer, {})
     del kept["phases"]
     _, optimizer = build(kept)
@@ -646,7 +718,12 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
 
 def test_a_name_that_is_not_for_attach_whole_is_refused() -> None:
     model: Any = make_model()
-    wrong: list[tuple[Any, ...]] = [([model],), (model.parameters(),), (model, "generator."), (model, None, 3)]
+    wrong: list[tuple[Any, ...]] = [
+        ([model],),
+        (model.parameters(),),
+        (model, "generator."),
+        (model, None, 3),
+    ]
     for arguments in wrong:
         with pytest.raises(UserError, match="attach_whole"):
             attach_whole(*arguments)
@@ -668,7 +745,9 @@ def test_one_number_that_was_written_through_data_counts_in_any_block(
 @pytest.mark.parametrize(("layers", "optimizer"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_layers_and_optimizer_of_different_plans_are_refused(layers: str, optimizer: str) -> None:
     model = parallelize(make_model(), Context(plan(layers)), {"0": "column", "2": "row"})
-    with pytest.raises(UserError, match=r"^0 was built with a plan that has compute = .*the same plan"):
+    with pytest.raises(
+        UserError, match=r"^0 was built with a plan that has compute = .*the same plan"
+    ):
         made(optimizer, model=model)
 
 
@@ -702,14 +781,19 @@ def test_a_step_within_autocast_is_the_step_without() -> None:
 
 def test_parallel_layers_within_autocast_are_refused() -> None:
     model = parallelize(make_model(), Context(plan("fp32")), {"0": "column", "2": "row"})
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"^torch\.autocast is on, but"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UserError, match=r"^torch\.autocast is on, but"),
+    ):
         model(torch.randn(4, 5))
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(5), nn.Linear(5, 8), nn.Linear(8, 3)
+        self.norm = nn.LayerNorm(5)
+        self.up = nn.Linear(5, 8)
+        self.down = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -733,10 +817,14 @@ def on_tensor_ranks(mesh: DeviceMesh, apart: int) -> list[str]:
 
 
 @pytest.mark.parametrize("apart", [1, 3, 9])
-def test_tensor_ranks_with_samples_of_their_own_are_refused_soon_and_others_never(apart: int) -> None:
+def test_tensor_ranks_with_samples_of_their_own_are_refused_soon_and_others_never(
+    apart: int,
+) -> None:
     first, second = run_ranks(on_tensor_ranks, {"tp": 2}, apart=apart)
     assert first == second
-    refused = [step for step, words in enumerate(first, 1) if "on each tensor-parallel rank, but" in words]
+    refused = [
+        step for step, words in enumerate(first, 1) if "on each tensor-parallel rank, but" in words
+    ]
     assert refused == {1: [1, 2, 4], 3: [4], 9: []}[apart]
     assert all(not words for step, words in enumerate(first, 1) if step not in refused)
 
@@ -774,7 +862,8 @@ def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_ch
 def test_a_clip_that_a_loop_sets_to_no_norm_is_refused_before_anything_changes(clip: Any) -> None:
     model, optimizer = made()
     backward(model)
-    before, optimizer.clip = held(model), clip
+    before = held(model)
+    optimizer.clip = clip
     with pytest.raises(UserError, match=r"^clip = .*: must be a number from 0 on"):
         optimizer.step()
     assert all(map(torch.equal, held(model), before))

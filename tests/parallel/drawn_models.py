@@ -1,4 +1,5 @@
-"""Plain torch models and styles for `parallelize`, drawn by a number: right ones, and such as cannot be cut."""
+"""Plain torch models and styles for `parallelize`, drawn by a number: right ones, and such as
+cannot be cut."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LENGTH, SAMPLES, HIDDEN = 4, 2, 8
+LENGTH = 4
+SAMPLES = 2
+HIDDEN = 8
 
 Styles = dict[str, str]
 
@@ -115,7 +118,9 @@ ELEMENTWISE: dict[str, Callable[[int], nn.Module]] = {
 }
 MIXING: dict[str, Callable[[int], nn.Module]] = {
     "dropout": lambda n: nn.Dropout(0.25),
-    "dropout in place": lambda n: nn.Sequential(Computed(lambda x: x * 1), nn.Dropout(0.25, inplace=True)),
+    "dropout in place": lambda n: nn.Sequential(
+        Computed(lambda x: x * 1), nn.Dropout(0.25, inplace=True)
+    ),
     "functional dropout": lambda n: FunctionalDropout(),
     "alpha dropout": lambda n: nn.AlphaDropout(0.25),
     "layer norm": lambda n: nn.LayerNorm(n),
@@ -138,7 +143,9 @@ MIXING: dict[str, Callable[[int], nn.Module]] = {
     "prelu of each": lambda n: OverTokens(nn.PReLU(n)),
     "one number": lambda n: Scale(1),
     "a number each": lambda n: Scale(n),
-    "shuffle": lambda n: Computed(lambda x: x.reshape(*x.shape[:2], 2, -1).transpose(-1, -2).flatten(2)),
+    "shuffle": lambda n: Computed(
+        lambda x: x.reshape(*x.shape[:2], 2, -1).transpose(-1, -2).flatten(2)
+    ),
     "pool": lambda n: Computed(lambda x: F.avg_pool1d(x, 3, 1, 1)),
     "numbered": lambda n: Computed(lambda x: x * torch.arange(x.shape[-1], dtype=x.dtype)),
 }
@@ -157,7 +164,9 @@ class MLP(nn.Module):
     def __init__(self, draw: Draw, path: str) -> None:
         super().__init__()
         features = draw.drawn.choice([16, 16, 12, 4, 2])
-        self.kind = draw.one_of(*["plain"] * 14, "gated", "gated", "gated", "glu", "gate of all", "three")
+        self.kind = draw.one_of(
+            *["plain"] * 14, "gated", "gated", "gated", "glu", "gate of all", "three"
+        )
         wide = 2 * features if self.kind == "glu" else features
         self.up = nn.Linear(HIDDEN, wide, bias=draw.happens(0.7))
         self.middle = between(draw, features)
@@ -168,7 +177,10 @@ class MLP(nn.Module):
             self.gate = nn.Linear(HIDDEN, 1)
         styles = {f"{path}.up": "column", f"{path}.down": "row"}
         if hasattr(self, "gate"):
-            styles[f"{path}.gate"] = "whole" if self.kind == "gate of all" else draw.one_of("column", "column", "row")
+            if self.kind == "gate of all":
+                styles[f"{path}.gate"] = "whole"
+            else:
+                styles[f"{path}.gate"] = draw.one_of("column", "column", "row")
         if draw.happens(0.08):
             styles[f"{path}.down"] = draw.one_of("column", "whole")
         if draw.happens(0.1):
@@ -196,7 +208,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = draw.drawn.choice([4, 4, 2])
         self.size = HIDDEN // self.heads
-        self.cuts = draw.one_of(*["open"] * 16, "both numbers", "open size", "size from shape", "unflatten")
+        self.cuts = draw.one_of(
+            *["open"] * 16, "both numbers", "open size", "size from shape", "unflatten"
+        )
         self.computes = draw.one_of("sdpa", "by hand", "by hand", "einsum", "bmm")
         self.fused = draw.happens(0.05)
         self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
@@ -210,7 +224,9 @@ class Attention(nn.Module):
         styles = {f"{path}.{name}": "column" for name in ("q", "k", "v") if hasattr(self, name)}
         draw.styles |= styles | {f"{path}.out": "row"}
         if draw.happens(0.25):
-            kind = draw.one_of("norm of heads", "norm of heads without a style", "norm of all heads")
+            kind = draw.one_of(
+                "norm of heads", "norm of heads without a style", "norm of all heads"
+            )
             self.norm = nn.RMSNorm(HIDDEN if "all" in kind else self.size, eps=1e-5)
             self.norms_all = "all" in kind
             if kind == "norm of heads":
@@ -236,12 +252,17 @@ class Attention(nn.Module):
         if self.fused:
             q, k, v = self.q(x).chunk(3, -1)
         else:
-            q, k, v = self.q(x), self.k(x), self.v(x)
+            q = self.q(x)
+            k = self.k(x)
+            v = self.v(x)
         if getattr(self, "norms_all", False):
             q = self.norm(q)
-        q, k, v = self.split(q), self.split(k), self.split(v)
+        q = self.split(q)
+        k = self.split(k)
+        v = self.split(v)
         if not getattr(self, "norms_all", False):
-            q, k = self.norm(q), self.norm(k)
+            q = self.norm(q)
+            k = self.norm(k)
         mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
         y = self.attend(q, k, v, mask)
         return self.out(y.permute(2, 0, 1, 3).flatten(2))
@@ -305,7 +326,9 @@ def block_of(draw: Draw, path: str) -> nn.Module:
     if kind == "encoder layer":
         draw.styles |= {f"{path}.linear1": "column", f"{path}.linear2": "row"}
         return nn.TransformerEncoderLayer(HIDDEN, 2, 16, dropout=draw.drawn.choice([0.0, 0.25]))
-    whole = draw.one_of("lstm", "multihead", "conv1d", "batch norm of all", "convolution", "weight norm", "subclass")
+    whole = draw.one_of(
+        "lstm", "multihead", "conv1d", "batch norm of all", "convolution", "weight norm", "subclass"
+    )
     if whole in ("weight norm", "subclass"):
         draw.styles[path] = draw.one_of("whole", "column")
     if whole == "conv1d" and draw.happens(0.3):
@@ -341,7 +364,9 @@ class Model(nn.Module):
         if self.positions == "parameter":
             self.offset = nn.Parameter(torch.randn(LENGTH, 1, HIDDEN))
         self.first = draw.drawn.choice([nn.Identity, lambda: nn.Dropout(0.25), FunctionalDropout])()
-        self.blocks = nn.ModuleList(block_of(draw, f"blocks.{n}") for n in range(draw.drawn.randint(1, 2)))
+        self.blocks = nn.ModuleList(
+            block_of(draw, f"blocks.{n}") for n in range(draw.drawn.randint(1, 2))
+        )
         norms = [lambda: nn.LayerNorm(HIDDEN), lambda: nn.RMSNorm(HIDDEN, eps=1e-5), nn.Identity]
         self.norms = nn.ModuleList(draw.drawn.choice(norms)() for _ in self.blocks)
         self.after = draw.drawn.choice([nn.Identity, nn.Identity, lambda: nn.Dropout(0.25)])()
@@ -368,7 +393,9 @@ class Model(nn.Module):
             y = self.after(block(norm(x)))
             x = x + y if self.residual else y
         x = self.last(x)
-        return F.linear(x, self.embedding.weight) if self.ties == "by function" else self.head(x)
+        if self.ties == "by function":
+            return F.linear(x, self.embedding.weight)
+        return self.head(x)
 
 
 def drawn_model(number: int) -> Drawn:
@@ -377,12 +404,17 @@ def drawn_model(number: int) -> Drawn:
     torch.manual_seed(number)
     vocab = draw.drawn.choice([12] * 19 + [11])
     model = Model(draw, vocab).double()
-    frozen = [name for name, _ in model.named_parameters() if draw.happens(0.3)] if draw.happens(0.3) else []
+    if draw.happens(0.3):
+        frozen = [name for name, _ in model.named_parameters() if draw.happens(0.3)]
+    else:
+        frozen = []
     if len(frozen) < sum(1 for _ in model.parameters()):
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
     parallel_loss = draw.styles.get("head") == "column" and draw.happens(0.85)
-    return Drawn(model, draw.styles, vocab, parallel_loss, tuple(draw.words), adam=draw.happens(0.5))
+    return Drawn(
+        model, draw.styles, vocab, parallel_loss, tuple(draw.words), adam=draw.happens(0.5)
+    )
 
 
 def batches(number: int, vocab: int, steps: int) -> Sequence[tuple[Tensor, Tensor]]:

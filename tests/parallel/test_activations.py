@@ -1,6 +1,8 @@
-"""The tables of docs/parallelism.md on activations are what is counted; the first one is a closed formula.
+"""The tables of docs/parallelism.md on activations are what is counted; the first one is a closed
+formula.
 
-Counted is what the second of two layers of a stage adds. Numbers of tests/models/test_memory.py are measured.
+Counted is what the second of two layers of a stage adds. Numbers of tests/models/test_memory.py are
+measured.
 """
 
 import re
@@ -24,7 +26,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama, fewer key heads": {"family": "llama", "kv_heads": 2, "ffn": 350, **SIZES},
     "GPT-2": {"family": "gpt2", **SIZES},
 }
-GPT3 = ModelConfig(family="gpt2", layers=96, hidden=12288, heads=96, vocab=50257, max_positions=2048, dropout=0.1)
+GPT3 = ModelConfig(
+    family="gpt2", layers=96, hidden=12288, heads=96, vocab=50257, max_positions=2048, dropout=0.1
+)
 LENGTH = 128
 
 
@@ -55,7 +59,8 @@ def factors(text: str, sizes: Mapping[str, float]) -> float:
 
 @pytest.fixture(params=[False, True], ids=["fused", "bf16 products"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether attention of bf16 is made of matrix products, as on a CPU with instructions for them."""
+    """Whether attention of bf16 is made of matrix products, as on a CPU with instructions for
+    them."""
     attention_by_products(request.param, monkeypatch)
     return request.param
 
@@ -67,7 +72,12 @@ def attention_by_products(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def counted(
-    config: ModelConfig, length: int, batch: int, tp: int = 1, sequence: bool = False, recompute: Recompute = KEEP
+    config: ModelConfig,
+    length: int,
+    batch: int,
+    tp: int = 1,
+    sequence: bool = False,
+    recompute: Recompute = KEEP,
 ) -> int:
     """Bytes that a layer keeps of a micro-batch in bf16."""
     stages = [Cut(1, range(1, 1 + layers), False, False) for layers in (1, 2)]
@@ -88,19 +98,27 @@ def test_a_layer_keeps_the_sum_of_its_tensors(family: str, dropout: float, produ
         sizes = {"h": config.hidden, "f": config.ffn, "a": config.heads, "t": 1 if sequence else tp}
         sizes["k"] = config.kv_heads * config.head_dim
         expected = sum(value(row[family], sizes) for row in rows) / (tp if sequence else 1)
-        assert counted(config, LENGTH, 1, tp, sequence) == pytest.approx(LENGTH * expected, rel=0.01)
+        assert counted(config, LENGTH, 1, tp, sequence) == pytest.approx(
+            LENGTH * expected, rel=0.01
+        )
 
 
 def test_the_table_of_tensors_has_every_model_and_row() -> None:
     rows = table("kept")
     assert [*rows[0]][1:] == [*MODELS]
-    assert sum("`dropout`" in row["kept"] for row in rows) == sum("logarithm" in row["kept"] for row in rows) == 1
+    assert (
+        sum("`dropout`" in row["kept"] for row in rows)
+        == sum("logarithm" in row["kept"] for row in rows)
+        == 1
+    )
 
 
 Formula = Callable[[float, float, float, float, float], float]  # of s, b, h, a and t
 LITERATURE: Mapping[str, Formula] = {
     "s b h (34 + 5 a s / h)": lambda s, b, h, a, t: s * b * h * (34 + 5 * a * s / h),
-    "s b h (10 + 24 / t + 5 a s / (h t))": lambda s, b, h, a, t: s * b * h * (10 + 24 / t + 5 * a * s / (h * t)),
+    "s b h (10 + 24 / t + 5 a s / (h t))": lambda s, b, h, a, t: (
+        s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
+    ),
     "s b h (34 + 5 a s / h) / t": lambda s, b, h, a, t: s * b * h * (34 + 5 * a * s / h) / t,
     "34 s b h / t": lambda s, b, h, a, t: 34 * s * b * h / t,
     "2 s b h": lambda s, b, h, a, t: 2 * s * b * h,
@@ -134,12 +152,15 @@ def test_beside_it_stands_what_the_literature_says() -> None:
     given = [(formula, number) for _, formula, number, _ in in_table() if formula]
     assert sorted(formula for formula, _ in given) == sorted(LITERATURE)
     for formula, number in given:
-        assert f"{LITERATURE[formula](2048, 1, GPT3.hidden, GPT3.heads, 8) / 1e6:.0f}" == number, formula
+        assert f"{LITERATURE[formula](2048, 1, GPT3.hidden, GPT3.heads, 8) / 1e6:.0f}" == number, (
+            formula
+        )
 
 
 @pytest.mark.slow
 def test_written_out_attention_keeps_its_weights_too() -> None:
-    """9 a s bytes a token: what twice as long a sequence adds to a token, but for one mask of all pairs."""
+    """9 a s bytes a token: what twice as long a sequence adds to a token, but for one mask of all
+    pairs."""
     page = (ROOT / "docs" / "parallelism.md").read_text()
     (said,) = re.findall(r"keeps (\d+) a s / t bytes a token", page)
     config = ModelConfig(**MODELS["GPT-2"], attention_dropout=0.1)

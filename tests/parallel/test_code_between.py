@@ -1,4 +1,5 @@
-"""Plain code around layers that `parallelize` cuts: two tensor-parallel ranks compute what one process does, or refuse.
+"""Plain code around layers that `parallelize` cuts: two tensor-parallel ranks compute what one
+process does, or refuse.
 
 One start of the ranks tries all cases of a test.
 """
@@ -30,7 +31,9 @@ class MLP(nn.Module):
 
     def __init__(self, between: nn.Module) -> None:
         super().__init__()
-        self.up, self.between, self.down = nn.Linear(4, WIDE), between, nn.Linear(WIDE, 4)
+        self.up = nn.Linear(4, WIDE)
+        self.between = between
+        self.down = nn.Linear(WIDE, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.between(self.up(x)))
@@ -83,7 +86,9 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.other, self.down = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.up = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4, bias=False)
+        self.down = nn.Linear(4, 4)
         self.other.weight = self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,8 +110,14 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "relu in place": (lambda: MLP(nn.ReLU(inplace=True)), MLP_STYLES),
     "layer norm": (lambda: MLP(nn.LayerNorm(WIDE)), MLP_STYLES),
     "rms norm": (lambda: MLP(nn.RMSNorm(WIDE, eps=1e-5)), MLP_STYLES),
-    "column after column": (lambda: MLP(nn.Linear(WIDE, WIDE)), {"up": "column", "between": "column", "down": "row"}),
-    "row after row": (lambda: MLP(nn.Linear(WIDE, WIDE)), {"up": "row", "between": "row", "down": "row"}),
+    "column after column": (
+        lambda: MLP(nn.Linear(WIDE, WIDE)),
+        {"up": "column", "between": "column", "down": "row"},
+    ),
+    "row after row": (
+        lambda: MLP(nn.Linear(WIDE, WIDE)),
+        {"up": "row", "between": "row", "down": "row"},
+    ),
     "row first": (lambda: MLP(nn.ReLU()), {"up": "row", "down": "row"}),
     "whole": (lambda: MLP(nn.LayerNorm(WIDE)), {"up": "whole", "down": "row"}),
     "parallel.copy": (lambda: MLP(Summed()), MLP_STYLES),
@@ -158,7 +169,12 @@ def losses_of_two(mesh: DeviceMesh) -> dict[str, list[float]]:
     for name, (_, styles) in RIGHT.items():
         given: Any = styles
         model = parallelize(plain(name), Context(PLAN, TP["tp"]), given)
-        options: dict[str, Any] = {"average": False, "rule": SGD(0.0), "weight_decay": 0.0, "clip": 0.0}
+        options: dict[str, Any] = {
+            "average": False,
+            "rule": SGD(0.0),
+            "weight_decay": 0.0,
+            "clip": 0.0,
+        }
         optimizer = ParallelAMPOptimizer([model], PLAN, mesh, lr=0.1, **options)
         losses[name] = trained(model, optimizer.step)
     return losses
@@ -186,7 +202,9 @@ class OneDropout(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(self.dropout(self.up(x))))
@@ -205,26 +223,58 @@ def cross_entropy(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(X).flatten(0, 1), torch.zeros(6, dtype=torch.long))
 
 
-WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str], Callable[[nn.Module], object] | None, str]] = {
+WRONG: dict[
+    str, tuple[Callable[[], nn.Module], dict[str, str], Callable[[nn.Module], object] | None, str]
+] = {
     "batch norm": (
         lambda: MLP(nn.BatchNorm1d(2)),
         MLP_STYLES,
         None,
         "between is a BatchNorm1d that each rank has whole",
     ),
-    "prelu": (lambda: MLP(nn.PReLU()), MLP_STYLES, None, "between is a PReLU that each rank has whole"),
-    "recurrent": (lambda: MLP(nn.LSTM(8, 8)), MLP_STYLES, None, "between is a LSTM that each rank has whole"),
-    "attention": (lambda: MLP(nn.MultiheadAttention(8, 2)), MLP_STYLES, None, "between is a MultiheadAttention that"),
-    "softmax": (lambda: MLP(nn.Softmax(-1)), MLP_STYLES, None, "softmax in between combines the features"),
+    "prelu": (
+        lambda: MLP(nn.PReLU()),
+        MLP_STYLES,
+        None,
+        "between is a PReLU that each rank has whole",
+    ),
+    "recurrent": (
+        lambda: MLP(nn.LSTM(8, 8)),
+        MLP_STYLES,
+        None,
+        "between is a LSTM that each rank has whole",
+    ),
+    "attention": (
+        lambda: MLP(nn.MultiheadAttention(8, 2)),
+        MLP_STYLES,
+        None,
+        "between is a MultiheadAttention that",
+    ),
+    "softmax": (
+        lambda: MLP(nn.Softmax(-1)),
+        MLP_STYLES,
+        None,
+        "softmax in between combines the features",
+    ),
     "glu": (lambda: MLP(nn.GLU()), MLP_STYLES, None, "glu in between multiplies one half"),
-    "alpha dropout": (lambda: MLP(nn.AlphaDropout(0.5)), MLP_STYLES, None, "alpha_dropout in between is not known"),
+    "alpha dropout": (
+        lambda: MLP(nn.AlphaDropout(0.5)),
+        MLP_STYLES,
+        None,
+        "alpha_dropout in between is not known",
+    ),
     "column head": (
         lambda: nn.Sequential(nn.Linear(4, 4)),
         {"0": "column"},
         cross_entropy,
         "vocab_parallel_loss(head)",
     ),
-    "tied by function": (Tied, {"embedding": "vocab"}, None, "linear sums over the features that ranks share: tensor-"),
+    "tied by function": (
+        Tied,
+        {"embedding": "vocab"},
+        None,
+        "linear sums over the features that ranks share: tensor-",
+    ),
     "one dropout": (OneDropout, MLP_STYLES, None, "give each place an nn.Dropout of its own"),
     "own samples": (
         lambda: MLP(nn.ReLU()),
@@ -263,7 +313,8 @@ def test_what_cannot_be_cut_rightly_is_refused_in_the_first_pass_in_one_line_on_
 
 
 def masks(mesh: DeviceMesh) -> tuple[list[Tensor], str]:
-    """What a dropout between layers keeps, in a loop that calls the layers one by one; and what a plain mean says."""
+    """What a dropout between layers keeps, in a loop that calls the layers one by one; and what a
+    plain mean says."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
     tp = Axis.of(mesh, "tp")
@@ -282,12 +333,15 @@ def masks(mesh: DeviceMesh) -> tuple[list[Tensor], str]:
     return kept, said
 
 
-def test_ranks_drop_different_elements_of_different_features_and_layers_called_one_by_one_are_followed() -> None:
+def test_ranks_drop_different_elements_of_different_features_and_layers_called_one_by_one_are_followed() -> (
+    None
+):
     (first, said), (second, _) = run_ranks(masks, {"tp": 2})
     for one, other in zip(first, second, strict=True):
         assert not torch.equal(one, other)
     assert not torch.equal(first[0], first[1])
-    assert "mean combines the features" in said  # in the fourth call of the first layer, which is checked
+    # in the fourth call of the first layer, which is checked
+    assert "mean combines the features" in said
 
 
 class Recomputed(nn.Module):

@@ -1,4 +1,5 @@
-"""The laws of communication: collectives are linear maps with their transposes, and the same bits arrive everywhere."""
+"""The laws of communication: collectives are linear maps with their transposes, and the same bits
+arrive everywhere."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from megaprec.comm.axis import Axis
 from parallel import collectives
 from tests.ranks import run_ranks
 
-ROWS, COLUMNS = 5, 3  # of what one rank holds when a tensor is cut
+# of what one rank holds when a tensor is cut
+ROWS = 5
+COLUMNS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A collective, its plain meaning (all ranks' inputs -> all ranks' outputs), and the shapes it maps.
+    """A collective, its plain meaning (all ranks' inputs -> all ranks' outputs), and the shapes it
+    maps.
 
     A tensor that every rank holds alike is one tensor, so it counts once.
     """
@@ -49,26 +53,53 @@ def all_alike(x: Tensor, n: int) -> list[Tensor]:
 
 CASES = {
     "copy": Case(collectives.copy, lambda xs: xs, part, True, False),
-    "reduce": Case(collectives.reduce, lambda xs: all_alike(torch.stack(xs).sum(0), len(xs)), part, False, True),
-    "gather": Case(collectives.gather, lambda xs: all_alike(torch.cat(xs), len(xs)), part, False, False),
-    "scatter": Case(collectives.scatter, lambda xs: list(torch.stack(xs).sum(0).chunk(len(xs))), tall, False, False),
+    "reduce": Case(
+        collectives.reduce, lambda xs: all_alike(torch.stack(xs).sum(0), len(xs)), part, False, True
+    ),
+    "gather": Case(
+        collectives.gather, lambda xs: all_alike(torch.cat(xs), len(xs)), part, False, False
+    ),
+    "scatter": Case(
+        collectives.scatter,
+        lambda xs: list(torch.stack(xs).sum(0).chunk(len(xs))),
+        tall,
+        False,
+        False,
+    ),
     "split rows": Case(
-        lambda x, axis: collectives.split(x, axis, 0), lambda xs: list(xs[0].chunk(len(xs))), tall, True, False
+        lambda x, axis: collectives.split(x, axis, 0),
+        lambda xs: list(xs[0].chunk(len(xs))),
+        tall,
+        True,
+        False,
     ),
     "split columns": Case(
-        lambda x, axis: collectives.split(x, axis, 1), lambda xs: list(xs[0].chunk(len(xs), 1)), wide, True, False
+        lambda x, axis: collectives.split(x, axis, 1),
+        lambda xs: list(xs[0].chunk(len(xs), 1)),
+        wide,
+        True,
+        False,
     ),
     "join rows": Case(
-        lambda x, axis: collectives.join(x, axis, 0), lambda xs: all_alike(torch.cat(xs), len(xs)), part, False, True
+        lambda x, axis: collectives.join(x, axis, 0),
+        lambda xs: all_alike(torch.cat(xs), len(xs)),
+        part,
+        False,
+        True,
     ),
     "join columns": Case(
-        lambda x, axis: collectives.join(x, axis, 1), lambda xs: all_alike(torch.cat(xs, 1), len(xs)), part, False, True
+        lambda x, axis: collectives.join(x, axis, 1),
+        lambda xs: all_alike(torch.cat(xs, 1), len(xs)),
+        part,
+        False,
+        True,
     ),
 }
 
 
 def integers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small ones, so that sums are exact in every dtype; not contiguous, as what autograd hands over may be."""
+    """Small ones, so that sums are exact in every dtype; not contiguous, as what autograd hands
+    over may be."""
     random = torch.Generator().manual_seed(seed)
     made = torch.randint(-4, 5, tuple(reversed(shape)), generator=random, dtype=torch.int8)
     return made.permute(*reversed(range(len(shape)))).to(dtype)
@@ -81,10 +112,13 @@ def dot(xs: list[Tensor], ys: list[Tensor], copies: bool) -> float:
 
 def run_all_cases(mesh: DeviceMesh) -> dict[tuple[str, str], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """By case and dtype: x, f(x), y, transposed f(y), as this rank sees them."""
-    axis, found = Axis.of(mesh, "tp"), {}
+    axis = Axis.of(mesh, "tp")
+    found = {}
     for name, case in CASES.items():
         for dtype in (torch.float64, torch.bfloat16):
-            x = integers(0 if case.copies_in else axis.rank, case.takes(axis.size), dtype).requires_grad_()
+            x = integers(
+                0 if case.copies_in else axis.rank, case.takes(axis.size), dtype
+            ).requires_grad_()
             fx = case.ours(x, axis)
             y = integers(10 if case.copies_out else 10 + axis.rank, tuple(fx.shape), dtype)
             (fty,) = torch.autograd.grad(fx, x, y)
@@ -97,17 +131,24 @@ def test_the_backward_pass_of_a_collective_is_its_transpose(ranks: int) -> None:
     results = run_ranks(run_all_cases, {"tp": ranks})
     for name, case in CASES.items():
         for dtype in ("torch.float64", "torch.bfloat16"):
-            xs, fxs, ys, ftys = (list(column) for column in zip(*(r[name, dtype] for r in results), strict=True))
+            xs, fxs, ys, ftys = (
+                list(column) for column in zip(*(r[name, dtype] for r in results), strict=True)
+            )
             for got, expected in zip(fxs, case.plain(xs), strict=True):
                 assert torch.equal(got, expected), f"{name} of {dtype}"
                 assert got.dtype == expected.dtype
-            assert dot(fxs, ys, case.copies_out) == dot(xs, ftys, case.copies_in), f"transposed {name} of {dtype}"
+            assert dot(fxs, ys, case.copies_out) == dot(xs, ftys, case.copies_in), (
+                f"transposed {name} of {dtype}"
+            )
             if case.copies_in:
-                assert all(torch.equal(fty, ftys[0]) for fty in ftys), f"{name}: the gradient of a copy is not a copy"
+                assert all(torch.equal(fty, ftys[0]) for fty in ftys), (
+                    f"{name}: the gradient of a copy is not a copy"
+                )
 
 
 def test_an_axis_of_one_rank_needs_no_process_group() -> None:
-    axis, x = Axis("tp"), integers(0, (4, 3), torch.float64)
+    axis = Axis("tp")
+    x = integers(0, (4, 3), torch.float64)
     for case in CASES.values():
         assert case.ours(x, axis) is x
     for same in (axis.sum_, axis.max_, axis.gather, axis.scatter_sum, axis.chunk):
@@ -166,7 +207,9 @@ def check_rounding(axis: Axis) -> None:
 def check_maximum(axis: Axis) -> None:
     x = torch.full((axis.size + 2,), -torch.inf)
     x[axis.rank] = torch.nan
-    assert axis.max_(x).isnan().tolist() == [True] * axis.size + [False] * 2, "NaN wins, on whichever rank it is"
+    assert axis.max_(x).isnan().tolist() == [True] * axis.size + [False] * 2, (
+        "NaN wins, on whichever rank it is"
+    )
     assert axis.max_(torch.tensor(axis.rank)).item() == axis.size - 1
 
 
@@ -186,7 +229,9 @@ def check_many_at_once(axis: Axis) -> None:
     sums: list[tuple[Tensor, Callable[[], object], Tensor]] = []
     parts: list[tuple[Callable[[], Tensor], Tensor]] = []
     for i, n in enumerate((3, 2, 1000, gloo.RING // 4)):
-        everyone = torch.stack([integers(10 * i + r, (n * axis.size,), torch.float32) for r in range(axis.size)])
+        everyone = torch.stack(
+            [integers(10 * i + r, (n * axis.size,), torch.float32) for r in range(axis.size)]
+        )
         own = everyone[axis.rank].clone()
         parts.append((axis.start_scatter_sum(everyone[axis.rank]), axis.chunk(everyone.sum(0))))
         sums.append((own, axis.start_sum_(own), everyone.sum(0)))
@@ -199,7 +244,8 @@ def check_many_at_once(axis: Axis) -> None:
 
 def check_refusals(axis: Axis) -> None:
     with pytest.raises(
-        ValueError, match=f"{axis.size + 1} elements of dim 0 do not divide by the {axis.size} ranks of tp"
+        ValueError,
+        match=f"{axis.size + 1} elements of dim 0 do not divide by the {axis.size} ranks of tp",
     ):
         axis.chunk(torch.zeros(axis.size + 1))
     with pytest.raises(ValueError, match="do not divide"):
@@ -210,4 +256,6 @@ def check_refusals(axis: Axis) -> None:
 def test_exchange_gives_what_torch_gives_and_every_rank_the_same_bits(ranks: int) -> None:
     results = run_ranks(check_exchange, {"tp": ranks})
     for size, first in results[0].items():
-        assert all(torch.equal(result[size], first) for result in results), f"the sums of {size} floats differ"
+        assert all(torch.equal(result[size], first) for result in results), (
+            f"the sums of {size} floats differ"
+        )

@@ -1,4 +1,5 @@
-"""What is computed from a slice of the features is that slice of what one process computes, or is refused by name."""
+"""What is computed from a slice of the features is that slice of what one process computes, or is
+refused by name."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +14,18 @@ from megaprec import UserError
 from parallel import unchecked
 from parallel.cut_features import Cut, CutTensor, marked
 
-RANKS, BATCH, LENGTH, HEADS, SIZE = 2, 3, 5, 4, 6
+RANKS = 2
+BATCH = 3
+LENGTH = 5
+HEADS = 4
+SIZE = 6
 Function = Callable[[Tensor], Tensor]
 
 
 def features() -> Tensor:
-    return torch.randn(LENGTH, BATCH, HEADS * SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.randn(
+        LENGTH, BATCH, HEADS * SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def heads() -> Tensor:
@@ -26,7 +33,9 @@ def heads() -> Tensor:
 
 
 def slices(x: Tensor, dim: int) -> list[CutTensor]:
-    return [marked(part.contiguous(), Cut(dim, "outputs of up", RANKS)) for part in x.chunk(RANKS, dim)]
+    return [
+        marked(part.contiguous(), Cut(dim, "outputs of up", RANKS)) for part in x.chunk(RANKS, dim)
+    ]
 
 
 def require_slices_of(whole: Tensor, parts: list[Tensor]) -> None:
@@ -35,7 +44,9 @@ def require_slices_of(whole: Tensor, parts: list[Tensor]) -> None:
         assert isinstance(part, CutTensor)
         cut = part.cut
         dim = cut.dim
-        runs = whole.unflatten(dim, (cut.outer, -1)).chunk(RANKS, dim + 1)[rank].flatten(dim, dim + 1)
+        runs = (
+            whole.unflatten(dim, (cut.outer, -1)).chunk(RANKS, dim + 1)[rank].flatten(dim, dim + 1)
+        )
         torch.testing.assert_close(unchecked(part), runs, rtol=1e-12, atol=1e-12)
 
 
@@ -46,7 +57,9 @@ OF_FEATURES: dict[str, Function] = {
     "numbers": lambda x: 1 - 2 * x / 3,
     "power": lambda x: x**2,
     "two": lambda x: x * torch.sigmoid(x),
-    "each token": lambda x: x * torch.rand(LENGTH, BATCH, 1, generator=torch.Generator().manual_seed(1)),
+    "each token": lambda x: (
+        x * torch.rand(LENGTH, BATCH, 1, generator=torch.Generator().manual_seed(1))
+    ),
     "where": lambda x: torch.where(x > 0, x, -x),
     "in place": lambda x: x.clone().mul_(2).clamp_(-1, 1),
     "dtype": lambda x: x.float().to(torch.float64),
@@ -82,15 +95,23 @@ OF_HEADS: dict[str, Function] = {
     "features": lambda x: x.permute(2, 0, 1, 3).flatten(2),
     "features by reshape": lambda x: x.permute(2, 0, 1, 3).reshape(LENGTH, BATCH, -1),
     "scores": lambda x: (
-        (x @ x.transpose(-1, -2)).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -9).softmax(-1)
+        (x @ x.transpose(-1, -2))
+        .masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -9)
+        .softmax(-1)
     ),
     "attention": lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos(), is_causal=True),
-    "masked": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(LENGTH, LENGTH).bool().tril()),
+    "masked": lambda x: F.scaled_dot_product_attention(
+        x, x, x, torch.ones(LENGTH, LENGTH).bool().tril()
+    ),
     "einsum": lambda x: torch.einsum("bhqd,bhkd->bhqk", x, x.cos()),
-    "one batch": lambda x: torch.bmm(x.reshape(-1, LENGTH, SIZE), x.reshape(-1, LENGTH, SIZE).transpose(1, 2)),
+    "one batch": lambda x: torch.bmm(
+        x.reshape(-1, LENGTH, SIZE), x.reshape(-1, LENGTH, SIZE).transpose(1, 2)
+    ),
     "one batch and back": lambda x: x.reshape(-1, LENGTH, SIZE).view(BATCH, -1, LENGTH, SIZE),
     "rotated": lambda x: torch.cat((-x[..., SIZE // 2 :], x[..., : SIZE // 2]), -1),
-    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * 1j).flatten(3),
+    "complex": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * 1j
+    ).flatten(3),
     "groups": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).reshape(BATCH, -1, LENGTH, SIZE),
     "groups by repeats": lambda x: x.repeat_interleave(3, dim=1),
     "norm": lambda x: F.rms_norm(x, (SIZE,), eps=1e-5),
@@ -100,13 +121,17 @@ OF_HEADS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", OF_FEATURES)
-def test_what_keeps_slices_of_features_returns_the_slice_of_what_one_process_returns(name: str) -> None:
+def test_what_keeps_slices_of_features_returns_the_slice_of_what_one_process_returns(
+    name: str,
+) -> None:
     function = OF_FEATURES[name]
     require_slices_of(function(features()), [function(part) for part in slices(features(), 2)])
 
 
 @pytest.mark.parametrize("name", OF_HEADS)
-def test_what_keeps_slices_of_heads_returns_the_slice_of_what_one_process_returns(name: str) -> None:
+def test_what_keeps_slices_of_heads_returns_the_slice_of_what_one_process_returns(
+    name: str,
+) -> None:
     function = OF_HEADS[name]
     require_slices_of(function(heads()), [function(part) for part in slices(heads(), 1)])
 
@@ -161,7 +186,9 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
     "conv": lambda x: F.conv1d(x, torch.ones(1, BATCH, 1, dtype=x.dtype)),
     "prelu": lambda x: F.prelu(x, torch.ones(1, dtype=x.dtype, requires_grad=True)),
     "a learned number": lambda x: x * torch.ones((), dtype=x.dtype, requires_grad=True),
-    "cross entropy": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(LENGTH * BATCH, dtype=torch.long)),
+    "cross entropy": lambda x: F.cross_entropy(
+        x.flatten(0, 1), torch.zeros(LENGTH * BATCH, dtype=torch.long)
+    ),
     "squared error": lambda x: F.mse_loss(x, features()),
     "triangle": lambda x: x.tril(),
     "written into": lambda x: features().copy_(x),
@@ -170,7 +197,9 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_what_mixes_features_that_ranks_share_is_refused_in_one_line_with_the_layer(name: str) -> None:
+def test_what_mixes_features_that_ranks_share_is_refused_in_one_line_with_the_layer(
+    name: str,
+) -> None:
     for part in slices(features(), 2):
         with pytest.raises(UserError) as refused:
             MIXES[name](part)

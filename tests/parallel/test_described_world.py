@@ -1,4 +1,5 @@
-"""A world is what a launcher describes, wholly and without contradiction; all else is refused by variable and value."""
+"""A world is what a launcher describes, wholly and without contradiction; all else is refused by
+variable and value."""
 
 import os
 import subprocess
@@ -41,27 +42,43 @@ def test_a_slurm_step_is_said_in_torchs_words() -> None:
         "MASTER_PORT": "23456",
     }
     assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"})["MASTER_ADDR"] == "a1"
-    assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "n[2-3]-ib,m"})["MASTER_ADDR"] == "n2-ib"
-    assert slurm_environment(SLURM | {"MASTER_ADDR": "me", "MASTER_PORT": "9"})["MASTER_ADDR"] == "me"
+    assert (
+        slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "n[2-3]-ib,m"})["MASTER_ADDR"] == "n2-ib"
+    )
+    assert (
+        slurm_environment(SLURM | {"MASTER_ADDR": "me", "MASTER_PORT": "9"})["MASTER_ADDR"] == "me"
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "local"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, "2"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3", "SLURM_NTASKS_PER_NODE": "9"}, "1"),
+        (
+            {
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+                "SLURM_NODEID": "3",
+                "SLURM_NTASKS_PER_NODE": "9",
+            },
+            "1",
+        ),
         ({"SLURM_NTASKS_PER_NODE": "2"}, "2"),
         ({}, None),
     ],
 )
-def test_a_slurm_task_knows_how_many_ranks_its_node_has(said: dict[str, str], local: str | None) -> None:
+def test_a_slurm_task_knows_how_many_ranks_its_node_has(
+    said: dict[str, str], local: str | None
+) -> None:
     assert slurm_environment(SLURM | said).get("LOCAL_WORLD_SIZE") == local
 
 
 @pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0"}])
-def test_slurm_is_not_asked_when_a_step_has_one_task_or_torchrun_spoke(change: dict[str, str]) -> None:
+def test_slurm_is_not_asked_when_a_step_has_one_task_or_torchrun_spoke(
+    change: dict[str, str],
+) -> None:
     assert slurm_environment(SLURM | change) == {}
-    assert slurm_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == {}  # a batch script outside any step
+    # a batch script outside any step
+    assert slurm_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == {}
 
 
 def described(environ: Mapping[str, str]) -> bool:
@@ -101,7 +118,9 @@ def test_the_first_node_of_any_list_of_slurms_is_the_address() -> None:
         ({"PMI_SIZE": "2"}, "each of these processes would train alone; start them by torchrun"),
     ],
 )  # fmt: skip
-def test_a_world_that_cannot_be_is_refused_by_variable_and_value(environ: dict[str, str], said: str) -> None:
+def test_a_world_that_cannot_be_is_refused_by_variable_and_value(
+    environ: dict[str, str], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         described(environ)
 
@@ -113,7 +132,12 @@ def test_a_world_that_cannot_be_is_refused_by_variable_and_value(environ: dict[s
         SLURM,
         SLURM | {"RANK": "", "WORLD_SIZE": "4"},
         {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"} | {"MASTER_ADDR": "first"},
-        SLURM | WHOLE | {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},  # torchrun's ranks in a step of its agents
+        SLURM
+        | WHOLE
+        | {
+            "WORLD_SIZE": "4",
+            "TORCHELASTIC_RUN_ID": "x",
+        },  # torchrun's ranks in a step of its agents
         WHOLE | {"OMPI_COMM_WORLD_SIZE": "2"},
     ],
 )
@@ -126,11 +150,20 @@ def test_a_process_alone_may_be_started_by_any_launcher() -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("program", ["-m megaprec keys lr", "-c 'from parallel import world\nwith world(): pass'"])
+@pytest.mark.parametrize(
+    "program", ["-m megaprec keys lr", "-c 'from parallel import world\nwith world(): pass'"]
+)
 def test_a_program_ends_with_one_line_where_no_world_is_described(program: str) -> None:
-    environ = {k: v for k, v in os.environ.items() if k not in WHOLE} | {"SLURM_STEP_NUM_TASKS": "2"}
+    environ = {k: v for k, v in os.environ.items() if k not in WHOLE} | {
+        "SLURM_STEP_NUM_TASKS": "2"
+    }
     done = subprocess.run(
-        f"{sys.executable} {program}", shell=True, env=environ, capture_output=True, text=True, check=False
+        f"{sys.executable} {program}",
+        shell=True,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode
     assert "SLURM_STEP_NUM_TASKS=2 set but not SLURM_PROCID" in done.stderr.splitlines()[-1]

@@ -1,4 +1,5 @@
-"""Drawn models of torch's modules and styles: two tensor-parallel ranks train what one process does, or refuse."""
+"""Drawn models of torch's modules and styles: two tensor-parallel ranks train what one process
+does, or refuse."""
 
 from collections import Counter
 from typing import Any
@@ -15,9 +16,14 @@ from parallel.plain_layers import Dropout, Watch
 from tests.parallel.drawn_models import Drawn, batches, drawn_model
 from tests.ranks import run_ranks
 
-MODELS, EACH, STEPS = 300, 10, 3
-EPS = 1e-3  # of AdamW: a gradient that is zero but for rounding, as of a key's bias, would be divided by its own size
-Trained = tuple[list[float], dict[str, Tensor]]  # losses, of the steps and of an evaluation, and weights by name
+MODELS = 300
+EACH = 10
+STEPS = 3
+# of AdamW: a gradient that is zero but for rounding, as of a key's bias, would be divided by its
+# own size
+EPS = 1e-3
+# losses, of the steps and of an evaluation, and weights by name
+Trained = tuple[list[float], dict[str, Tensor]]
 
 
 def on_one_process(number: int) -> Trained:
@@ -30,7 +36,9 @@ def on_one_process(number: int) -> Trained:
             model.set_submodule(path, Dropout(old, path, alone))
     trained = [p for p in model.parameters() if p.requires_grad]
     if drawn.adam:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, drawn.lr, (0.9, 0.95), EPS, weight_decay=0.0)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            trained, drawn.lr, (0.9, 0.95), EPS, weight_decay=0.0
+        )
     else:
         optimizer = torch.optim.SGD(trained, drawn.lr)
     losses = []
@@ -73,7 +81,8 @@ def on_two_ranks(mesh: DeviceMesh, numbers: list[int]) -> list[Trained | tuple[s
 
 def cut_and_trained(mesh: DeviceMesh, number: int) -> Trained:
     drawn = drawn_model(number)
-    model, precision = drawn.model, plan("fp64")
+    model = drawn.model
+    precision = plan("fp64")
     styles: Any = drawn.styles
     parallelize(model, Context(precision, Axis.of(mesh, "tp")), styles)
     rule = AdamW((0.9, 0.95), EPS) if drawn.adam else SGD(0.0)
@@ -94,7 +103,11 @@ def cut_and_trained(mesh: DeviceMesh, number: int) -> Trained:
         losses.append(float(loss.detach()))
     losses.append(evaluated(drawn, parallel_loss))
     tensors = optimizer.state_dict()["tensors"]
-    return losses, {key.removeprefix("weight/"): value for key, value in tensors.items() if key.startswith("weight/")}
+    return losses, {
+        key.removeprefix("weight/"): value
+        for key, value in tensors.items()
+        if key.startswith("weight/")
+    }
 
 
 def differences(one: Trained, two: Trained) -> list[str]:
@@ -131,6 +144,8 @@ def tried(numbers: list[int]) -> tuple[list[str], Counter[str]]:
 
 @pytest.mark.cases(1, slow=2)
 @pytest.mark.parametrize("first", range(0, MODELS, EACH))
-def test_two_tensor_ranks_train_what_one_process_trains_or_refuse_the_model_in_its_first_step(first: int) -> None:
+def test_two_tensor_ranks_train_what_one_process_trains_or_refuse_the_model_in_its_first_step(
+    first: int,
+) -> None:
     wrong, _ = tried(list(range(first, first + EACH)))
     assert not wrong, "\n".join(wrong)

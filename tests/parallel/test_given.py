@@ -1,4 +1,5 @@
-"""The world, the mesh, the context and the modules that a loop of one's own gives: used, or refused by name."""
+"""The world, the mesh, the context and the modules that a loop of one's own gives: used, or refused
+by name."""
 
 from typing import Any
 
@@ -20,10 +21,19 @@ def joined() -> None:
 
 
 def of_ranks(mesh: DeviceMesh) -> dict[str, str]:
-    sizes: list[dict[str, Any]] = [{"dp": 2.0}, {"dp": "2"}, {"tp": -2, "dp": -1}, {"dp": 0}, {"tp": True, "dp": 2}]
+    sizes: list[dict[str, Any]] = [
+        {"dp": 2.0},
+        {"dp": "2"},
+        {"tp": -2, "dp": -1},
+        {"dp": 0},
+        {"tp": True, "dp": 2},
+    ]
     said = {str(size): said_of(lambda size=size: make_mesh(**size)) for size in sizes}
     devices: list[Any] = ["gpu", "cuda:0", "cpu:0", torch.device("cpu"), None]
-    said |= {str(device): said_of(lambda device=device: make_mesh(dp=2, device=device)) for device in devices}
+    said |= {
+        str(device): said_of(lambda device=device: make_mesh(dp=2, device=device))
+        for device in devices
+    }
     return said | {
         "again": said_of(joined),
         "three": said_of(lambda: make_mesh(dp=3)),
@@ -35,7 +45,9 @@ def test_degrees_and_devices_that_are_none_are_refused_on_every_rank() -> None:
     first, second = run_ranks(of_ranks, {"dp": 2})
     assert first == second
     assert not first.pop("")
-    assert first.pop("again").startswith("this process has joined torch.distributed already, over gloo: use make_mesh")
+    assert first.pop("again").startswith(
+        "this process has joined torch.distributed already, over gloo: use make_mesh"
+    )
     assert "needs 3: start 3 ranks" in first.pop("three")
     for given, said in first.items():
         assert ": must be " in said, given
@@ -59,9 +71,18 @@ def test_a_world_of_gpus_needs_one_for_each_local_rank(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
-    with pytest.raises(UserError, match=f"^device = .cuda.: local rank {local} .* sees {devices}: "), world("cuda"):
+    with (
+        pytest.raises(UserError, match=f"^device = .cuda.: local rank {local} .* sees {devices}: "),
+        world("cuda"),
+    ):
         pass
-    described = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "x"}
+    described = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "LOCAL_RANK": "x",
+    }
     for name, value in described.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="LOCAL_RANK"), world("cuda"):
@@ -71,16 +92,35 @@ def test_a_world_of_gpus_needs_one_for_each_local_rank(
 def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"^LOCAL_RANK is not set, and torch sees 2 CUDA devices: "), world("cuda"):
+    with (
+        pytest.raises(UserError, match=r"^LOCAL_RANK is not set, and torch sees 2 CUDA devices: "),
+        world("cuda"),
+    ):
         pass
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("plan", "bf16"), ("plan", None), ("tp", "tp"), ("tp", 2), ("sequence", "no"), ("seed", "x"), ("blank", 1)]
-    + [("recompute", value) for value in (True, Recompute("all"), Recompute(fraction=2.0), Recompute(layers=-1))],  # type: ignore[arg-type]
+    [
+        ("plan", "bf16"),
+        ("plan", None),
+        ("tp", "tp"),
+        ("tp", 2),
+        ("sequence", "no"),
+        ("seed", "x"),
+        ("blank", 1),
+    ]
+    + [
+        ("recompute", value)
+        for value in (True, Recompute("all"), Recompute(fraction=2.0), Recompute(layers=-1))
+    ],  # type: ignore[arg-type]
 )
 def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"^{name} = .*: must be "):
@@ -88,7 +128,8 @@ def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(name: str, va
 
 
 def test_what_parallelize_cannot_take_is_refused_by_name() -> None:
-    context, model = Context(plan("fp32")), nn.Sequential(nn.Linear(2, 2))
+    context = Context(plan("fp32"))
+    model = nn.Sequential(nn.Linear(2, 2))
     cases: list[tuple[str, tuple[Any, ...]]] = [
         ("module", ([model], context, {})),
         ("context", (model, plan("fp32"), {})),

@@ -1,4 +1,5 @@
-"""What a loop of one's own asks autograd for, parallel layers give as plain ones do, or say that they do not."""
+"""What a loop of one's own asks autograd for, parallel layers give as plain ones do, or say that
+they do not."""
 
 import io
 from collections.abc import Callable
@@ -21,7 +22,11 @@ LR = 0.1
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Embedding(6, 4), nn.RMSNorm(4, eps=1e-5), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        nn.Embedding(6, 4),
+        nn.RMSNorm(4, eps=1e-5),
+        nn.Linear(4, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3),
     ).double()
 
 
@@ -31,7 +36,9 @@ def layers() -> nn.Module:
 
 def trained() -> tuple[nn.Module, ParallelAMPOptimizer]:
     model = layers()
-    return model, ParallelAMPOptimizer([model], plan("fp64"), lr=LR, rule=SGD(0.0), weight_decay=0.0, clip=0.0)
+    return model, ParallelAMPOptimizer(
+        [model], plan("fp64"), lr=LR, rule=SGD(0.0), weight_decay=0.0, clip=0.0
+    )
 
 
 def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
@@ -53,7 +60,9 @@ def same(model: nn.Module, other: nn.Module) -> bool:
 
 
 def of_inputs(model: Any) -> tuple[Tensor, ...]:
-    x = torch.randn(3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(
+        3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     return torch.autograd.grad(model[1:](x).square().sum(), x)
 
 
@@ -95,7 +104,9 @@ def test_a_gradient_that_is_to_be_differentiated_is_refused() -> None:
 
 
 def penalized(model: Any) -> Tensor:
-    x = torch.randn(3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(
+        3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     y = model[2:](x)
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     return y.square().mean() + grad.square().mean()

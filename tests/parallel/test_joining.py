@@ -18,7 +18,8 @@ HOST = socket.gethostname()
 
 
 def joined(ranks: Sequence[int], size: int, port: int) -> list[str]:
-    """What each of these ranks gets, which begin one after the other: rank and size, or the error."""
+    """What each of these ranks gets, which begin one after the other: rank and size, or the
+    error."""
 
     def of(rank: int) -> str:
         names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -43,7 +44,9 @@ def test_ranks_that_do_not_join_are_named_by_all_that_did(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(joining, "NEWS", 0.05)
-    held, connected, missing = list[dist.Store](), joining._connected, joining._missing
+    held = list[dist.Store]()
+    connected = joining._connected
+    missing = joining._missing
 
     def kept(*arguments: Any) -> dist.Store:
         held.append(connected(*arguments))
@@ -68,13 +71,18 @@ def test_a_rank_that_cannot_reach_the_store_says_where_it_looks(
     port = free_port()
     (problem,) = joined([1], 2, port)
     assert problem.startswith(f"rank 1 on {HOST} has had no answer from 127.0.0.1:{port} for 1 s: ")
-    assert f"rank 1 on {HOST} waits for the ranks' store at 127.0.0.1:{port}: " in capfd.readouterr().err
+    assert (
+        f"rank 1 on {HOST} waits for the ranks' store at 127.0.0.1:{port}: "
+        in capfd.readouterr().err
+    )
 
 
 def test_a_port_in_use_is_said() -> None:
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (problem,) = joined([0], 2, taken.port)
-    assert problem.startswith(f"rank 0 on {HOST} cannot open port {taken.port} for the ranks' store: ")
+    assert problem.startswith(
+        f"rank 0 on {HOST} cannot open port {taken.port} for the ranks' store: "
+    )
 
 
 def test_many_missing_ranks_are_not_all_named() -> None:
@@ -86,18 +94,25 @@ HERE = joining.Seat("alpha", "1", "10.0.0.1")
 
 
 def test_ranks_of_several_machines_name_no_address_that_only_their_own_machine_reaches() -> None:
-    """Debian writes the machine's own name into /etc/hosts as 127.0.1.1, and gloo tells it to the other machines."""
+    """Debian writes the machine's own name into /etc/hosts as 127.0.1.1, and gloo tells it to the
+    other machines."""
     lost = joining.Seat("beta", "2", "127.0.1.1")
     said = joining._unreachable([HERE, HERE, lost])
-    assert said.startswith("beta is 127.0.1.1 to itself (/etc/hosts), which no other machine reaches: ")
+    assert said.startswith(
+        "beta is 127.0.1.1 to itself (/etc/hosts), which no other machine reaches: "
+    )
     assert "set GLOO_SOCKET_IFNAME on each machine" in said
     assert joining._unreachable([HERE, joining.Seat("beta", "2", "10.0.0.2")]) == ""
-    assert joining._unreachable([HERE, joining.Seat("beta", "2", "")]) == "", "the interface was named"
+    assert joining._unreachable([HERE, joining.Seat("beta", "2", "")]) == "", (
+        "the interface was named"
+    )
     assert joining._unreachable([lost, lost]) == "", "one machine reaches itself"
     assert "::1" in joining._unreachable([HERE, joining.Seat("beta", "2", "::1")])
 
 
-def test_a_host_whose_name_resolves_to_nothing_is_at_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_name_resolves_to_nothing_is_at_the_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert joining.Seat.of_this_process().address == "127.0.0.1"
@@ -121,12 +136,15 @@ SHELL = {
     "MASTER_ADDR": "127.0.0.1",
 }
 LONE = (
-    "this is task 0 of 8 of a Slurm step, and no other task is there: start the command with srun, or unset "
+    "this is task 0 of 8 of a Slurm step, and no other task is there: start the command with "
+    "srun, or unset "
     "SLURM_STEP_NUM_TASKS to run without the others"
 )
 
 
-def test_a_shell_that_slurm_has_opened_is_told_so_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_that_slurm_has_opened_is_told_so_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(joining, "ALONE", 0.1)
     assert 3 * joining.ALONE < 5
     with pytest.raises(UserError, match=LONE):

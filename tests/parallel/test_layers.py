@@ -1,7 +1,9 @@
-"""The laws of the parallel layers: together they are the plain layer that has the logical weights, in float64."""
+"""The laws of the parallel layers: together they are the plain layer that has the logical weights,
+in float64."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,7 +25,11 @@ from parallel.linear import Input, Linear
 from tests.ranks import run_ranks
 
 CLOSE = 1e-12
-SEQUENCE, BATCH, IN, OUT = 12, 2, 24, 36  # every one divides by 2, 3 and 4
+# every one divides by 2, 3 and 4
+SEQUENCE = 12
+BATCH = 2
+IN = 24
+OUT = 36
 F64 = torch.float64
 
 
@@ -70,7 +76,8 @@ class Plain:
         plain.weight.data.copy_(layer.weight.data)
         if layer.bias is not None:
             plain.bias.data.copy_(layer.bias.data)
-        x, seed = random(2, SEQUENCE, BATCH, IN).requires_grad_(), random(3, SEQUENCE, BATCH, OUT)
+        x = random(2, SEQUENCE, BATCH, IN).requires_grad_()
+        seed = random(3, SEQUENCE, BATCH, OUT)
         y = plain(x)
         y.backward(seed)
         return Plain(x, y.detach(), plain, seed)
@@ -86,14 +93,18 @@ Make = Callable[[Context], ColumnParallelLinear | RowParallelLinear]
 def check_linear(
     mesh: DeviceMesh, what: str, make: Make, sequence: bool, cut_in: int | None, cut_out: int | None
 ) -> None:
-    """cut_in, cut_out: the dim along which a rank's input and output are cut; None if every rank has all of it."""
+    """cut_in, cut_out: the dim along which a rank's input and output are cut; None if every rank
+    has all of it."""
     context = context_of(mesh, sequence=sequence)
     axis = context.tp
     alone = make(replace(context, tp=Axis("tp")))
     give_bias(alone)
-    plain, layer = Plain.run(alone), make(context)
+    plain = Plain.run(alone)
+    layer = make(context)
     give_bias(layer)
-    assert torch.equal(layer.weight, shares_of(alone.weight, layer.weight)), f"{what}: starts differently"
+    assert torch.equal(layer.weight, shares_of(alone.weight, layer.weight)), (
+        f"{what}: starts differently"
+    )
     x = plain.input(axis, cut_in)
     y = layer(x)
     cut: Callable[[Tensor], Tensor] = lambda t: t if cut_out is None else axis.chunk(t, cut_out)  # noqa: E731
@@ -101,9 +112,15 @@ def check_linear(
     y.backward(cut(plain.seed))
     assert plain.x.grad is not None
     require_close(
-        f"{what}: input gradient", x.grad, plain.x.grad if cut_in is None else axis.chunk(plain.x.grad, cut_in)
+        f"{what}: input gradient",
+        x.grad,
+        plain.x.grad if cut_in is None else axis.chunk(plain.x.grad, cut_in),
     )
-    require_close(f"{what}: weight gradient", layer.weight.grad, shares_of(plain.layer.weight.grad, layer.weight))
+    require_close(
+        f"{what}: weight gradient",
+        layer.weight.grad,
+        shares_of(plain.layer.weight.grad, layer.weight),
+    )
     if layer.bias is not None:
         assert layer.bias.grad is not None
         layout = layout_of(layer.bias)
@@ -124,27 +141,36 @@ def check_linears(mesh: DeviceMesh) -> None:
     for o in options(sequence=BOTH, bias=BOTH, gather_output=BOTH):
         sequence = o.pop("sequence")
         if not (sequence and o["gather_output"]):
-            column: Make = lambda context, o=o: ColumnParallelLinear(context, IN, OUT, name="a", **o)  # noqa: E731
-            cut_in, cut_out = 0 if sequence else None, None if o["gather_output"] else 2
+            column: Make = partial(
+                ColumnParallelLinear, in_features=IN, out_features=OUT, name="a", **o
+            )
+            cut_in = 0 if sequence else None
+            cut_out = None if o["gather_output"] else 2
             check_linear(mesh, f"column {sequence=} {o}", column, sequence, cut_in, cut_out)
     for o in options(sequence=BOTH, bias=BOTH, input_is_parallel=BOTH):
         sequence = o.pop("sequence")
         if not (sequence and not o["input_is_parallel"]):
-            row: Make = lambda context, o=o: RowParallelLinear(context, IN, OUT, name="a", **o)  # noqa: E731
-            cut_in, cut_out = 2 if o["input_is_parallel"] else None, 0 if sequence else None
+            row: Make = partial(RowParallelLinear, input_size=IN, output_size=OUT, name="a", **o)
+            cut_in = 2 if o["input_is_parallel"] else None
+            cut_out = 0 if sequence else None
             check_linear(mesh, f"row {sequence=} {o}", row, sequence, cut_in, cut_out)
 
 
 def check_stacked(mesh: DeviceMesh) -> None:
     """Three matrices in one weight, the last two with two slices that neighbours share."""
     context = context_of(mesh, sequence=False)
-    axis, x = context.tp, random(2, SEQUENCE, BATCH, IN)
+    axis = context.tp
+    x = random(2, SEQUENCE, BATCH, IN)
     stack = [Rows("q", 8), Rows("k", 4, shards=2), Rows("v", 4, shards=2)]
     y = ColumnParallelLinear(context, IN, stack)(x)
     for n, (ours, rows) in enumerate(zip(y.split([8 // axis.size, 2, 2], -1), stack, strict=True)):
-        whole = ColumnParallelLinear(replace(context, tp=Axis("tp")), IN, rows.rows, name=rows.name)(x)
+        whole = ColumnParallelLinear(
+            replace(context, tp=Axis("tp")), IN, rows.rows, name=rows.name
+        )(x)
         shards = rows.shards or axis.size
-        require_close(f"matrix {n}", ours, whole.chunk(shards, -1)[axis.rank * shards // axis.size].detach())
+        require_close(
+            f"matrix {n}", ours, whole.chunk(shards, -1)[axis.rank * shards // axis.size].detach()
+        )
 
 
 def check_embeddings(mesh: DeviceMesh, vocab: int) -> None:
@@ -154,16 +180,21 @@ def check_embeddings(mesh: DeviceMesh, vocab: int) -> None:
         whole = VocabParallelEmbedding(replace(context, tp=Axis("tp")), vocab, IN, name="e").weight
         layer = VocabParallelEmbedding(context, vocab, IN, name="e")
         ids = torch.randint(vocab, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(4))
-        expected, seed = F.embedding(ids, whole), random(3, SEQUENCE, BATCH, IN)
+        expected = F.embedding(ids, whole)
+        seed = random(3, SEQUENCE, BATCH, IN)
         expected.backward(seed)
         y = layer(ids)
-        cut: Callable[[Tensor], Tensor] = lambda t, cut=sequence, axis=axis: axis.chunk(t) if cut else t  # noqa: E731
+        cut: Callable[[Tensor], Tensor] = axis.chunk if sequence else torch.clone
         assert torch.equal(y, cut(expected))
         y.backward(cut(seed))
         own = layer.part.local[0]
         assert layer.weight.grad is not None
-        require_close("embedding gradient", layer.weight.grad[:own], shares_of(whole.grad, layer.weight))
-        assert not layer.weight[own:].any() and not layer.weight.grad[own:].any(), "padding is not zero"
+        require_close(
+            "embedding gradient", layer.weight.grad[:own], shares_of(whole.grad, layer.weight)
+        )
+        assert not layer.weight[own:].any() and not layer.weight.grad[own:].any(), (
+            "padding is not zero"
+        )
 
 
 def check_losses(mesh: DeviceMesh, vocab: int) -> None:
@@ -177,15 +208,19 @@ def check_losses(mesh: DeviceMesh, vocab: int) -> None:
         rounded = (10 * random(7, SEQUENCE, BATCH, vocab)).to(dtype)
         rounded[0, 0, 0] = 60000  # exp of it, or of the difference to it, is no number of any dtype
         plain = rounded.double().clone().requires_grad_()
-        expected = F.cross_entropy(plain.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        expected = F.cross_entropy(
+            plain.flatten(0, 1), targets.flatten(), reduction="none"
+        ).view_as(targets)
         expected.backward(seed)
-        logits = torch.full((SEQUENCE, BATCH, part.padded[0]), 65504.0).to(dtype)  # padding must not be seen
+        # padding must not be seen
+        logits = torch.full((SEQUENCE, BATCH, part.padded[0]), 65504.0).to(dtype)
         logits[..., : part.local[0]] = rounded[..., part.start : part.start + part.local[0]]
         given = logits.clone().requires_grad_()
         sensitive = F64 if dtype == F64 else torch.float32
         ours = loss.cross_entropy(given, targets, part, axis, sensitive)
         assert ours.dtype == sensitive
-        rtol, atol = (CLOSE, CLOSE) if dtype == F64 else (1e-6, 1e-5)  # of FP32, far below what a half can say
+        # of FP32, far below what a half can say
+        rtol, atol = (CLOSE, CLOSE) if dtype == F64 else (1e-6, 1e-5)
         torch.testing.assert_close(ours.double(), expected.detach(), rtol=rtol, atol=atol)
         ours.backward(seed.to(sensitive))
         assert torch.equal(given.detach(), logits), "the logits were changed"
@@ -193,19 +228,25 @@ def check_losses(mesh: DeviceMesh, vocab: int) -> None:
         assert plain.grad is not None
         own = plain.grad[..., part.start : part.start + part.local[0]]
         rtol = CLOSE if dtype == F64 else 0.51 * torch.finfo(dtype).eps  # rounded once
-        torch.testing.assert_close(given.grad[..., : part.local[0]].double(), own, rtol=rtol, atol=atol)
+        torch.testing.assert_close(
+            given.grad[..., : part.local[0]].double(), own, rtol=rtol, atol=atol
+        )
         assert not given.grad[..., part.local[0] :].any(), "padding has a gradient"
 
 
 class Echo(nn.Module):
-    """Embeds a token and says which it was: a tied table with padding that is looked up and multiplied by."""
+    """Embeds a token and says which it was: a tied table with padding that is looked up and
+    multiplied by."""
 
     def __init__(self, context: Context, vocab: int) -> None:
         super().__init__()
-        self.context, self.table = context, VocabParallelEmbedding(context, vocab, IN, name="e", std=1.0)
+        self.context = context
+        self.table = VocabParallelEmbedding(context, vocab, IN, name="e", std=1.0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits = Linear.apply(self.table(ids), self.table.weight, None, Input.COPIED, self.context.tp)
+        logits = Linear.apply(
+            self.table(ids), self.table.weight, None, Input.COPIED, self.context.tp
+        )
         return loss.cross_entropy(logits, ids, self.table.part, self.context.tp, F64).mean()
 
 
@@ -235,16 +276,31 @@ def check_all(mesh: DeviceMesh, vocabularies: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("tp", "vocabularies"), [(1, (7,)), (2, (7, 8)), (3, (7, 2)), (4, (7, 5))])
-def test_parallel_layers_are_the_plain_layers_with_the_logical_weights(tp: int, vocabularies: tuple[int, ...]) -> None:
-    """Vocabularies with and without padding, 2 on three ranks and 5 on four with a rank of nothing but padding."""
+def test_parallel_layers_are_the_plain_layers_with_the_logical_weights(
+    tp: int, vocabularies: tuple[int, ...]
+) -> None:
+    """Vocabularies with and without padding, 2 on three ranks and 5 on four with a rank of nothing
+    but padding."""
     run_ranks(check_all, {"tp": tp}, vocabularies=vocabularies)
 
 
 REFUSED: dict[str, tuple[Callable[[Context], Any], bool]] = {
-    "a: 5 output features do not divide by tensor = 2": (lambda c: ColumnParallelLinear(c, 4, 5, name="a"), False),
-    "b: 3 output features": (lambda c: ColumnParallelLinear(c, 4, [Rows("a", 4), Rows("b", 3)]), False),
-    "a: 5 input features do not divide by tensor = 2": (lambda c: RowParallelLinear(c, 5, 4, name="a"), False),
-    "a: gather_output would undo": (lambda c: ColumnParallelLinear(c, 4, 4, name="a", gather_output=True), True),
+    "a: 5 output features do not divide by tensor = 2": (
+        lambda c: ColumnParallelLinear(c, 4, 5, name="a"),
+        False,
+    ),
+    "b: 3 output features": (
+        lambda c: ColumnParallelLinear(c, 4, [Rows("a", 4), Rows("b", 3)]),
+        False,
+    ),
+    "a: 5 input features do not divide by tensor = 2": (
+        lambda c: RowParallelLinear(c, 5, 4, name="a"),
+        False,
+    ),
+    "a: gather_output would undo": (
+        lambda c: ColumnParallelLinear(c, 4, 4, name="a", gather_output=True),
+        True,
+    ),
     "a: sequence parallelism needs input_is_parallel": (
         lambda c: RowParallelLinear(c, 4, 4, name="a", input_is_parallel=False),
         True,

@@ -1,4 +1,5 @@
-"""Leaves: a compiled form serves exactly the call that it was made for, and computes what its leaf computes."""
+"""Leaves: a compiled form serves exactly the call that it was made for, and computes what its leaf
+computes."""
 
 from typing import Any
 
@@ -29,7 +30,9 @@ def form_of(call: Call) -> Leaves:
 def test_a_compiled_form_serves_no_other_shape_stride_dtype_value_or_device() -> None:
     made = form_of(call_of(double, (X, 2)))
     assert made(double, X, 2).eq(-1).all()
-    assert made(double, X.clone().requires_grad_(), 2).eq(-1).all(), "whether autograd looks on is no difference"
+    assert made(double, X.clone().requires_grad_(), 2).eq(-1).all(), (
+        "whether autograd looks on is no difference"
+    )
     for x, by in ((X[:2], 2), (X.t().contiguous().t(), 2), (X.double(), 2), (X, 3)):
         assert torch.equal(made(double, x, by), x * by)
     assert made(double, X.to("meta"), 2).is_meta

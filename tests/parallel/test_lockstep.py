@@ -1,4 +1,5 @@
-"""The laws of the lockstep: one virtual rank at a time, in order, and no collective without all of them."""
+"""The laws of the lockstep: one virtual rank at a time, in order, and no collective without all of
+them."""
 
 import gc
 import threading
@@ -55,7 +56,8 @@ def test_every_collective_gives_each_virtual_rank_its_result() -> None:
 
 
 def test_a_virtual_rank_that_fails_ends_the_others_and_keeps_its_traceback() -> None:
-    lockstep, ended = lockstep_of(3), list[int]()
+    lockstep = lockstep_of(3)
+    ended = list[int]()
 
     def fails_on_the_second(axis: LaneAxis) -> None:
         try:
@@ -70,7 +72,9 @@ def test_a_virtual_rank_that_fails_ends_the_others_and_keeps_its_traceback() -> 
         on_each(lockstep, fails_on_the_second)
     assert "fails_on_the_second" in "".join(traceback.format_tb(caught.tb))
     assert sorted(ended) == [0, 1, 2]
-    assert on_each(lockstep, lambda axis: axis.sum_(torch.ones(1)).item()) == [3, 3, 3], "it works after a failure"
+    assert on_each(lockstep, lambda axis: axis.sum_(torch.ones(1)).item()) == [3, 3, 3], (
+        "it works after a failure"
+    )
 
 
 @pytest.mark.parametrize("names", [("sum_", "max_"), ("sum_", "")])
@@ -91,7 +95,8 @@ def test_gradients_are_enabled_as_in_the_caller() -> None:
 
 
 def test_a_recomputation_inside_a_recomputation_keeps_the_lockstep() -> None:
-    """A recomputation ends as soon as it has what it needs, in the same place on all virtual ranks."""
+    """A recomputation ends as soon as it has what it needs, in the same place on all virtual
+    ranks."""
 
     def body(axis: LaneAxis) -> Tensor:
         x = (torch.arange(4.0) + axis.rank).requires_grad_()

@@ -1,4 +1,5 @@
-"""The loss in blocks of tokens: the numbers of all tokens at once, in a small part of the memory."""
+"""The loss in blocks of tokens: the numbers of all tokens at once, in a small part of the
+memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,11 @@ from parallel import loss
 from parallel.loss import cross_entropy
 from tests.ranks import run_ranks
 
-TOKENS, VOCAB = 8192, 128256  # a micro-batch of Llama-3 8B
-WHOLE = (4 + 4 + 2) * TOKENS * VOCAB  # bytes of FP32 logits in both passes and of a gradient beside the bf16 logits
+# a micro-batch of Llama-3 8B
+TOKENS = 8192
+VOCAB = 128256
+# bytes of FP32 logits in both passes and of a gradient beside the bf16 logits
+WHOLE = (4 + 4 + 2) * TOKENS * VOCAB
 
 
 @contextmanager
@@ -31,10 +35,16 @@ def both(elements: int, tp: Axis, dtype: torch.dtype, consume: bool) -> tuple[Te
     """Losses of 7 tokens and the gradient of their logits, computed `elements` logits at a time."""
     part = Part.cut("head.weight", (12, 4), 0, tp)
     generator = torch.Generator().manual_seed(tp.rank)
-    leaf = torch.randn(7, part.local[0], generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    leaf = (
+        torch.randn(7, part.local[0], generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.tensor([0, 11, 5, 6, 3, 8, 2])
     with blocks_of(elements):
-        losses = cross_entropy(leaf * 1, targets, part, tp, torch.promote_types(dtype, torch.float32), consume)
+        losses = cross_entropy(
+            leaf * 1, targets, part, tp, torch.promote_types(dtype, torch.float32), consume
+        )
         (losses * torch.arange(1.0, 8, dtype=losses.dtype)).sum().backward()
     assert leaf.grad is not None
     return losses.detach(), leaf.grad
@@ -55,11 +65,17 @@ def test_blocks_of_tokens_have_the_bits_of_all_tokens_at_once(tp: int) -> None:
     run_ranks(in_blocks, {"tp": tp})
 
 
-def test_targets_that_torch_leaves_out_have_no_number_and_the_mean_of_the_others_is_torchs() -> None:
-    logits = torch.randn(7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def test_targets_that_torch_leaves_out_have_no_number_and_the_mean_of_the_others_is_torchs() -> (
+    None
+):
+    logits = torch.randn(
+        7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     plain = logits.detach().clone().requires_grad_()
     targets = torch.tensor([0, -100, 5, 6, -100, 8, 2])
-    losses = cross_entropy(logits, targets, Part.cut("head.weight", (12, 4), 0, Axis("tp")), Axis("tp"), torch.float64)
+    losses = cross_entropy(
+        logits, targets, Part.cut("head.weight", (12, 4), 0, Axis("tp")), Axis("tp"), torch.float64
+    )
     assert losses.isnan().tolist() == (targets == -100).tolist()
     mean = losses[targets != -100].mean()
     wanted = torch.nn.functional.cross_entropy(plain, targets)
@@ -90,9 +106,12 @@ def test_the_loss_on_a_gpu_takes_less_than_a_tenth_of_logits_in_fp32(tp: int) ->
         logits = torch.zeros(TOKENS, part.local[0], dtype=torch.bfloat16).requires_grad_()
         made = Head.apply(logits)
         before = alive.begin()
-        losses = cross_entropy(made, torch.zeros(TOKENS, dtype=torch.int64), part, axis, consume=True)
+        losses = cross_entropy(
+            made, torch.zeros(TOKENS, dtype=torch.int64), part, axis, consume=True
+        )
         del made
-        forward, kept = alive.most - before, alive.begin()
+        forward = alive.most - before
+        kept = alive.begin()
         losses.sum().backward()
         backward = alive.most - kept
     assert forward + backward < 0.1 * WHOLE / tp, (forward, backward)
@@ -102,6 +121,8 @@ def test_logits_that_are_consumed_are_not_used_twice_in_silence() -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     part = Part.cut("head.weight", (4, 4), 0, Axis("tp"))
     bounded = logits.tanh()  # torch keeps its result for its own backward pass
-    losses = cross_entropy(bounded, torch.zeros(3, dtype=torch.int64), part, Axis("tp"), consume=True)
+    losses = cross_entropy(
+        bounded, torch.zeros(3, dtype=torch.int64), part, Axis("tp"), consume=True
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()

@@ -1,4 +1,5 @@
-"""Parts marked FP32 in a model that is trained: held and computed in FP32, in every layout, or refused by name."""
+"""Parts marked FP32 in a model that is trained: held and computed in FP32, in every layout, or
+refused by name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,11 +27,25 @@ from parallel.pipeline.builders import schedule
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
 from tests.ranks import run_ranks
 
-MODEL: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 40, "mlp": "swiglu"}
+MODEL: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "vocab": 40,
+    "mlp": "swiglu",
+}
 MOE = MODEL | {"experts": 4, "experts_per_token": 2}
 LAYER_NORM = MODEL | {"norm": "layer", "mlp_bias": True, "output_bias": True}
-# Where parts of 16 bits have nothing wider beside them, so that only the mark can make something FP32.
-NARROW: dict[str, Any] = {"parameters": "bf16", "gradients": "bf16", "masters": "none", "moments": "bf16"}
+# Where parts of 16 bits have nothing wider beside them, so that only the mark can make something
+# FP32.
+NARROW: dict[str, Any] = {
+    "parameters": "bf16",
+    "gradients": "bf16",
+    "masters": "none",
+    "moments": "bf16",
+}
 PARTS = {
     "embedding": MODEL,
     "final_norm": MODEL,
@@ -53,7 +68,9 @@ class Marks:
     def __init__(self, *paths: str) -> None:
         self.paths = paths
 
-    def __call__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Stage:
+    def __call__(
+        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]
+    ) -> Stage:
         stage = Stage(config, context, cut, tied)
         for path, module in stage.named_modules():
             if path in self.paths:
@@ -62,11 +79,17 @@ class Marks:
 
 
 def engine_of(
-    mesh: DeviceMesh | None, model: Mapping[str, Any], made: PrecisionPlan, make_stage: Any, zero_size: int = 0
+    mesh: DeviceMesh | None,
+    model: Mapping[str, Any],
+    made: PrecisionPlan,
+    make_stage: Any,
+    zero_size: int = 0,
 ) -> Engine:
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
 
-    def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+    def make_optimizer(
+        parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
+    ) -> ParallelAMPOptimizer:
         return ParallelAMPOptimizer(parts, plan, mesh, zero_size=zero_size, average=False)
 
     return Engine(
@@ -82,15 +105,20 @@ def engine_of(
     )
 
 
-def train(engine: Engine, mesh: DeviceMesh | None, model: Mapping[str, Any], steps: int = 3) -> list[float]:
+def train(
+    engine: Engine, mesh: DeviceMesh | None, model: Mapping[str, Any], steps: int = 3
+) -> list[float]:
     run = Run(dict(model), steps=steps)
     reports = [engine.step(share_of(mesh, batch), 1e-2, n) for n, batch in enumerate(batches(run))]
     assert all(report.changed for report in reports)
     return [report.loss for report in reports]
 
 
-def own_input(path: str, module: nn.Module, config: ModelConfig, compute: torch.dtype) -> tuple[tuple[Any, ...], Any]:
-    """What this kind of module is called with, and the floating tensor among it (None of an embedding)."""
+def own_input(
+    path: str, module: nn.Module, config: ModelConfig, compute: torch.dtype
+) -> tuple[tuple[Any, ...], Any]:
+    """What this kind of module is called with, and the floating tensor among it (None of an
+    embedding)."""
     torch.manual_seed(5)
     if path == "embedding":
         return (torch.randint(config.vocab, (LENGTH, 2)),), None
@@ -98,7 +126,12 @@ def own_input(path: str, module: nn.Module, config: ModelConfig, compute: torch.
     features = module.weight.shape[1] if layer else config.hidden  # type: ignore[union-attr, index]
     x = torch.randn(LENGTH, 2, features).to(compute).requires_grad_()  # type: ignore[call-overload]
     last = path.rpartition(".")[2]
-    more = (None, None) if last == "attention" or path == "layers.2" else (None,) if config.experts else ()
+    if last == "attention" or path == "layers.2":
+        more = (None, None)
+    elif config.experts:
+        more = (None,)
+    else:
+        more = ()
     return (x, *more), x
 
 
@@ -107,7 +140,8 @@ def first(output: Any) -> Tensor:
 
 
 def compare(mesh: DeviceMesh | None, residual: str = "bf16") -> list[tuple[str, str]]:
-    """What differs between a marked part of a bf16 model and the same part of an FP32 model, given the same numbers."""
+    """What differs between a marked part of a bf16 model and the same part of an FP32 model, given
+    the same numbers."""
     wrong = []
     for path, model in PARTS.items():
         config = ModelConfig(**model)
@@ -142,7 +176,10 @@ def compare(mesh: DeviceMesh | None, residual: str = "bf16") -> list[tuple[str, 
 def test_a_marked_dict_of_layers_trains_what_its_marked_layers_train() -> None:
     """Nobody calls the dict, so that its layers have to cast what they are given."""
     each = [f"layers.{n}" for n in range(MODEL["layers"])]
-    losses = [train(engine_of(None, MODEL, plan("bf16"), Marks(*marks)), None, MODEL) for marks in (["layers"], each)]
+    losses = [
+        train(engine_of(None, MODEL, plan("bf16"), Marks(*marks)), None, MODEL)
+        for marks in (["layers"], each)
+    ]
     assert losses[0] == losses[1]
 
 
@@ -156,7 +193,8 @@ def test_a_marked_part_cut_over_tp_computes_what_it_computes_in_an_fp32_model() 
 
 
 def kept(engine: Engine) -> dict[str, set[torch.dtype]]:
-    """The dtypes of weight, gradient, travelling gradient, master and averages of each logical name on a rank."""
+    """The dtypes of weight, gradient, travelling gradient, master and averages of each logical name
+    on a rank."""
     found = {}
     for buffer in engine.optimizer.all_buffers():
         state = [values.dtype for values in buffer.state.values()]
@@ -167,10 +205,17 @@ def kept(engine: Engine) -> dict[str, set[torch.dtype]]:
     return found
 
 
-NAMES = ("embedding.weight", "layers.1.mlp.", "layers.2.attention.query.", "layers.2.attention.output.")
+NAMES = (
+    "embedding.weight",
+    "layers.1.mlp.",
+    "layers.2.attention.query.",
+    "layers.2.attention.output.",
+)
 
 
-def trained(mesh: DeviceMesh | None, **changes: Any) -> tuple[list[float], dict[str, set[torch.dtype]], Any]:
+def trained(
+    mesh: DeviceMesh | None, **changes: Any
+) -> tuple[list[float], dict[str, set[torch.dtype]], Any]:
     model = MODEL | {"tied": True}
     marks = Marks("embedding", "layers.1.mlp", "layers.2.attention")
     engine = engine_of(mesh, model, plan("bf16", **changes), marks)
@@ -217,8 +262,12 @@ class Router(nn.Module):
 
     def __init__(self, context: Context, name: str, hidden: int) -> None:
         super().__init__()
-        self.scale = parameter(context, [Part.cut(f"{name}.scale", (hidden,), None, context.tp)], 0.0, mean=1.0)
-        self.up = ColumnParallelLinear(context, hidden, hidden, name=f"{name}.up", gather_output=True)
+        self.scale = parameter(
+            context, [Part.cut(f"{name}.scale", (hidden,), None, context.tp)], 0.0, mean=1.0
+        )
+        self.up = ColumnParallelLinear(
+            context, hidden, hidden, name=f"{name}.up", gather_output=True
+        )
         self.register_buffer("table", torch.full((hidden,), 0.5, dtype=torch.bfloat16))
         self.seen: list[torch.dtype] = []
 
@@ -231,7 +280,9 @@ class Router(nn.Module):
 class Own(Stage):
     """A stage of the family with a module of the user's own behind the embedding."""
 
-    def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(config, context, cut, tied)
         if cut.first:
             self.router = Router(context, "router", config.hidden)
@@ -264,14 +315,19 @@ class Wrapped(nn.Module):
 
     def __init__(self, stage: Stage, wrap: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
-        self.inner, self.losses = wrap(stage), stage.losses
+        self.inner = wrap(stage)
+        self.losses = stage.losses
 
-    def forward(self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE) -> Tensor:
+    def forward(
+        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
+    ) -> Tensor:
         return self.inner(x, place, packing)
 
 
 @pytest.mark.parametrize("wrap", [NaiveAMPModel, lambda model: PlannedModel(model, plan("bf16"))])
-def test_a_wrapper_that_casts_is_refused_within_a_stage(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_wrapper_that_casts_is_refused_within_a_stage(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
     def build(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
         return Wrapped(Stage(config, context, cut, tied), wrap)
 
@@ -289,7 +345,8 @@ def test_a_mark_that_nobody_sees_to_is_refused_by_the_optimizer() -> None:
     made = plan("bf16")
     model = nn.ModuleDict({"deep": lone_layer(made)})
     with pytest.raises(
-        UserError, match=r"^deep is marked FP32 and would compute in bf16: call parallel\.compute_marked"
+        UserError,
+        match=r"^deep is marked FP32 and would compute in bf16: call parallel\.compute_marked",
     ):
         ParallelAMPOptimizer([model], made)
     compute_marked_in_fp32(model, made)
@@ -298,12 +355,15 @@ def test_a_mark_that_nobody_sees_to_is_refused_by_the_optimizer() -> None:
 
 
 def test_the_optimizer_holds_what_a_wrapper_keeps_in_fp32() -> None:
-    """The wrapper computes with these weights in FP32; an optimizer that rounded them would undo it."""
+    """The wrapper computes with these weights in FP32; an optimizer that rounded them would undo
+    it."""
     made = plan("bf16")
     model = nn.Sequential(lone_layer(made), ColumnParallelLinear(Context(made), 8, 8, name="other"))
     optimizer = ParallelAMPOptimizer([NaiveAMPModel(model, dtype=torch.bfloat16)], made)
     assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
-    assert optimizer.plan.keeps_fp32("layer.weight") and not optimizer.plan.keeps_fp32("other.weight")
+    assert optimizer.plan.keeps_fp32("layer.weight") and not optimizer.plan.keeps_fp32(
+        "other.weight"
+    )
 
 
 def strange_name(made: PrecisionPlan) -> Iterator[bool]:

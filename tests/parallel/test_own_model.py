@@ -1,4 +1,5 @@
-"""A plain torch module, made parallel and trained by `Pipeline`, takes the steps that torch takes on one process."""
+"""A plain torch module, made parallel and trained by `Pipeline`, takes the steps that torch takes
+on one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +15,19 @@ from parallel import Context, Pipeline, parallelize, vocab_parallel_loss
 from parallel.pipeline import KINDS
 from tests.ranks import run_ranks
 
-VOCAB, HIDDEN, LENGTH, SAMPLES, STEPS = 24, 8, 6, 8, 4
+VOCAB = 24
+HIDDEN = 8
+LENGTH = 6
+SAMPLES = 8
+STEPS = 4
 IGNORED = -100
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.down = nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +37,9 @@ class Layer(nn.Module):
 def whole_model() -> list[nn.Sequential]:
     """Four stages, in plain torch."""
     torch.manual_seed(3)
-    embedding, norm, head = nn.Embedding(VOCAB, HIDDEN), nn.RMSNorm(HIDDEN, eps=1e-5), nn.Linear(HIDDEN, VOCAB)
+    embedding = nn.Embedding(VOCAB, HIDDEN)
+    norm = nn.RMSNorm(HIDDEN, eps=1e-5)
+    head = nn.Linear(HIDDEN, VOCAB)
     layers = [nn.Sequential() for _ in range(4)]
     layers[0].add_module("embedding", embedding)
     for stage in layers:
@@ -42,7 +50,8 @@ def whole_model() -> list[nn.Sequential]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [sequence, samples]; the first samples have far fewer targets than the last."""
+    """Tokens and targets [sequence, samples]; the first samples have far fewer targets than the
+    last."""
     drawn = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (LENGTH + 1, SAMPLES), generator=drawn)
     targets = tokens[1:].clone()
@@ -53,11 +62,15 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def plain_losses() -> list[float]:
     """torch's own training of the whole model."""
     model = nn.Sequential(*whole_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8
+    )
     losses = []
     for step in range(STEPS):
         inputs, targets = batch(step)
-        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss = nn.functional.cross_entropy(
+            model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -65,26 +78,42 @@ def plain_losses() -> list[float]:
     return losses
 
 
-def train(mesh: DeviceMesh, kind: str, average: bool, sequence: bool = False) -> tuple[list[float], float]:
+def train(
+    mesh: DeviceMesh, kind: str, average: bool, sequence: bool = False
+) -> tuple[list[float], float]:
     """Losses of the steps, and that of the first batch before them."""
     pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
-    precision, chunks = plan("fp64"), 4 // pp.size
-    context, stages = Context(precision, tp, sequence=sequence), whole_model()
+    precision = plan("fp64")
+    chunks = 4 // pp.size
+    context = Context(precision, tp, sequence=sequence)
+    stages = whole_model()
     order = megaprec_stages(kind, pp.rank, pp.size, chunks)
     parts = [
-        stages[n] if len(part) == 1 else nn.Sequential(*(stages[m] for m in part)) for part in order for n in part[:1]
+        stages[n] if len(part) == 1 else nn.Sequential(*(stages[m] for m in part))
+        for part in order
+        for n in part[:1]
     ]
     styles = {"*embedding": "vocab", "*up": "column", "*down": "row", "*head": "column"}
     for part, numbers in zip(parts, order, strict=True):
         paths = [path for path, _ in part.named_modules()]
         fitting: dict[str, Any] = {
-            key: style for key, style in styles.items() if any(path.endswith(key[1:]) for path in paths)
+            key: style
+            for key, style in styles.items()
+            if any(path.endswith(key[1:]) for path in paths)
         }
         parallelize(part, context, fitting, prefix=f"{numbers[0]}.")
     optimizer = ParallelAMPOptimizer(
-        parts, precision, mesh, average=average, rule=megaprec.AdamW((0.9, 0.95)), weight_decay=0.0, clip=0.0
+        parts,
+        precision,
+        mesh,
+        average=average,
+        rule=megaprec.AdamW((0.9, 0.95)),
+        weight_decay=0.0,
+        clip=0.0,
     )
-    head = next((m for part in parts for path, m in part.named_modules() if path.endswith("head")), None)
+    head = next(
+        (m for part in parts for path, m in part.named_modules() if path.endswith("head")), None
+    )
     loss_fn = vocab_parallel_loss(head) if head is not None else nn.functional.cross_entropy  # type: ignore[arg-type]
     shape = (LENGTH // (tp.size if context.cut_sequence else 1), SAMPLES // dp.size // 4, HIDDEN)
     pipeline = Pipeline(parts, optimizer, loss_fn, microbatches=4, activation=shape, schedule=kind)
@@ -171,7 +200,9 @@ def test_a_loss_that_is_already_a_mean_is_refused() -> None:
 def test_samples_that_do_not_make_whole_micro_batches_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     parallelize(model, Context(plan("fp32")), {"0": "column"})
-    pipeline = Pipeline([model], ParallelAMPOptimizer([model], plan("fp32")), lambda y, t: y[..., 0], microbatches=2)
+    pipeline = Pipeline(
+        [model], ParallelAMPOptimizer([model], plan("fp32")), lambda y, t: y[..., 0], microbatches=2
+    )
     with pytest.raises(UserError, match="inputs have 3 samples"):
         pipeline.step(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long), lr=0.1)
 
@@ -203,10 +234,18 @@ def marked() -> nn.Module:
     ("make", "style", "line"),
     [
         (lambda: Doubled(4, 4), "column", "0: Doubled is a subclass"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "row", "0: ParametrizedLinear is a subclass"),
+        (
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "row",
+            "0: ParametrizedLinear is a subclass",
+        ),
         (lambda: nn.Embedding(4, 4, sparse=True), "vocab", "0: sparse of an embedding"),
         (lambda: nn.Embedding(4, 4, padding_idx=1), "vocab", "0: padding_idx of an embedding"),
-        (lambda: nn.Embedding(4, 4, scale_grad_by_freq=True), "vocab", "0: scale_grad_by_freq of an embedding"),
+        (
+            lambda: nn.Embedding(4, 4, scale_grad_by_freq=True),
+            "vocab",
+            "0: scale_grad_by_freq of an embedding",
+        ),
         (hooked, "column", "0: hooks of a layer"),
         (hooked_weight, "column", "0: hooks of its parameters"),
         (marked, None, "0: the FP32 mark"),
@@ -220,9 +259,12 @@ def test_what_a_parallel_layer_would_lose_is_refused_by_path(
     assert refused.value.problems[0].startswith(line)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["one module twice", "one weight in two modules"])
+@pytest.mark.parametrize(
+    "whole", [True, False], ids=["one module twice", "one weight in two modules"]
+)
 def test_parameters_that_are_cut_alike_stay_tied(whole: bool) -> None:
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    first = nn.Linear(4, 4)
+    second = nn.Linear(4, 4)
     second.weight = first.weight
     model = nn.Sequential(first, first if whole else second)
     parallelize(model, Context(plan("fp32")), {"*": "column"})
@@ -231,23 +273,29 @@ def test_parameters_that_are_cut_alike_stay_tied(whole: bool) -> None:
 
 
 def test_tied_parameters_that_would_be_cut_in_different_ways_are_refused_by_both_paths() -> None:
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    first = nn.Linear(4, 4)
+    second = nn.Linear(4, 4)
     second.weight = first.weight
     with pytest.raises(UserError, match=r"0\.weight and 1\.weight are one parameter.*whole"):
-        parallelize(nn.Sequential(first, second), Context(plan("fp32")), {"0": "column", "1": "row"})
+        parallelize(
+            nn.Sequential(first, second), Context(plan("fp32")), {"0": "column", "1": "row"}
+        )
 
 
 def test_a_frozen_parameter_stays_frozen() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].weight.requires_grad_(False)
     parallelize(model, Context(plan("fp32")), {"*": "column"})
-    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["0.weight"]
+    assert [
+        name for name, parameter in model.named_parameters() if not parameter.requires_grad
+    ] == ["0.weight"]
 
 
 class KeepsAList(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
         self.order = [self.second, self.first]  # torch does not know of it
 
     def forward(self, x: Tensor) -> Tensor:
@@ -259,7 +307,9 @@ class KeepsAList(nn.Module):
 def test_a_layer_that_was_replaced_but_is_still_called_is_refused_by_path() -> None:
     """It would be trained by nobody, and the layer in its place would never be used."""
     model = parallelize(KeepsAList(), Context(plan("fp32")), {"first": "row", "second": "column"})
-    with pytest.raises(UserError, match=r"^second was replaced by a parallel layer, but the old one is called"):
+    with pytest.raises(
+        UserError, match=r"^second was replaced by a parallel layer, but the old one is called"
+    ):
         model(torch.ones(2, 1, 4))
     model.order = [model.second, model.first]  # type: ignore[assignment]
     assert model(torch.ones(2, 1, 4)).shape == (2, 1, 4)

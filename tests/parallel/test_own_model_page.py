@@ -1,4 +1,5 @@
-"""The model that docs/own-model.md prints, run as it stands on one process and on two tensor-parallel ranks."""
+"""The model that docs/own-model.md prints, run as it stands on one process and on two
+tensor-parallel ranks."""
 
 from pathlib import Path
 
@@ -15,7 +16,11 @@ def test_the_model_of_the_page_trains_the_same_on_two_tensor_ranks(tmp_path: Pat
     (code,) = blocks(ROOT / "docs" / "own-model.md", "python")
     (tmp_path / "block.py").write_text(code)
     one, two = (
-        [line.split() for line in run([*launched_by(ranks), "block.py"], tmp_path) if line.startswith("applied")]
+        [
+            line.split()
+            for line in run([*launched_by(ranks), "block.py"], tmp_path)
+            if line.startswith("applied")
+        ]
         for ranks in (1, 2)
     )
     losses = [float(loss) for _, loss in one]

@@ -10,28 +10,40 @@ from megaprec.diagnose import position as at
 from parallel.hangs.pace import Straggler, Stragglers, Work
 
 
-def windows(stages: Sequence[int], *seconds: Mapping[int, float], steps: int = 10) -> list[list[Straggler]]:
+def windows(
+    stages: Sequence[int], *seconds: Mapping[int, float], steps: int = 10
+) -> list[list[Straggler]]:
     """What is found after each window, of `steps` steps. seconds: of each rank, per step."""
-    compared, work, found = Stragglers(stages), {rank: Work() for rank in range(len(stages))}, []
+    compared = Stragglers(stages)
+    work = {rank: Work() for rank in range(len(stages))}
+    found = []
     for number, one in enumerate(seconds, start=1):
-        work = {rank: Work(work[rank].seconds + one[rank] * steps, work[rank].steps + steps) for rank in one}
+        work = {
+            rank: Work(work[rank].seconds + one[rank] * steps, work[rank].steps + steps)
+            for rank in one
+        }
         found.append(compared.compare(number * steps, work))
     return found
 
 
-EVEN, ODD = dict.fromkeys(range(4), 1.0), {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}
+EVEN = dict.fromkeys(range(4), 1.0)
+ODD = {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0}
 
 
-def test_a_rank_that_is_slow_in_two_windows_is_named_with_its_factor_and_the_step_since_when() -> None:
+def test_a_rank_that_is_slow_in_two_windows_is_named_with_its_factor_and_the_step_since_when() -> (
+    None
+):
     found = windows([0, 0, 0, 0], EVEN, ODD, ODD, ODD)
     assert found == [[], [], [Straggler(2, 2.0, since=11, step=30, alone=False)], []]
     assert found[2][0].words("b") == (
-        "rank 2 on b is slow: it computes 2.0 times as long as the other ranks of its stage, since about step 11"
+        "rank 2 on b is slow: it computes 2.0 times as long as the other ranks of its stage, "
+        "since about step 11"
     )
 
 
 def test_a_window_that_is_slow_by_its_last_steps_does_not_blame_the_steps_before_them() -> None:
-    slow, late = {**EVEN, 2: 11.0}, {**EVEN, 2: (6 * 1.0 + 4 * 11.0) / 10}
+    slow = {**EVEN, 2: 11.0}
+    late = {**EVEN, 2: (6 * 1.0 + 4 * 11.0) / 10}
     assert [one.since for one in windows([0] * 4, EVEN, late, slow)[2]] == [17]
     assert [one.since for one in windows([0] * 4, late, slow)[1]] == [7]
     assert [one.since for one in windows([0] * 4, slow, slow)[1]] == [1]
@@ -88,13 +100,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_rank_counts_the_time_in_steps_in_which_it_neither_waits_nor_writes_records(clock: Clock) -> None:
+def test_a_rank_counts_the_time_in_steps_in_which_it_neither_waits_nor_writes_records(
+    clock: Clock,
+) -> None:
     position = at.Position()
     clock.now += 100.0
     assert (position.computed(), position.begun) == (0.0, 0), "loading is no step"
     position.enter(at.Phase.STEP, 4)
     clock.now += 1.0
-    assert (position.computed(), position.begun) == (1.0, 1), "a resumed run begins with a later step"
+    assert (position.computed(), position.begun) == (1.0, 1), (
+        "a resumed run begins with a later step"
+    )
     with waits.noted(position.waits), waits.waiting():
         clock.now += 10.0
         assert position.computed() == 1.0, "in a wait"

@@ -1,4 +1,5 @@
-"""What is made again in the backward pass has the bits that it had, so nothing but memory and time changes."""
+"""What is made again in the backward pass has the bits that it had, so nothing but memory and time
+changes."""
 
 import gc
 from collections.abc import Callable
@@ -19,7 +20,14 @@ from tests.layouts import Result, Run, train_all
 from tests.runs import steps, train, train_on, write_run
 from tools.config.run_file import load_run
 
-SIZES: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 101, "max_positions": 10}
+SIZES: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 16,
+    "heads": 4,
+    "ffn": 24,
+    "vocab": 101,
+    "max_positions": 10,
+}
 DROPOUT: dict[str, Any] = {"dropout": 0.2, "attention_dropout": 0.1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2, **SIZES},
@@ -35,7 +43,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"family": "qwen3", "kv_heads": 2, "tied": True, **SIZES},
     "gemma2": {"family": "gemma2", "kv_heads": 2, **SIZES},
-    "gpt_oss": {"family": "gpt_oss", "kv_heads": 2, "experts": 4, "window": 4, "window_layers": [0], **SIZES},
+    "gpt_oss": {
+        "family": "gpt_oss",
+        "kv_heads": 2,
+        "experts": 4,
+        "window": 4,
+        "window_layers": [0],
+        **SIZES,
+    },
 }
 WAYS = [
     *(Recompute((module,)) for module in MODULES),
@@ -57,8 +72,12 @@ def require_same(runs: list[Run], results: list[Result]) -> None:
             assert not different, f"{run.recompute}: gradients of {different} differ"
 
 
-def runs(family: str, compute: str = "bf16", ways: list[Recompute] = WAYS, **options: Any) -> list[Run]:
-    return [Run(FAMILIES[family], compute, steps=1, recompute=way, **options) for way in (KEEP, *ways)]
+def runs(
+    family: str, compute: str = "bf16", ways: list[Recompute] = WAYS, **options: Any
+) -> list[Run]:
+    return [
+        Run(FAMILIES[family], compute, steps=1, recompute=way, **options) for way in (KEEP, *ways)
+    ]
 
 
 @pytest.mark.cases(2, sample=1)
@@ -84,8 +103,12 @@ def test_so_they_are_on_tensor_parallel_ranks(family: str, sequence: bool) -> No
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_so_they_are_under_every_schedule(kind: str) -> None:
-    """With weight gradients put off, tied heads, a cut sequence and what a stage keeps in another precision."""
-    groups = [runs(family, ways=SOME, kind=kind, micro_batch=2, sequence=True) for family in ("gpt2", "mixtral")]
+    """With weight gradients put off, tied heads, a cut sequence and what a stage keeps in another
+    precision."""
+    groups = [
+        runs(family, ways=SOME, kind=kind, micro_batch=2, sequence=True)
+        for family in ("gpt2", "mixtral")
+    ]
     results = train_all([run for group in groups for run in group], tp=2, pp=2)
     for n, group in enumerate(groups):
         require_same(group, results[n * len(group) : (n + 1) * len(group)])
@@ -103,11 +126,16 @@ def test_steps_that_overflow_are_skipped_and_traced_to_the_same_samples() -> Non
 
 
 def test_a_layer_that_is_made_again_once_adds_its_losses_once() -> None:
-    """Against the same model without its router's losses: their part of the gradient is there, and not twice."""
+    """Against the same model without its router's losses: their part of the gradient is there, and
+    not twice."""
     model = {**FAMILIES["mixtral"], "router_aux_loss": 0.0, "router_z_loss": 0.0}
     with_losses = runs("mixtral", "fp64", [Recompute(fraction=1.0)])
-    without = [Run(model, "fp64", steps=1, recompute=way) for way in (KEEP, Recompute(fraction=1.0))]
-    kept, again, plain, plain_again = (result.grads[0] for result in train_all([*with_losses, *without]))
+    without = [
+        Run(model, "fp64", steps=1, recompute=way) for way in (KEEP, Recompute(fraction=1.0))
+    ]
+    kept, again, plain, plain_again = (
+        result.grads[0] for result in train_all([*with_losses, *without])
+    )
     name = "layers.0.mlp.router.weight"
     part = kept[name] - plain[name]
     assert part.abs().max() > 1e-6
@@ -128,7 +156,8 @@ class Counted(nn.Module):
 
 
 def test_a_function_is_called_again_once_and_not_in_evaluation() -> None:
-    inner, after = Counted(), nn.Linear(4, 4)
+    inner = Counted()
+    after = nn.Linear(4, 4)
     x = torch.ones(3, 4, requires_grad=True)
     recomputed(inner, x, after).sum().backward()
     assert inner.calls == 2
@@ -141,7 +170,8 @@ def test_a_function_is_called_again_once_and_not_in_evaluation() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_a_call_holds_goes_with_its_graph(nested: bool) -> None:
-    inner, after = Counted(), nn.Linear(4, 4)
+    inner = Counted()
+    after = nn.Linear(4, 4)
     calls: list[ref[Any]] = []
     begin = recomputation._Call.__init__
 
@@ -154,7 +184,10 @@ def test_what_a_call_holds_goes_with_its_graph(nested: bool) -> None:
         try:
             for backward in (True, False):
                 x = torch.ones(3, 4, requires_grad=True)
-                y = recomputed(lambda x: recomputed(inner, x, after), x) if nested else recomputed(inner, x, after)
+                if nested:
+                    y = recomputed(lambda x: recomputed(inner, x, after), x)
+                else:
+                    y = recomputed(inner, x, after)
                 assert any(call() for call in calls)
                 if backward:
                     y.sum().backward()
@@ -200,10 +233,17 @@ def test_a_run_file_decides_what_is_made_again(run_file: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_guess_that_was_wrong_is_taken_back(run_file: Path, tmp_path: Path) -> None:
     """Warm-ups are abandoned with all that they keep."""
-    way = ["precision.compute=fp16", "optimizer.validation=after", "parallel.schedule=zb-h1", "train.micro_batch=1"]
+    way = [
+        "precision.compute=fp16",
+        "optimizer.validation=after",
+        "parallel.schedule=zb-h1",
+        "train.micro_batch=1",
+    ]
     way += ["precision.initial_scale=4194304", "precision.hysteresis=1"]
     kept = train_on(run_file, *way, f"train.folder={tmp_path / 'kept'}", pipeline=2)
-    full = train_on(run_file, *way, f"train.folder={tmp_path / 'again'}", "parallel.recompute=full", pipeline=2)
+    full = train_on(
+        run_file, *way, f"train.folder={tmp_path / 'again'}", "parallel.recompute=full", pipeline=2
+    )
     assert steps(kept) == steps(full)
     assert {record["outcome"] for record in steps(kept)} == {"applied", "skipped_overflow"}
 
@@ -213,18 +253,24 @@ def test_a_guess_that_was_wrong_is_taken_back(run_file: Path, tmp_path: Path) ->
     [
         ([], KEEP),
         (["parallel.recompute=selective"], Recompute(("attention",))),
-        (["parallel.recompute=selective", 'parallel.recompute_modules=["norm", "attention"]'], None),
+        (
+            ["parallel.recompute=selective", 'parallel.recompute_modules=["norm", "attention"]'],
+            None,
+        ),
         (["parallel.recompute=full"], Recompute(fraction=1.0)),
         (["parallel.recompute=full", "parallel.recompute_fraction=0.25"], Recompute(fraction=0.25)),
         (["parallel.recompute=full", "parallel.recompute_layers=1"], Recompute(layers=1)),
     ],
 )
-def test_keys_of_a_run_file_say_what_is_made_again(run_file: Path, overrides: list[str], expected: Recompute) -> None:
+def test_keys_of_a_run_file_say_what_is_made_again(
+    run_file: Path, overrides: list[str], expected: Recompute
+) -> None:
     assert load_run(run_file, overrides).recompute == (expected or Recompute(("norm", "attention")))
 
 
 @pytest.mark.parametrize(
-    ("way", "whole"), [(WAYS[4], 5), (WAYS[5], 2), (WAYS[6], 1), (Recompute(layers=9), 5), (KEEP, 0)]
+    ("way", "whole"),
+    [(WAYS[4], 5), (WAYS[5], 2), (WAYS[6], 1), (Recompute(layers=9), 5), (KEEP, 0)],
 )
 def test_the_first_layers_of_a_stage_are_made_again(way: Recompute, whole: int) -> None:
     assert way.whole(5) == whole

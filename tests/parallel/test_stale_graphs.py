@@ -1,4 +1,5 @@
-"""A backward pass through weights that a step has changed since is refused, as it is for layers of torch."""
+"""A backward pass through weights that a step has changed since is refused, as it is for layers of
+torch."""
 
 from collections.abc import Callable
 
@@ -27,10 +28,14 @@ def optimizer_of(layer: nn.Module) -> ParallelAMPOptimizer:
 def test_a_loss_from_before_a_step_has_no_gradient_after_it(name: str) -> None:
     layer = LAYERS[name][0]()
     optimizer = optimizer_of(layer)
-    first, second = layer(X).sum(), layer(X).square().sum()
+    first = layer(X).sum()
+    second = layer(X).square().sum()
     first.backward()
     optimizer.step()
-    with pytest.raises(UserError, match=f"^{LAYERS[name][1]} was changed between a forward pass and its backward pass"):
+    with pytest.raises(
+        UserError,
+        match=f"^{LAYERS[name][1]} was changed between a forward pass and its backward pass",
+    ):
         second.backward()
 
 
@@ -50,7 +55,8 @@ def test_a_table_whose_rows_are_only_copied_has_its_gradient_all_the_same() -> N
     table = VocabParallelEmbedding(CONTEXT, 5, 4, name="own")
     optimizer = optimizer_of(table)
     ids = torch.zeros(3, 1, dtype=torch.long)
-    first, second = table(ids).sum(), table(ids).sum()
+    first = table(ids).sum()
+    second = table(ids).sum()
     first.backward()
     optimizer.step()
     second.backward()

@@ -1,14 +1,17 @@
-"""Every collective of every model's forward has its right partner on the way back, for tp 2 to 8 (1 has none).
+"""Every collective of every model's forward has its right partner on the way back, for tp 2 to 8 (1
+has none).
 
-spmd_types checks it in one process, in a world whose other ranks are not there. Over tp a tensor is one of
+spmd_types checks it in one process, in a world whose other ranks are not there. Over tp a tensor is
+one of
 
     I  the same on every rank, and so is its gradient
     R  the same on every rank, but its gradient is a share, still to be summed
     V  another on every rank
 
-and I may not meet R or V: where it does, a sum is missing on the way back. A parameter that every rank holds whole is
-I, or R if its layout says that its gradient is partial; one that is cut is V. What our own autograd functions do is
-written down below, once each, from their documentation and not from their code.
+and I may not meet R or V: where it does, a sum is missing on the way back. A parameter that every
+rank holds whole is I, or R if its layout says that its gradient is partial; one that is cut is V.
+What our own autograd functions do is written down below, once each, from their documentation and
+not from their code.
 """
 
 import inspect
@@ -89,7 +92,9 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
 
         return rule
 
-    def linear_(out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, lies: Input) -> None:
+    def linear_(
+        out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, lies: Input
+    ) -> None:
         if lies is Input.OWN and kind(weight, tp) is not V:  # every rank holds all of the weight
             stamp(out, tp, met(tp, x, weight, bias))
             return
@@ -122,7 +127,9 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         linear.Widen: lambda out, *, parameter: stamp(out, tp, kind(parameter, tp)),
         layers.Lookup: lookup,
         norms.Normalize: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
-        sharded_norm._NormalizeSharded: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
+        sharded_norm._NormalizeSharded: lambda out, *, x, weight: stamp(
+            out, tp, met(tp, x, weight)
+        ),
         mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         clamped_gate.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
@@ -143,13 +150,19 @@ def hook(forward: Callable[..., Any], rule: Callable[..., None]) -> Callable[...
     keyword = inspect.Parameter.KEYWORD_ONLY
 
     def check(out: Tensor, **given: Any) -> None:
-        flat = (one for value in given.values() for one in (value if isinstance(value, tuple) else (value,)))
+        flat = (
+            one
+            for value in given.values()
+            for one in (value if isinstance(value, tuple) else (value,))
+        )
         spmd.rules.ignore(*(one for one in flat if isinstance(one, Tensor)))
         rule(out, **{name: given[name] for name in asked})
 
     names = list(inspect.signature(forward).parameters)[1:]
     first = inspect.Parameter("out", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    check.__signature__ = inspect.Signature([first, *(inspect.Parameter(n, keyword) for n in names)])  # type: ignore[attr-defined]
+    check.__signature__ = inspect.Signature(
+        [first, *(inspect.Parameter(n, keyword) for n in names)]
+    )  # type: ignore[attr-defined]
     return check
 
 
@@ -175,15 +188,29 @@ def fake_world(size: int) -> Iterator[DeviceMesh]:
 
 
 def small(family: str, tp: int) -> ModelConfig:
-    """A model of the family whose heads and widths tp divides, biased and with dropout where it may be.
+    """A model of the family whose heads and widths tp divides, biased and with dropout where it may
+    be.
 
     Some families have a key/value head for each rank, in others all ranks share one.
     """
     kv_heads = 1 if family in ("mistral", "qwen3") else tp
-    sizes = {"layers": 2, "heads": 2 * tp, "kv_heads": kv_heads, "head_dim": 4, "hidden": 16, "ffn": 4 * tp}
+    sizes = {
+        "layers": 2,
+        "heads": 2 * tp,
+        "kv_heads": kv_heads,
+        "head_dim": 4,
+        "hidden": 16,
+        "ffn": 4 * tp,
+    }
     others: dict[str, Any] = {"dropout": 0.1, "vocab": 61, "max_positions": 2 * tp}
     if family == "deepseek_v3":
-        others["latent"] = {"query_rank": 6, "kv_rank": 5, "rope_dim": 2, "nope_dim": 3, "value_dim": 4}
+        others["latent"] = {
+            "query_rank": 6,
+            "kv_rank": 5,
+            "rope_dim": 2,
+            "nope_dim": 3,
+            "value_dim": 4,
+        }
         sizes |= {"kv_heads": 2 * tp, "head_dim": 5}
     if family == "gpt_neox":
         others["rotary_fraction"] = 0.5
@@ -234,10 +261,14 @@ def a_row_parallel_product_is_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_input_gradient_of_a_column_parallel_layer_is_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layers, "Input", SimpleNamespace(OWN=Input.OWN, COPIED=Input.OWN, SEQUENCE=Input.SEQUENCE))
+    patch.setattr(
+        layers, "Input", SimpleNamespace(OWN=Input.OWN, COPIED=Input.OWN, SEQUENCE=Input.SEQUENCE)
+    )
 
 
-def the_gradient_that_flows_to_a_router_and_experts_is_not_summed(patch: pytest.MonkeyPatch) -> None:
+def the_gradient_that_flows_to_a_router_and_experts_is_not_summed(
+    patch: pytest.MonkeyPatch,
+) -> None:
     patch.setattr(collectives, "copy", lambda x, axis: x)
 
 
@@ -251,7 +282,9 @@ def a_norm_says_that_its_gradient_is_whole(patch: pytest.MonkeyPatch) -> None:
 
 def a_bias_says_that_its_gradient_is_whole(patch: pytest.MonkeyPatch) -> None:
     inner = layers.parameter
-    patch.setattr(layers, "parameter", lambda *args, partial=False, **others: inner(*args, **others))
+    patch.setattr(
+        layers, "parameter", lambda *args, partial=False, **others: inner(*args, **others)
+    )
 
 
 PLANTS: list[tuple[Plant, str, bool]] = [
@@ -265,7 +298,9 @@ PLANTS: list[tuple[Plant, str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "family", "sequence"), PLANTS, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    ("plant", "family", "sequence"), PLANTS, ids=lambda x: getattr(x, "__name__", None)
+)
 def test_a_missing_partner_is_caught(
     plant: Plant, family: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,24 +29,38 @@ from tests.ranks import run_ranks
 TIMEOUT = 1.0
 
 
-def beat(rank: int, host: str = "a", step: int = 5, doing: str = "update", count: int = 1, waits: bool = True) -> Beat:
+def beat(
+    rank: int,
+    host: str = "a",
+    step: int = 5,
+    doing: str = "update",
+    count: int = 1,
+    waits: bool = True,
+) -> Beat:
     return Beat(rank, host, host, 100 + rank, "1", -1, 1, "step", step, doing, count, waits, ())
 
 
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False
+    )
 
 
 class Ranks:
-    """Watchdogs of ranks that all are in step 3, after a step of no time, without threads: time passes in `pass_by`.
+    """Watchdogs of ranks that all are in step 3, after a step of no time, without threads: time
+    passes in `pass_by`.
 
     left: the verdicts with which they leave. silent: ranks whose heart beats no more.
     """
 
     def __init__(self, number: int) -> None:
         self._store = shared = store()  # lives as long as they do
-        self.dogs = [in_step_3(Watchdog(shared, rank, number, Position(), TIMEOUT, unused)) for rank in range(number)]
-        self.left, self.silent = dict[int, Verdict](), set[int]()
+        self.dogs = [
+            in_step_3(Watchdog(shared, rank, number, Position(), TIMEOUT, unused))
+            for rank in range(number)
+        ]
+        self.left = dict[int, Verdict]()
+        self.silent = set[int]()
 
     def pass_by(self, seconds: float) -> None:
         """Let time pass on all ranks, each of which beats and looks ten times in a timeout."""
@@ -71,11 +85,21 @@ def unused(verdict: Verdict) -> None:
 
 @contextmanager
 def threads(number: int, timeout: float) -> Iterator[tuple[list[Watchdog], dict[int, Verdict]]]:
-    """As `Ranks`, with the threads of a run; yields the watchdogs and the verdicts with which they leave."""
+    """As `Ranks`, with the threads of a run; yields the watchdogs and the verdicts with which they
+    leave."""
     left: dict[int, Verdict] = {}
     shared = store()
     dogs = [
-        in_step_3(Watchdog(shared, rank, number, Position(), timeout, lambda one, rank=rank: left.update({rank: one})))
+        in_step_3(
+            Watchdog(
+                shared,
+                rank,
+                number,
+                Position(),
+                timeout,
+                lambda one, rank=rank: left.update({rank: one}),
+            )
+        )
         for rank in range(number)
     ]
     for dog in dogs:
@@ -107,7 +131,10 @@ def test_a_rank_without_a_heartbeat_is_the_culprit_on_every_other_rank() -> None
 def require_rank_1_blamed(left: Mapping[int, Verdict]) -> None:
     assert {rank: verdict.culprits for rank, verdict in left.items()} == {0: (1,), 2: (1,)}
     assert len({verdict.reason for verdict in left.values()}) == 1
-    assert "rank 1 on " in left[0].reason and "step 3, forward of micro-batch 2 in stage 0" in left[0].reason
+    assert (
+        "rank 1 on " in left[0].reason
+        and "step 3, forward of micro-batch 2 in stage 0" in left[0].reason
+    )
 
 
 def test_all_ranks_leave_together_when_all_have_a_heartbeat_and_none_goes_on() -> None:
@@ -185,7 +212,8 @@ def test_every_group_has_the_time_limit_of_the_world() -> None:
 
 @pytest.mark.slow
 def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:
-    shared, left = store(), list[Verdict]()
+    shared = store()
+    left = list[Verdict]()
     Watchdog(shared, 0, 2, Position(), TIMEOUT, unused)  # its first beat is waited for
     dog = Watchdog(shared, 1, 2, Position(), TIMEOUT, left.append)
     dog.first = replace(beat(0), host="elsewhere")
@@ -205,7 +233,9 @@ def test_a_pause_of_this_process_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize("timeout", [1.0, 5.0, 60.0, 7200.0])
-def test_a_machine_that_stood_still_while_a_hang_is_judged_does_not_accuse_the_store(timeout: float) -> None:
+def test_a_machine_that_stood_still_while_a_hang_is_judged_does_not_accuse_the_store(
+    timeout: float,
+) -> None:
     shared = store()
     dog = in_step_3(Watchdog(shared, 0, 2, Position(), timeout, unused))
     assert dog._look() is None
@@ -221,20 +251,28 @@ def test_the_cause_is_a_rank_that_does_not_wait_and_the_least_far_of_several() -
     verdict = judge_hung(beat(3), busy, 61.0)
     assert verdict.culprits == (1,)
     assert verdict.reason == (
-        "rank 1 on a (process 101) hangs in step 5, update after 61 s; ranks 2 and 3 wait, rank 2 in step 5, update"
+        "rank 1 on a (process 101) hangs in step 5, update after 61 s; ranks 2 and 3 wait, "
+        "rank 2 in step 5, update"
     )
-    waiting = judge_hung(beat(0, count=4), {1: beat(1, step=4, doing="record of the step"), 2: beat(2)}, 61.0)
-    assert waiting.culprits == (1,) and waiting.reason.startswith("all ranks wait for each other after 61 s: rank 1 on")
+    waiting = judge_hung(
+        beat(0, count=4), {1: beat(1, step=4, doing="record of the step"), 2: beat(2)}, 61.0
+    )
+    assert waiting.culprits == (1,) and waiting.reason.startswith(
+        "all ranks wait for each other after 61 s: rank 1 on"
+    )
 
 
 def test_a_host_that_is_silent_as_a_whole_is_named_with_the_one_that_hears_nothing() -> None:
     known = {1: beat(1), 2: beat(2, "b"), 3: beat(3, "b")}
     assert judge_silent(beat(0), known, {2: 7.0, 3: 6.0}).reason == (
-        "b (ranks 2 and 3) has not been heard of for 7 s by a (ranks 0 and 1): the machine is down, or the link to it "
+        "b (ranks 2 and 3) has not been heard of for 7 s by a (ranks 0 and 1): the machine "
+        "is down, or the link to it "
         "is cut; rank 2 on b (process 102) was last seen in step 5, update"
     )
     one = judge_silent(beat(0), known, {3: 6.0})
-    assert one.reason.startswith("rank 3 on b (process 103) was last seen in step 5, update: stopped or dead")
+    assert one.reason.startswith(
+        "rank 3 on b (process 103) was last seen in step 5, update: stopped or dead"
+    )
     assert judge_silent(beat(0), {1: None}, {1: 6.0}).culprits == (1,)
 
 
@@ -263,13 +301,19 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads another process's memory through /proc")
 def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_the_one() -> None:
-    with subprocess.Popen([sys.executable, "-c", STOPS], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         shared = int(process.stdout.readline())
         mine = Beat.of(1, 1, Position(), look=True)
         stopped = replace(mine, pid=process.pid, born=born(process.pid), shared=shared)
         assert read_shared(process.pid, shared) == ("step", 7, "update")
-        assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == ("step", 7, "update")
+        assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == (
+            "step",
+            7,
+            "update",
+        )
         for other in (replace(stopped, born="1"), replace(stopped, place="elsewhere")):
             assert newest(other) == other
             kill_silent(Verdict("", (1,), 0, (1,), (other,)))
@@ -281,7 +325,8 @@ def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_
 
 
 def test_a_write_of_the_position_takes_microseconds() -> None:
-    position, count = Position(), 20_000
+    position = Position()
+    count = 20_000
     position.share()
     instruction = Instruction(Op.FORWARD, 0, 1)
     start = time.thread_time()
@@ -292,7 +337,8 @@ def test_a_write_of_the_position_takes_microseconds() -> None:
 
 
 def test_the_first_verdict_is_everyones() -> None:
-    shared, clock = store(), Clock(1.0)
+    shared = store()
+    clock = Clock(1.0)
     hearts = [Heart(shared, rank, 2, Position(), clock, 0.1, 1) for rank in range(2)]
     for heart in hearts:
         heart.publish(f"rank {1 - heart.rank}")

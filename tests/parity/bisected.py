@@ -1,8 +1,8 @@
 """Planted faults as `megaprec bisect` sees them: run B in a layout has one, run A has not.
 
 `python -m tests.parity.bisected [PATTERN [bits|float64]]` (or `make campaign`) plants all faults of the table, once
-where bits must be equal (A in the layout of B) and once between layouts (A on one process), and prints for each how it
-was named.
+where bits must be equal (A in the layout of B) and once between layouts (A on one process), and
+prints for each how it was named.
 """
 
 import re
@@ -23,14 +23,19 @@ from tools.parity.layouts import asked, fitted
 from tools.parity.ranks import Run, run_alone
 from tools.parity.runs import alone
 
-HOW: dict[str, Callable[[Replay, Take], dict[str, Any]]] = {"bits": located_bits, "float64": located_in_float64}
+HOW: dict[str, Callable[[Replay, Take], dict[str, Any]]] = {
+    "bits": located_bits,
+    "float64": located_in_float64,
+}
 PLANTED = {"b", "float64 1"}  # names of the runs of B
 
 
 @cache
 def clean(run: str, layout: str, how: str) -> dict[str, Record]:
     """The runs of a replay without a fault, by name."""
-    replay = _replay(run, layout, Path(tempfile.mkdtemp(prefix="megaprec_test_")), of_a=how == "bits")
+    replay = _replay(
+        run, layout, Path(tempfile.mkdtemp(prefix="megaprec_test_")), of_a=how == "bits"
+    )
     kept: dict[str, Record] = {}
 
     def take(one: Run) -> Record:
@@ -47,7 +52,9 @@ def located(run: str, layout: str, how: str, folder: Path, fault: str = "") -> d
 
     def take(one: Run) -> Record:
         name = one.folder.parent.name
-        return _taken(one, bug) if name in PLANTED else clean(run, layout, how)[name]
+        if name in PLANTED:
+            return _taken(one, bug)
+        return clean(run, layout, how)[name]
 
     return HOW[how](_replay(run, layout, folder, of_a=how == "bits"), take)
 
@@ -79,11 +86,14 @@ def named(name: str, how: str, folder: Path) -> str:
         return f"{name}, {how}: {found['verdict']}"
     first = found["first"]
     right = re.fullmatch(fault.phase, first["phase"]) and re.fullmatch(fault.place, first["place"])
-    return "" if right else f"{name}, {how}: {first['phase']}: {first['place']}, not {fault.phase}: {fault.place}"
+    if right:
+        return ""
+    return f"{name}, {how}: {first['phase']}: {first['place']}, not {fault.phase}: {fault.place}"
 
 
 def main(pattern: str = "", *ways: str) -> int:
-    """Plant all faults whose name matches; returns 1 if one was named otherwise, or a clean pair was accused.
+    """Plant all faults whose name matches; returns 1 if one was named otherwise, or a clean pair
+    was accused.
 
     ways: of HOW, default: all.
     """
@@ -95,13 +105,18 @@ def main(pattern: str = "", *ways: str) -> int:
             if said := named(name, how, Path(folder) / str(number)):
                 wrong.append(said)
             print(said or f"{name}, {how}: named", flush=True)
-        pairs = sorted({(FAULTS[name].run, FAULTS[name].layout, how) for name in chosen for how in ways})
+        pairs = sorted(
+            {(FAULTS[name].run, FAULTS[name].layout, how) for name in chosen for how in ways}
+        )
         for number, (run, layout, how) in enumerate(pairs):
             found = located(run, layout, how, Path(folder) / f"clean{number}")
             if found["verdict"] != "proven":
                 wrong.append(f"{run}, {layout}, {how} is accused: {found['first']}")
                 print(wrong[-1], flush=True)
-    print(f"{len(ways) * len(chosen)} replays of {len(chosen)} faults: {len(wrong)} named otherwise or falsely accused")
+    print(
+        f"{len(ways) * len(chosen)} replays of {len(chosen)} faults: {len(wrong)} named "
+        "otherwise or falsely accused"
+    )
     return 1 if wrong else 0
 
 

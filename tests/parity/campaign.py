@@ -1,9 +1,10 @@
-"""Many runs without a fault, each in several layouts: `megaprec parity` must not accuse one of them.
+"""Many runs without a fault, each in several layouts: `megaprec parity` must not accuse one of
+them.
 
-`python -m tests.parity.campaign [COUNT] [FIRST]` (or `make campaign`) draws COUNT configurations (200) from the seeds
-FIRST, FIRST + 1, ...: family, sizes, biases, dropout, windows, experts, schedules, optimizer, precision and layouts.
-Each goes the whole way of the command, but for its ranks, which are forked and not started. Says what was accused, and
-of what.
+`python -m tests.parity.campaign [COUNT] [FIRST]` (or `make campaign`) draws COUNT configurations
+(200) from the seeds FIRST, FIRST + 1, ...: family, sizes, biases, dropout, windows, experts,
+schedules, optimizer, precision and layouts. Each goes the whole way of the command, but for its
+ranks, which are forked and not started. Says what was accused, and of what.
 """
 
 import argparse
@@ -30,7 +31,17 @@ from tools.commands import parity
 from tools.config.run_file import load_run
 from tools.parity.ranks import PENDING, Run, carry_out
 
-FAMILIES = ("gpt2", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "mixtral")  # the first is most at risk
+# the first is most at risk
+FAMILIES = (
+    "gpt2",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+)
 LAYOUTS = ("dp=2", "pp=2", "tp=2", "tp=2,pp=2", "pp=2,dp=2", "tp=2,dp=2", "dp=4", "tp=4", "pp=4",
            "tp=2,sequence=true", "tp=2,pp=2,sequence=true", "pp=2,schedule=zb-v", "pp=2,schedule=interleaved",
            "pp=2,schedule=zb-h1", "pp=2,schedule=gpipe", "dp=2,zero=false", "dp=2,overlap=true,bucket=500")  # fmt: skip
@@ -49,8 +60,14 @@ def drawn(seed: int) -> tuple[list[str], list[str]]:
     }
     model |= {"heads": 4, "head_dim": 8, "kv_heads": kv_heads, "ffn": dice.choice((24, 48, 64))}
     model |= {"tied": dice.choice(("true", "false")), "bias": dice.choice(("true", "false"))}
-    model |= {"dropout": dice.choice((0.0, 0.0, 0.1)), "attention_dropout": dice.choice((0.0, 0.0, 0.1))}
-    model |= {"window": dice.choice((0, 0, 3, 1)), "init_std": dice.choice((0.02, 0.02, 0.2, 0.002))}
+    model |= {
+        "dropout": dice.choice((0.0, 0.0, 0.1)),
+        "attention_dropout": dice.choice((0.0, 0.0, 0.1)),
+    }
+    model |= {
+        "window": dice.choice((0, 0, 3, 1)),
+        "init_std": dice.choice((0.02, 0.02, 0.2, 0.002)),
+    }
     if family == "mixtral":
         model |= {"bias": "false", "experts": 4, "experts_per_token": dice.choice((1, 2))}
     others = {
@@ -96,7 +113,9 @@ class Pool:
     """Ranks that stay for many runs: most of the time goes into starting them."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.asked, self.folder = ranks, 0, Path(tempfile.mkdtemp(prefix="megaprec_campaign_"))
+        self.ranks = ranks
+        self.asked = 0
+        self.folder = Path(tempfile.mkdtemp(prefix="megaprec_campaign_"))
         body = partial(run_ranks, serve, {"tp": ranks}, folder=self.folder)
         self.thread = Thread(target=body, daemon=True)
         self.thread.start()
@@ -135,14 +154,21 @@ def serve(mesh: DeviceMesh, folder: Path) -> None:
         (folder / f"{number}.{dist.get_rank()}").touch()
 
 
-def accused(seed: int, folder: Path, together: Together = forked, most: int = 3) -> tuple[int, list[dict[str, Any]]]:
-    """How many layouts of the run that `seed` draws, of `most`, were compared, and those that were found wrong."""
+def accused(
+    seed: int, folder: Path, together: Together = forked, most: int = 3
+) -> tuple[int, list[dict[str, Any]]]:
+    """How many layouts of the run that `seed` draws, of `most`, were compared, and those that were
+    found wrong."""
     keys, layouts = drawn(seed)
     config = load_run(None, [*keys, f"train.folder={folder}/run"])
     fits = [one for one in layouts if _fits(config, one)]
     precision = "both" if seed % 4 == 0 else "float64"
-    args = argparse.Namespace(layouts=fits[:most], full=False, steps=3, precision=precision, file="drawn")
-    made = parity.proven(config, args, folder, lambda text: None, replace(parity.LOCAL, together=together))
+    args = argparse.Namespace(
+        layouts=fits[:most], full=False, steps=3, precision=precision, file="drawn"
+    )
+    made = parity.proven(
+        config, args, folder, lambda text: None, replace(parity.LOCAL, together=together)
+    )
     tried = [one for one in made["layouts"] if one["verdict"] != "not tried"]
     return len(tried), [one for one in tried if one["verdict"] == "wrong"]
 
@@ -161,11 +187,13 @@ def main() -> int:
     number, first = (int(text) for text in [*sys.argv[1:], *("200", "0")[len(sys.argv) - 1 :]])
     torch.set_num_threads(1)
     tests.ranks.SECONDS = 3600.0
-    compared, wrong = 0, 0
+    compared = 0
+    wrong = 0
     for start in range(first, first + number, TOGETHER):
         seeds = range(start, min(start + TOGETHER, first + number))
         for some in of_seeds(seeds):
-            compared, wrong = compared + some[0], wrong + len(some[1])
+            compared = compared + some[0]
+            wrong = wrong + len(some[1])
         print(f"{seeds.stop - first} runs, {compared} comparisons, {wrong} accused", flush=True)
     return int(wrong > 0)
 
@@ -175,9 +203,17 @@ def of_seeds(seeds: Sequence[int]) -> Iterator[tuple[int, list[dict[str, Any]]]]
     pools = {ranks: Pool(ranks) for ranks in (2, 4)}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            found = accused(seed, Path(folder), lambda runs, f: pools[runs[0].config.world_size].together(runs, f))
+            found = accused(
+                seed,
+                Path(folder),
+                lambda runs, f: pools[runs[0].config.world_size].together(runs, f),
+            )
         for one in found[1]:
-            print(seed, {key: value for key, value in one.items() if key not in ("quantities", "way")}, flush=True)
+            print(
+                seed,
+                {key: value for key, value in one.items() if key not in ("quantities", "way")},
+                flush=True,
+            )
         yield found
     for pool in pools.values():
         pool.close()

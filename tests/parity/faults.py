@@ -1,7 +1,9 @@
-"""Faults that are planted in the ranks of a layout, and where `megaprec parity` must say that they arise.
+"""Faults that are planted in the ranks of a layout, and where `megaprec parity` must say that they
+arise.
 
-Each is a change to the library within the ranks of one launch. `phase` and `place` (a pattern) are what the certificate
-must name as the first difference: the part of the step, and the module or tensors.
+Each is a change to the library within the ranks of one launch. `phase` and `place` (a pattern) are
+what the certificate must name as the first difference: the part of the step, and the module or
+tensors.
 """
 
 import sys
@@ -31,9 +33,13 @@ from parallel.recomputation import _Call
 from tests.planting import put
 
 Make = Callable[[Any], Any]
-LAYER_1, MLP_2 = "layers.1.attention.output", "layers.2.mlp.down"
+LAYER_1 = "layers.1.attention.output"
+MLP_2 = "layers.2.mlp.down"
 IDENTITY: Callable[[Tensor, Axis], Tensor] = lambda x, axis: x  # noqa: E731
-TP, SP, PP, DP = "tp=2", "tp=2,sequence=true", "pp=2", "dp=2"
+TP = "tp=2"
+SP = "tp=2,sequence=true"
+PP = "pp=2"
+DP = "dp=2"
 MLP = r"layers\.3\.mlp"
 
 
@@ -49,8 +55,8 @@ class Fault:
 
 
 def change(owner: Any, name: str, make: Make) -> Callable[[], None]:
-    """Puts make(what was there) in the place of an attribute, which must be there now: most faults are planted in
-    campaigns only, where one that is planted nowhere would long go unseen."""
+    """Puts make(what was there) in the place of an attribute, which must be there now: most faults
+    are planted in campaigns only, where one that is planted nowhere would long go unseen."""
     assert name in vars(owner), f"{owner} has no {name}"
 
     def plant() -> None:
@@ -72,7 +78,9 @@ def named(weight: Any, name: str) -> bool:
     return any(part.name.startswith(name) for part in layout_of(weight).parts)
 
 
-def in_module(name: str, collective: str, instead: Callable[[Tensor, Axis], Tensor]) -> Callable[[], None]:
+def in_module(
+    name: str, collective: str, instead: Callable[[Tensor, Axis], Tensor]
+) -> Callable[[], None]:
     """A row-parallel layer's collective is another one."""
 
     def make(inner: Any) -> Any:
@@ -91,7 +99,8 @@ def in_module(name: str, collective: str, instead: Callable[[Tensor, Axis], Tens
 
 
 def input_gradient(name: str, instead: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
-    """Layers whose weight's name begins so make their input's gradient by instead(inner, ctx, grad, shape)."""
+    """Layers whose weight's name begins so make their input's gradient by instead(inner, ctx, grad,
+    shape)."""
 
     def make(inner: Any) -> Any:
         return lambda ctx, grad, shape: (
@@ -103,7 +112,8 @@ def input_gradient(name: str, instead: Callable[[Any, Any, Any, Any], Any]) -> C
 
 def alone(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:
     """The input's gradient is not summed over tp."""
-    lies, tp = ctx.lies, ctx.tp
+    lies = ctx.lies
+    tp = ctx.tp
     ctx.lies = linear.Input.OWN
     try:
         made = inner(ctx, grad, shape)()
@@ -121,8 +131,13 @@ def only(rank: int, axis: str, changed: Callable[..., Any]) -> Make:
 
     def make(inner: Any) -> Any:
         def new(self: Any, *args: Any, **named: Any) -> Any:
-            place = self.context.tp if hasattr(self, "context") and axis == "tp" else getattr(self, axis)
-            return changed(inner, self, *args, **named) if place.rank == rank else inner(self, *args, **named)
+            if hasattr(self, "context") and axis == "tp":
+                place = self.context.tp
+            else:
+                place = getattr(self, axis)
+            if place.rank == rank:
+                return changed(inner, self, *args, **named)
+            return inner(self, *args, **named)
 
         return new
 
@@ -258,7 +273,10 @@ def dp_counts_twice(inner: Any) -> Any:
 def padding_counts(inner: Any) -> Any:
     def counted(self: Buffer) -> Any:
         looked_at = sorted(inner(self) + self.copies())
-        ends = [0, *(last for _, last in looked_at)], [*(first for first, _ in looked_at), self.last - self.first]
+        ends = (
+            [0, *(last for _, last in looked_at)],
+            [*(first for first, _ in looked_at), self.last - self.first],
+        )
         return inner(self) + [(a, b) for a, b in zip(*ends, strict=True) if a < b]
 
     return counted
@@ -308,7 +326,9 @@ def block(name: str, instead: Callable[..., Tensor]) -> Callable[[], None]:
 
     def make(inner: Any) -> Any:
         def forward(self: DecoderLayer, x: Tensor, *rest: Any, **more: Any) -> Tensor:
-            return instead(inner, self, x, *rest, **more) if self.name == name else inner(self, x, *rest, **more)
+            if self.name == name:
+                return instead(inner, self, x, *rest, **more)
+            return inner(self, x, *rest, **more)
 
         return forward
 
@@ -376,7 +396,9 @@ def lost_rows(inner: Any) -> Any:
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         ids = ctx.saved_tensors[0].flatten()
-        again = torch.tensor([id in ids[:n] for n, id in enumerate(ids.tolist())]).view(ctx.saved_tensors[0].shape)
+        again = torch.tensor([id in ids[:n] for n, id in enumerate(ids.tolist())]).view(
+            ctx.saved_tensors[0].shape
+        )
         return inner(ctx, grad.masked_fill(again.unsqueeze(-1), 0))
 
     return backward

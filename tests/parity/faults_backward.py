@@ -1,4 +1,5 @@
-"""Faults of gradients and updates, the run and layout of each, and where it must be said to arise."""
+"""Faults of gradients and updates, the run and layout of each, and where it must be said to
+arise."""
 
 from dataclasses import replace
 
@@ -57,14 +58,22 @@ from tools.training.batches import Batches
 FAULTS = {
     # --- backward
     "the loss weighs double on its way back": Fault(
-        "llama", TP, "backward", "head and loss", change(Passes, "scaled_loss", lambda inner: lambda *a: inner(*a) * 2)
+        "llama",
+        TP,
+        "backward",
+        "head and loss",
+        change(Passes, "scaled_loss", lambda inner: lambda *a: inner(*a) * 2),
     ),
     "the loss is scaled twice": Fault(
         "fp16",
         DP,
         "backward",
         "head and loss",
-        change(Passes, "scaled_loss", lambda inner: lambda self, *a: inner(self, *a) * self.optimizer.scale),
+        change(
+            Passes,
+            "scaled_loss",
+            lambda inner: lambda self, *a: inner(self, *a) * self.optimizer.scale,
+        ),
     ),
     "the gradient of the loss forgets the target": Fault(
         "llama",
@@ -84,7 +93,11 @@ FAULTS = {
         "llama", TP, "backward", r"layers\.2\.mlp", input_gradient("layers.2.mlp.gate", alone)
     ),
     "that of query, key and value is not summed": Fault(
-        "gpt2", TP, "backward", r"layers\.1\.attention", input_gradient("layers.1.attention.query", alone)
+        "gpt2",
+        TP,
+        "backward",
+        r"layers\.1\.attention",
+        input_gradient("layers.1.attention.query", alone),
     ),
     "a column-parallel input gradient is summed twice": Fault(
         "llama", TP, "backward", r"layers\.2\.mlp", input_gradient("layers.2.mlp.gate", twice)
@@ -101,20 +114,38 @@ FAULTS = {
         "backward",
         MLP,
         change(
-            collectives._Scatter, "backward", lambda inner: lambda ctx, grad: (torch.cat([grad] * ctx.axis.size), None)
+            collectives._Scatter,
+            "backward",
+            lambda inner: lambda ctx, grad: (torch.cat([grad] * ctx.axis.size), None),
         ),
     ),
     "a norm's input gradient is too large": Fault(
-        "llama", PP, "backward", "final_norm", change(norms.Normalize, "backward", scaled_input_gradient(1.5))
+        "llama",
+        PP,
+        "backward",
+        "final_norm",
+        change(norms.Normalize, "backward", scaled_input_gradient(1.5)),
     ),
     "a stage sends twice the gradient": Fault(
-        "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(MessageType.GRADIENT, lambda x: x * 2)
+        "llama",
+        PP,
+        "backward",
+        r"between layers\.1 and layers\.2",
+        messages(MessageType.GRADIENT, lambda x: x * 2),
     ),
     "a stage sends gradients of other samples": Fault(
-        "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(MessageType.GRADIENT, lambda x: x.flip(1))
+        "llama",
+        PP,
+        "backward",
+        r"between layers\.1 and layers\.2",
+        messages(MessageType.GRADIENT, lambda x: x.flip(1)),
     ),
     "what is made again is something else": Fault(
-        "recompute", TP, "backward", r"after layers\.3\.mlp.*", change(_Call, "_make", wrong_step_in_recomputation)
+        "recompute",
+        TP,
+        "backward",
+        r"after layers\.3\.mlp.*",
+        change(_Call, "_make", wrong_step_in_recomputation),
     ),
     "each tp rank adds the router's losses": Fault(
         "mixtral",
@@ -122,25 +153,41 @@ FAULTS = {
         "backward",
         MLP,
         change(
-            routing.WithLoss, "forward", lambda inner: lambda ctx, x, value, weight: inner(ctx, x, value, weight * 2)
+            routing.WithLoss,
+            "forward",
+            lambda inner: lambda ctx, x, value, weight: inner(ctx, x, value, weight * 2),
         ),
     ),
     # --- gradients of weights
     "tied gradients are not summed": Fault(
-        "gpt2", PP, "gradients|copies", r"embedding\.weight", change(ParallelAMPOptimizer, "_prepare", untied)
+        "gpt2",
+        PP,
+        "gradients|copies",
+        r"embedding\.weight",
+        change(ParallelAMPOptimizer, "_prepare", untied),
     ),
     "tied gradients are summed twice": Fault(
         "gpt2", PP, "gradients", r"embedding\.weight", change(ModelBuffers, "sum_copies", once_more)
     ),
     "a shared weight's split gradient is added twice": Fault(
-        "gpt2", "pp=2,schedule=zb-v", "gradients", r"embedding\.weight", weight_gradients("embedding", doubled)
+        "gpt2",
+        "pp=2,schedule=zb-v",
+        "gradients",
+        r"embedding\.weight",
+        weight_gradients("embedding", doubled),
     ),
     "row-parallel biases are not summed": Fault(
         "gpt2",
         SP,
         "gradients",
         r".*down\.bias.*",
-        shares(lambda p: not any(part.name.endswith(("output.bias", "down.bias")) for part in layout_of(p).parts)),
+        shares(
+            lambda p: (
+                not any(
+                    part.name.endswith(("output.bias", "down.bias")) for part in layout_of(p).parts
+                )
+            )
+        ),
     ),
     "norms are not summed over the sequence": Fault(
         "llama",
@@ -150,10 +197,18 @@ FAULTS = {
         shares(lambda p: not any("norm" in part.name for part in layout_of(p).parts)),
     ),
     "one norm is not summed over the sequence": Fault(
-        "llama", SP, "gradients", r"layers\.2\.mlp_norm\.weight", shares(lambda p: not named(p, "layers.2.mlp_norm"))
+        "llama",
+        SP,
+        "gradients",
+        r"layers\.2\.mlp_norm\.weight",
+        shares(lambda p: not named(p, "layers.2.mlp_norm")),
     ),
     "shares are averaged": Fault(
-        "llama", SP, "gradients", r".*final_norm\.weight.*", change(grad_sync, "sum_partial", averaged_shares)
+        "llama",
+        SP,
+        "gradients",
+        r".*final_norm\.weight.*",
+        change(grad_sync, "sum_partial", averaged_shares),
     ),
     "copies of key and value are not summed": Fault(
         "one key",
@@ -172,9 +227,15 @@ FAULTS = {
     "micro-batches overwrite gradients": Fault(
         "llama", PP, "gradients", r"layers\..*|all|head.*", weight_gradients("", overwritten)
     ),
-    "replicas are not summed": Fault("llama", DP, "gradients", "all", change(Buffer, "start_reduce", unsummed)),
+    "replicas are not summed": Fault(
+        "llama", DP, "gradients", "all", change(Buffer, "start_reduce", unsummed)
+    ),
     "replicas are averaged": Fault(
-        "llama", DP, "gradients", "all", after_reduce(lambda buffer: buffer.grads.div_(buffer.dp.size))
+        "llama",
+        DP,
+        "gradients",
+        "all",
+        after_reduce(lambda buffer: buffer.grads.div_(buffer.dp.size)),
     ),
     "one weight's gradient is made twice": Fault(
         "llama", TP, "gradients", r"layers\.2\.mlp\.down\.weight", weight_gradients(MLP_2, doubled)
@@ -183,11 +244,19 @@ FAULTS = {
         "llama", TP, "gradients", r"embedding\.weight", change(layers.Lookup, "backward", lost_rows)
     ),
     "what was put off is lost": Fault(
-        "llama", "pp=2,schedule=zb-h1", "gradients", r".*", change(Executor, "_backward_weight", dropped_work)
+        "llama",
+        "pp=2,schedule=zb-h1",
+        "gradients",
+        r".*",
+        change(Executor, "_backward_weight", dropped_work),
     ),
     # --- norm, update
     "a stage is left out of the norm": Fault(
-        "llama", PP, "norm", "norm", change(ParallelAMPOptimizer, "_own_numbers", numbers_without(1))
+        "llama",
+        PP,
+        "norm",
+        "norm",
+        change(ParallelAMPOptimizer, "_own_numbers", numbers_without(1)),
     ),
     "tied weights count twice": Fault(
         "gpt2", PP, "norm", "norm", change(Layout, "counts", lambda inner: lambda self, rank: True)
@@ -195,7 +264,9 @@ FAULTS = {
     "replicas count twice": Fault(
         "llama", "dp=2,zero=false", "norm", "norm", change(Buffer, "counted", dp_counts_twice)
     ),
-    "padding counts as zeros": Fault("gpt2", TP, "norm", "zeros", change(Buffer, "counted", padding_counts)),
+    "padding counts as zeros": Fault(
+        "gpt2", TP, "norm", "zeros", change(Buffer, "counted", padding_counts)
+    ),
     "the clip hangs on the rank": Fault(
         "llama",
         PP,
@@ -212,20 +283,34 @@ FAULTS = {
         TP,
         "update",
         ".*",
-        change(ParallelAMPOptimizer, "_clip_factor", lambda inner: lambda self, norm: torch.ones_like(norm)),
+        change(
+            ParallelAMPOptimizer,
+            "_clip_factor",
+            lambda inner: lambda self, norm: torch.ones_like(norm),
+        ),
     ),
     "the learning rate hangs on the stage": Fault(
-        "llama", PP, "update", ".*", updates(lambda self, step: replace(step, lr=step.lr * (1 + 1e-6 * self.pp.rank)))
+        "llama",
+        PP,
+        "update",
+        ".*",
+        updates(lambda self, step: replace(step, lr=step.lr * (1 + 1e-6 * self.pp.rank))),
     ),
     "a stage does not decay its weights": Fault(
         "llama",
         PP,
         "update",
         ".*",
-        updates(lambda self, step: replace(step, weight_decay=step.weight_decay * (1 - self.pp.rank))),
+        updates(
+            lambda self, step: replace(step, weight_decay=step.weight_decay * (1 - self.pp.rank))
+        ),
     ),
     "a stage counts its steps otherwise": Fault(
-        "llama", PP, "update", ".*", updates(lambda self, step: replace(step, steps=step.steps + self.pp.rank))
+        "llama",
+        PP,
+        "update",
+        ".*",
+        updates(lambda self, step: replace(step, steps=step.steps + self.pp.rank)),
     ),
     "a rank has other betas": Fault(
         "llama",
@@ -236,7 +321,9 @@ FAULTS = {
             AdamW,
             "update_",
             lambda inner: (
-                lambda self, *a: inner(replace(self, betas=(0.9, 0.95 - 0.05 * torch.distributed.get_rank())), *a)
+                lambda self, *a: inner(
+                    replace(self, betas=(0.9, 0.95 - 0.05 * torch.distributed.get_rank())), *a
+                )
             ),
         ),
     ),
@@ -245,7 +332,9 @@ FAULTS = {
     "weights are not collected": Fault(
         "llama", DP, "forward", "embedding", change(Buffer, "start_collect", uncollected)
     ),
-    "replicas take the same samples": Fault("llama", DP, "data", ".*", change(Batches, "_read", same_samples)),
+    "replicas take the same samples": Fault(
+        "llama", DP, "data", ".*", change(Batches, "_read", same_samples)
+    ),
     "initial weights are drawn by the rank": Fault(
         "llama",
         TP,

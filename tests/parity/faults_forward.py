@@ -1,4 +1,5 @@
-"""Faults of activations and the loss, the run and layout of each, and where it must be said to arise."""
+"""Faults of activations and the loss, the run and layout of each, and where it must be said to
+arise."""
 
 from dataclasses import replace
 
@@ -38,13 +39,19 @@ FAULTS = {
     "a row-parallel output is not summed": Fault(
         "llama", TP, "forward", LAYER_1, in_module(LAYER_1, "reduce", IDENTITY)
     ),
-    "a feed-forward's output is not summed": Fault("llama", TP, "forward", MLP_2, in_module(MLP_2, "reduce", IDENTITY)),
+    "a feed-forward's output is not summed": Fault(
+        "llama", TP, "forward", MLP_2, in_module(MLP_2, "reduce", IDENTITY)
+    ),
     "a row-parallel output is summed twice": Fault(
         "llama",
         TP,
         "forward",
         MLP_2,
-        in_module(MLP_2, "reduce", lambda x, a: collectives._Reduce.apply(collectives._Reduce.apply(x, a), a)),
+        in_module(
+            MLP_2,
+            "reduce",
+            lambda x, a: collectives._Reduce.apply(collectives._Reduce.apply(x, a), a),
+        ),
     ),
     "a row-parallel output is averaged": Fault(
         "gpt2",
@@ -54,7 +61,11 @@ FAULTS = {
         in_module(LAYER_1, "reduce", lambda x, a: collectives._Reduce.apply(x, a) / a.size),
     ),
     "the scatter of a row-parallel output is a cut": Fault(
-        "llama", SP, "forward", MLP_2, in_module(MLP_2, "scatter", lambda x, a: collectives._Split.apply(x, a, 0))
+        "llama",
+        SP,
+        "forward",
+        MLP_2,
+        in_module(MLP_2, "scatter", lambda x, a: collectives._Split.apply(x, a, 0)),
     ),
     "looked-up rows are not summed": Fault(
         "llama",
@@ -78,7 +89,11 @@ FAULTS = {
         TP,
         "gradients",
         r".*\.output\.bias.*",
-        change(layers.RowParallelLinear, "forward", lambda inner: lambda self, x: inner(self, x) + self.bias),
+        change(
+            layers.RowParallelLinear,
+            "forward",
+            lambda inner: lambda self, x: inner(self, x) + self.bias,
+        ),
     ),
     "a gather turns the ranks round": Fault(
         "llama",
@@ -121,7 +136,11 @@ FAULTS = {
         TP,
         "forward",
         r"layers\.0\.attention\.output",
-        change(Attention, "_mix", only(1, "tp", lambda inner, self, query, *rest: inner(self, query * 1.1, *rest))),
+        change(
+            Attention,
+            "_mix",
+            only(1, "tp", lambda inner, self, query, *rest: inner(self, query * 1.1, *rest)),
+        ),
     ),
     "heads turn as if they stood elsewhere": Fault(
         "llama",
@@ -155,7 +174,9 @@ FAULTS = {
             ),
         ),
     ),
-    "dropout knows a replica's samples only": Fault("dropout", DP, "forward", "tokens", running(own_samples)),
+    "dropout knows a replica's samples only": Fault(
+        "dropout", DP, "forward", "tokens", running(own_samples)
+    ),
     "dropout forgets where a part of the sequence begins": Fault(
         "dropout",
         SP,
@@ -164,7 +185,11 @@ FAULTS = {
         change(
             stages,
             "dropout",
-            lambda inner: lambda x, p, context, name, place: inner(x, p, replace(context, sequence=False), name, place),
+            lambda inner: (
+                lambda x, p, context, name, place: inner(
+                    x, p, replace(context, sequence=False), name, place
+                )
+            ),
         ),
     ),
     "dropout of attention takes all heads for the first": Fault(
@@ -176,7 +201,9 @@ FAULTS = {
             blocks,
             "attention_dropout",
             lambda inner: (
-                lambda w, p, context, *rest: inner(w, p, replace(context, tp=replace(context.tp, rank=0)), *rest)
+                lambda w, p, context, *rest: inner(
+                    w, p, replace(context, tp=replace(context.tp, rank=0)), *rest
+                )
             ),
         ),
     ),
@@ -189,12 +216,18 @@ FAULTS = {
             DecoderLayer,
             "_drop",
             lambda inner: (
-                lambda self, x, branch, place: inner(self, x, branch, place) * (0.9 if self.name == "layers.2" else 1)
+                lambda self, x, branch, place: (
+                    inner(self, x, branch, place) * (0.9 if self.name == "layers.2" else 1)
+                )
             ),
         ),
     ),
     "a layer is not run": Fault(
-        "llama", PP, "forward", r"layers\.2", block("layers.2", lambda inner, self, x, *rest, **more: x)
+        "llama",
+        PP,
+        "forward",
+        r"layers\.2",
+        block("layers.2", lambda inner, self, x, *rest, **more: x),
     ),
     "a layer is run twice": Fault(
         "llama",
@@ -202,12 +235,21 @@ FAULTS = {
         "forward",
         r"layers\.2",
         block(
-            "layers.2", lambda inner, self, x, *rest, **more: inner(self, inner(self, x, *rest, **more), *rest, **more)
+            "layers.2",
+            lambda inner, self, x, *rest, **more: inner(
+                self, inner(self, x, *rest, **more), *rest, **more
+            ),
         ),
     ),
-    "a layer is on no stage": Fault("llama", PP, "model", r"layers\.2\..*", change(Stage, "__init__", fewer_layers)),
+    "a layer is on no stage": Fault(
+        "llama", PP, "model", r"layers\.2\..*", change(Stage, "__init__", fewer_layers)
+    ),
     "a stage sends half of its activation": Fault(
-        "llama", PP, "forward", r"between layers\.1 and layers\.2", messages(MessageType.ACTIVATION, lambda x: x / 2)
+        "llama",
+        PP,
+        "forward",
+        r"between layers\.1 and layers\.2",
+        messages(MessageType.ACTIVATION, lambda x: x / 2),
     ),
     "a stage sends the micro-batch before": Fault(
         "llama", PP, "forward", r"between layers\.1 and layers\.2", late_messages()
@@ -224,7 +266,11 @@ FAULTS = {
         TP,
         "forward",
         r"layers\.0\.mlp",
-        change(moe.collectives, "reduce", lambda inner: lambda x, a: x if called_from("moe.py") else inner(x, a)),
+        change(
+            moe.collectives,
+            "reduce",
+            lambda inner: lambda x, a: x if called_from("moe.py") else inner(x, a),
+        ),
     ),
     "one rank routes to the next best experts": Fault(
         "mixtral",
@@ -234,7 +280,13 @@ FAULTS = {
         change(
             routing.Router,
             "forward",
-            only(1, "tp", lambda inner, self, x, place: (lambda w, c: (w, (c + 1) % 4))(*inner(self, x, place))),
+            only(
+                1,
+                "tp",
+                lambda inner, self, x, place: (lambda w, c: (w, (c + 1) % 4))(
+                    *inner(self, x, place)
+                ),
+            ),
         ),
     ),
     # --- loss
@@ -243,7 +295,11 @@ FAULTS = {
         TP,
         "loss",
         "head and loss",
-        change(loss.Axis, "sum_", lambda inner: lambda self, x: x if called_from("loss.py") else inner(self, x)),
+        change(
+            loss.Axis,
+            "sum_",
+            lambda inner: lambda self, x: x if called_from("loss.py") else inner(self, x),
+        ),
     ),
     "padding of the vocabulary is counted": Fault(
         "gpt2",
@@ -255,7 +311,11 @@ FAULTS = {
             "forward",
             lambda inner: (
                 lambda ctx, logits, targets, part, *rest: inner(
-                    ctx, logits, targets, replace(part, shape=(part.padded[0] * part.shards, *part.shape[1:])), *rest
+                    ctx,
+                    logits,
+                    targets,
+                    replace(part, shape=(part.padded[0] * part.shards, *part.shape[1:])),
+                    *rest,
                 )
             ),
         ),
@@ -263,7 +323,9 @@ FAULTS = {
     "the loss is divided by a replica's tokens": Fault(
         "llama", DP, "loss", "head and loss", change(Passes, "begin", own_tokens)
     ),
-    "one replica counts targets that do not": Fault("llama", DP, "loss", "head and loss", running(unmasked)),
+    "one replica counts targets that do not": Fault(
+        "llama", DP, "loss", "head and loss", running(unmasked)
+    ),
     "the loss is divided by the micro-batches once more": Fault(
         "llama", PP, "loss", "head and loss", running(lambda self, run: run.num_tokens.mul_(2))
     ),

@@ -1,4 +1,5 @@
-"""Small runs for tests of `megaprec parity`: made ready, taken on one process and in layouts whose ranks are forked."""
+"""Small runs for tests of `megaprec parity`: made ready, taken on one process and in layouts whose
+ranks are forked."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,13 @@ from tools.parity.runs import EPSILON, alone, in_float64, made_ready, with_rando
 from tools.parity.shrink import Most
 
 Bug = Callable[[], None]
-TRAIN = ["train.steps=9", "train.global_batch=12", "train.micro_batch=2", "train.seq_length=64", "train.folder=unused"]
+TRAIN = [
+    "train.steps=9",
+    "train.global_batch=12",
+    "train.micro_batch=2",
+    "train.seq_length=64",
+    "train.folder=unused",
+]
 DROPOUT = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 GPT2 = ["model.preset=gpt2", "model.layers=4"]
 RUNS = {
@@ -47,7 +54,9 @@ def ready(run: str) -> RunConfig:
     folder = Path(mkdtemp(prefix="megaprec_test_"))
     config = made_ready(load_run(None, [*RUNS[run], *TRAIN]), Most(2, 2, 2), False, 2, folder)
     config = with_random_tokens(config, 3, folder)
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip": 0.01})})
+    config = config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"clip": 0.01})}
+    )
     return in_float64(config)
 
 
@@ -56,16 +65,21 @@ def references(run: str) -> tuple[Record, Record]:
     """On one process: as it is, and from weights moved by rounding."""
     folder = Path(mkdtemp(prefix="megaprec_test_"))
     plans = (PLAN, Plan(PLAN.steps, planted=PLAN.planted, into=PLAN.into, shaken=EPSILON["fp64"]))
-    first, second = (run_alone(Run(alone(ready(run)), plan, folder / f"run{n}")) for n, plan in enumerate(plans))
+    first, second = (
+        run_alone(Run(alone(ready(run)), plan, folder / f"run{n}")) for n, plan in enumerate(plans)
+    )
     return first, second
 
 
 def carried_out(run: Run, bug: tuple[str, str] | None) -> Record:
-    """The run in its layout. bug: a module, and the function or the name within its FAULTS that plants a fault."""
+    """The run in its layout. bug: a module, and the function or the name within its FAULTS that
+    plants a fault."""
     run.folder.mkdir(exist_ok=True)
     run.write()
     p = run.config.parallel
-    run_ranks(record_rank, {"tp": p.tensor, "pp": p.pipeline, "dp": p.data}, folder=run.folder, bug=bug)
+    run_ranks(
+        record_rank, {"tp": p.tensor, "pp": p.pipeline, "dp": p.data}, folder=run.folder, bug=bug
+    )
     return gather(run.folder)
 
 
@@ -82,7 +96,9 @@ def plant(module: str, name: str) -> None:
     (getattr(found, name, None) or found.FAULTS[name].plant)()
 
 
-def outcome(run: str, layout: str, folder: Path, bug: tuple[str, str] | None = None) -> dict[str, Any]:
+def outcome(
+    run: str, layout: str, folder: Path, bug: tuple[str, str] | None = None
+) -> dict[str, Any]:
     """What the certificate says of the layout."""
     config = ready(run)
     (said,) = asked([layout], config.parallel)
@@ -90,5 +106,7 @@ def outcome(run: str, layout: str, folder: Path, bug: tuple[str, str] | None = N
     here = config.model_copy(update={"parallel": made.parallel})
     truth, shaken = references(run)
     ours = carried_out(Run(here, PLAN, folder), bug)
-    found = compare(ours, truth, Noise(shaken), 2.0, updates(alone(config), corpus_of(config), ours))
+    found = compare(
+        ours, truth, Noise(shaken), 2.0, updates(alone(config), corpus_of(config), ours)
+    )
     return entry(Compared(made, "float64", here, found, ours, truth))

@@ -1,4 +1,5 @@
-"""`megaprec bisect` names planted faults where they arise, bit by bit and in float64, and accuses no clean pair."""
+"""`megaprec bisect` names planted faults where they arise, bit by bit and in float64, and accuses
+no clean pair."""
 
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from tests.parity.fault_table import FAULTS
 from tests.parity.test_bugs import PROOF, SAMPLE
 
 CHOSEN = [*SAMPLE, *PROOF]
-REPORTED = {  # silent faults of composition that Megatron-LM's issue #7452 reports -> their counterparts here
+# silent faults of composition that Megatron-LM's issue #7452 reports -> their counterparts here
+REPORTED = {
     "near 8, a parameter of the tp ranks left out of the norm": "a stage is left out of the norm",
     "9: each rank divides the loss by its own tokens": "the loss is divided by a replica's tokens",
     "10: the router's loss counts tokens of all tp ranks twice": "each tp rank adds the router's losses",
@@ -38,7 +40,9 @@ def test_a_fault_that_others_had_is_named_where_it_arises(name: str, tmp_path: P
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("run", "layout"), sorted({(fault.run, fault.layout) for fault in FAULTS.values()}))
+@pytest.mark.parametrize(
+    ("run", "layout"), sorted({(fault.run, fault.layout) for fault in FAULTS.values()})
+)
 def test_a_clean_pair_is_not_accused(run: str, layout: str, how: str, tmp_path: Path) -> None:
     assert located(run, layout, how, tmp_path)["verdict"] == "proven"
 

@@ -1,4 +1,5 @@
-"""`megaprec parity` finds faults that are planted in the ranks of a layout, and names where they arise."""
+"""`megaprec parity` finds faults that are planted in the ranks of a layout, and names where they
+arise."""
 
 import re
 from pathlib import Path
@@ -24,8 +25,10 @@ SAMPLE = [  # one of each part of a step
 
 
 def first_of_each() -> list[str]:
-    """Names of faults, but for those of SAMPLE: each is the first of its run, layout, or phase that it is found in."""
-    chosen, seen = [], set[tuple[str, str]]()
+    """Names of faults, but for those of SAMPLE: each is the first of its run, layout, or phase that
+    it is found in."""
+    chosen = []
+    seen = set[tuple[str, str]]()
     for name in [*SAMPLE, *FAULTS]:
         fault = FAULTS[name]
         kinds = {("run and layout", f"{fault.run} {fault.layout}"), ("phase", fault.phase)}
@@ -86,8 +89,20 @@ def test_and_nothing_is_found_where_there_is_no_bug(run: str, layout: str, tmp_p
     assert found["verdict"] == "proven", found
     verdicts = {quantity: one["verdict"] for quantity, one in found["quantities"].items()}
     assert set(verdicts.values()) == {"proven"}, "each quantity was tried"
-    assert {"activation", "activation gradient", "loss", "gradient", "weights", "moments", "scaler"} <= verdicts.keys()
-    assert [step["outcome"] for step in references(run)[0].steps] == ["applied", "skipped_overflow", "applied"]
+    assert {
+        "activation",
+        "activation gradient",
+        "loss",
+        "gradient",
+        "weights",
+        "moments",
+        "scaler",
+    } <= verdicts.keys()
+    assert [step["outcome"] for step in references(run)[0].steps] == [
+        "applied",
+        "skipped_overflow",
+        "applied",
+    ]
 
 
 def power(found: dict[str, Any]) -> float:
@@ -96,7 +111,9 @@ def power(found: dict[str, Any]) -> float:
 
 
 def test_a_fault_of_a_millionth_is_far_outside_of_what_rounding_may_do(tmp_path: Path) -> None:
-    found = outcome("gpt2", "pp=2", tmp_path / "run", (__name__, "one_gradient_is_a_millionth_too_large"))
+    found = outcome(
+        "gpt2", "pp=2", tmp_path / "run", (__name__, "one_gradient_is_a_millionth_too_large")
+    )
     assert found["first"]["phase"] == "gradients"
     assert found["first"]["name"] == "layers.2.attention.key.weight"
     assert power(found) > 1e5

@@ -1,4 +1,5 @@
-"""Canonical runs under `megaprec parity` and `megaprec bisect`: equal bits, seen at every module of every shard."""
+"""Canonical runs under `megaprec parity` and `megaprec bisect`: equal bits, seen at every module of
+every shard."""
 
 import re
 from pathlib import Path
@@ -19,7 +20,9 @@ from tools.parity.runs import alone
 
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "tp=2,dp=2"])
-def test_a_canonical_run_has_equal_bits_at_every_border_of_its_modules(layout: str, tmp_path: Path) -> None:
+def test_a_canonical_run_has_equal_bits_at_every_border_of_its_modules(
+    layout: str, tmp_path: Path
+) -> None:
     made = outcome("canonical", layout, tmp_path / "run")
     assert verdict(made) == EQUAL_BITS, made
     compared = {name: quantity.get("compared", 0) for name, quantity in made["quantities"].items()}
@@ -29,7 +32,8 @@ def test_a_canonical_run_has_equal_bits_at_every_border_of_its_modules(layout: s
 
 
 def located(folder: Path, fault: str = "") -> dict[str, Any]:
-    """What bisect says of a canonical run: A has both virtual ranks in one process, B one in each, and the fault."""
+    """What bisect says of a canonical run: A has both virtual ranks in one process, B one in each,
+    and the fault."""
     config = ready("canonical")
     (said,) = asked(["tp=2"], config.parallel)
     b = config.model_copy(update={"parallel": fitted(config, said).parallel})

@@ -1,4 +1,5 @@
-"""`megaprec parity` from end to end: what it says, leaves and returns; bad input; and how runs are made small."""
+"""`megaprec parity` from end to end: what it says, leaves and returns; bad input; and how runs are
+made small."""
 
 import json
 import re
@@ -22,7 +23,13 @@ from tools.parity.page import conclusion, show
 from tools.parity.shrink import Most, like, shrunk
 
 ROOT = Path(__file__).parents[2]
-TRAIN = ["train.steps=9", "train.global_batch=12", "train.micro_batch=2", "train.seq_length=64", "train.folder=unused"]
+TRAIN = [
+    "train.steps=9",
+    "train.global_batch=12",
+    "train.micro_batch=2",
+    "train.seq_length=64",
+    "train.folder=unused",
+]
 
 
 # --- the command
@@ -46,9 +53,14 @@ def own_model(folder: Path, change: tuple[str, str] = ("", "")) -> list[str]:
 
 
 @pytest.mark.usefixtures("forked_python")
-def test_a_model_of_ones_own_passes_and_leaves_a_certificate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_ones_own_passes_and_leaves_a_certificate(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     arguments = own_model(tmp_path)
-    assert command(*arguments, "optimizer.clip=0.1", "--precision", "both", "--layouts", "tp=2,pp=2") == 0
+    assert (
+        command(*arguments, "optimizer.clip=0.1", "--precision", "both", "--layouts", "tp=2,pp=2")
+        == 0
+    )
     said = capfd.readouterr().out
     assert "all 2 comparisons agree with one process" in said
     made = json.loads((tmp_path / "run" / "parity.json").read_text())
@@ -101,24 +113,29 @@ def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     assert (layout["first"]["quantity"], layout["first"]["name"]) == ("gradient", "layers.3.scale")
     assert "layers.3.scale among them" in layout["likely_cause"]
     way = {stop["name"]: stop["verdict"] for stop in layout["way"]}
-    assert way["layers.2.down>out"] == way["loss"] == "proven", "models of one's own have borders too"
+    assert way["layers.2.down>out"] == way["loss"] == "proven", (
+        "models of one's own have borders too"
+    )
     assert way["gradients"] == "wrong"
     page = (tmp_path / "run" / "parity.html").read_text()
     assert open_tags(page) == []
     assert re.search(r'<li class="wrong first"[^>]*>gradients</li>', page)
-    assert {d["name"] for d in layout["differing"] if d["step"] == 1 and d["quantity"] == "gradient"} == {
-        f"layers.{n}.scale" for n in range(4)
-    }
+    assert {
+        d["name"] for d in layout["differing"] if d["step"] == 1 and d["quantity"] == "gradient"
+    } == {f"layers.{n}.scale" for n in range(4)}
 
 
 @pytest.mark.usefixtures("forked_python")
 def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = own_model(tmp_path, ("return x + dropout(y,", "return x + (1 + context_rank(self)) * dropout(y,"))
+    arguments = own_model(
+        tmp_path, ("return x + dropout(y,", "return x + (1 + context_rank(self)) * dropout(y,")
+    )
     with (tmp_path / "mine.py").open("a") as file:
         file.write(
-            "\n\ndef context_rank(layer):\n    return 1e-9 * layer.context.tp.rank * (layer.name == 'layers.2')\n"
+            "\n\ndef context_rank(layer):\n    return 1e-9 * layer.context.tp.rank * "
+            "(layer.name == 'layers.2')\n"
         )
     assert command(*arguments, "--layouts", "tp=2") == 1
     said = capfd.readouterr().out
@@ -130,7 +147,9 @@ def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
 
 
 def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
-    config = load_run(None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"])
+    config = load_run(
+        None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"]
+    )
     good, others = fitting(config, every(4), asked=False)
     assert len(good) == 12
     ((layout, why),) = others
@@ -141,14 +160,22 @@ def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
     said = conclusion({"layouts": entries, "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
     assert said.startswith("all 1 comparisons agree")
     assert said.endswith("; 1 not tried")
-    none = conclusion({"layouts": entries[1:], "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
+    none = conclusion(
+        {"layouts": entries[1:], "tensors": 1, "steps": 4, "applied": 3, "clipped": 3}
+    )
     assert none.startswith("NOTHING is proven: none of 1 comparisons")
 
 
 def test_keys_that_a_layout_is_compared_without_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = {"layout": "pp=2", "precision": "float64", "ranks": 2, "verdict": "proven", "left_out": ["cuts"]}
+    entry = {
+        "layout": "pp=2",
+        "precision": "float64",
+        "ranks": 2,
+        "verdict": "proven",
+        "left_out": ["cuts"],
+    }
     entry["quantities"] = {
         "loss": {"verdict": "proven", "error": 1e-13, "bound": 1e-12, "failed": 0, "ratio": 1.0},
         "scaler": {"verdict": "proven", "error": 0.0, "bound": 0.0, "failed": 0, "ratio": "nan"},
@@ -166,7 +193,8 @@ def test_keys_that_a_layout_is_compared_without_are_told(
 
 
 def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
-    told, hidden = Difference("loss", "", 1, 1e-16, 1e-12), Difference("loss", "", 2, 1e-9, 1e-3, untold="rounding")
+    told = Difference("loss", "", 1, 1e-16, 1e-12)
+    hidden = Difference("loss", "", 2, 1e-9, 1e-3, untold="rounding")
     assert not hidden.fails
     assert not replace(hidden, error=1.0).fails, "nor is it called wrong"
     assert worst([told, hidden]) is told
@@ -176,7 +204,8 @@ def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
     ("change", "line"),
     [
         (
-            ("self.scale = parameter(context, [whole], 0.0, partial=context.cut_sequence, mean=1.0)",
+            (("self.scale = parameter(context, [whole], 0.0, partial=context.cut_sequence, "
+                "mean=1.0)"),
              "self.scale = nn.Parameter(torch.ones(config.hidden))"),
             r".*mine.py:build.: stage 0: parameter layers.0.scale has no layout, nor have 3 others: .*",
         ),
@@ -197,7 +226,10 @@ def test_what_a_model_of_ones_own_lacks_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["parallel.sequence=false", "--layouts", "tp=3"], r"--layouts tp=3: parallel.tensor 3 does not divide .*"),
+        (
+            ["parallel.sequence=false", "--layouts", "tp=3"],
+            r"--layouts tp=3: parallel.tensor 3 does not divide .*",
+        ),
         (["--layouts", "tp2"], r'--layouts "tp2": no such key "tp2"; did you mean tp\?'),
         (["--layouts", "tp=2,pp=x"], r'--layouts "tp=2,pp=x": pipeline: must be a valid integer'),
         (["--steps", "0"], r"--steps 0: give at least 1"),
@@ -220,7 +252,8 @@ def test_bad_arguments_are_said_in_a_line(
 @pytest.mark.parametrize("name", PRESETS)
 def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     config = load_run(None, [f"model.preset={name}", *TRAIN])
-    model, small = config.model, shrunk(config, Most(4, 4, 4)).model
+    model = config.model
+    small = shrunk(config, Most(4, 4, 4)).model
     assert (small.heads // small.kv_heads, small.family, small.tied) == (
         model.heads // model.kv_heads,
         model.family,
@@ -237,7 +270,9 @@ def test_made_small_a_model_divides_as_it_did(name: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(groups: int) -> None:
+def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(
+    groups: int,
+) -> None:
     router = f'{{score = "softmax", groups = {groups}}}'
     model = {"preset": "llama-demo", "experts": 24, "experts_per_token": 3, "router": router}
     config = load_run(None, [*(f"model.{key}={value}" for key, value in model.items()), *TRAIN])

@@ -34,7 +34,10 @@ def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:
     """Where the ranks of a layout are when they are found to hang."""
     folder = Path(mkdtemp(prefix="megaprec_test_"))
     Run(run, Plan(1), folder).write()
-    with Watch(folder, 2, PATIENCE) as watch, pytest.raises(pytest.fail.Exception, match="the process died"):
+    with (
+        Watch(folder, 2, PATIENCE) as watch,
+        pytest.raises(pytest.fail.Exception, match="the process died"),
+    ):
         run_ranks(watched, axes, folder=folder)
     return watch.stuck
 
@@ -51,8 +54,14 @@ def of_own_model(folder: Path, layout: str, *changes: tuple[str, str]) -> RunCon
         assert one in text
         text = text.replace(one, other)
     (folder / "mine.py").write_text(text)
-    keys = [f"model.factory={folder}/mine.py:build", f"train.folder={folder}/run", "model.tied=true"]
-    config = made_ready(load_run(ROOT / "examples" / "own_model.toml", keys), Most(2, 2, 2), False, 2, folder)
+    keys = [
+        f"model.factory={folder}/mine.py:build",
+        f"train.folder={folder}/run",
+        "model.tied=true",
+    ]
+    config = made_ready(
+        load_run(ROOT / "examples" / "own_model.toml", keys), Most(2, 2, 2), False, 2, folder
+    )
     config = in_float64(with_random_tokens(config, 3, folder))
     (said,) = asked([layout], config.parallel)
     return config.model_copy(update={"parallel": fitted(config, said).parallel})
@@ -68,7 +77,9 @@ def test_a_tied_head_without_tied_is_found_where_the_other_end_waits_for_it(tmp_
     assert odd(stuck), "the two wait for different things"
 
 
-def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_module(tmp_path: Path) -> None:
+def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_module(
+    tmp_path: Path,
+) -> None:
     stuck = hung(of_own_model(tmp_path, "tp=2", LONE_BARRIER), {"tp": 2})
     said = [told(rank, one) for rank, one in sorted(stuck.items())]
     assert said[0].startswith("rank 0 waits in barrier at ")
@@ -83,7 +94,10 @@ def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_modu
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("layout", "change", "expected"),
-    [("pp=2", TIED_END, "waits in sum over tied"), ("tp=2", LONE_BARRIER, "rank 0 waits in barrier")],
+    [
+        ("pp=2", TIED_END, "waits in sum over tied"),
+        ("tp=2", LONE_BARRIER, "rank 0 waits in barrier"),
+    ],
 )
 @pytest.mark.usefixtures("forked_python")
 def test_the_command_reports_a_hang_long_before_gloo_gives_up_and_goes_on(
@@ -112,10 +126,12 @@ def test_the_command_reports_a_hang_long_before_gloo_gives_up_and_goes_on(
 
 
 class Launches:
-    """Stands in for the launcher: each launch ends as `codes` say, having done some of what is to do."""
+    """Stands in for the launcher: each launch ends as `codes` say, having done some of what is to
+    do."""
 
     def __init__(self, *codes: tuple[int, int]) -> None:
-        self.codes, self.asked = list(codes), list[list[str]]()
+        self.codes = list(codes)
+        self.asked = list[list[str]]()
 
     def __call__(self, argv: list[str], ranks: int, threads: int) -> int:
         folder, (done, code) = Path(argv[1]), self.codes.pop(0)
@@ -129,12 +145,16 @@ class Launches:
         return code
 
 
-def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: tuple[int, int]) -> tuple[list[Any], list[list[str]]]:
+def taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: tuple[int, int]
+) -> tuple[list[Any], list[list[str]]]:
     """What became of three runs, and which were asked for in each launch."""
     launches = Launches(*codes)
     monkeypatch.setattr(ranks, "launch_local", launches)
     config = load_run(None, ["model.preset=llama-demo", "parallel.data=2", *TRAIN])
-    found = run_together([Run(config, Plan(1), folder / "all" / name) for name in "abc"], folder / "all")
+    found = run_together(
+        [Run(config, Plan(1), folder / "all" / name) for name in "abc"], folder / "all"
+    )
     return found, launches.asked
 
 
@@ -154,7 +174,14 @@ def test_a_rank_that_a_signal_ends_is_a_failure_and_being_told_to_stop_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = taken(tmp_path / "one", monkeypatch, (0, 134), (2, 0))
-    assert [one and (one.why, one.stopped) for one in found] == [("a rank was ended by signal 6", False), None, None]
+    assert [one and (one.why, one.stopped) for one in found] == [
+        ("a rank was ended by signal 6", False),
+        None,
+        None,
+    ]
     found, asked = taken(tmp_path / "two", monkeypatch, (1, 130))
-    assert [one and (one.why, one.stopped) for one in found] == [None, *[("stopped by signal 2", True)] * 2]
+    assert [one and (one.why, one.stopped) for one in found] == [
+        None,
+        *[("stopped by signal 2", True)] * 2,
+    ]
     assert len(asked) == 1, "nothing is launched any more"

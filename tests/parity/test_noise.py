@@ -16,14 +16,21 @@ def test_a_bias_of_keys_is_rounding_and_rows_of_tokens_that_never_occur_are_not(
     found = rounded(truth, shaken)
     keys = {name for name in truth.names if name.endswith("key.bias")}
     assert keys <= found.keys()
-    assert all(found[name] == truth.tensors["before/weight"][name].numel() for name in keys), "every element of it"
+    assert all(found[name] == truth.tensors["before/weight"][name].numel() for name in keys), (
+        "every element of it"
+    )
     rest = {name: count for name, count in found.items() if name not in keys}
-    assert sum(rest.values()) < 0.01 * sum(t.numel() for t in truth.tensors["before/weight"].values()), rest
+    assert sum(rest.values()) < 0.01 * sum(
+        t.numel() for t in truth.tensors["before/weight"].values()
+    ), rest
     assert (truth.tensors["gradient/0"]["embedding.weight"] == 0).any() or ready("gpt2").model.tied
 
 
 def test_an_element_of_rounding_is_not_a_zero_though_it_may_be_one() -> None:
-    theirs = {"noise": torch.tensor([0.0, 1e-18, -2e-18]), "rows": torch.tensor([[0.0, 0.0], [1.0, 2.0]])}
+    theirs = {
+        "noise": torch.tensor([0.0, 1e-18, -2e-18]),
+        "rows": torch.tensor([[0.0, 0.0], [1.0, 2.0]]),
+    }
     shaken = {"noise": torch.tensor([2e-18, 0.0, 1e-18]), "rows": theirs["rows"] * (1 + 1e-15)}
     assert rounding(theirs["noise"], shaken["noise"]).all()
     assert not rounding(theirs["rows"], shaken["rows"]).any()
@@ -34,7 +41,8 @@ def test_an_element_of_rounding_is_not_a_zero_though_it_may_be_one() -> None:
 
 
 def test_the_bound_is_what_rounding_does_there_and_nothing_is_told_where_that_is_much() -> None:
-    theirs, scale = {"a": torch.ones(4).double(), "b": torch.ones(4).double()}, {"a": 2.0, "b": 2.0}
+    theirs = {"a": torch.ones(4).double(), "b": torch.ones(4).double()}
+    scale = {"a": 2.0, "b": 2.0}
     shaken = {"a": theirs["a"] + 1e-16, "b": theirs["b"] + 1e-7}
     bounds = Noise().of_tensors(theirs, shaken, None, scale)
     assert bounds["a"] == FLOAT64
@@ -42,8 +50,12 @@ def test_the_bound_is_what_rounding_does_there_and_nothing_is_told_where_that_is
     assert bounds["b"] > TELLS
 
 
-def test_a_bound_in_the_runs_own_precision_is_what_rounding_does_in_any_layer_and_any_draw() -> None:
-    truth = {f"layers.{n}.bias": torch.ones(4).double() for n in range(2)} | {"norm": torch.ones(4).double()}
+def test_a_bound_in_the_runs_own_precision_is_what_rounding_does_in_any_layer_and_any_draw() -> (
+    None
+):
+    truth = {f"layers.{n}.bias": torch.ones(4).double() for n in range(2)} | {
+        "norm": torch.ones(4).double()
+    }
     scale = dict.fromkeys(truth, 2.0)
     own = {name: t + 0.01 for name, t in truth.items()}
     moved = {**own, "layers.1.bias": truth["layers.1.bias"] + 0.09}
@@ -55,14 +67,18 @@ def test_a_bound_in_the_runs_own_precision_is_what_rounding_does_in_any_layer_an
 def test_bounds_of_a_plain_run_are_hardly_wider_than_without_the_measure() -> None:
     truth, shaken = references("gpt2")
     for step in (0, 2):
-        found = list(_Step(truth, truth, Noise(shaken), step).tensors("gradient", f"gradient/{step}", truth.names))
+        found = list(
+            _Step(truth, truth, Noise(shaken), step).tensors(
+                "gradient", f"gradient/{step}", truth.names
+            )
+        )
         real = [d for d in found if not d.name.endswith("key.bias")]
         assert max(d.bound for d in real) < 20 * FLOAT64
         assert not any(d.untold for d in found)
 
 
-# Rounding moves biases of keys by whole updates (35), small gradients by much (42), and signs of gradients that Adam
-# makes whole updates of, in the run's own precision (76).
+# Rounding moves biases of keys by whole updates (35), small gradients by much (42), and signs of
+# gradients that Adam makes whole updates of, in the run's own precision (76).
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("seed", [35, 42, pytest.param(76, marks=pytest.mark.slow)])
 def test_a_drawn_run_without_a_fault_is_not_accused(seed: int, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Layouts with experts and long sequences over ranks: all are tried, and what they send is what a stage sends."""
+"""Layouts with experts and long sequences over ranks: all are tried, and what they send is what a
+stage sends."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +23,13 @@ from tools.planning.memory import MemoryModel
 from tools.planning.search import LONG, candidates, least_bytes, plan_run
 from tools.planning.speed import Assumptions, least_seconds
 
-RUN = ["model.family=mixtral", "model.experts=8", "model.experts_per_token=2", "model.layers=2", "model.heads=4"]
+RUN = [
+    "model.family=mixtral",
+    "model.experts=8",
+    "model.experts_per_token=2",
+    "model.layers=2",
+    "model.heads=4",
+]
 RUN += ["model.hidden=64", "model.ffn=32", "model.vocab=64", "data.vocab_size=64", "train.steps=1"]
 RUN += ["train.global_batch=16", "train.micro_batch=1", "train.seq_length=32"]
 ASSUMED = Assumptions(100, 0.5, 100, 10, 8)
@@ -39,7 +46,12 @@ def test_every_cut_of_experts_that_the_rules_allow_is_tried() -> None:
     tried = {(p.tensor, p.expert, p.expert_tensor or p.tensor) for p in every if p.pipeline == 1}
     able = set[tuple[int, ...]]()
     for tensor, expert, whole in product((1, 2, 4), (1, 2, 4, 8), (True, False)):
-        axes = {"tensor": tensor, "data": 8 // tensor, "expert": expert, "expert_tensor": int(whole)}
+        axes = {
+            "tensor": tensor,
+            "data": 8 // tensor,
+            "expert": expert,
+            "expert_tensor": int(whole),
+        }
         if not problems(config, config.parallel.model_copy(update=axes)):
             able.add((tensor, expert, 1 if whole else tensor))
     assert tried == able and len(able) > 8
@@ -47,13 +59,18 @@ def test_every_cut_of_experts_that_the_rules_allow_is_tried() -> None:
 
 def test_no_layout_is_tried_twice() -> None:
     every = (c.parallel for c in candidates(run(tensor=2, expert_tensor=1), 4, 8))
-    same = Counter(p.model_copy(update={"expert_tensor": p.expert_tensor or p.tensor}) for p in every)
+    same = Counter(
+        p.model_copy(update={"expert_tensor": p.expert_tensor or p.tensor}) for p in every
+    )
     assert set(same.values()) == {1}
 
 
 def test_only_long_sequences_are_cut() -> None:
     tried = {
-        length: {c.parallel.context for c in candidates(load_run(None, [*RUN, f"train.seq_length={length}"]), 4, 8)}
+        length: {
+            c.parallel.context
+            for c in candidates(load_run(None, [*RUN, f"train.seq_length={length}"]), 4, 8)
+        }
         for length in (LONG, 2 * LONG, 8 * LONG)
     }
     assert tried == {LONG: {1}, 2 * LONG: {1, 2}, 8 * LONG: {1, 2, 4}}
@@ -61,7 +78,14 @@ def test_only_long_sequences_are_cut() -> None:
 
 LAYOUTS = [
     {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "sequence": True},
-    {"tensor": 2, "data": 2, "expert": 2, "sequence": True, "recompute": "full", "recompute_fraction": 1.0},
+    {
+        "tensor": 2,
+        "data": 2,
+        "expert": 2,
+        "sequence": True,
+        "recompute": "full",
+        "recompute_fraction": 1.0,
+    },
     {"tensor": 2, "context": 2, "expert_tensor": 1},
     {"tensor": 2, "pipeline": 2, "data": 2, "expert": 2, "zero": False},
     {"context": 4, "expert": 4, "context_by": "gather"},
@@ -106,29 +130,46 @@ class Counted(Alone):
         self._count(tensor.nbytes)
         return super().start_shift(tensor)
 
-    def start_uneven_exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def start_uneven_exchange(
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
         self._count(sum(part.nbytes for part in outgoing[1:]))
         return super().start_uneven_exchange(outgoing, sizes)
 
 
 def sent_in_a_step(config: RunConfig) -> Counter[str]:
     """Return the bytes that a rank sends in the passes of a micro-batch of its stage, by axis."""
-    p, sent = config.parallel, Counter[str]()
-    tp, cut = Counted("tp", p.tensor, sent), p.expert_tensor or p.tensor
+    p = config.parallel
+    sent = Counter[str]()
+    tp = Counted("tp", p.tensor, sent)
+    cut = p.expert_tensor or p.tensor
     spread = p.expert > 1 or cut < p.tensor
     within = tp if cut == p.tensor else Counted("tp", cut, sent)
-    experts = ExpertAxes(Counted("expert", p.expert, sent), within, Axis("replicas")) if spread else None
+    if spread:
+        experts = ExpertAxes(Counted("expert", p.expert, sent), within, Axis("replicas"))
+    else:
+        experts = None
     with without_storage("cuda"):
         fp8 = FP8State(None, config.model.layers, tp, device="meta")
-        cp, ring = Counted("cp", p.context, sent), p.context_by == "ring"
+        cp = Counted("cp", p.context, sent)
+        ring = p.context_by == "ring"
         context = Context(
-            config.plan, tp, p.sequence, recompute=config.recompute, fp8=fp8, experts=experts, cp=cp, ring=ring
+            config.plan,
+            tp,
+            p.sequence,
+            recompute=config.recompute,
+            fp8=fp8,
+            experts=experts,
+            cp=cp,
+            ring=ring,
         )
         (cost,) = config.stage_costs(config.sized_model, [0])
         stage = Stage(config.sized_model.undrawn, context, cost.cut)
         for parameter in stage.parameters():
             parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-        ids = torch.zeros(config.train.seq_length // p.context, config.train.micro_batch, dtype=torch.int64)
+        ids = torch.zeros(
+            config.train.seq_length // p.context, config.train.micro_batch, dtype=torch.int64
+        )
         sent.clear()
         y = stage(ids, MicrobatchInfo(0, torch.arange(ids.shape[1]), torch.ones(())))
         stage.losses(y, ids).sum().backward()
@@ -143,7 +184,10 @@ SENT = [
     ({"tensor": 2, "data": 2, "sequence": True, "expert": 2}, {}),
     ({"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1}, {}),
     ({"tensor": 2, "sequence": True, "expert_tensor": 1}, {"model.shared_experts": 16}),
-    ({"tensor": 4, "data": 1, "sequence": True, "expert": 2, "expert_tensor": 2}, {"model.dense_layers": [0]}),
+    (
+        {"tensor": 4, "data": 1, "sequence": True, "expert": 2, "expert_tensor": 2},
+        {"model.dense_layers": [0]},
+    ),
     ({"context": 2, "expert": 2, "context_by": "gather"}, {}),
     ({"tensor": 2, "sequence": True}, {"model.experts": 0}),
 ]
@@ -153,11 +197,17 @@ SENT = [
 @pytest.mark.parametrize(("layout", "model"), SENT)
 def test_a_stage_sends_what_the_plan_says(layout: dict[str, Any], model: dict[str, Any]) -> None:
     """Small sums, such as those of the loss, are not in the plan."""
-    length = ["model.vocab=64", "train.global_batch=4", "train.micro_batch=2", *(f"{k}={v}" for k, v in model.items())]
+    length = [
+        "model.vocab=64",
+        "train.global_batch=4",
+        "train.micro_batch=2",
+        *(f"{k}={v}" for k, v in model.items()),
+    ]
     said = [f"parallel.{key}={str(value).lower()}" for key, value in layout.items()]
     config = load_run(None, [*RUN, *length, *said])
     planned = plan_run(config, MemoryModel("cuda"), ASSUMED)
     assert planned.prediction is not None
-    sent, traffic = sent_in_a_step(config), planned.prediction.traffic
+    sent = sent_in_a_step(config)
+    traffic = planned.prediction.traffic
     for axis, count in {"tp": traffic.tp, "expert": traffic.experts, "cp": traffic.cp}.items():
         assert sent[axis] * config.num_microbatches == pytest.approx(count, rel=0.03), axis

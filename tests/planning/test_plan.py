@@ -1,4 +1,5 @@
-"""`megaprec plan`: what is told is what a run would hold, and the best layout is a run that can be trained."""
+"""`megaprec plan`: what is told is what a run would hold, and the best layout is a run that can be
+trained."""
 
 import json
 import re
@@ -64,7 +65,9 @@ def data(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, An
     return json.loads(said(capsys, *arguments, "--json"))
 
 
-def test_the_verdict_follows_from_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_follows_from_the_memory(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     total = data(capsys, file, "--gpu", "H100")["total"]
     for memory, verdict in ((total / 0.94, "fits"), (total / 0.96, "does not fit")):
         assert data(capsys, file, "--gpu-memory", f"{memory:.0f}")["verdict"] == verdict
@@ -73,44 +76,81 @@ def test_the_verdict_follows_from_the_memory(file: Path, capsys: pytest.CaptureF
     assert "not known" in unknown and "prediction not known" in unknown
 
 
-def test_kinds_add_up_and_logits_are_activations(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = data(capsys, file, "parallel.pipeline=2", "parallel.tensor=2", "precision.compute=bf16", "--gpu", "H100")
+def test_kinds_add_up_and_logits_are_activations(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = data(
+        capsys,
+        file,
+        "parallel.pipeline=2",
+        "parallel.tensor=2",
+        "precision.compute=bf16",
+        "--gpu",
+        "H100",
+    )
     for rank in plan["ranks"]:
-        logits, total = rank.pop("logits"), rank.pop("total")
+        logits = rank.pop("logits")
+        total = rank.pop("total")
         assert sum(rank.values()) == total and logits < rank["activations"]
     assert plan["total"] == max(sum(rank.values()) for rank in plan["ranks"])
-    assert all(2 * rank["weights"] == rank["gradients"] == rank["masters"] for rank in plan["ranks"])
+    assert all(
+        2 * rank["weights"] == rank["gradients"] == rank["masters"] for rank in plan["ranks"]
+    )
 
 
 def test_lines_fit_80_columns(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, file, "parallel.pipeline=2", "--gpu", "H100", "--ranks", 2)
-    assert max(map(len, text.splitlines())) <= 80, [line for line in text.splitlines() if len(line) > 80]
+    assert max(map(len, text.splitlines())) <= 80, [
+        line for line in text.splitlines() if len(line) > 80
+    ]
 
 
-def test_neither_data_nor_a_tokenizer_is_needed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_neither_data_nor_a_tokenizer_is_needed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing = ("data.source=there/is/none", "data.tokenizer=none.json")
     assert "model.vocab" not in said(capsys, file, *missing, "--gpu", "H100")
-    assert "planned for data.vocab_size = 512" in said(capsys, file, *missing, "model.vocab=0", "--gpu", "H100")
+    assert "planned for data.vocab_size = 512" in said(
+        capsys, file, *missing, "model.vocab=0", "--gpu", "H100"
+    )
 
 
-def test_the_best_layout_is_one_that_trains(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_layout_is_one_that_trains(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     best = tmp_path / "best.toml"
-    text = said(capsys, run_file, f"train.folder={tmp_path}/run", "--gpu", "H100", "--ranks", 1, "-o", best)
+    text = said(
+        capsys, run_file, f"train.folder={tmp_path}/run", "--gpu", "H100", "--ranks", 1, "-o", best
+    )
     assert f"written    {best}" in text
     assert load_run(best).world_size == 1
     assert train(best) == 0
     assert capsys.readouterr().out.startswith("plan       ")
 
 
-def test_the_layouts_found_are_the_fastest_that_fit(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_layouts_found_are_the_fastest_that_fit(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Beside a search without any shortcut."""
-    config, target = load_run(file), target_of(load_run(file), memory="5MB")
+    config = load_run(file)
+    target = target_of(load_run(file), memory="5MB")
     memory = MemoryModel("cuda")
     every = [plan_run(one, memory, ASSUMED) for one in candidates(config, 2, 8)]
     fitting = [one for one in every if target.verdict(one.total) == "fits"]
     times = sorted(one.prediction.seconds for one in fitting if one.prediction)
     assert 0 < len(fitting) < len(every)
-    options = ("--tflops", 100, "--fast-link", 100, "--slow-link", 10, "--gpu-memory", "5MB", "--ranks", 2)
+    options = (
+        "--tflops",
+        100,
+        "--fast-link",
+        100,
+        "--slow-link",
+        10,
+        "--gpu-memory",
+        "5MB",
+        "--ranks",
+        2,
+    )
     found = data(capsys, file, *options)
     assert [one["prediction"]["seconds"] for one in found["layouts"]] == pytest.approx(times[:10])
     assert len(found["layouts"]) + found["slower"] + found["too_large"] == len(every)
@@ -120,7 +160,12 @@ def test_the_layouts_found_are_the_fastest_that_fit(file: Path, capsys: pytest.C
 def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
     for kind in ("gpipe", "1f1b", "interleaved"):
         yield f"parallel.schedule={kind}", "parallel.pipeline=4"
-        yield f"parallel.schedule={kind}", "parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"
+        yield (
+            f"parallel.schedule={kind}",
+            "parallel.pipeline=2",
+            "parallel.tensor=2",
+            "parallel.sequence=true",
+        )
 
 
 def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
@@ -132,7 +177,9 @@ def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
         assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9), overrides
 
 
-def test_a_part_of_a_long_schedule_stands_for_all_of_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_long_schedule_stands_for_all_of_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for overrides in every_kind(file):
         config = load_run(file, (*overrides, "train.global_batch=64"))
         whole = plan_run(config, MemoryModel("cuda"), ASSUMED)
@@ -141,7 +188,9 @@ def test_a_part_of_a_long_schedule_stands_for_all_of_it(file: Path, monkeypatch:
         part = plan_run(config, MemoryModel("cuda"), ASSUMED)
         monkeypatch.undo()
         assert part.prediction is not None and whole.prediction is not None
-        assert part.prediction.seconds == pytest.approx(whole.prediction.seconds, rel=0.02), overrides
+        assert part.prediction.seconds == pytest.approx(whole.prediction.seconds, rel=0.02), (
+            overrides
+        )
         assert part.total == pytest.approx(whole.total, rel=0.01), overrides
 
 
@@ -155,15 +204,20 @@ def test_the_precision_of_a_run_is_worked_out_once_for_all_its_instructions(
         return plan_of(*tables)
 
     monkeypatch.setattr(run_file_module, "plan_of", counted)
-    config = load_run(file, ["parallel.pipeline=4", "precision.compute=bf16", "precision.min_scale=2.0"])
+    config = load_run(
+        file, ["parallel.pipeline=4", "precision.compute=bf16", "precision.min_scale=2.0"]
+    )
     assert plan_run(config, MemoryModel("cuda"), ASSUMED).prediction
     assert config.plan.compute == torch.bfloat16 and len(made) <= 2
     wide = config.model_copy(update={"precision": load_run(file).precision})
     assert wide.plan.compute == torch.float32
 
 
-def test_products_alone_take_the_time_of_their_flops(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank, nothing recomputed: MFU is the efficiency that was assumed, less the lookup of the embedding."""
+def test_products_alone_take_the_time_of_their_flops(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank, nothing recomputed: MFU is the efficiency that was assumed, less the lookup of the
+    embedding."""
     plan = data(capsys, file, "--tflops", 1, "--efficiency", 0.25)
     assert plan["prediction"]["mfu"] == pytest.approx(0.25, rel=1e-3)
     assert plan["prediction"]["idle"] == pytest.approx(0)
@@ -200,12 +254,21 @@ def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, found: str | None) 
         (("--tflops", "-1"), "--tflops -1: give a number above 0"),
         (("--ranks", "-4"), "--ranks -4: give a number from 1"),
         (("--ranks", "0"), "--ranks 0: give a number from 1"),
-        (("--gpu-memory", "80"), "--gpu-memory 80: this would be bytes; give a unit too, such as 80GB"),
+        (
+            ("--gpu-memory", "80"),
+            "--gpu-memory 80: this would be bytes; give a unit too, such as 80GB",
+        ),
         (("-o", "best.toml"), "--output best.toml: the best of which layouts? give --ranks N"),
         (("train.device=cuda", "--ranks", "4"), "give --gpu or --tflops"),
         (("model.factory=my.py:build",), "model.factory"),
-        (("--gpu-memory", "1KB", "--tflops", "9", "--ranks", "2", "-o", "b.toml"), "no layout of 2 ranks fits"),
-        (("--gpu", "H100", "--ranks", "11", "-o", "b.toml"), "11 ranks have no layout: pipeline is at most"),
+        (
+            ("--gpu-memory", "1KB", "--tflops", "9", "--ranks", "2", "-o", "b.toml"),
+            "no layout of 2 ranks fits",
+        ),
+        (
+            ("--gpu", "H100", "--ranks", "11", "-o", "b.toml"),
+            "11 ranks have no layout: pipeline is at most",
+        ),
     ],
 )
 def test_what_is_wrong_is_told(
@@ -224,7 +287,9 @@ def test_ranks_that_share_this_machine_have_together_what_one_process_has(
     few = ("train.device=cpu", "model.layers=2", "train.global_batch=4")  # layouts
     alone = data(capsys, file, *few)
     shared = data(capsys, file, *few, "parallel.data=2", "--ranks", 4)["layouts"]
-    assert min(one["prediction"]["seconds"] for one in shared) >= alone["prediction"]["seconds"] * 0.99
+    assert (
+        min(one["prediction"]["seconds"] for one in shared) >= alone["prediction"]["seconds"] * 0.99
+    )
     text = said(capsys, file, *few, "--ranks", 4)
     assert "12.0 GiB over 4 ranks: 3.00 GiB, 150 GFLOP/s" in text
 
@@ -232,16 +297,26 @@ def test_ranks_that_share_this_machine_have_together_what_one_process_has(
 def test_a_canonical_run_is_planned_with_the_sums_that_wait_and_is_told_that_its_times_are_those_of_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight micro-batches add up in a tree of three levels, so three more gradients wait; replicas receive one more."""
+    """Eight micro-batches add up in a tree of three levels, so three more gradients wait; replicas
+    receive one more."""
     file = tmp_path / "run.toml"
     file.write_text(RUN.format(folder=tmp_path / "run"))
-    canonical = ['train.numerics="canonical"', "train.canonical_shards=2", "train.threads=1", "train.micro_batch=1"]
+    canonical = [
+        'train.numerics="canonical"',
+        "train.canonical_shards=2",
+        "train.threads=1",
+        "train.micro_batch=1",
+    ]
     assert main(["plan", str(file), *canonical, "--gpu", "H100"]) == 0
     assert 'times are those of train.numerics = "fast"' in " ".join(capsys.readouterr().out.split())
     for replicas, waiting, arriving in (1, 3, 0), (2, 2, 1):
         layout = f"parallel.data={replicas}", "train.global_batch=8", "--gpu", "H100"
-        (plain,), (own,) = (data(capsys, file, *run, *layout)["ranks"] for run in (canonical[2:], canonical))
-        assert own["sums"] == pytest.approx(waiting * plain["gradients"], rel=0.02), "norms are there twice"
+        (plain,), (own,) = (
+            data(capsys, file, *run, *layout)["ranks"] for run in (canonical[2:], canonical)
+        )
+        assert own["sums"] == pytest.approx(waiting * plain["gradients"], rel=0.02), (
+            "norms are there twice"
+        )
         assert own["communication"] == pytest.approx(arriving * plain["gradients"], rel=0.02)
 
 

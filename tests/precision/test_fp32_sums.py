@@ -5,7 +5,11 @@ import torch
 
 from megaprec.precision.gemm import fp32_sums
 
-NAMES = ("bf16_reduced_precision_reduction", "fp16_reduced_precision_reduction", "fp16_accumulation")
+NAMES = (
+    "bf16_reduced_precision_reduction",
+    "fp16_reduced_precision_reduction",
+    "fp16_accumulation",
+)
 
 
 def switches() -> list[object]:
@@ -13,7 +17,9 @@ def switches() -> list[object]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sums_of_16_bits_are_forbidden_in_the_block_and_allowed_again_even_after_an_error(name: str) -> None:
+def test_sums_of_16_bits_are_forbidden_in_the_block_and_allowed_again_even_after_an_error(
+    name: str,
+) -> None:
     inside: list[list[object]] = []
 
     def fail() -> None:

@@ -1,4 +1,5 @@
-"""Marks of containers, which are never called themselves, and plans that a wrapper cannot carry out."""
+"""Marks of containers, which are never called themselves, and plans that a wrapper cannot carry
+out."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)}) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)}) for _ in range(2)
+        )
         self.head = nn.Linear(4, 4)
         self.seen: list[tuple[torch.dtype, torch.dtype]] = []
 
@@ -32,9 +35,13 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_the_modules_in_a_marked_container_compute_in_fp32(planned: bool) -> None:
-    model, given = Layers(), list[torch.dtype]()
+    model = Layers()
+    given = list[torch.dtype]()
     set_fp32_attr_to_module(model.layers)
-    wrapped = PlannedModel(model, plan("bf16")) if planned else NaiveAMPModel(model, dtype=torch.bfloat16)
+    if planned:
+        wrapped = PlannedModel(model, plan("bf16"))
+    else:
+        wrapped = NaiveAMPModel(model, dtype=torch.bfloat16)
     for module in model.layers.modules():
         if isinstance(module, nn.LayerNorm | nn.Linear):
             module.register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
@@ -45,10 +52,14 @@ def test_the_modules_in_a_marked_container_compute_in_fp32(planned: bool) -> Non
     assert model.head.weight.dtype == torch.bfloat16
 
 
-def test_parts_of_a_marked_container_are_what_is_called_and_a_list_of_parameters_is_one_itself() -> None:
+def test_parts_of_a_marked_container_are_what_is_called_and_a_list_of_parameters_is_one_itself() -> (
+    None
+):
     model = Layers()
     set_fp32_attr_to_module(model.layers)
-    assert [path for path, _ in marked_parts(model)] == [f"layers.{n}.{name}" for n in "01" for name in ("norm", "up")]
+    assert [path for path, _ in marked_parts(model)] == [
+        f"layers.{n}.{name}" for n in "01" for name in ("norm", "up")
+    ]
     alone = nn.ModuleDict({"tables": nn.ParameterList([torch.ones(2)])})
     set_fp32_attr_to_module(alone)
     assert [path for path, _ in marked_parts(alone)] == ["tables"]
@@ -56,8 +67,12 @@ def test_parts_of_a_marked_container_are_what_is_called_and_a_list_of_parameters
 
 def test_a_planned_model_does_not_leave_fp8_out_in_silence() -> None:
     fp8 = plan("bf16", fp8=FP8Recipe(kind="current"))
-    with pytest.raises(UserError, match=r"^fp8 = current: no layer of this Sequential computes in FP8.*parallelize"):
+    with pytest.raises(
+        UserError, match=r"^fp8 = current: no layer of this Sequential computes in FP8.*parallelize"
+    ):
         PlannedModel(nn.Sequential(nn.Linear(16, 16)), fp8)
     context = Context(fp8, fp8=FP8State.over(None, fp8.fp8, layers=1))  # type: ignore[arg-type]
-    net = parallelize(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), context, {"0": "column", "1": "row"})
+    net = parallelize(
+        nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), context, {"0": "column", "1": "row"}
+    )
     PlannedModel(net, fp8)

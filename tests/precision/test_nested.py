@@ -1,4 +1,5 @@
-"""Containers of tensors: every kind comes back as itself, with each tensor in it changed and nothing else."""
+"""Containers of tensors: every kind comes back as itself, with each tensor in it changed and
+nothing else."""
 
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from transformers.tokenization_utils_base import BatchEncoding
 
 from megaprec.precision.nested import mapped, tensors
 
-ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
+ONE = torch.ones(2)
+TWO = torch.full((3,), 2.0)
 Named = namedtuple("Named", "left right")
 
 
@@ -90,7 +92,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def contents(value: Any) -> Iterator[Any]:
-    """All that a value is made of, read by other ways than those of the code: its type, then its parts."""
+    """All that a value is made of, read by other ways than those of the code: its type, then its
+    parts."""
     yield type(value)
     if isinstance(value, Tensor):
         yield value.tolist()
@@ -134,7 +137,9 @@ def test_a_model_output_has_the_changed_tensors_as_attributes_too() -> None:
 
 
 def test_a_packed_sequence_can_still_be_unpacked() -> None:
-    packed = mapped(nn.utils.rnn.pack_sequence([TWO, ONE]), lambda t: t.half() if t.is_floating_point() else t)
+    packed = mapped(
+        nn.utils.rnn.pack_sequence([TWO, ONE]), lambda t: t.half() if t.is_floating_point() else t
+    )
     assert isinstance(packed, PackedSequence)
     assert nn.utils.rnn.pad_packed_sequence(packed)[0].dtype == torch.float16
 

@@ -14,7 +14,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bf16", {"moments": "fp16"}, "moments = fp16: use fp32 or bf16"),
     ("fp32", {"masters": "bf16"}, "masters = bf16 are narrower than parameters = fp32"),
     ("bf16", {"masters": "fp16"}, "half masters must be the weights"),
-    ("bf16", {"gradients": "fp16"}, "gradients = fp16 must be fp32 or the dtype of parameters, bf16"),
+    (
+        "bf16",
+        {"gradients": "fp16"},
+        "gradients = fp16 must be fp32 or the dtype of parameters, bf16",
+    ),
     ("fp16", {"masters": "split"}, "split masters need bf16 parameters"),
     ("fp16", {"rounding": "stochastic"}, "stochastic rounding makes bf16 weights"),
     ("bf16", {"rounding": "stochastic", "masters": "split"}, "cannot be undone"),
@@ -22,22 +26,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp64", {"moments": "bf16"}, "fp64 goes with fp64"),
     ("fp32", {"moments": "fp64"}, "fp64 goes with fp64"),
     ("bf16", {"reduce": "fp64"}, "reduce = fp64: needs gradients = fp64"),
-    ("bf16", {"reduce": "fp8"}, "precision.reduce = 'fp8' is not known: use one of fp64, fp32, bf16, fp16"),
+    (
+        "bf16",
+        {"reduce": "fp8"},
+        "precision.reduce = 'fp8' is not known: use one of fp64, fp32, bf16, fp16",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("compute", "changes", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
-def test_a_plan_that_cannot_be_is_refused_with_a_reason(compute: str, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("compute", "changes", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_a_plan_that_cannot_be_is_refused_with_a_reason(
+    compute: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         plan(compute, **changes)
 
 
 def test_a_kept_parameter_is_held_and_used_in_fp32() -> None:
     made = plan("bf16", keep_fp32=("head.*", "*norm*"))
-    assert (made.param_dtype("head.weight"), made.compute_dtype("head.weight")) == (torch.float32, torch.float32)
-    assert (made.param_dtype("layers.0.mlp.up.weight"), made.compute_dtype("layers.0.mlp.up.weight")) == (
-        torch.bfloat16,
-    ) * 2
+    assert (made.param_dtype("head.weight"), made.compute_dtype("head.weight")) == (
+        torch.float32,
+        torch.float32,
+    )
+    assert (
+        made.param_dtype("layers.0.mlp.up.weight"),
+        made.compute_dtype("layers.0.mlp.up.weight"),
+    ) == (torch.bfloat16,) * 2
     wide = plan("bf16", parameters="fp32", keep_fp32=("head.*",))
     assert (wide.param_dtype("x"), wide.compute_dtype("x"), wide.compute_dtype("head.weight")) == (
         torch.float32,
@@ -48,9 +64,14 @@ def test_a_kept_parameter_is_held_and_used_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"norm": 0.5}, "norm = 0.5: must be 2, inf"), ({"zero_size": 2}, "cannot be cut into runs of 2")],
+    [
+        ({"norm": 0.5}, "norm = 0.5: must be 2, inf"),
+        ({"zero_size": 2}, "cannot be cut into runs of 2"),
+    ],
 )
-def test_an_optimizer_with_impossible_options_is_refused(options: dict[str, Any], message: str) -> None:
+def test_an_optimizer_with_impossible_options_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
     model = torch.nn.Linear(2, 2)
     attach_whole(model)
     with pytest.raises(UserError, match=message):
@@ -73,4 +94,6 @@ def test_an_optimizer_with_impossible_options_is_refused(options: dict[str, Any]
 def test_torchs_name_of_a_dtype_is_refused_once_with_ours(name: Any, ours: str) -> None:
     with pytest.raises(UserError) as raised:
         plan(name)
-    assert raised.value.problems == (f'precision.compute = {name!r} is not known: its name here is "{ours}"',)
+    assert raised.value.problems == (
+        f'precision.compute = {name!r} is not known: its name here is "{ours}"',
+    )

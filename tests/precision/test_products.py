@@ -1,4 +1,5 @@
-"""Products of real layers in the precision of their plan: weights kept in FP32 among BF16 ones, and TF32 on a CPU."""
+"""Products of real layers in the precision of their plan: weights kept in FP32 among BF16 ones, and
+TF32 on a CPU."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,7 +24,8 @@ from parallel.linear import Input, Linear
 from parallel.weight_grad_queue import WeightGradQueue, Work
 from tests.dialects.test_modes import MODEL
 
-IN, OUT = 48, 32
+IN = 48
+OUT = 32
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 FP32_UNIT = 2.0**-24
 
@@ -52,9 +54,12 @@ def used(kind: str, made: PrecisionPlan, **options: Any) -> dict[str, Tensor]:
 def test_a_weight_kept_in_fp32_is_unrounded_and_multiplied_in_fp32(kind: str) -> None:
     f = used(kind, plan("bf16", keep_fp32=("kept.*",)))
     assert (f["weight"].dtype, f["grad weight"].dtype) == (torch.float32, torch.float32)
-    assert torch.equal(f["weight"], f["original"]), "the weight was rounded on its way into the buffer"
+    assert torch.equal(f["weight"], f["original"]), (
+        "the weight was rounded on its way into the buffer"
+    )
     assert not torch.equal(f["weight"], f["weight"].bfloat16().float())
-    x, grad = f["x"].float(), f["grad"].float()
+    x = f["x"].float()
+    grad = f["grad"].float()
     assert torch.equal(f["y"], (x @ f["weight"].t()).bfloat16()), "rounded once, on its way out"
     assert torch.equal(f["grad x"], (grad @ f["weight"]).bfloat16())
     torch.testing.assert_close(f["grad weight"], grad.t() @ x, rtol=1e-6, atol=1e-6)
@@ -75,27 +80,44 @@ def test_an_embedding_kept_in_fp32_hands_out_activations_and_gathers_fp32_gradie
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_three_products_of_a_layer_are_those_of_factors_rounded_to_tf32(kind: str) -> None:
-    """Against float64: factors of TF32 multiply exactly in FP32, so only the additions round, k of them at most."""
+    """Against float64: factors of TF32 multiply exactly in FP32, so only the additions round, k of
+    them at most."""
     f = used(kind, plan("fp32", tf32=True))
-    products = {"y": ("x", "weight t"), "grad x": ("grad", "weight"), "grad weight": ("grad t", "x")}
+    products = {
+        "y": ("x", "weight t"),
+        "grad x": ("grad", "weight"),
+        "grad weight": ("grad t", "x"),
+    }
     for made, names in products.items():
-        a, b = (f[name.removesuffix(" t")].t() if name.endswith(" t") else f[name] for name in names)
+        a, b = (
+            f[name.removesuffix(" t")].t() if name.endswith(" t") else f[name] for name in names
+        )
         rounded = round_tf32(a).double() @ round_tf32(b).double()
-        bound = a.shape[1] * FP32_UNIT * (round_tf32(a).double().abs() @ round_tf32(b).double().abs())
+        bound = (
+            a.shape[1] * FP32_UNIT * (round_tf32(a).double().abs() @ round_tf32(b).double().abs())
+        )
         assert ((f[made] - rounded).abs() <= bound).all(), made
-        assert ((f[made] - a.double() @ b.double()).abs() > bound).float().mean() > 0.5, f"{made} is made in FP32"
+        assert ((f[made] - a.double() @ b.double()).abs() > bound).float().mean() > 0.5, (
+            f"{made} is made in FP32"
+        )
 
 
 def test_tf32_changes_no_product_of_another_dtype() -> None:
     for compute in ("bf16", "fp16", "fp64"):
-        plain, asked = used("column", plan(compute)), used("column", plan(compute, tf32=True))
+        plain = used("column", plan(compute))
+        asked = used("column", plan(compute, tf32=True))
         assert all(torch.equal(plain[name], asked[name]) for name in plain)
 
 
 @pytest.mark.parametrize(
     ("compute", "output", "training", "evaluation"),
     [
-        ("bf16", "fp32", torch.bfloat16, torch.float32),  # to widen them changes no number of the loss
+        (
+            "bf16",
+            "fp32",
+            torch.bfloat16,
+            torch.float32,
+        ),  # to widen them changes no number of the loss
         ("bf16", "bf16", torch.bfloat16, torch.bfloat16),
         ("fp32", "bf16", torch.bfloat16, torch.bfloat16),
         ("bf16", "fp16", torch.float16, torch.float16),
@@ -104,7 +126,10 @@ def test_tf32_changes_no_product_of_another_dtype() -> None:
 def test_logits_are_handed_out_in_the_plans_output(
     compute: str, output: str, training: torch.dtype, evaluation: torch.dtype
 ) -> None:
-    made = plan(compute, output={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[output])
+    made = plan(
+        compute,
+        output={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[output],
+    )
     config = ModelConfig(**MODEL)
     stage = Stage(config, Context(made), cuts(config, 1, 8)[0])
     ParallelAMPOptimizer([stage], made)
@@ -128,8 +153,12 @@ class Telling(Axis):
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_cut_input_is_gathered_beside_the_input_s_gradient_unless_the_weight_s_is_put_off(split: bool) -> None:
-    weight, deferred, seen = nn.Parameter(torch.ones(3, 2)), WeightGradQueue(), Telling.seen
+def test_a_cut_input_is_gathered_beside_the_input_s_gradient_unless_the_weight_s_is_put_off(
+    split: bool,
+) -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    deferred = WeightGradQueue()
+    seen = Telling.seen
     weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
     x = torch.ones(4, 1, 2, requires_grad=True)
     y = Linear.apply(x, weight, None, Input.SEQUENCE, Telling("tp"), deferred)
@@ -161,7 +190,8 @@ def test_weight_gradients_are_added_unrounded_where_the_device_has_such_a_produc
         assert total.data_ptr() == out.data_ptr() and out_dtype == out.dtype
         return out.copy_((total.double() * beta if beta else 0) + alpha * (a.double() @ b.double()))
 
-    a, b = torch.randn(32, 48).bfloat16().t(), torch.randn(32, 16).bfloat16()
+    a = torch.randn(32, 48).bfloat16().t()
+    b = torch.randn(32, 16).bfloat16()
     exact = a.double() @ b.double()
     with_cpu_kernel = torch.library.Library("aten", "IMPL")
     with_cpu_kernel.impl("addmm.dtype_out", kernel, "CPU")
@@ -172,7 +202,9 @@ def test_weight_gradients_are_added_unrounded_where_the_device_has_such_a_produc
         assert torch.equal(total, exact.float())
         gemm.add_product_(total, a, b, scale=0.5)
         torch.testing.assert_close(total.double(), 1.5 * exact, rtol=1e-6, atol=1e-6)
-        assert not gemm.adds_unrounded(total.bfloat16(), a) and not gemm.adds_unrounded(total, a.float())
+        assert not gemm.adds_unrounded(total.bfloat16(), a) and not gemm.adds_unrounded(
+            total, a.float()
+        )
     finally:
         with_cpu_kernel._destroy()
         gemm._has_wide_totals.cache_clear()

@@ -1,4 +1,5 @@
-"""The laws of FP32 kept in 16 bits: split numbers come back, and drawn ones are right in the mean."""
+"""The laws of FP32 kept in 16 bits: split numbers come back, and drawn ones are right in the
+mean."""
 
 import random
 
@@ -15,18 +16,41 @@ INF = float("inf")
 
 def of_bits(patterns: Tensor) -> Tensor:
     """FP32 [n] of int64 bit patterns [n]."""
-    return torch.where(patterns >= 1 << 31, patterns - (1 << 32), patterns).to(torch.int32).view(torch.float32)
+    return (
+        torch.where(patterns >= 1 << 31, patterns - (1 << 32), patterns)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def patterns() -> Tensor:
-    """int64: all lower halves under upper ones of every class: zero, subnormal, ordinary, largest, inf, NaN."""
-    upper = torch.tensor([0, 1, 2, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x3F81, 0x4049, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
+    """int64: all lower halves under upper ones of every class: zero, subnormal, ordinary, largest,
+    inf, NaN."""
+    upper = torch.tensor(
+        [
+            0,
+            1,
+            2,
+            0x7F,
+            0x80,
+            0x3F7F,
+            0x3F80,
+            0x3F81,
+            0x4049,
+            0x7F7E,
+            0x7F7F,
+            0x7F80,
+            0x7FC0,
+            0x7FFF,
+        ]
+    )
     upper = torch.cat((upper, upper + 0x8000))
     return ((upper << 16)[:, None] + torch.arange(1 << 16)).flatten()
 
 
 def halved(wide: Tensor) -> tuple[Tensor, Tensor]:
-    weight, remainder = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide, dtype=torch.int16)
+    weight = torch.empty_like(wide, dtype=torch.bfloat16)
+    remainder = torch.empty_like(wide, dtype=torch.int16)
     split(wide, weight, remainder)
     return weight, remainder
 
@@ -34,7 +58,8 @@ def halved(wide: Tensor) -> tuple[Tensor, Tensor]:
 def test_weight_and_remainder_are_the_number_bit_for_bit() -> None:
     wide = of_bits(patterns())
     weight, remainder = halved(wide)
-    again, number = join(weight, remainder), ~wide.isnan()
+    again = join(weight, remainder)
+    number = ~wide.isnan()
     assert torch.equal(again[number].view(torch.int32), wide[number].view(torch.int32))
     assert torch.equal(again.isnan(), wide.isnan())
     assert torch.equal(weight.isnan(), wide.isnan()), "a NaN would look like a number to the layers"
@@ -75,7 +100,8 @@ def test_a_drawn_number_is_one_of_the_two_neighbours() -> None:
 def test_the_lowest_draw_rounds_down_the_highest_up_and_bits_above_them_mean_nothing() -> None:
     wide = finite()
     below, above = neighbours(wide)
-    low, high = torch.zeros(len(wide), dtype=torch.int64), torch.full((len(wide),), 0xFFFF)
+    low = torch.zeros(len(wide), dtype=torch.int64)
+    high = torch.full((len(wide),), 0xFFFF)
     for other in (0, 1 << 16, -(1 << 40), torch.iinfo(torch.int64).min):
         assert torch.equal(stochastic(wide, low + other).float().view(torch.int32), below)
         assert torch.equal(stochastic(wide, high + other).float().view(torch.int32), above)
@@ -97,7 +123,9 @@ def test_no_infinity_is_made_of_what_bfloat16_can_hold_and_none_is_lost() -> Non
         assert torch.equal(stochastic(infinite, draws).float(), infinite)
         beyond = of_bits(torch.full((5,), LARGEST | 0x8000 | sign))
         assert stochastic(beyond, draws).isinf().tolist() == [False, False, False, True, True]
-    every_nan = of_bits(torch.cat((torch.arange(0x7F800001, 0x7F810001), torch.arange(0x7FFF0000, 0x80000000))))
+    every_nan = of_bits(
+        torch.cat((torch.arange(0x7F800001, 0x7F810001), torch.arange(0x7FFF0000, 0x80000000)))
+    )
     assert stochastic(every_nan, torch.full((len(every_nan),), 0xFFFF)).isnan().all()
 
 
@@ -107,7 +135,10 @@ def test_the_probability_is_the_part_lost_exactly() -> None:
     for low in (0, 1, 2, 0x1234, 0x7FFF, 0x8000, 0xFFFF):
         for high in (0x3F80, 0xC049, 0x0001):
             wide = of_bits(torch.full((1 << 16,), high << 16 | low))
-            raised = stochastic(wide, draws).float().view(torch.int32) != wide.view(torch.int32) & ~0xFFFF
+            raised = (
+                stochastic(wide, draws).float().view(torch.int32)
+                != wide.view(torch.int32) & ~0xFFFF
+            )
             assert raised.sum() == low
 
 
@@ -121,14 +152,25 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
         error = abs(above - below) * (part * (1 - part) / n) ** 0.5
         mean = stochastic(wide, bits(number, torch.arange(n))).double().mean()
         assert abs(mean - float(wide[0])) < 5 * error, value
-        assert abs(wide[0].bfloat16().double() - float(wide[0])) > 5 * error, "to nearest would be as good"
+        assert abs(wide[0].bfloat16().double() - float(wide[0])) > 5 * error, (
+            "to nearest would be as good"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_number_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
-    dice, ties = random.Random(0), [1 + n / 512 for n in range(-256, 513)] + [1 + n / 4096 for n in range(65)]
-    largest = [torch.finfo(dtype).max * (1 - n / 4096) for n in range(9)] + [65519.9, 65520.0, 1e6, 1e308]
-    others = [dice.choice((-1, 1)) * dice.uniform(1, 2) * 2.0 ** dice.randint(-150, 150) for _ in range(2000)]
+    dice = random.Random(0)
+    ties = [1 + n / 512 for n in range(-256, 513)] + [1 + n / 4096 for n in range(65)]
+    largest = [torch.finfo(dtype).max * (1 - n / 4096) for n in range(9)] + [
+        65519.9,
+        65520.0,
+        1e6,
+        1e308,
+    ]
+    others = [
+        dice.choice((-1, 1)) * dice.uniform(1, 2) * 2.0 ** dice.randint(-150, 150)
+        for _ in range(2000)
+    ]
     subnormal = [n * torch.finfo(dtype).smallest_normal / 2048 for n in range(0, 4096, 7)]
     for number in [*ties, *largest, *others, *subnormal]:
         assert nearest(number, dtype) == torch.tensor(number, dtype=torch.float64).to(dtype).item()

@@ -1,4 +1,5 @@
-"""TF32: ten bits of mantissa, halfway cases away from zero, special values as they are, and switches put back."""
+"""TF32: ten bits of mantissa, halfway cases away from zero, special values as they are, and
+switches put back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from megaprec.precision.tf32 import product_tf32, round_tf32, tf32
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 ULP = 2.0**-10  # of TF32, between 1 and 2
 
 
@@ -52,7 +54,9 @@ def test_zero_keeps_its_sign() -> None:
 
 
 def test_nan_stays_nan_with_any_payload() -> None:
-    bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -(2**31) + 0x7F800001], dtype=torch.int64).int()
+    bits = torch.tensor(
+        [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -(2**31) + 0x7F800001], dtype=torch.int64
+    ).int()
     assert round_tf32(bits.view(torch.float32)).isnan().all()
 
 
@@ -80,8 +84,10 @@ def test_rounding_takes_any_shape_and_leaves_its_input_alone() -> None:
 
 def test_a_product_is_as_far_from_fp32s_as_ten_bits_allow() -> None:
     generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(32, 64, generator=generator), torch.randn(64, 16, generator=generator)
-    exact, ours = a.double() @ b.double(), product_tf32(a, b)
+    a = torch.randn(32, 64, generator=generator)
+    b = torch.randn(64, 16, generator=generator)
+    exact = a.double() @ b.double()
+    ours = product_tf32(a, b)
     bound = (a.abs().double() @ b.abs().double()) * (2 * 2.0**-11 + 2.0**-22) + 64 * 2.0**-20
     assert ((ours - exact).abs() <= bound).all()
     assert not torch.equal(ours, a @ b)
@@ -94,7 +100,9 @@ def switches() -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("on", [False, True])
-def test_the_switches_hold_in_the_block_and_are_put_back_even_after_an_error(before: bool, on: bool) -> None:
+def test_the_switches_hold_in_the_block_and_are_put_back_even_after_an_error(
+    before: bool, on: bool
+) -> None:
     inside = []
 
     def fail() -> None:
@@ -113,7 +121,9 @@ def test_the_switches_hold_in_the_block_and_are_put_back_even_after_an_error(bef
 
 def all_switches() -> list[object]:
     torch_wide: Any = torch.backends
-    cuda, cudnn, host = torch_wide.cuda.matmul, torch_wide.cudnn, torch_wide.mkldnn.matmul
+    cuda = torch_wide.cuda.matmul
+    cudnn = torch_wide.cudnn
+    host = torch_wide.mkldnn.matmul
     return [
         *(switch.fp32_precision for switch in (cuda, cudnn.conv, cudnn.rnn, host)),
         *(said(read) for read in (lambda: cuda.allow_tf32, lambda: cudnn.allow_tf32)),
@@ -139,9 +149,12 @@ SET_BY_USERS: dict[str, Callable[[], object]] = {
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Puts back what a test sets: the newer switches, after the older ones are at torch's defaults."""
+    """Puts back what a test sets: the newer switches, after the older ones are at torch's
+    defaults."""
     torch_wide: Any = torch.backends
-    cuda, cudnn, host = torch_wide.cuda.matmul, torch_wide.cudnn, torch_wide.mkldnn.matmul
+    cuda = torch_wide.cuda.matmul
+    cudnn = torch_wide.cudnn
+    host = torch_wide.mkldnn.matmul
     try:
         yield
     finally:
@@ -154,7 +167,9 @@ def as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("name", SET_BY_USERS)
-def test_switches_that_users_set_in_any_of_torchs_ways_are_overruled_and_put_back(name: str, on: bool) -> None:
+def test_switches_that_users_set_in_any_of_torchs_ways_are_overruled_and_put_back(
+    name: str, on: bool
+) -> None:
     with as_before():
         SET_BY_USERS[name]()
         before = all_switches()

@@ -14,7 +14,12 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, mark_fp32, set_fp32_attr_to_module
+from megaprec.precision.module_wrappers import (
+    NaiveAMPModel,
+    PlannedModel,
+    mark_fp32,
+    set_fp32_attr_to_module,
+)
 from megaprec.precision.parallel_modes import ParallelMode
 from megaprec.precision.plan import LossScaling, plan
 from megaprec.precision.tf32 import tf32
@@ -33,7 +38,8 @@ class Seen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
         for parameter in self.parameters():
             nn.init.constant_(parameter, THIRD)
         self.register_buffer("table", torch.full((3,), THIRD))
@@ -70,7 +76,9 @@ def test_a_part_marked_fp32_keeps_its_values_and_computes_in_fp32(dtype: torch.d
     assert torch.equal(inner.second.weight, torch.full((2, 4), THIRD))
     assert inner.first.weight.dtype == dtype
     inputs: list[torch.dtype] = []
-    inner.second.register_forward_hook(lambda _, args, out: inputs.append(args[0].dtype) or inputs.append(out.dtype))
+    inner.second.register_forward_hook(
+        lambda _, args, out: inputs.append(args[0].dtype) or inputs.append(out.dtype)
+    )
     assert model(torch.ones(1, 4)).dtype == dtype
     assert inputs[0] == torch.float32
 
@@ -93,9 +101,12 @@ def test_a_weight_that_a_marked_part_shares_is_never_rounded() -> None:
     assert torch.equal(inner.first.weight, value)
 
 
-def test_inputs_are_cast_by_position_by_keyword_and_nested_but_integers_and_doubles_are_not() -> None:
+def test_inputs_are_cast_by_position_by_keyword_and_nested_but_integers_and_doubles_are_not() -> (
+    None
+):
     inner = Seen()
-    one, ids = torch.ones(2), torch.tensor([1])
+    one = torch.ones(2)
+    ids = torch.tensor([1])
     NaiveAMPModel(inner, dtype=torch.float16)(
         torch.ones(1, 4), ids, [one, (one, None)], mask=one, more={"x": one, "i": ids}
     )
@@ -112,7 +123,9 @@ def test_inputs_are_cast_by_position_by_keyword_and_nested_but_integers_and_doub
 
 
 @pytest.mark.parametrize(("to_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_outputs_come_back_in_the_containers_they_left_in(to_fp32: bool, dtype: torch.dtype) -> None:
+def test_outputs_come_back_in_the_containers_they_left_in(
+    to_fp32: bool, dtype: torch.dtype
+) -> None:
     model = NaiveAMPModel(Returns(), output_to_fp32=to_fp32, dtype=torch.bfloat16)
     one = torch.ones(1)
     pair = model(Pair(one, torch.tensor([2])))
@@ -133,7 +146,9 @@ def test_eval_and_train_return_the_wrapper_and_set_both() -> None:
 
 
 def test_a_dtype_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be torch\.float16, torch\.bfloat16 or torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"must be torch\.float16, torch\.bfloat16 or torch\.float32"
+    ):
         NaiveAMPModel(Seen(), dtype=torch.int8)
 
 
@@ -141,13 +156,20 @@ def test_a_dtype_that_is_none_is_refused() -> None:
 def test_a_dtype_may_be_the_string_of_a_configuration(name: str) -> None:
     """internlm/initialize/launch.py takes these four and torch.tf32."""
     model = NaiveAMPModel(Seen(), dtype=name)
-    assert {p.dtype for p in model.parameters()} == {model.dtype} == {getattr(torch, name.removeprefix("torch."))}
+    assert (
+        {p.dtype for p in model.parameters()}
+        == {model.dtype}
+        == {getattr(torch, name.removeprefix("torch."))}
+    )
 
 
 def test_torch_tf32_is_fp32_and_allows_tf32() -> None:
     with tf32(False):
         model = NaiveAMPModel(Seen(), dtype="torch.tf32")
-        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (
+            True,
+            True,
+        )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -167,7 +189,8 @@ def test_gradients_of_both_precisions_arrive() -> None:
 
 
 def _average(mesh: DeviceMesh) -> list[list[float]]:
-    """Buffers of both ranks of dp after a training pass, two passes in evaluation, and one with the axis tp."""
+    """Buffers of both ranks of dp after a training pass, two passes in evaluation, and one with the
+    axis tp."""
     dp = Axis.of(mesh, "dp")
     inner = Seen()
     model = NaiveAMPModel(inner, parallel_mode=dp, dtype=torch.float32)
@@ -279,12 +302,17 @@ def test_a_group_that_cannot_be_known_is_refused_and_never_left_out_in_silence()
 
 
 def _plain(mesh: DeviceMesh) -> list[Any]:
-    """In a world of two that was joined again, so that nothing has cut it: the means, then what a cut model meets."""
+    """In a world of two that was joined again, so that nothing has cut it: the means, then what a
+    cut model meets."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.PrefixStore("again", store))
-    means = [_mean_of_ranks(), _mean_of_ranks(parallel_mode="data"), _mean_of_ranks(parallel_mode=Foreign.GLOBAL)]
+    means = [
+        _mean_of_ranks(),
+        _mean_of_ranks(parallel_mode="data"),
+        _mean_of_ranks(parallel_mode=Foreign.GLOBAL),
+    ]
     with pytest.raises(UserError, match=r"ParallelMode\.TENSOR: without a mesh"):
         NaiveAMPModel(Seen(), parallel_mode=Foreign.TENSOR)
     cut = Seen()
@@ -334,7 +362,13 @@ def test_patterns_mark_the_modules_whose_parameters_they_name() -> None:
 
 @pytest.mark.parametrize(("inputs", "arrives"), [("root", torch.bfloat16), ("none", torch.float32)])
 def test_a_planned_model_has_the_dtypes_of_its_plan(inputs: str, arrives: torch.dtype) -> None:
-    bf16 = plan("bf16", keep_fp32=("second.*",), buffers=torch.float32, output=torch.float16, cast_inputs=inputs)
+    bf16 = plan(
+        "bf16",
+        keep_fp32=("second.*",),
+        buffers=torch.float32,
+        output=torch.float16,
+        cast_inputs=inputs,
+    )
     inner = Seen()
     inner.first = nn.Identity()  # type: ignore[assignment]
     model = PlannedModel(inner, bf16)
@@ -344,7 +378,9 @@ def test_a_planned_model_has_the_dtypes_of_its_plan(inputs: str, arrives: torch.
 
 
 def test_a_pattern_of_a_plan_that_matches_no_parameter_is_refused() -> None:
-    with pytest.raises(UserError, match=r'"secnd.weight" matches no parameter.*did you mean second\.weight\?'):
+    with pytest.raises(
+        UserError, match=r'"secnd.weight" matches no parameter.*did you mean second\.weight\?'
+    ):
         PlannedModel(Seen(), plan("bf16", keep_fp32=("first.*", "secnd.weight")))
 
 
@@ -363,7 +399,13 @@ def test_a_plan_with_wider_parameters_than_products_is_autocasts_to_run() -> Non
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("output_to_fp32", "False"), ("output_to_fp32", None), ("sync_buffer", "no"), ("sync_buffer", 0), ("mesh", 3)],
+    [
+        ("output_to_fp32", "False"),
+        ("output_to_fp32", None),
+        ("sync_buffer", "no"),
+        ("sync_buffer", 0),
+        ("mesh", 3),
+    ],
 )
 def test_an_argument_of_another_kind_is_refused_by_name(argument: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"{argument} = {value!r}: must be "):
@@ -387,17 +429,23 @@ def test_a_mark_that_comes_too_late_is_refused(wrap: Callable[[nn.Module], nn.Mo
     set_fp32_attr_to_module(model.first)
     wrap(model)
     set_fp32_attr_to_module(model.first)  # as it is already
-    with pytest.raises(UserError, match=r"Linear is part of a model that is already wrapped.*: mark it before"):
+    with pytest.raises(
+        UserError, match=r"Linear is part of a model that is already wrapped.*: mark it before"
+    ):
         set_fp32_attr_to_module(model.second)
     with pytest.raises(UserError, match="is part of a model that is already wrapped"):
         set_fp32_attr_to_module(wrap(Seen()))
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
-def test_a_batch_norm_trains_in_fp32_within_a_model_in_16_bits_or_is_refused_with_the_pattern(compute: str) -> None:
+def test_a_batch_norm_trains_in_fp32_within_a_model_in_16_bits_or_is_refused_with_the_pattern(
+    compute: str,
+) -> None:
     def steps_of(**options: Any) -> tuple[nn.Module, list[float]]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
+        )
         attach_whole(model)
         made = plan(compute, LossScaling("constant", initial=1.0), **options)
         optimizer = ParallelAMPOptimizer([model], made, lr=0.01)
@@ -410,11 +458,17 @@ def test_a_batch_norm_trains_in_fp32_within_a_model_in_16_bits_or_is_refused_wit
             losses.append(optimizer.step(loss=loss.detach()).loss)
         return model, losses
 
-    words = r'^1 is a BatchNorm1d with .* keep_fp32=\("1\.\*",\)\), in the plan of the optimizer too$'
+    words = (
+        r'^1 is a BatchNorm1d with .* keep_fp32=\("1\.\*",\)\), in the plan of the optimizer too$'
+    )
     with pytest.raises(UserError, match=words):
         steps_of()
     model, losses = steps_of(keep_fp32=("1.*",))
     assert losses[-1] < losses[0]
-    kept = {name: value.dtype for name, value in model.state_dict().items() if "running" in name or name[0] == "1"}
+    kept = {
+        name: value.dtype
+        for name, value in model.state_dict().items()
+        if "running" in name or name[0] == "1"
+    }
     kept.pop("1.num_batches_tracked")
     assert set(kept.values()) == {torch.float32}

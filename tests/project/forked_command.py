@@ -1,13 +1,16 @@
-"""The commands `megaprec`, `python` and `torchrun` in forked processes, which begin in milliseconds, imports done.
+"""The commands `megaprec`, `python` and `torchrun` in forked processes, which begin in
+milliseconds, imports done.
 
-A server that has imported all that commands import waits at a socket. The program that a shell finds as `megaprec` is a
-small client, which hands its arguments, folder, environment and streams to the server, passes signals on, and ends as
-the forked process did. Local ranks that the command launches are clients as well. `python` runs a file, `-m` or `-c` in
-the same way; so does what either starts as `sys.executable`. The code that runs is that of the command line; how an
+A server that has imported all that commands import waits at a socket. The program that a shell
+finds as `megaprec` is a small client, which hands its arguments, folder, environment and streams to
+the server, passes signals on, and ends as the forked process did. Local ranks that the command
+launches are clients as well. `python` runs a file, `-m` or `-c` in the same way; so does what
+either starts as `sys.executable`. The code that runs is that of the command line; how an
 interpreter starts it is tested by the README's commands and by the tests of the launcher.
 
-Forked processes have their own process ids and are children of the server: what looks for children of a command or
-kills its launcher without a word needs real interpreters. They are on the host that the client is on (tests/hosts.py).
+Forked processes have their own process ids and are children of the server: what looks for children
+of a command or kills its launcher without a word needs real interpreters. They are on the host that
+the client is on (tests/hosts.py).
 """
 
 import ctypes
@@ -73,8 +76,9 @@ sys.exit(code)
 def served(folder: Path, late: Sequence[str] = LATE) -> Iterator[Path]:
     """Yield `folder` with the programs of `PROGRAMS`, which work until the end of the context.
 
-    All processes that they started end then too. So they do when this process dies: the server's stdin is a pipe that
-    ends with it. late: modules that the server imports besides those of all commands.
+    All processes that they started end then too. So they do when this process dies: the server's
+    stdin is a pipe that ends with it. late: modules that the server imports besides those of all
+    commands.
     """
     place = str(folder / "socket")
     for name in PROGRAMS:
@@ -84,7 +88,14 @@ def served(folder: Path, late: Sequence[str] = LATE) -> Iterator[Path]:
         listener.bind(place)
         listener.listen(64)  # who connects waits until the server has imported everything
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.project.forked_command", str(folder), str(listener.fileno()), *late],
+            [
+                sys.executable,
+                "-m",
+                "tests.project.forked_command",
+                str(folder),
+                str(listener.fileno()),
+                *late,
+            ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -106,10 +117,12 @@ def import_all(names: Sequence[str] = LATE) -> None:
 
 
 def _serve(folder: Path, listener: socket.socket, late: Sequence[str]) -> NoReturn:
-    """Fork a keeper for each client that connects, and end with all of them once stdin has ended."""
+    """Fork a keeper for each client that connects, and end with all of them once stdin has
+    ended."""
     import_all([*late, "tests.frozen"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, is not for their commands
+    # nohup, which may have started the tests, is not for their commands
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     while True:
         if 0 in select.select([0, listener], [], [])[0]:
             os.killpg(0, signal.SIGKILL)
@@ -122,7 +135,8 @@ def _serve(folder: Path, listener: socket.socket, late: Sequence[str]) -> NoRetu
 
 
 def _keep(folder: Path, connection: socket.socket) -> NoReturn:
-    """Fork the process of a command, tell the client its pid and how it ended, and end it if the client is gone."""
+    """Fork the process of a command, tell the client its pid and how it ended, and end it if the
+    client is gone."""
     size, streams, _, _ = socket.recv_fds(connection, 8, 3)
     with connection.makefile("rb") as asking:
         name, argv, here, environment = json.loads(asking.read(int.from_bytes(size, "big")))
@@ -146,11 +160,15 @@ def _keep(folder: Path, connection: socket.socket) -> NoReturn:
 
 
 def _join_host_of(connection: socket.socket) -> None:
-    """Enter the namespaces of the client, so that this process has its network and its name of the host."""
+    """Enter the namespaces of the client, so that this process has its network and its name of the
+    host."""
     if sys.platform == "linux":
-        client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        client, _, _ = struct.unpack(
+            "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
         for name in NAMESPACES:
-            theirs, ours = Path(f"/proc/{client}/ns/{name}"), Path(f"/proc/self/ns/{name}")
+            theirs = Path(f"/proc/{client}/ns/{name}")
+            ours = Path(f"/proc/self/ns/{name}")
             if theirs.readlink() != ours.readlink():
                 with theirs.open("rb") as file:
                     if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
@@ -165,7 +183,9 @@ def _run(client: Path, argv: Sequence[str], folder: str, environment: dict[str, 
         os.environ.clear()
         os.environ.update(environment)
         sys.path[0] = folder
-        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")  # the server's know another kind of file
+        # the server's know another kind of file
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w", buffering=1)
         code = _command(client, argv) if client.name == "megaprec" else _interpret(client, argv)
     except SystemExit as left:
@@ -186,10 +206,15 @@ def _command(client: Path, argv: Sequence[str]) -> int:
 
 
 def _interpret(client: Path, argv: Sequence[str]) -> int:
-    """Run what the words of python's command line say: [-u] [-P] and -c code, -m module or a file, with arguments."""
+    """Run what the words of python's command line say: [-u] [-P] and -c code, -m module or a file,
+    with arguments."""
     sys.executable = str(client.with_name("python"))
     argv = ["-m", "torch.distributed.run", *argv] if client.name == "torchrun" else argv
-    sys.path += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
+    sys.path += [
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path not in ("", *sys.path)
+    ]
     while argv[0] in ("-u", "-P"):
         argv = argv[1:]
     first, *rest = argv

@@ -1,4 +1,5 @@
-"""A real Slurm on two played hosts, each a node with one CPU and one "GPU"; one of them has the controller too."""
+"""A real Slurm on two played hosts, each a node with one CPU and one "GPU"; one of them has the
+controller too."""
 
 import shutil
 import subprocess
@@ -33,9 +34,12 @@ GresTypes=gpu
 NodeName=alpha,beta CPUs=1 Gres=gpu:1
 PartitionName=main Nodes=ALL Default=YES
 """
-FILES = {"gres.conf": "AutoDetect=off\nName=gpu File=/dev/null\n", "cgroup.conf": "CgroupPlugin=cgroup/v1\n"}
-# Slurm wants a folder of control groups, which it does not use here, and hosts that know each other's names.
-# A job would take the names of a host's links to the other one.
+FILES = {
+    "gres.conf": "AutoDetect=off\nName=gpu File=/dev/null\n",
+    "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
+}
+# Slurm wants a folder of control groups, which it does not use here, and hosts that know each
+# other's names. A job would take the names of a host's links to the other one.
 ON_HOST = """unset GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME
 mount -t tmpfs none /sys/fs/cgroup && mount --bind "$1" /etc/hosts && cd "$2" && shift 2 && exec "$@"
 """
@@ -52,14 +56,26 @@ class Cluster:
         self.controller = controller
         self.folder = folder
         self.environ = {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
-        for name, text in {"slurm.conf": SETTINGS.format(folder, NAMES[controller]), **FILES}.items():
+        for name, text in {
+            "slurm.conf": SETTINGS.format(folder, NAMES[controller]),
+            **FILES,
+        }.items():
             (folder / name).write_text(text)
         known = [f"{address} {name}\n" for address, name in zip(ADDRESSES, NAMES, strict=True)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(known))
 
     def start(self, host: int, *command: str) -> subprocess.Popen:
-        """A daemon or a command on a host; its output is in the folder, in a file of the command's name."""
-        words = ["bash", "-c", ON_HOST, "bash", str(self.folder / "hosts"), str(self.home), *command]
+        """A daemon or a command on a host; its output is in the folder, in a file of the command's
+        name."""
+        words = [
+            "bash",
+            "-c",
+            ON_HOST,
+            "bash",
+            str(self.folder / "hosts"),
+            str(self.home),
+            *command,
+        ]
         with (self.folder / f"{command[0]}-{NAMES[host]}.txt").open("wb") as output:
             return self.hosts.start(host, words, self.environ, output)
 
@@ -69,7 +85,9 @@ class Cluster:
         return (self.folder / f"{command[0]}-{NAMES[self.controller]}.txt").read_text()
 
     def said(self) -> str:
-        return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.txt")))
+        return "\n".join(
+            f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.txt"))
+        )
 
     def lose_node(self) -> None:
         """Lose the host without the controller."""
@@ -86,7 +104,10 @@ def cluster(folder: Path, home: Path, controller: int) -> Iterator[Cluster]:
         made.start(controller, "slurmctld", "-D")
         for host in range(2):
             made.start(host, "slurmd", "-D")
-        wait_for(lambda: made.ask("sinfo", "--noheader", "--format", "%D %t").split() == ["2", "idle"], made)
+        wait_for(
+            lambda: made.ask("sinfo", "--noheader", "--format", "%D %t").split() == ["2", "idle"],
+            made,
+        )
         try:
             yield made
         finally:

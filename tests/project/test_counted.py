@@ -18,12 +18,20 @@ from tools.console.units import counted
         (2, "micro-batch", "es", "2 micro-batches"),
     ],
 )
-def test_a_number_of_things_is_said_as_in_speech(number: int, what: str, plural: str, said: str) -> None:
+def test_a_number_of_things_is_said_as_in_speech(
+    number: int, what: str, plural: str, said: str
+) -> None:
     assert counted(number, what, plural) == said
 
 
 def test_commands_count_in_one_way() -> None:
     own_way = re.compile(r"""else ['"]e?s['"]\}|\{['"]e?s['"] (?:if|\*)""")
-    found = {str(path) for path in modules() if path.parts[0] == "tools" and own_way.search((ROOT / path).read_text())}
+    found = {
+        str(path)
+        for path in modules()
+        if path.parts[0] == "tools" and own_way.search((ROOT / path).read_text())
+    }
     other = ("config/layouts", "doctor/place", "journal/records", "training/data_identity")
-    assert found <= {f"tools/{name}.py" for name in other}, "counted of tools/console/units.py says it"
+    assert found <= {f"tools/{name}.py" for name in other}, (
+        "counted of tools/console/units.py says it"
+    )

@@ -1,6 +1,8 @@
-"""The pages of docs/: commands work in the order given, links lead somewhere, and the index knows every page.
+"""The pages of docs/: commands work in the order given, links lead somewhere, and the index knows
+every page.
 
-A block marked `sh` is run here; one marked `console` needs what a test has not: a GPU, a cluster, hours.
+A block marked `sh` is run here; one marked `console` needs what a test has not: a GPU, a cluster,
+hours.
 """
 
 import os
@@ -76,22 +78,28 @@ SHORTER = {
 }
 """What a page prints, and what is run in its place."""
 SMALLER = (
-    "s/^steps = .*/steps = 6/; s/^eval_every = .*/eval_every = 3/; s/^layers = .*/layers = 1/; s/^ffn = .*/ffn = 96/"
+    "s/^steps = .*/steps = 6/; s/^eval_every = .*/eval_every = 3/; s/^layers = .*/layers = 1/; "
+    "s/^ffn = .*/ffn = 96/"
 )
 TEXT = 60_000  # characters that are read where a page reads more
 
 
 def shorter(block: str) -> str:
-    """The commands of a page on less text, with a smaller model and fewer steps, and without a picture of each run."""
+    """The commands of a page on less text, with a smaller model and fewer steps, and without a
+    picture of each run."""
     for printed, run in SHORTER.items():
         block = block.replace(printed, run)
     block = re.sub(r"megaprec train (\S+)(?!.*shadow)", r"megaprec train \1 log.plot=false", block)
-    return re.sub(r"(max.chars[ =]+)([\d_]+)", lambda found: f"{found[1]}{min(TEXT, int(found[2]))}", block)
+    return re.sub(
+        r"(max.chars[ =]+)([\d_]+)", lambda found: f"{found[1]}{min(TEXT, int(found[2]))}", block
+    )
 
 
 def parts(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of each block, in order; what stands between blocks has the language "prose"."""
-    found, language = [("prose", "")], "prose"
+    """(language, text) of each block, in order; what stands between blocks has the language
+    "prose"."""
+    found = [("prose", "")]
+    language = "prose"
     for line in page.read_text().splitlines(keepends=True):
         if line.startswith("```"):
             language = line[3:].strip() if language == "prose" else "prose"
@@ -136,11 +144,14 @@ GIVEN: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "sh")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in DOCS if blocks(page, "sh")], ids=lambda page: page.name
+)
 def test_every_command_of_a_page_works_in_the_order_given(
     page: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    here, shell = tmp_path / "here", shutil.which("bash")
+    here = tmp_path / "here"
+    shell = shutil.which("bash")
     assert shell
     here.mkdir()
     (here / "smaller.sed").write_text(SMALLER)
@@ -167,8 +178,15 @@ def test_what_is_run_in_place_of_something_stands_in_its_place_on_a_page() -> No
 def test_every_block_says_whether_it_is_run(page: Path) -> None:
     assert {language for language, _ in parts(page)} <= LANGUAGES
     unmarked = re.compile(r"^ *(megaprec|torchrun|python|srun|make|pip) ", re.MULTILINE)
-    indented = "".join(line for text in blocks(page, "prose") for line in text.splitlines(True) if line[:4] == "    ")
-    assert not [text for text in (*blocks(page, ""), indented) if unmarked.search(text)], "mark these sh or console"
+    indented = "".join(
+        line
+        for text in blocks(page, "prose")
+        for line in text.splitlines(True)
+        if line[:4] == "    "
+    )
+    assert not [text for text in (*blocks(page, ""), indented) if unmarked.search(text)], (
+        "mark these sh or console"
+    )
 
 
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.name)
@@ -179,19 +197,25 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            slugs = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }
             assert anchor in slugs, target
 
 
 def test_every_law_that_stands_for_a_feature_is_a_test_of_the_file_that_it_links_to() -> None:
-    laws = re.findall(r"\[([a-z0-9 ]+)\]\(\.\./(tests/[\w/]+\.py)\)", (ROOT / "docs" / "precision.md").read_text())
+    laws = re.findall(
+        r"\[([a-z0-9 ]+)\]\(\.\./(tests/[\w/]+\.py)\)", (ROOT / "docs" / "precision.md").read_text()
+    )
     assert len(laws) > 40
     for law, file in laws:
         assert f"def test_{law.replace(' ', '_')}(" in (ROOT / file).read_text(), law
 
 
 def test_the_index_lists_every_page_once() -> None:
-    listed = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\| \[[^]]+\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE
+    )
     assert sorted(listed) == sorted(page.name for page in DOCS if page.name != "README.md")
 
 
@@ -209,25 +233,50 @@ STEP = re.compile(
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_lines_of_steps_have_the_parts_that_the_program_prints(page: Path) -> None:
-    lines = [line for text in blocks(page, "text") for line in text.splitlines() if re.match(r"step +\d+/\d+ ", line)]
+    lines = [
+        line
+        for text in blocks(page, "text")
+        for line in text.splitlines()
+        if re.match(r"step +\d+/\d+ ", line)
+    ]
     assert not [line for line in lines if not STEP.fullmatch(line)]
 
 
 @pytest.mark.parametrize("name", ["tutorial.md", "glossary.md"])
-def test_flops_of_the_tutorials_lines_are_those_of_its_model_at_their_speed(name: str, tmp_path: Path) -> None:
-    (script,) = (text for text in blocks(ROOT / "docs" / "tutorial.md", "sh") if text.startswith("cat > run.toml"))
+def test_flops_of_the_tutorials_lines_are_those_of_its_model_at_their_speed(
+    name: str, tmp_path: Path
+) -> None:
+    (script,) = (
+        text
+        for text in blocks(ROOT / "docs" / "tutorial.md", "sh")
+        if text.startswith("cat > run.toml")
+    )
     (tmp_path / "run.toml").write_text(script.partition("<<'END'\n")[2].partition("\nEND\n")[0])
     config = load_run(tmp_path / "run.toml")
     token = training_flops(config.sized_model, config.train.seq_length) / config.world_size
-    found = [STEP.fullmatch(line) for text in blocks(ROOT / "docs" / name, "text") for line in text.splitlines()]
+    found = [
+        STEP.fullmatch(line)
+        for text in blocks(ROOT / "docs" / name, "text")
+        for line in text.splitlines()
+    ]
     told = [(line["tokens"], line["flops"]) for line in found if line]
     assert len(told) > 1
-    assert [said for _, said in told] == [flops(float(tokens.replace(",", "")) * token) for tokens, _ in told]
+    assert [said for _, said in told] == [
+        flops(float(tokens.replace(",", "")) * token) for tokens, _ in told
+    ]
 
 
 def test_the_verdict_of_doctor_counts_the_checks_that_are_printed_above_it() -> None:
-    (table,) = (text for text in blocks(ROOT / "docs" / "doctor.md", "text") if "verdict    all is well" in text)
-    rows = [re.split(r" {2,}", line)[1] for line in table.splitlines() if re.search(r"  (ok|not tried)  ", line)]
+    (table,) = (
+        text
+        for text in blocks(ROOT / "docs" / "doctor.md", "text")
+        if "verdict    all is well" in text
+    )
+    rows = [
+        re.split(r" {2,}", line)[1]
+        for line in table.splitlines()
+        if re.search(r"  (ok|not tried)  ", line)
+    ]
     assert f"{rows.count('ok')} checks ok, {rows.count('not tried')} not tried" in table
 
 
@@ -238,7 +287,9 @@ def test_the_page_of_doctor_says_how_many_steps_its_small_model_takes() -> None:
 
 def test_every_page_has_the_same_order_of_ranks() -> None:
     orders = [
-        " ".join(found.split()) for page in DOCS for found in re.findall(r"rank = (\(\(?pp[^.]*)", page.read_text())
+        " ".join(found.split())
+        for page in DOCS
+        for found in re.findall(r"rank = (\(\(?pp[^.]*)", page.read_text())
     ]
     assert orders == ["((pp · data + dp) · context + cp) · tensor + tp"] * 2
 
@@ -251,7 +302,11 @@ def test_every_page_has_the_same_order_of_ranks() -> None:
     ],
 )
 def test_what_a_page_says_of_wrong_input_is_what_is_printed(
-    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    page: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
@@ -262,6 +317,13 @@ def test_what_a_page_says_of_wrong_input_is_what_is_printed(
 
 
 def test_every_file_that_is_made_of_a_run_is_in_the_table_of_its_files() -> None:
-    table = (ROOT / "docs" / "runs.md").read_text().partition("## Files of a run")[2].partition("\n## ")[0]
+    table = (
+        (ROOT / "docs" / "runs.md")
+        .read_text()
+        .partition("## Files of a run")[2]
+        .partition("\n## ")[0]
+    )
     files = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    assert {PLOT, PICTURE, FILE, "parity.json", "parity.html"} <= set(re.findall(r"`([^`]+)`", "".join(files)))
+    assert {PLOT, PICTURE, FILE, "parity.json", "parity.html"} <= set(
+        re.findall(r"`([^`]+)`", "".join(files))
+    )

@@ -1,4 +1,5 @@
-"""An error of the disk while a file is read names the file: the system does not say which one it was."""
+"""An error of the disk while a file is read names the file: the system does not say which one it
+was."""
 
 import ast
 import errno
@@ -26,28 +27,41 @@ OTHERWISE = {
     "tools/training/torchrun.py": "files of the kernel, which may be missing",
     "tools/journal/wandb_tracker.py": "its errors are told with the tracker",
 }
-OWN_FILES = ("tools/bench/", "tools/doctor/", "tools/parity/", "tools/prove/")  # read what they have just written
+# read what they have just written
+OWN_FILES = (
+    "tools/bench/",
+    "tools/doctor/",
+    "tools/parity/",
+    "tools/prove/",
+)
 
 
 def unnamed_reads(file: Path) -> Iterator[int]:
-    """Yield the lines of a module that read a file, but not by `read_whole`, `reading` or inside `named`."""
+    """Yield the lines of a module that read a file, but not by `read_whole`, `reading` or inside
+    `named`."""
     tree = ast.parse(file.read_text())
     inside = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.With) and any("named(" in ast.unparse(item.context_expr) for item in node.items)
+        if isinstance(node, ast.With)
+        and any("named(" in ast.unparse(item.context_expr) for item in node.items)
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and id(node) not in inside:
-            function, words = ast.unparse(node.func), ast.unparse(node)
+            function = ast.unparse(node.func)
+            words = ast.unparse(node)
             opens = re.search(r"(^|\.)open$", function) and re.search(r"['\"]r?b?\+?b?['\"]", words)
             if opens or re.search(r"\.(read_bytes|read_text)$", function):
                 yield node.lineno
 
 
 def test_all_that_users_give_is_read_so_that_an_error_names_it() -> None:
-    files = [file for room in ("megaprec", "models", "parallel", "tools") for file in (ROOT / room).rglob("*.py")]
+    files = [
+        file
+        for room in ("megaprec", "models", "parallel", "tools")
+        for file in (ROOT / room).rglob("*.py")
+    ]
     names = {str(file.relative_to(ROOT)): file for file in files}
     found = {
         f"{name}:{line}"
@@ -56,7 +70,9 @@ def test_all_that_users_give_is_read_so_that_an_error_names_it() -> None:
         for line in unnamed_reads(file)
     }
     assert not found
-    assert all([*unnamed_reads(names[name])] for name in OTHERWISE), "one of these needs no exception any more"
+    assert all([*unnamed_reads(names[name])] for name in OTHERWISE), (
+        "one of these needs no exception any more"
+    )
 
 
 @pytest.mark.skipif(not FAILS.exists(), reason="no file here fails when it is read")

@@ -1,4 +1,5 @@
-"""What a library user imports is documented where it is defined, and `python -m megaprec` is the command anywhere."""
+"""What a library user imports is documented where it is defined, and `python -m megaprec` is the
+command anywhere."""
 
 import inspect
 import os
@@ -29,34 +30,55 @@ def exported(door: ModuleType) -> dict[str, Any]:
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_every_exported_class_and_function_is_documented(door: ModuleType) -> None:
     assert "smallest whole use" in (door.__doc__ or "") or door is parallel.pipeline
-    callables = {name: one for name, one in exported(door).items() if inspect.isclass(one) or inspect.isfunction(one)}
+    callables = {
+        name: one
+        for name, one in exported(door).items()
+        if inspect.isclass(one) or inspect.isfunction(one)
+    }
     assert len(callables) >= 9
     assert not [name for name, one in callables.items() if not inspect.getdoc(one)]
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_nothing_is_exported_that_a_door_does_not_list(door: ModuleType) -> None:
-    public = {n for n, one in vars(door).items() if not n.startswith("_") and not inspect.ismodule(one)}
+    public = {
+        n for n, one in vars(door).items() if not n.startswith("_") and not inspect.ismodule(one)
+    }
     assert public == {name for name in door.__all__ if not inspect.ismodule(getattr(door, name))}
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_no_exported_name_hides_a_module(door: ModuleType) -> None:
-    assert not {name for name in door.__all__ for folder in door.__path__ if (Path(folder) / f"{name}.py").exists()}
+    assert not {
+        name
+        for name in door.__all__
+        for folder in door.__path__
+        if (Path(folder) / f"{name}.py").exists()
+    }
 
 
 def test_the_example_of_the_first_door_trains() -> None:
-    code = re.search(r"^    import megaprec\n(.*?)\n\n`parallel`", megaprec.__doc__ or "", re.DOTALL | re.MULTILINE)
+    code = re.search(
+        r"^    import megaprec\n(.*?)\n\n`parallel`",
+        megaprec.__doc__ or "",
+        re.DOTALL | re.MULTILINE,
+    )
     assert code
     x = torch.ones(3, 8)
-    names: dict[str, Any] = {"torch": torch, "megaprec": megaprec, "batches": [(x, x.sum(1, keepdim=True))] * 3}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "megaprec": megaprec,
+        "batches": [(x, x.sum(1, keepdim=True))] * 3,
+    }
     exec(compile(inspect.cleandoc(code[1]), "docstring", "exec"), names)
     assert names["report"].outcome == "applied"
     assert float(names["optimizer"].steps) == 3
 
 
 def test_the_example_of_the_models_trains() -> None:
-    code = re.search(r"^    from megaprec.*\n    report = .*?$", models.__doc__ or "", re.DOTALL | re.MULTILINE)
+    code = re.search(
+        r"^    from megaprec.*\n    report = .*?$", models.__doc__ or "", re.DOTALL | re.MULTILINE
+    )
     assert code
     tokens = torch.arange(4 * 64).view(4, 64)
     names: dict[str, Any] = {"tokens": tokens, "targets": tokens + 1}
@@ -64,8 +86,17 @@ def test_the_example_of_the_models_trains() -> None:
     assert names["report"].outcome == "applied"
 
 
-RIVALS = ("torch.py", "tools/__init__.py", "numpy.py", "models/__init__.py", "parallel/__init__.py", "random.py")
-SCRIPT = "import sys; sys.argv[0] = 'megaprec'; from megaprec.__main__ import main; sys.exit(main())"
+RIVALS = (
+    "torch.py",
+    "tools/__init__.py",
+    "numpy.py",
+    "models/__init__.py",
+    "parallel/__init__.py",
+    "random.py",
+)
+SCRIPT = (
+    "import sys; sys.argv[0] = 'megaprec'; from megaprec.__main__ import main; sys.exit(main())"
+)
 STARTS = {
     "module": ["-m", "megaprec"],
     "module in one word": ["-mmegaprec"],
@@ -95,12 +126,23 @@ def test_the_command_works_where_the_user_has_files_of_the_names_that_it_imports
 
 
 @pytest.mark.cases(0, 2)
-@pytest.mark.parametrize("launcher", [[], ["-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher", [[], ["-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]]
+)
 def test_so_do_ranks(launcher: list[str], tmp_path: Path) -> None:
     for rival in RIVALS:
         rival_of(tmp_path, rival)
-    command = [sys.executable, *launcher, "-m", "megaprec", "train", str(write_run(tmp_path)), "parallel.data=2"]
-    path = str(ROOT) if launcher else f":{ROOT}"  # an empty part would hide torch from torchrun itself
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "megaprec",
+        "train",
+        str(write_run(tmp_path)),
+        "parallel.data=2",
+    ]
+    # an empty part would hide torch from torchrun itself
+    path = str(ROOT) if launcher else f":{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -111,12 +153,19 @@ def test_another_program_that_imports_megaprec_keeps_its_own_folder(tmp_path: Pa
     (tmp_path / "mine/__main__.py").write_text("import megaprec, beside")
     (tmp_path / "beside.py").write_text("print('found')")
     command = [sys.executable, "-m", "mine", "megaprec"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
     assert done.stdout == "found\n", done.stderr
 
 
 def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
     gone = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
     command = ["sh", "-c", gone, "sh", sys.executable, "-m", "megaprec", "keys"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-    assert (done.returncode, done.stderr) == (2, "the working directory is gone: change to one that is there\n")
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "the working directory is gone: change to one that is there\n",
+    )

@@ -22,7 +22,9 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 def explained(section: str) -> list[str]:
     """The words in the first column of the table under a heading."""
     text = re.split(rf"^##+ {re.escape(section)}$", GLOSSARY, flags=re.MULTILINE)[1]
-    cells = re.findall(r"^\| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    cells = re.findall(
+        r"^\| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE
+    )
     return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
 
 
@@ -32,7 +34,13 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = write_run(tmp_path_factory.mktemp("glossary"))
     folder = file.parent / "run"
     scaled = ("precision.compute=fp16", "precision.loss_scale=1e30")
-    fp8 = ("train.sentinel=1", "fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
+    fp8 = (
+        "train.sentinel=1",
+        "fp8.kind=current",
+        "fp8.pad=true",
+        "fp8.shadow_every=1",
+        "fp8.shadow_cosine=0.99999",
+    )
     named = f'data.validation=[{{name="NAME", source="{file.parent}/text.txt"}}]'
     bf16 = ("precision.compute=bf16", "log.peak_tflops=1")
     always = ("train.eval_every=1", "model.mtp_layers=1")
@@ -54,7 +62,8 @@ def keys(records: list[dict[str, Any]]) -> set[str]:
 def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowing: Path) -> None:
     written = keys(read_metrics(overflowing))
     assert written >= {field.name for field in fields(StepReport)} - {"offenders", "stop"}
-    tasks = f"{TASKS}TASK/METRIC"  # needs lm-evaluation-harness; tests/training/test_harness.py sees it written
+    # needs lm-evaluation-harness; tests/training/test_harness.py sees it written
+    tasks = f"{TASKS}TASK/METRIC"
     assert sorted(explained("metrics.jsonl")) == sorted({*written, tasks})
 
 
@@ -67,7 +76,9 @@ def test_every_field_of_an_event_is_explained_and_none_is_stale(overflowing: Pat
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_every_word_of_a_run_is_explained(skipped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_word_of_a_run_is_explained(
+    skipped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_run(tmp_path)
     capsys.readouterr()
     more = ("precision.compute=fp16", "precision.loss_scale=1e30") if skipped else ()
@@ -105,7 +116,9 @@ def all_keys(value: Any, sealed: frozenset[str] = frozenset()) -> set[str]:
 def columns(section: str) -> list[str]:
     """The words in the second column of a table: what a command prints above its numbers."""
     text = re.split(rf"^##+ {re.escape(section)}$", GLOSSARY, flags=re.MULTILINE)[1]
-    cells = re.findall(r"^\| `[^|]+ \| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    cells = re.findall(
+        r"^\| `[^|]+ \| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE
+    )
     return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
 
 
@@ -118,12 +131,20 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_every_number_of_compare_and_evaluate_is_explained_and_none_is_stale(
     overflowing: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, text = str(overflowing), str(overflowing.parent / "text.txt")
-    calls = {"compare": ["compare", run], "evaluate": ["evaluate", run, "--data", f"x={text}", "--max-chars", "300"]}
+    run = str(overflowing)
+    text = str(overflowing.parent / "text.txt")
+    calls = {
+        "compare": ["compare", run],
+        "evaluate": ["evaluate", run, "--data", f"x={text}", "--max-chars", "300"],
+    }
     for section, words in calls.items():
         document = json.loads(printed(capsys, *words, "--json"))
         assert sorted(explained(section)) == sorted(all_keys(document))
-        header = next(line for line in printed(capsys, *words).splitlines() if line.split()[:1] in (["run"], ["data"]))
+        header = next(
+            line
+            for line in printed(capsys, *words).splitlines()
+            if line.split()[:1] in (["run"], ["data"])
+        )
         shown = re.split(r" {2,}", header.strip())
         assert sorted(column for column in columns(section) if column != "note") == sorted(shown)
 
@@ -137,7 +158,9 @@ def test_every_number_of_a_plan_is_explained_and_none_is_stale(
     assert sorted(set(explained("plan"))) == sorted(all_keys(document, frozenset({"parallel"})))
 
 
-def test_every_row_of_a_report_is_explained(overflowing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_row_of_a_report_is_explained(
+    overflowing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = overflowing / "page.html"
     printed(capsys, "report", str(overflowing), "-o", str(page))
     text = page.read_text(encoding="utf-8")

@@ -32,7 +32,8 @@ from tools.convert.core.tensors import allocate
 
 ROOT = Path(__file__).parents[2]
 
-# What a command finds on macOS: as far as Python can take it away on Linux. torch is imported before.
+# What a command finds on macOS: as far as Python can take it away on Linux. torch is imported
+# before.
 AS_ON_MACOS = """
 import builtins, io, os, pathlib, sys, sysconfig
 sysconfig.get_config_vars()  # read while the platform is the real one
@@ -72,7 +73,9 @@ def test_a_run_trains_resumes_and_exports_without_what_only_linux_has(tmp_path: 
     for command in commands:
         words = [sys.executable, "-c", AS_ON_MACOS, *command]
         keys = [f"train.folder={tmp_path / 'run'}"] if command[0] == "train" else []
-        done = subprocess.run([*words, *keys], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            [*words, *keys], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
 
@@ -86,7 +89,10 @@ def test_room_is_found_for_a_file_where_nothing_can_be_allocated(
     def take_away() -> None:
         monkeypatch.delattr(os, "posix_fallocate")
 
-    ways: list[Callable[[], None]] = [lambda: monkeypatch.setattr(os, "posix_fallocate", refuses), take_away]
+    ways: list[Callable[[], None]] = [
+        lambda: monkeypatch.setattr(os, "posix_fallocate", refuses),
+        take_away,
+    ]
     for number, way in enumerate(ways):
         way()
         with (tmp_path / str(number)).open("wb") as file:
@@ -133,7 +139,9 @@ def test_threads_cores_and_positions_need_no_linux(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
 @pytest.mark.parametrize("value", ["0", "-1", "99999999", "many", "1.5", "0x4", "9" * 5000, "²"])
-def test_a_number_of_threads_that_cannot_be_is_refused_before_a_library_takes_it(name: str, value: str) -> None:
+def test_a_number_of_threads_that_cannot_be_is_refused_before_a_library_takes_it(
+    name: str, value: str
+) -> None:
     with pytest.raises(UserError, match=rf"{name}=.*: give a number of threads from 1 to "):
         require_threads({name: value})
 
@@ -157,7 +165,9 @@ def test_every_command_says_in_one_line_which_variable_is_wrong(
 DEEP = "a" + ".a" * 20_000
 
 
-@pytest.mark.parametrize("text", [f"{DEEP} = 1", f"[{DEEP}]", f"b = {{{DEEP} = 1}}", "'a' . \"a\"." * 200 + "a = 1"])
+@pytest.mark.parametrize(
+    "text", [f"{DEEP} = 1", f"[{DEEP}]", f"b = {{{DEEP} = 1}}", "'a' . \"a\"." * 200 + "a = 1"]
+)
 def test_a_key_of_very_many_parts_is_refused_at_once(text: str) -> None:
     begun = time.process_time()
     with pytest.raises(ValueError, match="a key of more than 100 parts"):
@@ -166,7 +176,8 @@ def test_a_key_of_very_many_parts_is_refused_at_once(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" + "x" * 500_000 + "]", "a" + " " * 500_000 + "= 1", '"' * 500_000, "a.b " * 100_000]
+    "text",
+    ["[" + "x" * 500_000 + "]", "a" + " " * 500_000 + "= 1", '"' * 500_000, "a.b " * 100_000],
 )
 def test_a_long_line_is_read_in_time_that_grows_with_its_length(text: str) -> None:
     begin = time.process_time()
@@ -177,7 +188,10 @@ def test_a_long_line_is_read_in_time_that_grows_with_its_length(text: str) -> No
 
 def test_keys_and_texts_of_usual_length_are_read() -> None:
     key = ".".join("abc")
-    text = f'{key} = "{"x." * 30}"\n[t]\n"a.b" = 1.5\nlist = [{", ".join("1.0" for _ in range(500))}]\n'
+    text = (
+        f'{key} = "{"x." * 30}"\n[t]\n"a.b" = 1.5\nlist = '
+        f"[{', '.join('1.0' for _ in range(500))}]\n"
+    )
     parsed = parse_toml(text)
     assert parsed["a"]["b"]["c"].startswith("x.x.")
     assert parsed["t"]["a.b"] == 1.5
@@ -191,10 +205,15 @@ def test_a_run_file_of_a_million_keys_is_refused_by_its_size(
     begun = time.process_time()
     assert cli.main(["train", str(file)]) == 2
     assert time.process_time() - begun < 5
-    assert capsys.readouterr().err == f"run file {file}: cannot be read (it is larger than {MOST_SETTINGS:,} bytes)\n"
+    assert (
+        capsys.readouterr().err
+        == f"run file {file}: cannot be read (it is larger than {MOST_SETTINGS:,} bytes)\n"
+    )
 
 
-def test_a_table_in_a_pipe_has_120_columns_at_most_and_loses_no_letter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_in_a_pipe_has_120_columns_at_most_and_loses_no_letter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     table = Table()
     table.add_column("key", no_wrap=True)
     table.add_column("value")
@@ -208,7 +227,9 @@ def test_a_table_in_a_pipe_has_120_columns_at_most_and_loses_no_letter(capsys: p
     assert "".join(cells).startswith(long)
 
 
-def test_temporary_files_are_found_a_place_where_tmpdir_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_files_are_found_a_place_where_tmpdir_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TMPDIR", "/no/such/folder")
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.delattr(os, "memfd_create", raising=False)

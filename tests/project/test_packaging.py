@@ -11,15 +11,23 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("megaprec", "parallel", "models", "tools")  # each imports only itself and those before it
+# each imports only itself and those before it
+PACKAGES = (
+    "megaprec",
+    "parallel",
+    "models",
+    "tools",
+)
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-# A program of its own that opens what others pickled, under limits; and the writer of a format that is one.
+# A program of its own that opens what others pickled, under limits; and the writer of a format that
+# is one.
 MAY = {
     ("tools/convert/core/untrusted.py", "imports pickle"),
     ("tools/convert/core/untrusted.py", "calls torch.load"),
     ("tools/convert/megatron/write.py", "calls torch.save"),
 }
-COMMAND = Path("megaprec/__main__.py")  # python -m megaprec: the one module that may import what stands above it
+# python -m megaprec: the one module that may import what stands above it
+COMMAND = Path("megaprec/__main__.py")
 Rule = Callable[[Path, ast.Module], Iterator[str]]
 
 
@@ -38,7 +46,9 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 @cache
@@ -56,28 +66,46 @@ def wrong_direction(path: Path, tree: ast.Module) -> Iterator[str]:
     if path == COMMAND:
         return
     later = PACKAGES[PACKAGES.index(path.parts[0]) + 1 :]
-    yield from (f"{line} imports {name}" for line, name in imported(tree) if name.split(".")[0] in later)
+    yield from (
+        f"{line} imports {name}" for line, name in imported(tree) if name.split(".")[0] in later
+    )
     yield from (f"{line} imports {name}" for line, name in imported(tree) if name.startswith("."))
 
 
 def hidden_imports(_: Path, tree: ast.Module) -> Iterator[str]:
     inside = {item for function in functions(tree) for item in imported(function)}
-    yield from (f"{line} imports {name} inside a function" for line, name in inside if name.split(".")[0] in PACKAGES)
+    yield from (
+        f"{line} imports {name} inside a function"
+        for line, name in inside
+        if name.split(".")[0] in PACKAGES
+    )
 
 
 def code_from_data(path: Path, tree: ast.Module) -> Iterator[str]:
-    """What runs code that a file holds: pickle, eval and exec. No module imports a program of its own."""
-    yield from (f"{line} imports {name}" for line, name in imported(tree) if name == "tools.convert.core.untrusted")
+    """What runs code that a file holds: pickle, eval and exec. No module imports a program of its
+    own."""
+    yield from (
+        f"{line} imports {name}"
+        for line, name in imported(tree)
+        if name == "tools.convert.core.untrusted"
+    )
     yield from (o for o in _dangerous(tree) if (str(path), o.partition(" ")[2]) not in MAY)
 
 
 def _dangerous(tree: ast.Module) -> Iterator[str]:
-    yield from (f"{line} imports {name}" for line, name in imported(tree) if name.split(".")[0] in UNPICKLERS)
+    yield from (
+        f"{line} imports {name}"
+        for line, name in imported(tree)
+        if name.split(".")[0] in UNPICKLERS
+    )
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        pickles = any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords)
+        pickles = any(
+            word.arg == "allow_pickle" and ast.unparse(word.value) != "False"
+            for word in node.keywords
+        )
         if called in ("eval", "exec", "torch.load", "torch.save") or pickles:
             yield f"{node.lineno} calls {called}"
 
@@ -106,7 +134,9 @@ def test_every_folder_of_code_is_a_typed_package_that_pip_finds() -> None:
 
 def test_every_dependency_is_pinned_and_torch_to_the_version_tested_with() -> None:
     needed = set(re.findall(r'"([a-z-]+)>=', (ROOT / "setup.py").read_text()))
-    pinned = dict(re.findall(r"^([a-z-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^([a-z-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     assert needed >= {"torch", "numpy", "pytest"}
     assert needed <= pinned.keys()
     assert pinned["torch"] == "2.13.0"
@@ -114,7 +144,9 @@ def test_every_dependency_is_pinned_and_torch_to_the_version_tested_with() -> No
 
 def test_every_dependency_is_bounded_below_and_above_around_the_version_tested_with() -> None:
     listed = re.findall(r'"([\w-]+)(>=[^"]*)"', (ROOT / "setup.py").read_text())
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     rule = re.compile(r">=([\d.]+),<([\d.]+)(?:,!=[\d.]+)*")
     said = {name: rule.fullmatch(bounds) for name, bounds in listed if name != "setuptools"}
     assert {"torch", "numpy", "spmd_types", "tensorboard"} <= said.keys()
@@ -143,10 +175,16 @@ def test_advice_to_install_something_names_a_package_that_the_project_knows() ->
 def test_the_versions_of_python_are_the_same_to_pip_and_to_the_reader() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = re.search(r"Python ((?:3\.\d+, )*3\.\d+ or 3\.\d+)", readme)
-    bounds = re.search(r'python_requires=">=3\.(\d+),<3\.(\d+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    bounds = re.search(
+        r'python_requires=">=3\.(\d+),<3\.(\d+)"', (ROOT / "setup.py").read_text(encoding="utf-8")
+    )
     assert said and bounds
-    assert [f"3.{n}" for n in range(int(bounds[1]), int(bounds[2]))] == re.findall(r"3\.\d+", said[1])
-    tried = re.findall(r"^\| Python (3\.\d+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [f"3.{n}" for n in range(int(bounds[1]), int(bounds[2]))] == re.findall(
+        r"3\.\d+", said[1]
+    )
+    tried = re.findall(
+        r"^\| Python (3\.\d+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert set(tried) == set(re.findall(r"3\.\d+", said[1]))
 
 

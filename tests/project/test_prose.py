@@ -1,8 +1,8 @@
 """Docstrings and pages are plain sentences that stand alone.
 
-A docstring that begins with "What", "Whether" or "Of" is half a sentence; its reader must find the other half.
-The words of PRIVATE are never right here, because the field has a usual word for each. `python -m
-tests.project.test_prose` counts the offences of all rooms and pages.
+A docstring that begins with "What", "Whether" or "Of" is half a sentence; its reader must find the
+other half. The words of PRIVATE are never right here, because the field has a usual word for each.
+`python -m tests.project.test_prose` counts the offences of all rooms and pages.
 """
 
 import ast
@@ -14,7 +14,20 @@ import pytest
 
 from tests.project.test_readme import PACKAGES, ROOT
 
-BEGINNINGS = ("What", "Whose", "Of", "Whether", "Who", "Whom", "Which", "How", "Why", "Where", "Those", "The same")
+BEGINNINGS = (
+    "What",
+    "Whose",
+    "Of",
+    "Whether",
+    "Who",
+    "Whom",
+    "Which",
+    "How",
+    "Why",
+    "Where",
+    "Those",
+    "The same",
+)
 PRIVATE = {
     "amid": "during",
     "foretold": "predicted",
@@ -64,7 +77,11 @@ def docstrings(file: Path) -> Iterator[tuple[str, str]]:
 
 def private_words(text: str) -> list[str]:
     """Return the private words in a text, each with the usual ones."""
-    found = ((word, usual) for word, usual in PRIVATE.items() if re.search(rf"\b{word}\b", text, re.IGNORECASE))
+    found = (
+        (word, usual)
+        for word, usual in PRIVATE.items()
+        if re.search(rf"\b{word}\b", text, re.IGNORECASE)
+    )
     return [f'"{word}": {usual}' for word, usual in found]
 
 
@@ -74,7 +91,8 @@ def begins_badly(text: str) -> bool:
 
 
 def offences(room: str) -> list[str]:
-    """Return a line for each docstring of a room with a bad beginning, and for each private word."""
+    """Return a line for each docstring of a room with a bad beginning, and for each private
+    word."""
     found = []
     for file in sorted((ROOT / room).glob("*.py")):
         for name, text in docstrings(file):
@@ -87,7 +105,11 @@ def offences(room: str) -> list[str]:
 def page_offences(page: Path) -> list[str]:
     """Return a line for each private word of a page of documentation, code blocks included."""
     lines = enumerate(page.read_text().splitlines(), 1)
-    return [f"{page.name}:{number} has {problem}" for number, line in lines for problem in private_words(line)]
+    return [
+        f"{page.name}:{number} has {problem}"
+        for number, line in lines
+        for problem in private_words(line)
+    ]
 
 
 @pytest.mark.parametrize("room", rooms())
@@ -99,7 +121,9 @@ def test_docstrings_name_modules_as_they_are_called_now() -> None:
     """A module "buckets" in a folder "megatron" may have been "megatron_buckets" before."""
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     earlier = {f"{file.parent.name}_{file.stem}" for file in files} - {file.stem for file in files}
-    named = {(file.name, word) for file in files for word in re.findall(r"`(\w+)`", file.read_text())}
+    named = {
+        (file.name, word) for file in files for word in re.findall(r"`(\w+)`", file.read_text())
+    }
     assert {(file, word) for file, word in named if word in earlier} == set()
 
 
@@ -109,8 +133,10 @@ def test_pages_use_the_words_of_the_field(page: Path) -> None:
 
 
 def long_lines(text: str) -> list[int]:
-    """Return the numbers of the lines of prose that are too long; tables and blocks of code may be wider."""
-    found, code = [], False
+    """Return the numbers of the lines of prose that are too long; tables and blocks of code may be
+    wider."""
+    found = []
+    code = False
     for number, line in enumerate(text.splitlines(), 1):
         code ^= line.lstrip().startswith("```")
         if len(line) > LONGEST and not code and not line.startswith(("|", "    ", "Uses: ")):
@@ -129,14 +155,23 @@ def test_a_long_line_of_prose_is_found_and_one_of_a_table_is_not() -> None:
 
 
 def test_half_sentences_and_private_words_are_found() -> None:
-    assert begins_badly("Whether it is.") and begins_badly("The same again.") and not begins_badly("Often the case.")
-    assert private_words("Activations are\nMade again amid the step.") == ['"amid": during', '"made again": recomputed']
+    assert (
+        begins_badly("Whether it is.")
+        and begins_badly("The same again.")
+        and not begins_badly("Often the case.")
+    )
+    assert private_words("Activations are\nMade again amid the step.") == [
+        '"amid": during',
+        '"made again": recomputed',
+    ]
     assert not private_words("A plain sentence about the optimizer state.")
 
 
 def main() -> None:
     """Print the number of offences of each room and page, worst first."""
-    counts = {room: len(offences(room)) for room in rooms()} | {page.name: len(page_offences(page)) for page in PAGES}
+    counts = {room: len(offences(room)) for room in rooms()} | {
+        page.name: len(page_offences(page)) for page in PAGES
+    }
     for name, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"{count:5d}  {name}")
 

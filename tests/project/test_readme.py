@@ -1,4 +1,5 @@
-"""docs/code.md lists all modules in reading order, each importing only those above it; the README's commands work."""
+"""docs/code.md lists all modules in reading order, each importing only those above it; the README's
+commands work."""
 
 import ast
 import os
@@ -17,7 +18,9 @@ PACKAGES = ("megaprec", "parallel", "models", "tools")
 
 def listed() -> list[str]:
     return re.findall(
-        rf"^\| `((?:{'|'.join(PACKAGES)})/[\w/]+\.py)`", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE
+        rf"^\| `((?:{'|'.join(PACKAGES)})/[\w/]+\.py)`",
+        (ROOT / "docs" / "code.md").read_text(),
+        re.MULTILINE,
     )
 
 
@@ -33,12 +36,19 @@ def imports(path: str) -> set[str]:
 
 
 def test_the_page_of_the_code_lists_every_module_once() -> None:
-    present = [str(f.relative_to(ROOT)) for p in PACKAGES for f in (ROOT / p).rglob("*.py") if f.name != "__init__.py"]
+    present = [
+        str(f.relative_to(ROOT))
+        for p in PACKAGES
+        for f in (ROOT / p).rglob("*.py")
+        if f.name != "__init__.py"
+    ]
     assert sorted(listed()) == sorted(present)
 
 
 def test_every_module_imports_only_modules_listed_above_it() -> None:
-    place = {path.removesuffix(".py").replace("/", "."): number for number, path in enumerate(listed())}
+    place = {
+        path.removesuffix(".py").replace("/", "."): number for number, path in enumerate(listed())
+    }
     wrong = [
         f"{path} imports {name}, which is listed below it"
         for number, path in enumerate(listed())
@@ -59,7 +69,8 @@ def rooms() -> dict[str, set[str]]:
 
 
 def room_of(path: str) -> str:
-    """The folder of a module. `python -m megaprec` is the command line, wherever Python wants its file to lie."""
+    """The folder of a module. `python -m megaprec` is the command line, wherever Python wants its
+    file to lie."""
     return "tools" if path == "megaprec/__main__.py" else str(Path(path).parent)
 
 
@@ -91,7 +102,9 @@ SHORTER = {"train.steps=2000": "train.steps=2", "parity run.toml": "parity run.t
 
 def blocks(language: str) -> str:
     """All code of the README in one language."""
-    return "\n".join(re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+    return "\n".join(
+        re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    )
 
 
 def commands() -> list[str]:
@@ -116,10 +129,19 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.slow
 def test_every_command_of_the_readme_works_in_the_order_given(forks: Path, tmp_path: Path) -> None:
     for package in ("parallel", "models"):
-        shutil.copytree(ROOT / package, tmp_path / "my_text" / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package,
+            tmp_path / "my_text" / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "run.toml").write_text(smaller(blocks("toml")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(forks / "python")}  # of torchrun's ranks
+    # of torchrun's ranks
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHON_EXEC": str(forks / "python"),
+    }
     installed = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     assert len(commands()) >= 8
     for command in commands():
@@ -129,7 +151,13 @@ def test_every_command_of_the_readme_works_in_the_order_given(forks: Path, tmp_p
         fresh = command.startswith(("torchrun", "megaprec keys"))  # in interpreters of their own
         environment["PATH"] = installed if fresh else f"{forks}{os.pathsep}{installed}"
         done = subprocess.run(
-            short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
+            short,
+            shell=True,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1800,
         )
         assert done.returncode == 0, f"{short}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip(), f"{short} said nothing"

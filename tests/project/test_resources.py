@@ -1,4 +1,5 @@
-"""Quotas of containers, batch jobs and services bound the cores and the memory that are counted on."""
+"""Quotas of containers, batch jobs and services bound the cores and the memory that are counted
+on."""
 
 import os
 from pathlib import Path
@@ -37,18 +38,27 @@ def system(folder: Path, groups: str, **files: str) -> Path:
         ("max 100000", 8),
     ],
 )
-def test_a_quota_of_cpu_time_counts_as_cores_rounded_up(quota: str, expected: int, tmp_path: Path) -> None:
+def test_a_quota_of_cpu_time_counts_as_cores_rounded_up(
+    quota: str, expected: int, tmp_path: Path
+) -> None:
     assert cores(system(tmp_path, "0::/\n", cpuDOTmax=quota)) == expected
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("150000\n", 2), ("-1\n", 8)])
-def test_so_does_one_of_the_first_version_of_cgroups(quota: str, expected: int, tmp_path: Path) -> None:
+def test_so_does_one_of_the_first_version_of_cgroups(
+    quota: str, expected: int, tmp_path: Path
+) -> None:
     files = {"cpu__job__cpuDOTcfs_quota_us": quota, "cpu__job__cpuDOTcfs_period_us": "100000\n"}
-    assert cores(system(tmp_path, "4:memory:/other\n3:cpu,cpuacct:/job\n0::/\n", **files)) == expected
+    assert (
+        cores(system(tmp_path, "4:memory:/other\n3:cpu,cpuacct:/job\n0::/\n", **files)) == expected
+    )
 
 
 def test_controllers_that_are_mounted_together_have_one_folder(tmp_path: Path) -> None:
-    files = {"cpu,cpuacct__job__cpuDOTcfs_quota_us": "150000\n", "cpu,cpuacct__job__cpuDOTcfs_period_us": "100000\n"}
+    files = {
+        "cpu,cpuacct__job__cpuDOTcfs_quota_us": "150000\n",
+        "cpu,cpuacct__job__cpuDOTcfs_period_us": "100000\n",
+    }
     assert cores(system(tmp_path, "3:cpu,cpuacct:/job\n", **files)) == 2
 
 
@@ -59,7 +69,11 @@ def test_a_group_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_the_smallest_limit_of_all_enclosing_groups_counts(tmp_path: Path) -> None:
-    files = {"memoryDOTmax": "max", "job__memoryDOTmax": f"{64 * MEBI}", "job__step__memoryDOTmax": f"{128 * MEBI}"}
+    files = {
+        "memoryDOTmax": "max",
+        "job__memoryDOTmax": f"{64 * MEBI}",
+        "job__step__memoryDOTmax": f"{128 * MEBI}",
+    }
     files |= {"job__cpuDOTmax": "300000 100000", "job__step__cpuDOTmax": "500000 100000"}
     here = system(tmp_path, "0::/job/step\n", **files)
     assert (memory_bytes(here), cores(here)) == (64 * MEBI, 3)

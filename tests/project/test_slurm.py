@@ -19,7 +19,9 @@ ENDLESS = ["train.steps=1000000", "checkpoint.every=5", "parallel.timeout=10"]
 
 
 @pytest.fixture
-def slurm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def slurm(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     """A cluster whose hosts share the folder of a run file and of an environment that has megaprec.
 
     Its controller is on the second host, unless the test says the first."""
@@ -27,7 +29,9 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     (home / ".venv" / "bin").mkdir(parents=True)
     (home / ".venv" / "bin" / "activate").write_text(f"export PYTHONPATH={ROOT}\n")
     (home / "run.toml").write_text(blocks("toml"))
-    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    )
     (tmp_path / "slurm").mkdir()
     with cluster(tmp_path / "slurm", home, getattr(request, "param", 1)) as made:
         yield made
@@ -57,21 +61,26 @@ def log(slurm: Cluster, job: str) -> str:
 @pytest.mark.slow
 def test_a_job_trains_on_two_nodes(slurm: Cluster) -> None:
     job = submit(slurm)
-    wait_for(lambda: state(slurm, job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), slurm)
+    wait_for(
+        lambda: state(slurm, job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), slurm
+    )
     assert state(slurm, job)["JobState"] == "COMPLETED", log(slurm, job)
     assert_trained(slurm.home / "runs" / "mine", log(slurm, job))
 
 
 @pytest.mark.slow
 def test_tasks_of_srun_train_one_model(slurm: Cluster) -> None:
-    said = slurm.ask("srun", "--nodes=2", "--ntasks-per-node=1", "megaprec", "train", "run.toml", *SMALL)
+    said = slurm.ask(
+        "srun", "--nodes=2", "--ntasks-per-node=1", "megaprec", "train", "run.toml", *SMALL
+    )
     assert_trained(slurm.home / "runs" / "mine", said)
 
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_up_saves_its_last_step_and_is_queued_again(slurm: Cluster) -> None:
     """The signal is the one that the template's --signal asks for."""
-    job, folder = submit(slurm, *ENDLESS, "checkpoint.every=1000000"), slurm.home / "runs" / "mine"
+    job = submit(slurm, *ENDLESS, "checkpoint.every=1000000")
+    folder = slurm.home / "runs" / "mine"
     wait_for(lambda: len(read_metrics(folder)) > 2, slurm)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: queued_again(slurm, job), slurm)
@@ -92,9 +101,16 @@ def test_a_job_that_has_lost_its_first_node_is_queued_again_on_both(slurm: Clust
 @pytest.mark.campaign
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_a_job_that_has_lost_another_node_goes_on_without_it(slurm: Cluster) -> None:
-    job, folder = submit(slurm, *ENDLESS), slurm.home / "runs" / "mine"
+    job = submit(slurm, *ENDLESS)
+    folder = slurm.home / "runs" / "mine"
     wait_for(lambda: len(read_metrics(folder)) > 6, slurm)
     slurm.lose_node()
-    wait_for(lambda: "2 ranks -> tensor 1 x pipeline 1 x data 1 = 1 rank: training goes on" in log(slurm, job), slurm)
+    wait_for(
+        lambda: (
+            "2 ranks -> tensor 1 x pipeline 1 x data 1 = 1 rank: training goes on"
+            in log(slurm, job)
+        ),
+        slurm,
+    )
     before = len(read_metrics(folder))
     wait_for(lambda: len(read_metrics(folder)) > before + 3, slurm)

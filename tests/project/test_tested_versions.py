@@ -1,4 +1,5 @@
-"""Versions of packages that nobody has tried are named: in a run, by `doctor`, and where their results are compared."""
+"""Versions of packages that nobody has tried are named: in a run, by `doctor`, and where their
+results are compared."""
 
 import re
 from importlib.metadata import PackageNotFoundError
@@ -47,28 +48,42 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
         ("transformers", ("4.57.0", "5.12.0", "6.0.0rc1")),
     ],
 )
-def test_other_versions_are_named(name: str, versions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_named(
+    name: str, versions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for one in versions:
         install(monkeypatch, **{name: one})
         (said,) = untested()
-        assert said.startswith(f"{name} {one} is not of the versions that megaprec is tested with: ")
+        assert said.startswith(
+            f"{name} {one} is not of the versions that megaprec is tested with: "
+        )
         assert not [*untested("another")] and [*untested(name)] == [said]
 
 
-@pytest.mark.parametrize(("there", "said"), [("my-build_7", "torch my-build_7"), (None, "torch of no version")])
-def test_a_version_that_is_none_is_not_tested(there: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("there", "said"), [("my-build_7", "torch my-build_7"), (None, "torch of no version")]
+)
+def test_a_version_that_is_none_is_not_tested(
+    there: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, torch=there)
     assert [one.partition(" is not of")[0] for one in untested()] == [said]
 
 
-def test_tested_versions_and_tools_of_developers_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, torch="2.13.0+cpu", sentencepiece="0.2.3", transformers="5.23.0", pytest="7.0")
+def test_tested_versions_and_tools_of_developers_are_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(
+        monkeypatch, torch="2.13.0+cpu", sentencepiece="0.2.3", transformers="5.23.0", pytest="7.0"
+    )
     assert not [*untested()]
     install(monkeypatch, torch="2.12.1", megatron_core="0.20")
     assert not [*untested()]
 
 
-def test_a_checkout_that_is_not_installed_knows_no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_is_not_installed_knows_no_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def requires(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 
@@ -81,10 +96,14 @@ def test_what_is_installed_here_is_tested() -> None:
 
 
 @pytest.mark.parametrize("running", ["3.10.9", "3.14.0", "3.15.0a1", "3.13.1+"])
-def test_a_python_that_was_not_tried_is_named(running: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_was_not_tried_is_named(
+    running: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("platform.python_version", lambda: running)
     install(monkeypatch)
-    assert [*untested()] == [f"python {running} is not of the versions that megaprec is tested with: {PYTHONS}"]
+    assert [*untested()] == [
+        f"python {running} is not of the versions that megaprec is tested with: {PYTHONS}"
+    ]
     assert not [*untested("torch")]
 
 
@@ -110,16 +129,25 @@ def test_doctor_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert facts(place(tmp_path))["untested"] == [TORCH]
 
 
-def test_a_comparison_that_fails_names_the_version_of_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_fails_names_the_version_of_the_other_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, transformers="5.12.0")
     monkeypatch.setattr(probe, "difference", lambda config: 1.0)
-    with pytest.raises(UserError, match=r"1 of the largest; transformers 5\.12\.0 is not of the versions"):
+    with pytest.raises(
+        UserError, match=r"1 of the largest; transformers 5\.12\.0 is not of the versions"
+    ):
         probe.check_config({"model_type": "gpt2"}, "config.json")
 
 
-def test_logits_that_differ_name_it_where_it_has_computed_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_differ_name_it_where_it_has_computed_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
-    one, other = (write_folder(tmp_path / name, "llama", hidden_size=size) for name, size in (("a", 24), ("b", 24)))
+    one, other = (
+        write_folder(tmp_path / name, "llama", hidden_size=size)
+        for name, size in (("a", 24), ("b", 24))
+    )
     weights = load_file(other / "model.safetensors")
     save_file({name: value * 2 for name, value in weights.items()}, other / "model.safetensors")
     said = "are not the same model.*; transformers 5.12.0 is not of the versions"
@@ -132,13 +160,16 @@ def test_logits_that_differ_name_it_where_it_has_computed_some(tmp_path: Path, m
     assert "transformers" not in str(refused.value)
 
 
-def test_transformers_that_cannot_be_imported_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_that_cannot_be_imported_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def difference(config: str) -> float:
         raise ImportError("tokenizers>=0.23.1 is required,\n but found tokenizers==0.22.2.")
 
     install(monkeypatch, transformers="5.12.0")
     monkeypatch.setattr(probe, "difference", difference)
     said = (
-        "cannot be imported (tokenizers>=0.23.1 is required, but found tokenizers==0.22.2.); transformers 5.12.0 is not"
+        "cannot be imported (tokenizers>=0.23.1 is required, but found tokenizers==0.22.2.); "
+        "transformers 5.12.0 is not"
     )
     assert said in probe.check_config({"model_type": "gpt2"}, "config.json")

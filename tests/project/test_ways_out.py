@@ -1,4 +1,5 @@
-"""What a message tells a user to do exists: keys, values, commands, options and pages that the code's texts name."""
+"""What a message tells a user to do exists: keys, values, commands, options and pages that the
+code's texts name."""
 
 import argparse
 import ast
@@ -18,7 +19,13 @@ from tools.config.run_file import given_in, known_keys, tables_of_a_run
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("megaprec", "parallel", "models", "tools")
-OTHERS = ("megaprec/dialects", "tools/foreign", "tools/arguments", "tools/convert", "tools/importing")
+OTHERS = (
+    "megaprec/dialects",
+    "tools/foreign",
+    "tools/arguments",
+    "tools/convert",
+    "tools/importing",
+)
 TABLES = "|".join(tables_of_a_run())
 KEY = re.compile(rf"(?<![\w./\[\0-])({TABLES})\.([a-z_][a-z0-9_]*)")
 VALUE = r'"[^"]*"|\[[^\]]*\]|\{[^}]*\}|[\w.+\-\0/]+'
@@ -34,7 +41,13 @@ NOT_COMMANDS = {  # words after megaprec's name in prose
     *("to", "features", "only", "megaprec", "wrote", "reads", "ran", "does", "and", "is", "has"),
 }
 OF_OTHERS = {
-    *("--nproc-per-node", "--nnodes", "--max-restarts", "--rdzv-conf", "--no-build-isolation"),  # torchrun and pip
+    *(
+        "--nproc-per-node",
+        "--nnodes",
+        "--max-restarts",
+        "--rdzv-conf",
+        "--no-build-isolation",
+    ),  # torchrun and pip
     *("--moe-grouped-gemm", "--num-layers", "--bf"),  # Megatron-LM, in examples
 }
 STYLES = "tools/report/page.py"  # has variables of CSS
@@ -42,7 +55,8 @@ STYLES = "tools/report/page.py"  # has variables of CSS
 
 @cache
 def texts() -> tuple[tuple[str, int, str], ...]:
-    """Return file, line and text of every string of the code that is no docstring; \\0 stands for what is filled in."""
+    """Return file, line and text of every string of the code that is no docstring; \\0 stands for
+    what is filled in."""
     return tuple(_texts())
 
 
@@ -62,7 +76,10 @@ def _texts() -> Iterator[tuple[str, int, str]]:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield name, node.lineno, node.value
                 elif isinstance(node, ast.JoinedStr):
-                    parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                    parts = [
+                        str(part.value) if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    ]
                     yield name, node.lineno, "".join(parts)
 
 
@@ -95,7 +112,13 @@ def test_every_value_that_a_message_gives_to_a_key_is_accepted() -> None:
         for match in SETTING.finditer(text):
             key = match[1]
             value = match[2].rstrip(".")
-            if key not in known_keys() or not value or value in PLACES or "\0" in value or "..." in value:
+            if (
+                key not in known_keys()
+                or not value
+                or value in PLACES
+                or "\0" in value
+                or "..." in value
+            ):
                 continue
             if name == "tools/foreign/whose.py":  # pairs of names, theirs and ours
                 continue
@@ -111,7 +134,9 @@ def test_every_value_that_a_message_gives_to_a_key_is_accepted() -> None:
     assert not wrong and tried > 80
 
 
-def _options(parser: argparse.ArgumentParser, commands: dict[str, set[str]], path: str = "") -> None:
+def _options(
+    parser: argparse.ArgumentParser, commands: dict[str, set[str]], path: str = ""
+) -> None:
     options = {option for action in parser._actions for option in action.option_strings}
     commands[path] = options
     for action in parser._actions:
@@ -129,11 +154,17 @@ def test_every_command_and_option_that_a_message_names_is_there() -> None:
         for match in COMMAND.finditer(text):
             word = match[1]
             inner = match[2].strip().partition(" ")[0]
-            if word in NOT_COMMANDS or " " not in text or text[match.end(1) : match.end(1) + 1] == "\0":
+            if (
+                word in NOT_COMMANDS
+                or " " not in text
+                or text[match.end(1) : match.end(1) + 1] == "\0"
+            ):
                 continue
             path = f"{word} {inner}" if f"{word} {inner}" in commands else word
             told = set(OPTION.findall(match[2].partition(",")[0]))
-            if path not in commands or (word != "import-args" and told - commands[path] - OF_OTHERS):
+            if path not in commands or (
+                word != "import-args" and told - commands[path] - OF_OTHERS
+            ):
                 wrong.append(f"{name}, line {line}: megaprec {word}{match[2]}")
         if not name.startswith((*OTHERS, "tools/bench", STYLES)) and " " in text:
             strange = set(OPTION.findall(text)) - every - OF_OTHERS
@@ -149,11 +180,21 @@ def test_every_page_that_a_message_names_is_there() -> None:
 
 @pytest.mark.slow
 def test_the_ramp_of_a_batch_by_parts_has_the_schedule_of_the_whole(tmp_path: Path) -> None:
-    """Follows what the refusal of --rampup-batch-size says: parts with another batch, one schedule in samples."""
+    """Follows what the refusal of --rampup-batch-size says: parts with another batch, one schedule
+    in samples."""
     file = write_run(tmp_path)
-    shared = ["lr.schedule=linear", "lr.warmup=0", "lr.peak=1e-3", "lr.final=0.0", "lr.unit=samples", "lr.length=32"]
+    shared = [
+        "lr.schedule=linear",
+        "lr.warmup=0",
+        "lr.peak=1e-3",
+        "lr.final=0.0",
+        "lr.unit=samples",
+        "lr.length=32",
+    ]
     train_on(file, *shared, "train.global_batch=2", "train.micro_batch=2", "train.steps=4")
-    folder = train_on(file, *shared, "train.global_batch=4", "train.micro_batch=2", "train.steps=10")
+    folder = train_on(
+        file, *shared, "train.global_batch=4", "train.micro_batch=2", "train.steps=10"
+    )
     rates = [record["lr"] for record in steps(folder)]
     before = [2 * step for step in range(4)] + [8 + 4 * step for step in range(6)]
     assert rates == pytest.approx([1e-3 * (1 - samples / 32) for samples in before], rel=1e-12)

@@ -1,4 +1,5 @@
-"""`megaprec evaluate`: every token of a text is predicted once, as transformers and a plain model predict it."""
+"""`megaprec evaluate`: every token of a text is predicted once, as transformers and a plain model
+predict it."""
 
 import json
 import math
@@ -32,7 +33,12 @@ from tools.text.evaluation import Score, batches, score
 from tools.text.load import load_model, require_layout
 from tools.text.windows import Document, windows
 
-TEXTS = ["the model learns", "über Öl — 数", "to say what it has seen in this text and 123 other 45 texts", "a"]
+TEXTS = [
+    "the model learns",
+    "über Öl — 数",
+    "to say what it has seen in this text and 123 other 45 texts",
+    "a",
+]
 POSITIONS = 16
 
 
@@ -50,7 +56,9 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
-def evaluate(capsys: pytest.CaptureFixture[str], model: Path, *options: object, told: str = "") -> dict[str, Any]:
+def evaluate(
+    capsys: pytest.CaptureFixture[str], model: Path, *options: object, told: str = ""
+) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["evaluate", str(model), "--json", *map(str, options)]) == 0
     printed = capsys.readouterr()
@@ -59,11 +67,14 @@ def evaluate(capsys: pytest.CaptureFixture[str], model: Path, *options: object, 
 
 
 def plain_nats(trained: Path, length: int, stride: int) -> tuple[float, int]:
-    """The sum of the losses of all tokens, each from the tokens before it that its window holds; and their number."""
-    store, tokenizer = Store(trained), load_tokenizer(trained / "text.model")
+    """The sum of the losses of all tokens, each from the tokens before it that its window holds;
+    and their number."""
+    store = Store(trained)
+    tokenizer = load_tokenizer(trained / "text.model")
     config = ModelConfig(**store.index["model"])
     weights = {name: store.read("weight", name).double() for name in store.shapes("weight")}
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for text in TEXTS:
         assert tokenizer.eos is not None
         ids = [tokenizer.eos, *tokenizer.encode(text)]
@@ -72,7 +83,8 @@ def plain_nats(trained: Path, length: int, stride: int) -> tuple[float, int]:
             end = min(length + window * stride, len(ids) - 1)
             context = torch.tensor([ids[max(0, end - length) : at]])
             losses = oracle.logits(config, weights, context)[0, -1].log_softmax(-1)
-            total, count = total - losses[ids[at]].item(), count + 1
+            total = total - losses[ids[at]].item()
+            count = count + 1
     return total, count
 
 
@@ -81,7 +93,18 @@ def test_the_loss_is_that_of_a_plain_model_that_predicts_each_token_once(
     length: int, stride: int, trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nats, tokens = plain_nats(trained, length, stride)
-    said = evaluate(capsys, trained, "--data", texts, "--window", length, "--stride", stride, "--compute", "fp64")
+    said = evaluate(
+        capsys,
+        trained,
+        "--data",
+        texts,
+        "--window",
+        length,
+        "--stride",
+        stride,
+        "--compute",
+        "fp64",
+    )
     (one,) = said["sets"]
     size = sum(len(text.encode()) for text in TEXTS)
     assert (one["documents"], one["tokens"], one["bytes"]) == (len(TEXTS), tokens, size)
@@ -96,15 +119,20 @@ def test_the_loss_is_that_of_a_plain_model_that_predicts_each_token_once(
 def test_a_hugging_face_folder_has_the_loss_that_transformers_computes(
     trained: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    transformers: Any = pytest.importorskip(
+        "transformers", reason="needs transformers: the extra hf"
+    )
     folder = tmp_path / "hf"
     assert main(["convert", str(trained), str(folder), "--no-verify"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     short = [text for text in TEXTS if len(tokenizer(text).input_ids) <= POSITIONS]
     for text in short:
-        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+        ids = torch.tensor(
+            [[tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]]
+        )
         with torch.no_grad():
             total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
@@ -118,14 +146,20 @@ def test_a_hugging_face_folder_has_the_loss_that_transformers_computes(
 def test_text_and_the_tokens_that_it_was_built_into_have_one_score(
     trained: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(open_source(str(texts)), tmp_path / "tokens", tokenizer=trained / "text.model", workers=1)
+    prepare(
+        open_source(str(texts)), tmp_path / "tokens", tokenizer=trained / "text.model", workers=1
+    )
     (tmp_path / "folder").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "folder" / f"{number}.txt").write_text(text, encoding="utf-8")
     given = (f"lines={texts}", f"built={tmp_path}/tokens", f"{tmp_path}/folder")
     sets = evaluate(capsys, trained, *(word for one in given for word in ("--data", one)))["sets"]
     assert [one.pop("name") for one in sets] == ["lines", "built", str(tmp_path / "folder")]
-    assert [one.pop("source") for one in sets] == [str(texts), f"{tmp_path}/tokens", str(tmp_path / "folder")]
+    assert [one.pop("source") for one in sets] == [
+        str(texts),
+        f"{tmp_path}/tokens",
+        str(tmp_path / "folder"),
+    ]
     assert sets[0] == sets[1] == sets[2]
     told = "note: --text-field body has no effect: all that is evaluated is tokens already"
     evaluate(capsys, trained, "--data", f"{tmp_path}/tokens", "--text-field", "body", told=told)
@@ -142,10 +176,14 @@ def test_a_begin_token_that_a_data_set_has_before_its_documents_is_no_text(
             writer.add_document([tokenizer.eos, *tokenizer.encode(text), tokenizer.eos])
     lines, begun = evaluate(capsys, trained, "--data", texts, "--data", tmp_path / "tokens")["sets"]
     names = ("name", "source")
-    assert {k: v for k, v in lines.items() if k not in names} == {k: v for k, v in begun.items() if k not in names}
+    assert {k: v for k, v in lines.items() if k not in names} == {
+        k: v for k, v in begun.items() if k not in names
+    }
 
 
-def test_what_is_printed_is_what_json_says(trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_what_json_says(
+    trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (one,) = evaluate(capsys, trained, "--data", f"mine={texts}")["sets"]
     assert main(["evaluate", str(trained), "--data", f"mine={texts}"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "mine" in line).split()
@@ -156,7 +194,9 @@ def test_what_is_printed_is_what_json_says(trained: Path, texts: Path, capsys: p
 
 @pytest.mark.parametrize("length", [1, 2, 7, 16])
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 15, 33])
-def test_each_token_is_predicted_once_from_as_many_tokens_as_promised(length: int, size: int) -> None:
+def test_each_token_is_predicted_once_from_as_many_tokens_as_promised(
+    length: int, size: int
+) -> None:
     ids = np.arange(100, 100 + size)
     for stride in range(1, length + 1):
         for begin, expected in ((5, ids), (None, ids[1:])):
@@ -180,10 +220,16 @@ def test_documents_of_all_lengths_in_one_batch_have_the_losses_of_each_alone(cas
     for document in documents:
         for one in windows(document.ids, 0, 12, 5):
             logits = stage(torch.from_numpy(one.tokens)[:, None])[one.first :, 0]
-            total += F.cross_entropy(logits, torch.from_numpy(one.targets[one.first :]), reduction="sum").item()
+            total += F.cross_entropy(
+                logits, torch.from_numpy(one.targets[one.first :]), reduction="sum"
+            ).item()
     told = list[int]()
     together = score(Relay.over(None, stage), documents, 0, 12, 5, told.append)
-    assert (together.documents, together.tokens, together.size) == (len(lengths), sum(lengths), sum(lengths))
+    assert (together.documents, together.tokens, together.size) == (
+        len(lengths),
+        sum(lengths),
+        sum(lengths),
+    )
     assert sum(told) == sum(lengths)
     assert together.nats == pytest.approx(total, rel=1e-12)
 
@@ -193,15 +239,23 @@ def score_on_rank(mesh: DeviceMesh, folder: Path, documents: list[Document]) -> 
     return score(Relay.over(mesh, model.stage), documents, 0, 12, 5, lambda _: None)
 
 
-def test_a_model_has_one_score_in_every_layout(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_has_one_score_in_every_layout(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tools.text.evaluation.LOGITS", 330 * 30)
     dice = np.random.default_rng(0)
-    documents = [Document(dice.integers(330, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)]
+    documents = [
+        Document(dice.integers(330, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)
+    ]
     (alone,) = run_ranks(score_on_rank, {}, folder=trained, documents=documents)
     assert alone.tokens == 102
     for layout in ({"pp": 2, "tp": 2}, {"dp": 2}):
         for one in run_ranks(score_on_rank, layout, folder=trained, documents=documents):
-            assert (one.documents, one.tokens, one.size) == (alone.documents, alone.tokens, alone.size)
+            assert (one.documents, one.tokens, one.size) == (
+                alone.documents,
+                alone.tokens,
+                alone.size,
+            )
             assert one.nats == pytest.approx(alone.nats, rel=1e-12, abs=0)
 
 
@@ -227,7 +281,21 @@ def test_local_ranks_print_what_one_process_prints(
         said = []
         for layout in ((), ("--tensor", "2", "--pipeline", "2")):
             capfd.readouterr()
-            assert main(["evaluate", str(model), "--data", f"a={texts}", "--compute", "fp64", "--json", *layout]) == 0
+            assert (
+                main(
+                    [
+                        "evaluate",
+                        str(model),
+                        "--data",
+                        f"a={texts}",
+                        "--compute",
+                        "fp64",
+                        "--json",
+                        *layout,
+                    ]
+                )
+                == 0
+            )
             said.append(json.loads(capfd.readouterr().out))
         (one,), (other,) = (document.pop("sets") for document in said)
         assert said[0] == said[1]
@@ -235,8 +303,12 @@ def test_local_ranks_print_what_one_process_prints(
         assert one == pytest.approx(other, rel=1e-12, abs=0)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "said"), [(3, 1, "--tensor 3 does not"), (1, 9, "--pipeline 9: the m")])
-def test_a_layout_that_the_model_cannot_have_is_refused_by_the_options(tensor: int, pipeline: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "said"), [(3, 1, "--tensor 3 does not"), (1, 9, "--pipeline 9: the m")]
+)
+def test_a_layout_that_the_model_cannot_have_is_refused_by_the_options(
+    tensor: int, pipeline: int, said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         require_layout(config_of(CASES["llama"]), tensor, pipeline)
 
@@ -260,5 +332,10 @@ def test_wrong_input_is_refused_by_name(
     assert main(["evaluate", str(trained), "--data", f"mine={texts}", *options.split()]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(WRONG[options]) and said.err.count("\n") == 1 and not said.out
-    assert main(["evaluate", str(trained), "--data", f"mine={texts}", "--data", f"mine={texts}"]) == 2
-    assert '"mine" is the name of two sets; give NAME=PATH with another name' in capsys.readouterr().err
+    assert (
+        main(["evaluate", str(trained), "--data", f"mine={texts}", "--data", f"mine={texts}"]) == 2
+    )
+    assert (
+        '"mine" is the name of two sets; give NAME=PATH with another name'
+        in capsys.readouterr().err
+    )

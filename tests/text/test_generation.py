@@ -15,10 +15,12 @@ from tools.text.sampling import Sampling
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes, not all of which are whole characters; token 0 is the prompt's only one."""
+    """A tokenizer whose tokens are bytes, not all of which are whole characters; token 0 is the
+    prompt's only one."""
 
     pieces = (b">", b"a", b" \xe2", b"\x82", b"\xac", b"bc\xf0", b"\xff")
-    path, vocab_size = Path("none"), len(pieces)
+    path = Path("none")
+    vocab_size = len(pieces)
     eos: int | None = None
     bos: int | None = None
     pad: int | None = None
@@ -47,7 +49,9 @@ class Says:
     def start(self, length: int) -> None: ...
 
     def extend(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor([next(self.tokens)]), Bytes.vocab_size).float()
+        return torch.nn.functional.one_hot(
+            torch.tensor([next(self.tokens)]), Bytes.vocab_size
+        ).float()
 
 
 def pieces_of(tokens: list[int], *stop: str) -> tuple[list[str], Generation]:
@@ -67,7 +71,9 @@ def pieces_of(tokens: list[int], *stop: str) -> tuple[list[str], Generation]:
         ([5, 6, 6], ["bc"]),
     ],
 )
-def test_of_a_token_with_a_part_of_a_character_the_whole_ones_are_said(tokens: list[int], said: list[str]) -> None:
+def test_of_a_token_with_a_part_of_a_character_the_whole_ones_are_said(
+    tokens: list[int], said: list[str]
+) -> None:
     pieces, text = pieces_of(tokens)
     assert pieces == said and text.finish == "length"
     assert "".join(pieces) == Bytes().decode(tokens).rstrip("\ufffd")

@@ -34,7 +34,8 @@ def samples(stage: Stage) -> list[Window]:
     made = []
     for n, (length, first) in enumerate(((3, 0), (16, 9), (1, 0), (11, 10), (16, 0), (7, 3))):
         ids = dice.integers(330, size=length + 1)
-        tokens, targets = ids[:-1], ids[1:]
+        tokens = ids[:-1]
+        targets = ids[1:]
         if n % 2:
             targets = stage(torch.from_numpy(tokens)[:, None])[:, 0].argmax(-1).numpy()
         made.append(Window(tokens, targets, first))
@@ -42,7 +43,9 @@ def samples(stage: Stage) -> list[Window]:
 
 
 def on_rank(mesh: DeviceMesh, folder: Path, asked: list[Window]) -> list[tuple[float, bool]]:
-    return likelihoods(Relay.over(mesh, load_model(folder, Stage, "fp64", mesh=mesh).stage), asked, lambda _: None)
+    return likelihoods(
+        Relay.over(mesh, load_model(folder, Stage, "fp64", mesh=mesh).stage), asked, lambda _: None
+    )
 
 
 def test_likelihoods_are_those_of_the_whole_logits_in_every_layout(
@@ -62,7 +65,9 @@ def test_likelihoods_are_those_of_the_whole_logits_in_every_layout(
     for layout in ({}, {"pp": 2, "tp": 2}, {"dp": 2}):
         for found in run_ranks(on_rank, layout, folder=trained, asked=asked):
             assert [chosen for _, chosen in found] == [chosen for _, chosen in expected]
-            assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], rel=1e-12)
+            assert [log for log, _ in found] == pytest.approx(
+                [log for log, _ in expected], rel=1e-12
+            )
 
 
 SIZES: dict[str, Any] = {
@@ -88,7 +93,9 @@ def with_experts_on_rank(
     """The likelihoods of the first samples, of each number of them."""
     pp = 1 if mesh is None else mesh["pp"].size()
     made = schedule("1f1b", pp, 1)
-    engine = Engine(EXPERTS, plan("fp64"), mesh, made, micro_batch=1, seq_length=16, seed=3, **experts)
+    engine = Engine(
+        EXPERTS, plan("fp64"), mesh, made, micro_batch=1, seq_length=16, seed=3, **experts
+    )
     world = engine.optimizer.world
     relay = Relay(engine.stages, made.rank_of_stage, engine.pp, engine.dp, world, engine.device)
     return [likelihoods(relay, asked[:number], lambda _: None) for number in numbers]
@@ -102,9 +109,12 @@ def test_replicas_that_share_experts_have_the_likelihoods_of_one_process_whateve
     monkeypatch.setattr("tools.text.likelihood.LOGITS", 330)  # each sample alone
     dice = np.random.default_rng(0)
     ids = (dice.integers(330, size=length + 1) for length in (3, 16, 1, 11, 16, 7))
-    asked, numbers = [Window(one[:-1], one[1:], 0) for one in ids], [1, 5, 6, 3]
+    asked = [Window(one[:-1], one[1:], 0) for one in ids]
+    numbers = [1, 5, 6, 3]
     expected = with_experts_on_rank(None, asked, numbers, {})
-    for found in run_ranks(with_experts_on_rank, layout, asked=asked, numbers=numbers, experts=experts):
+    for found in run_ranks(
+        with_experts_on_rank, layout, asked=asked, numbers=numbers, experts=experts
+    ):
         for ours, right in zip(found, expected, strict=True):
             assert [log for log, _ in ours] == pytest.approx([log for log, _ in right], rel=1e-12)
             assert [chosen for _, chosen in ours] == [chosen for _, chosen in right]

@@ -1,7 +1,8 @@
-"""Deaths planted in the ranks of the real command: which rank, at which call of which function, and how.
+"""Deaths planted in the ranks of the real command: which rank, at which call of which function, and
+how.
 
-`planted` starts every rank with a program that plants the deaths named in the variable DEATHS. Each happens once in a
-run, however often its ranks are started, unless it happens always.
+`planted` starts every rank with a program that plants the deaths named in the variable DEATHS. Each
+happens once in a run, however often its ranks are started, unless it happens always.
 """
 
 import importlib
@@ -42,9 +43,9 @@ PLANTING = f"from tests.training.deaths import plant; plant()\n{START}"
 class Death:
     """The death of `rank` at the n-th call of a place since it was started.
 
-    how: a signal, an exception, an exit code, or "slow": after the call the rank is cut off, and ends much
-    later. always: at every start. after: number of the death that must have
-    happened before, -1 for none.
+    how: a signal, an exception, an exit code, or "slow": after the call the rank is cut off, and
+    ends much later. always: at every start. after: number of the death that must have happened
+    before, -1 for none.
     """
 
     rank: int
@@ -56,7 +57,8 @@ class Death:
 
 
 def planted(patch: pytest.MonkeyPatch, folder: Path, *deaths: Death) -> None:
-    """Plant these deaths in all ranks that this process launches. folder: for marks of those that have happened."""
+    """Plant these deaths in all ranks that this process launches. folder: for marks of those that
+    have happened."""
     assert START in launch.PROGRAM
     patch.setattr(launch, "PROGRAM", launch.PROGRAM.replace(START, PLANTING))
     patch.setenv(DEATHS, json.dumps([str(folder), *map(asdict, deaths)]))
@@ -99,7 +101,8 @@ def _deadly(function: Callable[..., Any], death: Death, mark: Path) -> Callable[
 
 
 def _end_late() -> NoReturn:
-    """Close this rank's connections to the others, as the end of its process does, and end a minute later."""
+    """Close this rank's connections to the others, as the end of its process does, and end a minute
+    later."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             connection.shutdown(socket.SHUT_RDWR)
@@ -113,5 +116,11 @@ def _die(how: str) -> None:
     elif how.isdecimal():
         os._exit(int(how))
     else:
-        errors: Sequence[type[Exception]] = (RuntimeError, OSError, MemoryError, UserError, TrainingDiverged)
+        errors: Sequence[type[Exception]] = (
+            RuntimeError,
+            OSError,
+            MemoryError,
+            UserError,
+            TrainingDiverged,
+        )
         raise next(kind for kind in errors if kind.__name__ == how)("planted")

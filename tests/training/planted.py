@@ -1,7 +1,8 @@
 """A rank of `megaprec train` that stops, sleeps or ends at a chosen place.
 
-python -m tests.training.planted ACTION RANK PHASE STEP WORDS FILE train run.toml ...: rank RANK does ACTION when it
-begins an instruction or action whose words begin with WORDS, in a phase and a step. FILE then has the time.
+python -m tests.training.planted ACTION RANK PHASE STEP WORDS FILE train run.toml ...: rank RANK
+does ACTION when it begins an instruction or action whose words begin with WORDS, in a phase and a
+step. FILE then has the time.
 """
 
 import os
@@ -15,7 +16,10 @@ from parallel import mesh
 from parallel.hangs import heartbeat, watchdog
 from tools.cli import main
 
-LONG, NEWS, WINDOW = 60.0, 1.0, 4.0  # the first step imports much, which takes a busy machine long
+# the first step imports much, which takes a busy machine long
+LONG = 60.0
+NEWS = 1.0
+WINDOW = 4.0
 ACTIONS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1e6),
@@ -26,7 +30,8 @@ ACTIONS = {
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "hang up": lambda: os.kill(os.getpid(), signal.SIGHUP),
 }
-SLOW = "slow"  # in every step from STEP on this rank sleeps three times as long as the step has taken it
+# in every step from STEP on this rank sleeps three times as long as the step has taken it
+SLOW = "slow"
 
 
 def plant(action: str, rank: str, phase: str, step: int, words: str, file: Path) -> None:
@@ -49,7 +54,9 @@ def plant(action: str, rank: str, phase: str, step: int, words: str, file: Path)
 
 
 if __name__ == "__main__":
-    watchdog.LONG, mesh.NEWS, heartbeat.WINDOW = LONG, NEWS, WINDOW
+    watchdog.LONG = LONG
+    mesh.NEWS = NEWS
+    heartbeat.WINDOW = WINDOW
     action, rank, phase, step, words, file, *command = sys.argv[1:]
     plant(action, rank, phase, int(step), words, Path(file))
     sys.exit(main(command))

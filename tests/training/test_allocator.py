@@ -15,7 +15,9 @@ def test_the_c_library_is_told_unless_the_environment_speaks_for_itself(
     told: list[tuple[int, int]] = []
     monkeypatch.setattr("tools.training.allocator.sys.platform", "linux")
     monkeypatch.setattr("tools.training.allocator.os.environ", {name: "1"} if name else {})
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *numbers: told.append(numbers)))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *numbers: told.append(numbers))
+    )
     keep_freed_memory()
     assert told == ([] if name else [(-1, 1 << 30), (-3, 1 << 25)])
 

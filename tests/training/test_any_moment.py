@@ -1,4 +1,5 @@
-"""A signal at any moment: the command ends by it, or as if there had been none, and prints no traceback."""
+"""A signal at any moment: the command ends by it, or as if there had been none, and prints no
+traceback."""
 
 import os
 import random
@@ -46,7 +47,11 @@ def started(run_file: Path, folder: Path, keys: Sequence[str]) -> subprocess.Pop
     """The command, as soon as Ctrl-C is answered by it: Python's own start is not ours."""
     words = ["-m", "megaprec", "train", str(run_file), f"train.folder={folder}", *keys, *KEYS]
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     pythons_own = False
     while process.poll() is None:
@@ -64,11 +69,16 @@ def handles_interrupts(pid: int) -> bool:
     return bool(mask and int(mask[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc to know when Python itself has started")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="looks at /proc to know when Python itself has started"
+)
 @pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("what", DRAWN, ids=lambda what: f"{what[0]}-{what[1].name}-{what[2]:.3f}")
 def test_a_signal_at_any_moment_ends_the_command_without_a_traceback(
-    what: tuple[str, signal.Signals, float], run_file: Path, tmp_path: Path, seconds: dict[str, float]
+    what: tuple[str, signal.Signals, float],
+    run_file: Path,
+    tmp_path: Path,
+    seconds: dict[str, float],
 ) -> None:
     layout, number, moment = what
     if layout not in seconds:
@@ -83,4 +93,8 @@ def test_a_signal_at_any_moment_ends_the_command_without_a_traceback(
     said = "\n".join(process.communicate(timeout=600))
     assert process.returncode in (0, -number, 128 + number), said
     assert "Traceback" not in said and "Exception ignored" not in said, said
-    assert not os.path.exists(tmp_path / "run" / "checkpoints") or process.returncode or "step 4/4" in said
+    assert (
+        not os.path.exists(tmp_path / "run" / "checkpoints")
+        or process.returncode
+        or "step 4/4" in said
+    )

@@ -1,4 +1,5 @@
-"""What a user gets wrong: a line for each problem with key, value and remedy, exit code 2, and nothing written."""
+"""What a user gets wrong: a line for each problem with key, value and remedy, exit code 2, and
+nothing written."""
 
 import os
 import re
@@ -31,29 +32,38 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refused(run_file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Checks that the command refuses its arguments with these lines, each a regular expression for one, and writes
-    nothing. FOLDER in them is the folder of the run file; the shell stands there."""
+def refused(
+    run_file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Checks that the command refuses its arguments with these lines, each a regular expression for
+    one, and writes nothing. FOLDER in them is the folder of the run file; the shell stands
+    there."""
     folder = run_file.parent
     monkeypatch.chdir(folder)
 
     def check(arguments: list[str], *lines: str) -> None:
-        before, _ = state(folder), capfd.readouterr()
+        before = state(folder)
+        _ = capfd.readouterr()
         code = main([argument.replace("FOLDER", str(folder)) for argument in arguments])
         out, err = capfd.readouterr()
         assert code == 2
         assert out == ""
-        said = [line for line in err.splitlines() if not line.startswith("building the data set of ")]
+        said = [
+            line for line in err.splitlines() if not line.startswith("building the data set of ")
+        ]
         assert len(said) == len(lines), err
         for line, expected in zip(said, lines, strict=True):
-            assert re.fullmatch(expected.replace("FOLDER", re.escape(str(folder))), line), f"{line}\n{expected}"
+            assert re.fullmatch(expected.replace("FOLDER", re.escape(str(folder))), line), (
+                f"{line}\n{expected}"
+            )
         assert state(folder) == before
 
     return check
 
 
 def state(folder: Path) -> dict[Path, bytes]:
-    """Every file but what a run in a new folder, which is `fresh` in these tests, has prepared of its data."""
+    """Every file but what a run in a new folder, which is `fresh` in these tests, has prepared of
+    its data."""
     files = (path for path in folder.rglob("*") if path.is_file() and "fresh" not in path.parts)
     return {path: path.read_bytes() for path in files}
 
@@ -65,27 +75,50 @@ NEW = ["data.cache=", "train.folder=fresh"]
     ("overrides", "lines"),
     [
         (["train.qqqq=3"], [r"train.qqqq = 3 \(command line\): no such key"]),
-        (["train.stpes=3"], [r"train.stpes = 3 \(command line\): no such key; did you mean train.steps\?"]),
-        (["trian.steps=3"], [r"\[trian\] \(command line\): no such table; did you mean \[train\]\?"]),
+        (
+            ["train.stpes=3"],
+            [r"train.stpes = 3 \(command line\): no such key; did you mean train.steps\?"],
+        ),
+        (
+            ["trian.steps=3"],
+            [r"\[trian\] \(command line\): no such table; did you mean \[train\]\?"],
+        ),
         (["train.steps=six"], [r'train.steps = "six" \(command line\): must be a valid integer']),
-        (["parallel.tensor=3"], [r"parallel.tensor 3 does not divide model.heads 4, .* evenly: 1, 2, 4 would"]),
-        (["precision.loss_scale=1e39"], [r"precision.loss_scale = 1e\+39: loss scale 1e\+39 must lie between .*"]),
+        (
+            ["parallel.tensor=3"],
+            [r"parallel.tensor 3 does not divide model.heads 4, .* evenly: 1, 2, 4 would"],
+        ),
+        (
+            ["precision.loss_scale=1e39"],
+            [r"precision.loss_scale = 1e\+39: loss scale 1e\+39 must lie between .*"],
+        ),
         (
             ["precision.compute=fp16", "precision.initial_scale=1e39"],
             [r"precision.initial_scale = 1e\+39: initial scale 1e\+39 must lie between .*"],
         ),
-        (["parallel.pipeline=3"], ["parallel.pipeline 3 is more than model.layers 2: a stage needs a layer"]),
+        (
+            ["parallel.pipeline=3"],
+            ["parallel.pipeline 3 is more than model.layers 2: a stage needs a layer"],
+        ),
         (
             ["parallel.data=3"],
-            [r"train.global_batch 8 is not a multiple of .*micro_batch 2 x parallel.data 3 = 6: 6 or 12 would be"],
+            [
+                r"train.global_batch 8 is not a multiple of .*micro_batch 2 x parallel.data 3 = 6: 6 or 12 would be"
+            ],
         ),
         (
             ["model.vocab=100"],
-            [r"model.vocab 100 is smaller than data.vocab_size 330: set model.vocab = 0 or .* = 100"],
+            [
+                r"model.vocab 100 is smaller than data.vocab_size 330: set model.vocab = 0 or .* = 100"
+            ],
         ),
         (
             ["train.stpes=3", "model.hidden=17", "parallel.tensor=3", "parallel.data=3"],
-            ["train.stpes .*", "model.hidden 17 is not a multiple of heads 4.*", "train.global_batch 8 .*"],
+            [
+                "train.stpes .*",
+                "model.hidden 17 is not a multiple of heads 4.*",
+                "train.global_batch 8 .*",
+            ],
         ),
     ],
     ids=lambda value: " ".join(value) if "=" in value[0] else "",
@@ -107,12 +140,20 @@ def test_a_wrong_run_file_is_refused_with_all_its_problems(
     ],
 )
 def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
-    key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    key: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder, (table, name) = tmp_path, key.split(".")
     (folder / "conf").mkdir()
     monkeypatch.chdir(folder)
-    own = [line for line in write_run(folder).read_text().splitlines() if not re.match("source|blend", line)]
+    own = [
+        line
+        for line in write_run(folder).read_text().splitlines()
+        if not re.match("source|blend", line)
+    ]
     assert f"[{table}]" in own
     own.insert(own.index(f"[{table}]") + 1, f"{name} = {value}")
     (folder / "conf" / "run.toml").write_text("\n".join(own))
@@ -126,38 +167,70 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
         said = "conf/near is there: a path in a run file is relative to the working directory"
         assert line.endswith(said if there else "nor is there conf/near, beside the run file"), line
     assert main(["train", "conf/run.toml", *given, f"{key}={value.replace('near', 'other')}"]) == 2
-    assert "conf" not in capfd.readouterr().err, "what the command line says is meant from the working directory"
+    assert "conf" not in capfd.readouterr().err, (
+        "what the command line says is meant from the working directory"
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (["data.source=nowhere.txt"], [r'data.source = "nowhere.txt": .*no such file or folder in FOLDER; give .*']),
-        (["data.source=empty.txt"], [r'data.source = "empty.txt": empty.txt is empty; give a text of some length']),
+        (
+            ["data.source=nowhere.txt"],
+            [r'data.source = "nowhere.txt": .*no such file or folder in FOLDER; give .*'],
+        ),
+        (
+            ["data.source=empty.txt"],
+            [r'data.source = "empty.txt": empty.txt is empty; give a text of some length'],
+        ),
         (
             ["data.source=short.txt"],
-            [r'data.source = "short.txt", data.vocab_size = 330: .* there are only \d+ pieces .* or more text'],
+            [
+                r'data.source = "short.txt", data.vocab_size = 330: .* there are only \d+ pieces .* or more text'
+            ],
         ),
         (
             ["data.source=short.txt", "data.tokenizer=data/text.model"],
-            [r'data.source = "short.txt", .*seq_length = 16: .* has \d+ tokens, but 2 .* need 33; give more text .*'],
+            [
+                r'data.source = "short.txt", .*seq_length = 16: .* has \d+ tokens, but 2 .* need 33; give more text .*'
+            ],
         ),
         (
             ["data.source=broken", "model.vocab=1000"],
-            [r'data.source = "broken": broken.idx: corrupt index: truncated: .*; build the data set again or .*'],
+            [
+                r'data.source = "broken": broken.idx: corrupt index: truncated: .*; build the data set again or .*'
+            ],
         ),
         (
             ["data.source=ids", "model.vocab=500"],
-            [r'data.source = "ids", model.vocab = 500, .*: ids has token ids 0 to 899, .* at least 900 or .*'],
+            [
+                r'data.source = "ids", model.vocab = 500, .*: ids has token ids 0 to 899, .* at least 900 or .*'
+            ],
         ),
         (
             ["data.tokenizer=data/text.model", "model.vocab=200"],
-            [r"data.tokenizer = .*: model.vocab = 200 is smaller than the 330 tokens of .*: use 0 or at least 330"],
+            [
+                r"data.tokenizer = .*: model.vocab = 200 is smaller than the 330 tokens of .*: use 0 or at least 330"
+            ],
         ),
-        (["data.source=ids"], ["model.vocab = 0 takes .* of the tokenizer, but .*: set model.vocab or data.tokenizer"]),
+        (
+            ["data.source=ids"],
+            [
+                (
+                    "model.vocab = 0 takes .* of the tokenizer, but .*: set model.vocab or "
+                    "data.tokenizer"
+                )
+            ],
+        ),
         (["data.source=ids.bin"], [r'data.source = "ids.bin": give the common prefix .*, "ids"']),
-        (["data.tokenizer=data"], [r'data.tokenizer = "data": data is a folder; give a SentencePiece .model or .*']),
-        (["data.tokenizer=my.toml"], [r'data.tokenizer = "my.toml": my.toml is neither a SentencePiece .*']),
+        (
+            ["data.tokenizer=data"],
+            [r'data.tokenizer = "data": data is a folder; give a SentencePiece .model or .*'],
+        ),
+        (
+            ["data.tokenizer=my.toml"],
+            [r'data.tokenizer = "my.toml": my.toml is neither a SentencePiece .*'],
+        ),
         (
             ["data.source=ids", "model.vocab=900", "log.sample=x"],
             ["log.sample needs a tokenizer, .* data.tokenizer .*"],
@@ -166,27 +239,42 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
             ["train.device=cuda"],
             [r'train.device = "cuda", but torch sees 0 CUDA devices and 1 .*: use "auto" or "cpu"'],
         ),
-        (["train.folder=my.toml"], [r'train.folder = "my.toml": FOLDER/my.toml is a file, not a folder; give another']),
+        (
+            ["train.folder=my.toml"],
+            [r'train.folder = "my.toml": FOLDER/my.toml is a file, not a folder; give another'],
+        ),
         (
             ["data.source=FOLDER"],
-            [r'train.folder = "fresh" lies in data.source = "FOLDER", .* read as text: give a folder outside'],
+            [
+                r'train.folder = "fresh" lies in data.source = "FOLDER", .* read as text: give a folder outside'
+            ],
         ),
         (
             ['data.validation=[{name = "all", source = "FOLDER"}]', "train.eval_every=1"],
             [r'train.folder = "fresh" lies in data.validation all = "FOLDER", .*'],
         ),
         (
-            ["train.device=cuda", "train.folder=my.toml", "data.source=nowhere", "data.tokenizer=nothing"],
+            [
+                "train.device=cuda",
+                "train.folder=my.toml",
+                "data.source=nowhere",
+                "data.tokenizer=nothing",
+            ],
             ["train.device .*", "train.folder .*", "data.source .*", "data.tokenizer .*"],
         ),
     ],
     ids=lambda value: " ".join(value) if "=" in value[0] and "\\" not in value[0] else "",
 )
 def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
-    overrides: list[str], lines: list[str], refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str],
+    lines: list[str],
+    refused: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("tools.commands.train._run_rank", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(
+        "tools.commands.train._run_rank", lambda *_: pytest.fail("a rank was started")
+    )
     refused(["train", "my.toml", *NEW, *overrides], *lines)
 
 
@@ -198,16 +286,26 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
             [
                 "model.hidden = 32, but it is 16 in the checkpoint",
                 "model.heads = 8, but it is 4 in the checkpoint",
-                "this run cannot resume from FOLDER/run/checkpoints/step_00000002: set another train.folder",
+                (
+                    "this run cannot resume from FOLDER/run/checkpoints/step_00000002: set "
+                    "another train.folder"
+                ),
             ],
         ),
         (
             ["data.vocab_size=320"],
-            ["data.vocab_size = 320, but .* 330 tokens: .* copy of .*/text.model, or .*--allow tokenizer.*"],
+            [
+                (
+                    "data.vocab_size = 320, but .* 330 tokens: .* copy of .*/text.model, or "
+                    ".*--allow tokenizer.*"
+                )
+            ],
         ),
         (
             ["data.cache=fresh", "data.max_chars=15000"],
-            [r'data.source: "FOLDER/text.txt": not the text that FOLDER/run/.*step_00000002 .*: give --allow data.*'],
+            [
+                r'data.source: "FOLDER/text.txt": not the text that FOLDER/run/.*step_00000002 .*: give --allow data.*'
+            ],
         ),
         (
             ["checkpoint.resume=false"],
@@ -232,12 +330,15 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(
     os.truncate(damaged / file, 100)
     if not keep:
         shutil.rmtree(checkpoint(fresh, 1))
-    what = (
-        f"{damaged}/{file} is missing or does not have the .* bytes .*" if "model" in file else f"{damaged} is not .*"
-    )
+    if "model" in file:
+        what = f"{damaged}/{file} is missing or does not have the .* bytes .*"
+    else:
+        what = f"{damaged} is not .*"
     instead = "go on from step_00000001" if keep else "start anew"
     remedy = f"{damaged} is damaged: restore it, or move it away to {instead}"
-    refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy)
+    refused(
+        ["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy
+    )
     refused(["generate", str(fresh), "--prompt", "x"], what)
 
 
@@ -257,24 +358,40 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        (["train", "nowhere.toml"], [r"run file nowhere.toml: cannot be read \(No such file or directory\)"]),
+        (
+            ["train", "nowhere.toml"],
+            [r"run file nowhere.toml: cannot be read \(No such file or directory\)"],
+        ),
         (["train", "text.txt"], ["run file text.txt: not TOML: .*"]),
-        (["generate", "nowhere", "--prompt", "x"], ["nowhere does not exist: give a run folder, or .*"]),
+        (
+            ["generate", "nowhere", "--prompt", "x"],
+            ["nowhere does not exist: give a run folder, or .*"],
+        ),
         (["generate", ".", "--prompt", "x"], [". has no checkpoint: give a run folder, or .*"]),
-        (["generate", "my.toml", "--prompt", "x"], ["my.toml is not a folder: give a run folder, or .*"]),
+        (
+            ["generate", "my.toml", "--prompt", "x"],
+            ["my.toml is not a folder: give a run folder, or .*"],
+        ),
         (
             ["generate", "run", "--prompt", "x", "--tokens=-1", "--temperature=nan", "--top-k=-1"],
-            ["--tokens -1: give 0 or more", r"--temperature nan: give 0 \(.*", "--top-k -1: give at least 1.*"],
+            [
+                "--tokens -1: give 0 or more",
+                r"--temperature nan: give 0 \(.*",
+                "--top-k -1: give at least 1.*",
+            ],
         ),
     ],
     ids=["no run file", "no TOML", "no checkpoint", "folder", "file", "options"],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], lines: list[str], refused: Callable[..., None]) -> None:
+def test_wrong_arguments_are_refused(
+    arguments: list[str], lines: list[str], refused: Callable[..., None]
+) -> None:
     refused(arguments, *lines)
 
 
 @pytest.mark.parametrize(
-    ("rank", "run", "told"), [("0", "torchrun's", True), ("1", "torchrun's", False), ("0", "megaprec_1", False)]
+    ("rank", "run", "told"),
+    [("0", "torchrun's", True), ("1", "torchrun's", False), ("0", "megaprec_1", False)],
 )
 def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
     rank: str,
@@ -283,19 +400,36 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
     refused: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    joined = {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": rank}
+    joined = {
+        "RANK": rank,
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "192.0.2.1",
+        "MASTER_PORT": "1",
+        "LOCAL_RANK": rank,
+    }
     for name, value in {**joined, "TORCHELASTIC_RUN_ID": run}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tools.commands.train.world", lambda device: pytest.fail("the world was joined"))
+    monkeypatch.setattr(
+        "tools.commands.train.world", lambda device: pytest.fail("the world was joined")
+    )
     line = r"world size 3 != parallel.tensor 1 x parallel.pipeline 1 x parallel.data 1 = 1: .* parallel.data = 3"
     refused(["train", "my.toml", "parallel.tensor=1"], *([line] if told else []))
 
 
-def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_a_cuda_device_each_or_none_does(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     devices: list[str] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("tools.commands.train.world", lambda device, *rest, **more: devices.append(device) or 1 / 0)
-    for name, value in {"RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "0"}.items():
+    monkeypatch.setattr(
+        "tools.commands.train.world", lambda device, *rest, **more: devices.append(device) or 1 / 0
+    )
+    for name, value in {
+        "RANK": "0",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+        "LOCAL_RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     for local, world in ((2, 4), (4, 4)):
         monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -311,7 +445,12 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None
     os.close(reading)
     command = [sys.executable, "-m", "megaprec", "keys"]
     done = subprocess.run(
-        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=600, cwd=Path(__file__).parents[2]
+        command,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parents[2],
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

@@ -1,4 +1,5 @@
-"""One token stands before documents, from a folder through training to evaluation, harness, export and back."""
+"""One token stands before documents, from a folder through training to evaluation, harness, export
+and back."""
 
 import json
 from pathlib import Path
@@ -16,10 +17,14 @@ from tools.cli import main
 from tools.config.run_file import load_run
 from tools.training.corpus import open_corpus
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+transformers = pytest.importorskip(
+    "transformers", minversion="5", reason="needs transformers: the extra hf"
+)
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: the extra hf")
 
-PAD, EOS, BOS = 0, 1, 2
+PAD = 0
+EOS = 1
+BOS = 2
 SPECIAL = ["<pad>", "<eos>", "<bos>"]
 IDS = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
 TEXTS = [" ".join(WORDS[n:] + WORDS[:n]) for n in range(12)]
@@ -30,7 +35,8 @@ def folder_of(name: str, place: Path, **ids: int | None) -> Path:
     """A tiny model of a family with a tokenizer, as transformers saves them."""
     case = CASES[name]
     known = transformers.AutoConfig.for_model(case.kind)
-    shared = {key: value for key, value in THEIRS.items() if hasattr(known, key)}  # others are refused by name
+    # others are refused by name
+    shared = {key: value for key, value in THEIRS.items() if hasattr(known, key)}
     keys = shared | case.theirs | {"vocab_size": 300} | IDS | ids
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(case.kind, **keys)
@@ -52,11 +58,23 @@ def written(place: Path, init_from: Path, *lines: str) -> Path:
     """A run file of one step without learning, from a folder and on a text of some documents."""
     text = place / "texts.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS), encoding="utf-8")
-    own = RUN[RUN.index("[data]") :].replace("{folder}", str(place)).replace("text.txt", "texts.jsonl")
-    own = own.replace("vocab_size = 330\n", "").replace("peak = 1e-2", "peak = 1e-30").replace("steps = 6", "steps = 1")
-    own = own.replace("seq_length = 16", "seq_length = 8").replace("global_batch = 8", "global_batch = 2")
+    own = (
+        RUN[RUN.index("[data]") :]
+        .replace("{folder}", str(place))
+        .replace("text.txt", "texts.jsonl")
+    )
+    own = (
+        own.replace("vocab_size = 330\n", "")
+        .replace("peak = 1e-2", "peak = 1e-30")
+        .replace("steps = 6", "steps = 1")
+    )
+    own = own.replace("seq_length = 16", "seq_length = 8").replace(
+        "global_batch = 8", "global_batch = 2"
+    )
     file = place / "run.toml"
-    file.write_text("\n".join([own.replace("[train]", f'[train]\ninit_from = "{init_from}"'), *lines]))
+    file.write_text(
+        "\n".join([own.replace("[train]", f'[train]\ninit_from = "{init_from}"'), *lines])
+    )
     return file
 
 
@@ -73,7 +91,8 @@ def test_a_family_has_one_begin_token_and_one_loss_from_folder_to_run_to_export_
 ) -> None:
     folder = folder_of(name, tmp_path / "hf")
     file = written(tmp_path, folder)
-    still = ["model.router_correction_speed=0"]  # the loads of experts move it, whatever the learning rate
+    # the loads of experts move it, whatever the learning rate
+    still = ["model.router_correction_speed=0"]
     assert main(["train", str(file), *still, "--no-verify"]) == 0
     assert f"data.begin = {BOS} ({folder}/config.json): this token is put before each document" in (
         capsys.readouterr().out
@@ -89,21 +108,32 @@ def test_a_family_has_one_begin_token_and_one_loss_from_folder_to_run_to_export_
     theirs = transformers.AutoTokenizer.from_pretrained(export)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (BOS, EOS)
     ours = load_tokenizer(folder / "tokenizer.json")
-    assert [theirs(text, add_special_tokens=False).input_ids for text in TEXTS] == [ours.encode(t) for t in TEXTS]
+    assert [theirs(text, add_special_tokens=False).input_ids for text in TEXTS] == [
+        ours.encode(t) for t in TEXTS
+    ]
     assert json.loads((export / "config.json").read_text())["bos_token_id"] == BOS
     corpus = open_corpus(load_run(file))
     stream = corpus.train.batch(0, len(corpus.train)).tokens
     assert corpus.documents.begin == BOS, "what the harness puts before a document"
     assert (stream == BOS).sum() in (len(corpus.train), len(TEXTS) - 1, len(TEXTS), len(TEXTS) - 2)
     for again in (tmp_path / "run", export):
-        assert load_run(file, [f"train.init_from={again}", f"train.folder={tmp_path}/next"]).data.begin == BOS
+        assert (
+            load_run(file, [f"train.init_from={again}", f"train.folder={tmp_path}/next"]).data.begin
+            == BOS
+        )
 
 
-def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(tmp_path: Path) -> None:
-    file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"), "[precision]", 'compute = "fp64"')
+def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(
+    tmp_path: Path,
+) -> None:
+    file = written(
+        tmp_path, folder_of("gemma3", tmp_path / "hf"), "[precision]", 'compute = "fp64"'
+    )
     corpus = open_corpus(load_run(file, ["data.shuffle=false", "data.held_out=0"]))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    expected = [id for text in TEXTS for id in (BOS, *theirs(text, add_special_tokens=False).input_ids, EOS)]
+    expected = [
+        id for text in TEXTS for id in (BOS, *theirs(text, add_special_tokens=False).input_ids, EOS)
+    ]
     read = corpus.train.batch(0, len(corpus.train)).tokens.flatten().tolist()
     assert read == expected[: len(read)]
     assert len(read) > 100
@@ -115,13 +145,20 @@ def test_weights_with_a_begin_token_are_not_trained_without_it_in_silence(
 ) -> None:
     file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"))
     assert main(["train", str(file), "data.begin=none", "--no-verify"]) == 0
-    said = f'data.begin = "none": the weights of train.init_from were trained with token {BOS} before documents'
+    said = (
+        f'data.begin = "none": the weights of train.init_from were trained with token {BOS} '
+        "before documents"
+    )
     assert said in capsys.readouterr().out
-    assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == EOS, "as trained here"
+    assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == EOS, (
+        "as trained here"
+    )
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_with_the_begin_token_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed_with_the_begin_token_that_it_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = written(tmp_path, folder_of("gemma3", tmp_path / "hf"))
     assert main(["train", str(file), "--no-verify"]) == 0
     without = tmp_path / "without.toml"
@@ -164,7 +201,10 @@ def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
             writer.add_document([BOS, *tokenizer.encode(text), EOS])
     file = written(tmp_path, folder)
     assert main(["train", str(file), f"data.source={tmp_path}/tokens", "--no-verify"]) == 0
-    assert f"documents of {tmp_path}/tokens begin after this token already; none is added" in capsys.readouterr().out
+    assert (
+        f"documents of {tmp_path}/tokens begin after this token already; none is added"
+        in capsys.readouterr().out
+    )
     corpus = open_corpus(load_run(file, [f"data.source={tmp_path}/tokens"]))
     assert isinstance(corpus.train, Samples)
     assert corpus.train.dataset.num_tokens == IndexedDataset(tmp_path / "tokens").num_tokens
@@ -172,7 +212,9 @@ def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("value", "told"), [("300", "ids are below 300"), ("-1", "data.begin = -1"), ("x", "none")])
+@pytest.mark.parametrize(
+    ("value", "told"), [("300", "ids are below 300"), ("-1", "data.begin = -1"), ("x", "none")]
+)
 def test_a_begin_that_is_no_token_is_refused(
     value: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,8 @@ def test_what_cannot_be_canonical_is_refused_by_name(asked: str) -> None:
 
 @pytest.mark.parametrize("asked", sorted(REFUSED.keys() - {"train.canonical_shards=0"}))
 def test_what_is_refused_is_no_problem_of_fast_numerics(asked: str) -> None:
-    """Each rule is about canonical numerics; other rules may refuse the same keys in their own words."""
+    """Each rule is about canonical numerics; other rules may refuse the same keys in their own
+    words."""
     assert not any("canonical" in problem for problem in problems(f"{asked} train.numerics=fast"))
 
 
@@ -63,13 +64,16 @@ def test_a_key_without_effect_is_noted(asked: str) -> None:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file whose canonical run has been trained for six steps, with checkpoints at 3 and 6."""
+    """A run file whose canonical run has been trained for six steps, with checkpoints at 3 and
+    6."""
     file = write_run(tmp_path_factory.mktemp("canonical"))
     assert train(file, *ONE_MICROBATCH) == 0
     return file
 
 
-def test_another_number_of_shards_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_number_of_shards_is_refused(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(file, *ONE_MICROBATCH, "train.canonical_shards=4", "train.steps=7") == 2
     assert "train.canonical_shards = 4, but it is 2 in the checkpoint" in capsys.readouterr().err
 

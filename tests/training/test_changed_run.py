@@ -1,4 +1,5 @@
-"""A run that goes on says what it has other keys for, and goes on with other data only if that is said."""
+"""A run that goes on says what it has other keys for, and goes on with other data only if that is
+said."""
 
 import json
 import shutil
@@ -35,8 +36,8 @@ UNITS = ("steps", "samples")  # of lr.unit
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints at 3 and 6; and
-    another text."""
+    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints
+    at 3 and 6; and another text."""
     file = write_run(tmp_path_factory.mktemp("changed"))
     text = (file.parent / "text.txt").read_text(encoding="utf-8")
     (file.parent / "other.txt").write_text(text[::-1], encoding="utf-8")
@@ -50,14 +51,29 @@ def run(file: Path, tmp_path: Path) -> Path:
 
 
 def changed(said: str) -> list[str]:
-    return [line.removeprefix("changed    ") for line in said.splitlines() if line.startswith("changed ")]
+    return [
+        line.removeprefix("changed    ")
+        for line in said.splitlines()
+        if line.startswith("changed ")
+    ]
 
 
 def test_every_key_that_is_another_one_is_named_and_those_that_change_numbers_are_marked(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = ["train.steps=4", "train.global_batch=4", "lr.peak=2e-2", "log.every=2", "model.dropout=0.2"]
-    assert train(file, OWN, f"train.folder={run}", *other, "parallel.tensor=1", "precision.compute=bf16") == 0
+    other = [
+        "train.steps=4",
+        "train.global_batch=4",
+        "lr.peak=2e-2",
+        "log.every=2",
+        "model.dropout=0.2",
+    ]
+    assert (
+        train(
+            file, OWN, f"train.folder={run}", *other, "parallel.tensor=1", "precision.compute=bf16"
+        )
+        == 0
+    )
     assert changed(capsys.readouterr().out) == [
         "log.every: 1 -> 2",
         "lr.peak: 0.01 -> 0.02 (not bit for bit)",
@@ -97,13 +113,33 @@ def test_a_run_that_is_the_same_says_nothing_of_it(
 
 
 def test_keys_that_change_no_number_are_keys() -> None:
-    assert all(any(key == f or (f[-1] == "*" and key.startswith(f[:-1])) for key in known_keys()) for f in FREELY)
+    assert all(
+        any(key == f or (f[-1] == "*" and key.startswith(f[:-1])) for key in known_keys())
+        for f in FREELY
+    )
 
 
 def test_unmarked_changes_go_on_bit_for_bit(file: Path, run: Path) -> None:
-    free = ["log.every=3", "train.eval_every=2", "data.workers=1", "parallel.zero=false", "precision.patience=3"]
-    assert train(file, OWN, f"train.folder={run}", *free, "optimizer.validation=after", "checkpoint.every=2") == 0
-    before, after = tensors(checkpoint(file.parent / "run", 6)), tensors(checkpoint(run, 6))
+    free = [
+        "log.every=3",
+        "train.eval_every=2",
+        "data.workers=1",
+        "parallel.zero=false",
+        "precision.patience=3",
+    ]
+    assert (
+        train(
+            file,
+            OWN,
+            f"train.folder={run}",
+            *free,
+            "optimizer.validation=after",
+            "checkpoint.every=2",
+        )
+        == 0
+    )
+    before = tensors(checkpoint(file.parent / "run", 6))
+    after = tensors(checkpoint(run, 6))
     assert all((before[name] == after[name]).all() for name in before)
 
 
@@ -114,8 +150,16 @@ def test_unmarked_changes_go_on_bit_for_bit(file: Path, run: Path) -> None:
         ("train.seed=7", "seed", "train.seed: 1234 -> 7: "),
         ("data.shuffle=false", "shuffle", "data.shuffle: true -> false: "),
         ("data.held_out=0.3", "data", "data.held_out: 0.1 -> 0.3: "),
-        ("data.vocab_size=320", "tokenizer", "data.vocab_size = 320, but the tokenizer has 330 tokens: "),
-        ("data.source=FOLDER/other.txt", "data", 'data.source: "FOLDER/text.txt" -> "FOLDER/other.txt": not the text'),
+        (
+            "data.vocab_size=320",
+            "tokenizer",
+            "data.vocab_size = 320, but the tokenizer has 330 tokens: ",
+        ),
+        (
+            "data.source=FOLDER/other.txt",
+            "data",
+            'data.source: "FOLDER/text.txt" -> "FOLDER/other.txt": not the text',
+        ),
         ("data.max_chars=9000", "data", 'data.source: "FOLDER/text.txt": not the text that'),
     ],
     ids=lambda value: value.partition("=")[0] if "=" in value else "",
@@ -125,7 +169,11 @@ def test_other_data_is_refused_and_one_command_goes_on_with_it(
 ) -> None:
     folder = str(file.parent)
     arguments = [OWN, f"train.folder={run}", override.replace("FOLDER", folder)]
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
     capfd.readouterr()
     assert train(file, *arguments) == 2
     said = capfd.readouterr().err
@@ -137,12 +185,17 @@ def test_other_data_is_refused_and_one_command_goes_on_with_it(
     assert train(file, *arguments, "--allow", what) == 0
     out = capfd.readouterr().out
     key = line.partition(":")[0]
-    assert any(found.startswith(f"{key}: ") and found.endswith("(not bit for bit)") for found in changed(out)), out
+    assert any(
+        found.startswith(f"{key}: ") and found.endswith("(not bit for bit)")
+        for found in changed(out)
+    ), out
     assert len(steps(run)) == 6
     assert train(file, *arguments, "train.steps=7") == 0, "it is the data of the checkpoint now"
 
 
-def test_what_is_asked_for_twice_is_allowed_twice(file: Path, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_for_twice_is_allowed_twice(
+    file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     arguments = [OWN, f"train.folder={run}", "train.seed=7", "data.shuffle=false"]
     assert train(file, *arguments, "--allow", "seed") == 2
     said = capfd.readouterr().err
@@ -150,7 +203,9 @@ def test_what_is_asked_for_twice_is_allowed_twice(file: Path, run: Path, capfd: 
     assert train(file, "--allow", "seed", "--allow", "shuffle", *arguments) == 0
 
 
-def test_an_allowance_that_is_not_needed_is_told(file: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_allowance_that_is_not_needed_is_told(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(file, OWN, f"train.folder={run}", "--allow", "seed") == 0
     assert "note       --allow seed: not needed" in capsys.readouterr().out
 
@@ -160,7 +215,10 @@ def test_a_checkpoint_that_was_renamed_is_no_later_one(
 ) -> None:
     renamed = checkpoint(run, 3).rename(checkpoint(run, 9))
     assert train(file, OWN, f"train.folder={run}", "train.steps=9") == 2
-    said = f"{renamed} holds the state after step 3: it was renamed; name it {checkpoint(run, 3).name} again\n"
+    said = (
+        f"{renamed} holds the state after step 3: it was renamed; name it "
+        f"{checkpoint(run, 3).name} again\n"
+    )
     assert capfd.readouterr().err == said
 
 
@@ -168,7 +226,9 @@ def test_removed_data_is_made_again_and_the_run_goes_on_bit_for_bit(file: Path, 
     shutil.rmtree(run / "data")
     assert train(file, OWN, f"train.folder={run}") == 0
     assert steps(run) == steps(file.parent / "run")
-    assert (run / "data" / "text.model").read_bytes() == (file.parent / "run" / "data" / "text.model").read_bytes()
+    assert (run / "data" / "text.model").read_bytes() == (
+        file.parent / "run" / "data" / "text.model"
+    ).read_bytes()
 
 
 def test_a_ready_data_set_that_was_replaced_is_refused(
@@ -188,12 +248,18 @@ def test_a_ready_data_set_that_was_replaced_is_refused(
     capfd.readouterr()
     assert train(file, *arguments) == 2
     first, last = capfd.readouterr().err.splitlines()
-    assert first.startswith(f'data.source: "{tmp_path}/data/text" (') and " SHA-256 " in first and " -> " in first
+    assert (
+        first.startswith(f'data.source: "{tmp_path}/data/text" (')
+        and " SHA-256 " in first
+        and " -> " in first
+    )
     assert last.startswith("this run cannot resume from") and "--allow data" in last
     assert train(file, *arguments, "--allow", "data") == 0
 
 
-def test_a_blend_keeps_its_parts_and_weights(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_blend_keeps_its_parts_and_weights(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = file.parent
 
     def blend(first: float, *more: str) -> list[str]:
@@ -202,7 +268,12 @@ def test_a_blend_keeps_its_parts_and_weights(file: Path, tmp_path: Path, capfd: 
             f'{{source = "{folder}/other.txt", weight = 1.0}}',
         ]
         source = "data.source=python"
-        return [OWN, source, f"data.blend=[{', '.join([*parts, *more])}]", f"train.folder={tmp_path}/run"]
+        return [
+            OWN,
+            source,
+            f"data.blend=[{', '.join([*parts, *more])}]",
+            f"train.folder={tmp_path}/run",
+        ]
 
     assert train(file, *blend(1.0), "train.steps=2") == 0
     assert train(file, *blend(1.0), "train.steps=3") == 0
@@ -210,7 +281,10 @@ def test_a_blend_keeps_its_parts_and_weights(file: Path, tmp_path: Path, capfd: 
     assert train(file, *blend(3.0), "train.steps=4") == 2
     assert "data.blend[0].weight: 1.0 -> 3.0\n" in capfd.readouterr().err
     assert train(file, *blend(3.0), "train.steps=4", "--allow", "data") == 0
-    assert train(file, *blend(3.0, f'{{source = "{folder}/my.toml", weight = 1.0}}'), "train.steps=5") == 2
+    assert (
+        train(file, *blend(3.0, f'{{source = "{folder}/my.toml", weight = 1.0}}'), "train.steps=5")
+        == 2
+    )
     assert "data.blend: 2 data sets -> 3 data sets\n" in capfd.readouterr().err
 
 
@@ -218,29 +292,48 @@ def test_the_same_tokens_by_another_name_are_the_same_data(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(file, f"data.source={run}/data/text", f"train.folder={run}") == 0
-    assert f'data.source: "{file.parent}/text.txt" -> "{run}/data/text"' in changed(capsys.readouterr().out)
+    assert f'data.source: "{file.parent}/text.txt" -> "{run}/data/text"' in changed(
+        capsys.readouterr().out
+    )
     assert steps(run) == steps(file.parent / "run")
 
 
 def test_another_tokenizer_of_the_same_size_is_refused(
     file: Path, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [f"data.source={file.parent}/other.txt", f"data.cache={run}/fresh", f"train.folder={run}/first"]
+    asked = [
+        f"data.source={file.parent}/other.txt",
+        f"data.cache={run}/fresh",
+        f"train.folder={run}/first",
+    ]
     assert train(file, *asked, "train.steps=1") == 0
-    tokenizer = ["--allow", "data", OWN, f"train.folder={run}", f"data.tokenizer={run}/fresh/text.model"]
+    tokenizer = [
+        "--allow",
+        "data",
+        OWN,
+        f"train.folder={run}",
+        f"data.tokenizer={run}/fresh/text.model",
+    ]
     capfd.readouterr()
     assert train(file, *tokenizer) == 2
     said = capfd.readouterr().err
-    assert "is not the tokenizer that the checkpoint was trained with" in said and "--allow tokenizer" in said
+    assert (
+        "is not the tokenizer that the checkpoint was trained with" in said
+        and "--allow tokenizer" in said
+    )
     assert train(file, *tokenizer, "--allow", "tokenizer") == 0
 
 
 def test_a_checkpoint_keeps_the_settings_beside_its_tokenizer_and_data_that_they_do_not_fit_are_noted(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The end of a document that a data set was built with is in its tokens, so it stays when settings change."""
-    tokenizer = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300)
-    settings, prefix = tmp_path / "special_tokens_map.json", tmp_path / "tokens"
+    """The end of a document that a data set was built with is in its tokens, so it stays when
+    settings change."""
+    tokenizer = train_hugging_face(
+        [(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300
+    )
+    settings = tmp_path / "special_tokens_map.json"
+    prefix = tmp_path / "tokens"
     settings.write_text('{"eos_token": "t"}')
     prepare(open_source(str(file.parent / "text.txt")), prefix, tokenizer=tokenizer)
     arguments = [f"data.source={prefix}", f"data.tokenizer={tokenizer}", "train.steps=1"]
@@ -250,14 +343,19 @@ def test_a_checkpoint_keeps_the_settings_beside_its_tokenizer_and_data_that_they
     settings.write_text('{"eos_token": "h"}')
     assert train(file, *arguments, f"train.folder={tmp_path}/two") == 0
     ids = load_tokenizer(tokenizer).vocabulary()
-    said = f"{prefix} was built with token {ids['t']} at the end of each document, but {tokenizer} and the settings"
+    said = (
+        f"{prefix} was built with token {ids['t']} at the end of each document, but {tokenizer} "
+        "and the settings"
+    )
     assert f"{said} beside it now say token {ids['h']}" in capfd.readouterr().out
 
 
 def test_a_data_set_with_ids_that_the_tokenizer_does_not_have_is_refused_though_the_model_has_them(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    small = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 270)
+    small = train_hugging_face(
+        [(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 270
+    )
     keys = [f"data.tokenizer={small}", "model.vocab=400", f"train.folder={tmp_path}/run"]
     assert train(file, f"data.source={file.parent}/run/data/text", *keys) == 2
     assert "which a vocabulary of 270 does not hold" in capfd.readouterr().err
@@ -274,11 +372,16 @@ def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
     rates = [record["lr"] for record in steps(tmp_path)]
     assert rates[4] > 3 * rates[3]
-    assert f"jumps from {rates[3]:.3g} in step 4 to {rates[4]:.3g} in step 5: train.steps 4 -> 8 stretches" in note
+    assert (
+        f"jumps from {rates[3]:.3g} in step 4 to {rates[4]:.3g} in step 5: train.steps 4 -> 8 "
+        "stretches"
+    ) in note
     way = note.partition("Ways out: ")[2].split(" keeps")[0].split()
     held = [f"train.folder={tmp_path.parent}/held", *way, "train.steps=8"]
     assert train(file, *cosine, *held) == 0
-    assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), "the way out works"
+    assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), (
+        "the way out works"
+    )
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
 
 
@@ -301,18 +404,30 @@ def test_rates_that_change_at_any_time_are_marked_and_others_are_not(
     rates = [Rates.of(config.lr, config.train) for config in (before, after)]
     progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
     store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
-    changed = [line for line in changed_keys(store, after, progress) if line.startswith(("lr.", "train."))]
+    changed = [
+        line for line in changed_keys(store, after, progress) if line.startswith(("lr.", "train."))
+    ]
     assert same_rates(rates[0], rates[1], progress) == (not marked)
     assert all(line.endswith(MARK) == bool(marked) for line in changed) and len(changed) == len(has)
     assert all(any(line.startswith(f"{key}: ") for line in changed) for key in marked)
 
 
-def test_a_schedule_that_counts_in_another_unit_tells_of_the_jump(file: Path, tmp_path: Path) -> None:
-    keys = ["lr.schedule=cosine", "lr.length=60", f"train.folder={tmp_path}"]  # which has no records
+def test_a_schedule_that_counts_in_another_unit_tells_of_the_jump(
+    file: Path, tmp_path: Path
+) -> None:
+    # which has no records
+    keys = [
+        "lr.schedule=cosine",
+        "lr.length=60",
+        f"train.folder={tmp_path}",
+    ]
     before, after = (load_run(file, [*keys, f"lr.unit={unit}"]) for unit in UNITS)
     progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
     store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
-    assert rates_around(store, after, progress) == (before.lr_schedule.at(4), after.lr_schedule.at(40))
+    assert rates_around(store, after, progress) == (
+        before.lr_schedule.at(4),
+        after.lr_schedule.at(40),
+    )
     (note,) = lr_jump(store, after, progress)
     assert note.startswith("the learning rate jumps from 0.00989 in step 5 to 0.0025 in step 6")
 
@@ -333,12 +448,20 @@ def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_c
 ) -> None:
     cosine = [f"train.folder={tmp_path}", "lr.schedule=cosine", "train.eval_every=0"]
     assert train(file, *cosine, "train.steps=3") == 0
-    assert train(file, *cosine, "train.steps=5", "precision.compute=fp16", "precision.loss_scale=1e30") == 0
+    assert (
+        train(file, *cosine, "train.steps=5", "precision.compute=fp16", "precision.loss_scale=1e30")
+        == 0
+    )
     capsys.readouterr()
-    assert train(file, *cosine, "train.steps=8", "precision.compute=fp16", "precision.loss_scale=8.0") == 0
+    assert (
+        train(file, *cosine, "train.steps=8", "precision.compute=fp16", "precision.loss_scale=8.0")
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     records = steps(tmp_path)
-    assert [record["outcome"] == "applied" for record in records] == [True] * 3 + [False] * 2 + [True] * 3
+    assert [record["outcome"] == "applied" for record in records] == [True] * 3 + [False] * 2 + [
+        True
+    ] * 3
     resumes = read_events(tmp_path, "resume")
     assert [event["step"] for event in resumes] == [3, 5]
     for event in resumes:
@@ -349,13 +472,18 @@ def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_c
     assert "train.steps: 5 -> 8 (not bit for bit)" in resumes[1]["changed"]
 
 
-@pytest.mark.parametrize(("name", "lacks"), [("NAdam", "mu_product and no step"), ("Adagrad", "sum and no step")])
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("NAdam", "mu_product and no step"), ("Adagrad", "sum and no step")]
+)
 def test_a_rule_whose_numbers_the_checkpoint_lacks_is_refused_before_the_run_begins(
     name: str, lacks: str, file: Path, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train(file, OWN, f"train.folder={run}", f"optimizer.name={name}") == 2
-    said, place = capfd.readouterr(), checkpoint(run, 3)
-    assert said.err.startswith(f"{place} holds no {lacks}, which the optimizer goes on with: a run begins with weights")
+    said = capfd.readouterr()
+    place = checkpoint(run, 3)
+    assert said.err.startswith(
+        f"{place} holds no {lacks}, which the optimizer goes on with: a run begins with weights"
+    )
     assert "resumed" not in said.out
 
 
@@ -364,7 +492,10 @@ def test_first_weights_that_a_resumed_run_does_not_use_are_told(
 ) -> None:
     initial = f"train.init_from={file.parent}/run"
     assert train(file, OWN, f"train.folder={run}", initial, "train.steps=4") == 0
-    note = f"note       train.init_from: not used, for the run goes on with the weights of {checkpoint(run, 3)}"
+    note = (
+        "note       train.init_from: not used, for the run goes on with the weights of "
+        f"{checkpoint(run, 3)}"
+    )
     assert note in capsys.readouterr().out.splitlines()
     assert train(file, OWN, f"train.folder={run}", initial, "train.steps=5") == 0
     assert "not used" not in capsys.readouterr().out, "nothing has changed"
@@ -378,10 +509,15 @@ def test_a_run_file_that_was_moved_with_its_run_tells_of_the_place_that_it_names
     capfd.readouterr()
     assert cli.main(["train", f"{moved}/run.toml", "--strict"]) == 2
     said = capfd.readouterr().err
-    assert said.startswith(f'note: train.folder = "{run}", as when {moved}/run.toml was saved, so this run goes on or')
+    assert said.startswith(
+        f'note: train.folder = "{run}", as when {moved}/run.toml was saved, so this run goes on or'
+    )
     assert f": train.folder={moved} goes on with the run in {moved}" in said and not run.exists()
     assert cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={moved}"]) == 0
-    assert cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={run}", "train.steps=1"]) == 0
+    assert (
+        cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={run}", "train.steps=1"])
+        == 0
+    )
 
 
 def test_a_checkpoint_keeps_what_it_was_trained_on(file: Path) -> None:

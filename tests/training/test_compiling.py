@@ -1,5 +1,5 @@
-"""`train.compile`: every leaf and region of a step is known before it, all ranks compile the same ones, and a run with
-compiled code trains what one without does."""
+"""`train.compile`: every leaf and region of a step is known before it, all ranks compile the same
+ones, and a run with compiled code trains what one without does."""
 
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +22,13 @@ from tools.training import compiling
 from tools.training.compiling import calls_of, leaves_of, tried
 
 SMALL = ["model.vocab=61", "model.layers=3", "model.hidden=16", "model.heads=2", "model.ffn=32"]
-SMALL += ["train.steps=1", "train.global_batch=4", "train.micro_batch=2", "train.seq_length=8", "data.vocab_size=61"]
+SMALL += [
+    "train.steps=1",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "train.seq_length=8",
+    "data.vocab_size=61",
+]
 RUNS = {
     "llama": ["model.kv_heads=1", "model.dropout=0.1"],
     "bf16 with FP32 masters": ["precision.compute=bf16", "model.tied=true"],
@@ -33,7 +39,11 @@ RUNS = {
     "documents": ["data.reset_position_ids=true"],
     "llama by block": ["model.kv_heads=1", "model.dropout=0.1", "train.compile=block"],
     "gemma3 by block": ["model.family=gemma3", "model.window=4", "train.compile=block"],
-    "recomputed by block": ["parallel.recompute=full", "precision.compute=bf16", "train.compile=block"],
+    "recomputed by block": [
+        "parallel.recompute=full",
+        "precision.compute=bf16",
+        "train.compile=block",
+    ],
 }
 FAST = ("llama", "documents", "llama by block")
 
@@ -56,7 +66,9 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
         recompute=config.recompute,
         leaves=Leaves(noted=noted, by_region=train.compile == "block"),
     )
-    ids = torch.randint(61, (train.global_batch, train.seq_length + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        61, (train.global_batch, train.seq_length + 1), generator=torch.Generator().manual_seed(0)
+    )
     positions = torch.arange(train.seq_length).expand(train.global_batch, -1)
     packing = Packing(positions=positions if config.data.reset_position_ids else None)
     engine.step(Share(ids[:, :-1], ids[:, 1:], packing=packing), 1e-3, 0)
@@ -82,7 +94,9 @@ def tried_with(broken: str) -> Callable[..., Any]:
 
     def form(call: Call) -> Any:
         if call.name == broken:
-            raise RuntimeError("C++ compile error\n\nOutput:\nx.cpp:3:1: error: no such thing\n^ here")
+            raise RuntimeError(
+                "C++ compile error\n\nOutput:\nx.cpp:3:1: error: no such thing\n^ here"
+            )
         return lambda *tensors: call.bound(tensors)
 
     compiling.compiled = form
@@ -115,9 +129,13 @@ def test_the_lines_name_what_is_compiled_and_why_others_are_not(
     leaves = leaves_of(config, config.model, None)
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "compiling  8 forms: some seconds each at first, less in later runs"
-    assert lines[0].startswith("compiled   loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient: ")
+    assert lines[0].startswith(
+        "compiled   loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient: "
+    )
     reason = "RuntimeError: x.cpp:3:1: error: no such thing"
-    assert lines[1:] == [f"note       not compiled on any rank: rotary; the reason on rank 0: {reason}"]
+    assert lines[1:] == [
+        f"note       not compiled on any rank: rotary; the reason on rank 0: {reason}"
+    ]
     assert leaves.names == "loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient"
 
 
@@ -131,7 +149,9 @@ def test_a_machine_without_a_compiler_says_so_once(
     config = loaded("train.compile=leaves")
     assert not leaves_of(config, config.model, None).compiled
     _, line = capsys.readouterr().out.splitlines()
-    assert line.endswith("; the reason on rank 0: RuntimeError: No working C++ compiler found in gcc, g++")
+    assert line.endswith(
+        "; the reason on rank 0: RuntimeError: No working C++ compiler found in gcc, g++"
+    )
 
 
 def test_a_form_that_computes_other_numbers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +182,18 @@ def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], key: s
 def test_a_run_with_compiled_code_trains_the_same_in_float64_and_says_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "compiled", cache(compiling.compiled))  # most leaves of a block are compiled already
-    file, exact, records = write_run(tmp_path), ["precision.compute=fp64", "train.steps=3"], {}
+    # most leaves of a block are compiled already
+    monkeypatch.setattr(compiling, "compiled", cache(compiling.compiled))
+    file = write_run(tmp_path)
+    exact = ["precision.compute=fp64", "train.steps=3"]
+    records = {}
     for how in ("off", "leaves", "block"):
         folder = f"train.folder={tmp_path / how}"
         assert train(file, *exact, folder, f"train.compile={how}") == 0
         said = capsys.readouterr().out
-        assert "not compiled" not in said and ("add norm" in said and "heads" in said) == (how == "block")
+        assert "not compiled" not in said and ("add norm" in said and "heads" in said) == (
+            how == "block"
+        )
         records[how] = steps(tmp_path / how)
     for key in ("loss", "grad_norm"):
         off, *others = ([step[key] for step in records[how]] for how in records)
@@ -184,12 +209,15 @@ def test_a_resume_with_other_compiled_leaves_is_not_called_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "compiled", compiling.compiled)
-    file, leaves = write_run(tmp_path), "train.compile=leaves"
+    file = write_run(tmp_path)
+    leaves = "train.compile=leaves"
     tried_with("")
     assert train(file, leaves, "train.steps=1") == 0
     tried_with("rotary")
     capsys.readouterr()
     assert train(file, leaves, "train.steps=2") == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "compiled code:" in line)
-    assert line.startswith("changed    compiled code: dropout, dropout gradient, loss gradient, loss sums, norm,")
+    assert line.startswith(
+        "changed    compiled code: dropout, dropout gradient, loss gradient, loss sums, norm,"
+    )
     assert line.endswith("(not bit for bit)")

@@ -1,4 +1,5 @@
-"""Runs whose sequences are cut over ranks: what is refused before launch, and the layouts that they fit into."""
+"""Runs whose sequences are cut over ranks: what is refused before launch, and the layouts that they
+fit into."""
 
 import pytest
 
@@ -24,9 +25,15 @@ def run(*keys: str) -> RunConfig:
             ["parallel.tensor=4", "parallel.sequence=true", "train.seq_length=36"],
             "36 is not a multiple of 8 (parallel.c",
         ),
-        (["train.numerics=canonical", "train.threads=1"], 'parallel.context = 2 and train.numerics = "canonical"'),
+        (
+            ["train.numerics=canonical", "train.threads=1"],
+            'parallel.context = 2 and train.numerics = "canonical"',
+        ),
         (["train.sentinel=2"], "parallel.context = 2 and train.sentinel = 2"),
-        (["model.factory=mine.py:build"], 'model.factory = "mine.py:build": parallel.context = 2 cuts'),
+        (
+            ["model.factory=mine.py:build"],
+            'model.factory = "mine.py:build": parallel.context = 2 cuts',
+        ),
         (
             ["precision.compute=bf16", "precision.attention=bf16", "precision.scores=bf16"],
             "precision.scores = bf16: ",
@@ -51,7 +58,8 @@ def test_ranks_that_share_sequences_hold_copies_and_take_no_samples() -> None:
 
 
 def test_fewer_ranks_keep_sequences_cut_as_long_as_a_replica_fits() -> None:
-    config, found = run("parallel.data=2"), []
+    config = run("parallel.data=2")
+    found = []
     for ranks in (4, 3, 2, 1):
         fitting = largest_fitting(config, ranks)
         assert fitting is not None
@@ -60,5 +68,8 @@ def test_fewer_ranks_keep_sequences_cut_as_long_as_a_replica_fits() -> None:
 
 
 def test_a_key_about_cut_sequences_without_effect_is_noted() -> None:
-    assert any("parallel.context_by" in note for note in run("parallel.context=1", "parallel.context_by=gather").notes)
+    assert any(
+        "parallel.context_by" in note
+        for note in run("parallel.context=1", "parallel.context_by=gather").notes
+    )
     assert not run("parallel.context_by=gather").notes

@@ -1,4 +1,5 @@
-"""Numbers of a run are of what counts: steps without a token, evaluations in any batch, schedules that skips cut."""
+"""Numbers of a run are of what counts: steps without a token, evaluations in any batch, schedules
+that skips cut."""
 
 import math
 import re
@@ -11,7 +12,9 @@ from tests.runs import train, train_on, write_run
 from tools import cli
 from tools.journal.records import read_events, read_metrics
 
-SEQ, BATCH = 16, 8  # of the run file of `write_run`
+# of the run file of `write_run`
+SEQ = 16
+BATCH = 8
 
 
 def data_set(prefix: Path, *lengths: int) -> Path:
@@ -22,7 +25,13 @@ def data_set(prefix: Path, *lengths: int) -> Path:
 
 
 def run_on(file: Path, prefix: Path, *more: str) -> tuple[str, ...]:
-    return (f"data.source={prefix}", "model.vocab=330", "data.held_out=0", "data.eod_mask_loss=true", *more)
+    return (
+        f"data.source={prefix}",
+        "model.vocab=330",
+        "data.held_out=0",
+        "data.eod_mask_loss=true",
+        *more,
+    )
 
 
 def test_a_step_without_a_token_that_counts_is_skipped_with_an_event(
@@ -59,7 +68,9 @@ def test_a_schedule_that_skips_cut_short_goes_on_to_its_end_as_the_line_says(
     advice = re.search(r"(train\.steps=\d+) (lr\.length=\d+)", capsys.readouterr().out)
     assert advice is not None
     assert train(file, *keys, *advice.groups()) == 0
-    rates = [record["lr"] for record in read_metrics(tmp_path / "run") if record["outcome"] == "applied"]
+    rates = [
+        record["lr"] for record in read_metrics(tmp_path / "run") if record["outcome"] == "applied"
+    ]
     assert rates == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
 
 
@@ -80,17 +91,32 @@ def test_data_in_which_nothing_counts_is_refused_before_the_first_step(
         (line,) = capsys.readouterr().err.splitlines()
         assert f"no token of the {part} counts in the loss" in line
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert train(file, *run_on(file, ends, "data.held_out=0.1", "train.steps=1")) == 0, "nothing is evaluated"
+    assert train(file, *run_on(file, ends, "data.held_out=0.1", "train.steps=1")) == 0, (
+        "nothing is evaluated"
+    )
 
 
 def test_a_held_out_loss_is_the_same_in_every_batch_and_layout(tmp_path: Path) -> None:
-    """The first step has rate 0, so all of these evaluate the same weights, on all of the held-out text."""
+    """The first step has rate 0, so all of these evaluate the same weights, on all of the held-out
+    text."""
     file = write_run(tmp_path)
-    keys = ("train.steps=1", "train.eval_every=1", "lr.warmup=1", "precision.compute=fp64", "model.dropout=0.0")
+    keys = (
+        "train.steps=1",
+        "train.eval_every=1",
+        "lr.warmup=1",
+        "precision.compute=fp64",
+        "model.dropout=0.0",
+    )
     keys += ("train.eval_batches=1000",)
     found = []
-    for number, (batch, micro, data) in enumerate(((1, 1, 1), (3, 3, 1), (8, 2, 1), (400, 50, 1), (6, 1, 2))):
-        sizes = (f"train.global_batch={batch}", f"train.micro_batch={micro}", f"train.folder={tmp_path}/{number}")
+    for number, (batch, micro, data) in enumerate(
+        ((1, 1, 1), (3, 3, 1), (8, 2, 1), (400, 50, 1), (6, 1, 2))
+    ):
+        sizes = (
+            f"train.global_batch={batch}",
+            f"train.micro_batch={micro}",
+            f"train.folder={tmp_path}/{number}",
+        )
         folder = train_on(file, *keys, *sizes, data=data)
         found.append(read_metrics(folder)[0]["eval_loss"])
     assert found == pytest.approx([found[0]] * len(found), rel=1e-12)

@@ -9,16 +9,30 @@ from tools.journal.records import DIGESTS, read_digests, read_metrics
 from tools.prove.parting import by_step, first_parting
 
 
-def test_every_nth_step_and_every_loaded_state_has_a_line_and_a_resume_repeats_them(tmp_path: Path) -> None:
+def test_every_nth_step_and_every_loaded_state_has_a_line_and_a_resume_repeats_them(
+    tmp_path: Path,
+) -> None:
     file = write_run(tmp_path)
     assert train(file, "log.digests=2") == 0
     whole = read_digests(tmp_path / "run")
     assert [record["step"] for record in whole] == [2, 4, 6]
-    assert [record["loss"] for record in whole] == [record["loss"] for record in read_metrics(tmp_path / "run")[1::2]]
+    assert [record["loss"] for record in whole] == [
+        record["loss"] for record in read_metrics(tmp_path / "run")[1::2]
+    ]
     rewind(tmp_path / "run", tmp_path / "again", 3)
-    assert train(file, "log.digests=2", f"train.folder={tmp_path}/again", f"data.cache={tmp_path}/data") == 0
+    assert (
+        train(
+            file, "log.digests=2", f"train.folder={tmp_path}/again", f"data.cache={tmp_path}/data"
+        )
+        == 0
+    )
     again = read_digests(tmp_path / "again")
-    assert [(record["step"], "loaded" in record) for record in again] == [(2, False), (3, True), (4, False), (6, False)]
+    assert [(record["step"], "loaded" in record) for record in again] == [
+        (2, False),
+        (3, True),
+        (4, False),
+        (6, False),
+    ]
     assert first_parting(by_step(again), by_step(whole)) is None
 
 
@@ -34,10 +48,15 @@ def test_a_run_without_digests_writes_no_file(tmp_path: Path) -> None:
         (["parallel.zero=false"], ["parallel.zero=true"]),
         (["optimizer.validation=before"], ["optimizer.validation=after"]),
         (["parallel.recompute=none"], ["parallel.recompute=full"]),
-        (["fp8.kind=delayed", "fp8.pad=true"], ["fp8.kind=delayed", "fp8.pad=true", "checkpoint.every=1"]),
+        (
+            ["fp8.kind=delayed", "fp8.pad=true"],
+            ["fp8.kind=delayed", "fp8.pad=true", "checkpoint.every=1"],
+        ),
     ],
 )
-def test_keys_that_change_no_bit_change_no_digest(one: list[str], other: list[str], tmp_path: Path) -> None:
+def test_keys_that_change_no_bit_change_no_digest(
+    one: list[str], other: list[str], tmp_path: Path
+) -> None:
     file = write_run(tmp_path)
     found = []
     for name, keys in (("one", one), ("other", other)):

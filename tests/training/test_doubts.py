@@ -1,4 +1,5 @@
-"""What is surely not meant is said before the first step, and a run that learned nothing does not end as a good one."""
+"""What is surely not meant is said before the first step, and a run that learned nothing does not
+end as a good one."""
 
 import json
 from pathlib import Path
@@ -26,7 +27,13 @@ def corpus(run_file: Path) -> Corpus:
     [
         ([], None),
         (["train.steps=100000"], "{folder}/text.txt has "),
-        (["lr.warmup=6"], "lr.warmup = 6 steps is the whole run, so the learning rate never reaches lr.peak = 0.01"),
+        (
+            ["lr.warmup=6"],
+            (
+                "lr.warmup = 6 steps is the whole run, so the learning rate never reaches "
+                "lr.peak = 0.01"
+            ),
+        ),
         (["lr.warmup=5"], None),
         (["lr.warmup=48", "lr.unit=samples"], "lr.warmup = 48 samples is the whole run"),
     ],
@@ -39,18 +46,32 @@ def test_keys_that_are_surely_not_meant_are_named(
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
 
 
-@pytest.mark.parametrize(("groups", "taken", "best", "said"), [(1, 1, 1, True), (2, 2, 3, True), (2, 1, 1, False)])
+@pytest.mark.parametrize(
+    ("groups", "taken", "best", "said"), [(1, 1, 1, True), (2, 2, 3, True), (2, 1, 1, False)]
+)
 def test_a_comparison_of_groups_that_are_all_taken_is_named(
     groups: int, taken: int, best: int, said: bool, run_file: Path, corpus: Corpus
 ) -> None:
-    router = f'model.router={{score="softmax", groups={groups}, groups_per_token={taken}, group_best={best}}}'
+    router = (
+        f'model.router={{score="softmax", groups={groups}, groups_per_token={taken}, '
+        f"group_best={best}}}"
+    )
     config = load_run(run_file, ["model.experts=4", "model.experts_per_token=2", router])
-    assert [line.startswith("model.router.group_best = ") for line in doubts(config, corpus, 1, "cpu")] == [True] * said
+    assert [
+        line.startswith("model.router.group_best = ") for line in doubts(config, corpus, 1, "cpu")
+    ] == [True] * said
 
 
-@pytest.mark.parametrize(("override", "tf32", "said"), [("1", False, True), ("0", True, True), ("1", True, False)])
+@pytest.mark.parametrize(
+    ("override", "tf32", "said"), [("1", False, True), ("0", True, True), ("1", True, False)]
+)
 def test_an_environment_that_overrules_tf32_on_gpus_is_named(
-    override: str, tf32: bool, said: bool, run_file: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    override: str,
+    tf32: bool,
+    said: bool,
+    run_file: Path,
+    corpus: Corpus,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
     config = load_run(run_file, [f"precision.tf32={str(tf32).lower()}"])
@@ -71,15 +92,24 @@ def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Cor
     [
         ([], []),
         (["model.vocab=331", "data.vocab_size=4096"], []),
-        (["data.max_chars=9"], ["data.max_chars = 9 has no effect on {tokens}: it is tokens, not text"]),
-        (["data.text_field=body"], ['data.text_field = "body" has no effect on {tokens}: it is tokens, not text']),
+        (
+            ["data.max_chars=9"],
+            ["data.max_chars = 9 has no effect on {tokens}: it is tokens, not text"],
+        ),
+        (
+            ["data.text_field=body"],
+            ['data.text_field = "body" has no effect on {tokens}: it is tokens, not text'],
+        ),
         (["data.text_field=body", 'data.validation=[{{name="a", source="{text}"}}]'], []),
         (
             ["data.vocab_size=331"],
             ["data.vocab_size = 331 has no effect: no tokenizer is trained; ids are below"],
         ),
         (
-            ['data.blend=[{{source="{text}", weight=1}}, {{source="{tokens}", weight=1}}]', "data.max_chars=900"],
+            [
+                'data.blend=[{{source="{text}", weight=1}}, {{source="{tokens}", weight=1}}]',
+                "data.max_chars=900",
+            ],
             ["data.max_chars = 900 has no effect on {tokens}: it is"],
         ),
     ],
@@ -89,11 +119,16 @@ def test_keys_of_texts_that_have_no_effect_on_tokens_are_named(
 ) -> None:
     names = {"tokens": corpus.datasets[0].prefix, "text": run_file.parent / "text.txt"}
     blended = "blend" in str(overrides)
-    own = ["data.source=python", f"data.cache={tmp_path}"] if blended else [f"data.source={names['tokens']}"]
+    if blended:
+        own = ["data.source=python", f"data.cache={tmp_path}"]
+    else:
+        own = [f"data.source={names['tokens']}"]
     config = load_run(run_file, [*own, *(one.format(**names) for one in overrides)])
     found = [*doubts(config, open_corpus(config) if blended else corpus, 1, "cpu")]
     assert len(found) == len(begins)
-    assert all(line.startswith(one.format(**names)) for line, one in zip(found, begins, strict=True))
+    assert all(
+        line.startswith(one.format(**names)) for line, one in zip(found, begins, strict=True)
+    )
 
 
 @pytest.mark.parametrize("copies", [0, 3])
@@ -101,7 +136,9 @@ def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_pat
     run_file = write_run(tmp_path)
     words = [" ".join(f"{number}{word}" for word in "abcdefghij") for number in range(100)]
     texts = [*words, *words[:copies]]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     own = [f"data.source={tmp_path}/text.jsonl", f"data.cache={tmp_path}/x", "data.vocab_size=280"]
     config = load_run(run_file, [*own, "train.eval_every=1"])
     found = [*doubts(config, open_corpus(config), 1, "cpu")]
@@ -111,7 +148,9 @@ def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_pat
 
 @pytest.mark.parametrize("ending", ["jsonl", "txt"])
 @pytest.mark.parametrize("known", [0, 2])
-def test_documents_of_a_named_set_that_are_trained_on_are_counted(known: int, ending: str, tmp_path: Path) -> None:
+def test_documents_of_a_named_set_that_are_trained_on_are_counted(
+    known: int, ending: str, tmp_path: Path
+) -> None:
     """Also one that is the whole training text, of which a part is held out."""
     run_file = write_run(tmp_path)
     words = [" ".join(f"{number}{word}" for word in "abcdefghij") for number in range(100)]
@@ -121,20 +160,29 @@ def test_documents_of_a_named_set_that_are_trained_on_are_counted(known: int, en
     for name, texts in {"text": words, "named": kept}.items():
         lines = (json.dumps({"text": text}) if ending == "jsonl" else text for text in texts)
         (tmp_path / f"{name}.{ending}").write_text("".join(f"{line}\n" for line in lines))
-    own = [f"data.source={tmp_path}/text.{ending}", f"data.cache={tmp_path}/x", "data.vocab_size=280"]
+    own = [
+        f"data.source={tmp_path}/text.{ending}",
+        f"data.cache={tmp_path}/x",
+        "data.vocab_size=280",
+    ]
     named = f'data.validation=[{{name = "named", source = "{tmp_path}/named.{ending}"}}]'
     config = load_run(run_file, [*own, named, "train.eval_every=1"])
     found = [*doubts(config, open_corpus(config), 1, "cpu")]
     count = "2 of 5" if ending == "jsonl" else "1 of 1"
-    assert [line.partition(" are in")[0] for line in found] == [f"data.validation: {count} documents of named"] * (
-        known > 0
-    )
+    assert [line.partition(" are in")[0] for line in found] == [
+        f"data.validation: {count} documents of named"
+    ] * (known > 0)
 
 
 def test_a_run_of_which_no_step_was_applied_ends_with_code_3_and_keeps_its_state(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    constant = ["precision.compute=fp16", "precision.loss_scale=1e30", "train.steps=2", "precision.patience=100"]
+    constant = [
+        "precision.compute=fp16",
+        "precision.loss_scale=1e30",
+        "train.steps=2",
+        "precision.patience=100",
+    ]
     assert train(run_file, *constant, f"train.folder={tmp_path}") == 3
     said = capsys.readouterr()
     assert "all 2 steps were skipped and nothing was learned: " in said.err

@@ -1,4 +1,5 @@
-"""A key of a run file that changes nothing beside its other keys is told, and no other; no key can be forgotten."""
+"""A key of a run file that changes nothing beside its other keys is told, and no other; no key can
+be forgotten."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,22 +11,41 @@ from tools.config.effectless import NEEDS, Tables, effectless
 from tools.config.key_help import key_tables
 from tools.config.run_file import load_run
 
-RUN = "model.layers=4 model.hidden=32 model.heads=4 train.steps=9 train.global_batch=8 train.micro_batch=2"
+RUN = (
+    "model.layers=4 model.hidden=32 model.heads=4 train.steps=9 train.global_batch=8 "
+    "train.micro_batch=2"
+)
 BASE = f"{RUN} train.seq_length=16".split()
-EXPERTS, FP8, SCALED = "model.experts=4", "fp8.kind=delayed", "precision.compute=fp16"
+EXPERTS = "model.experts=4"
+FP8 = "fp8.kind=delayed"
+SCALED = "precision.compute=fp16"
 HALVED = "parallel.pipeline=2"
-CANONICAL, WINDOW = "train.numerics=canonical train.threads=1", "model.window=4 model.window_rope_base=500.0"
+CANONICAL = "train.numerics=canonical train.threads=1"
+WINDOW = "model.window=4 model.window_rope_base=500.0"
 # key, a value of it, keys beside which it has no effect, keys beside which it has one
 CASES = [
     ("model.qk_norm_over", '"all"', "", "model.qk_norm=true"),
     ("model.rope_base", "5000.0", "model.family=gpt2", ""),
     ("model.rope_base", "5000.0", WINDOW, f"{WINDOW} model.window_layers=[0]"),
     ("model.rope_scaling", '{kind="linear",factor=2.0}', WINDOW, ""),
-    *((f"model.{key}", value, "", EXPERTS) for key, value in {"experts_per_token": "1", "norm_topk": "false"}.items()),
+    *(
+        (f"model.{key}", value, "", EXPERTS)
+        for key, value in {"experts_per_token": "1", "norm_topk": "false"}.items()
+    ),
     *((f"model.router_{key}_loss", "0.5", "", EXPERTS) for key in ("aux", "z")),
     ("model.router", '{score="sigmoid",correction=true}', "", EXPERTS),
-    ("model.router_correction_speed", "0.5", "", f'{EXPERTS} model.router={{score="sigmoid",correction=true}}'),
-    ("model.router_correction_speed", "0.5", EXPERTS, f'{EXPERTS} model.router={{score="sigmoid",correction=true}}'),
+    (
+        "model.router_correction_speed",
+        "0.5",
+        "",
+        f'{EXPERTS} model.router={{score="sigmoid",correction=true}}',
+    ),
+    (
+        "model.router_correction_speed",
+        "0.5",
+        EXPERTS,
+        f'{EXPERTS} model.router={{score="sigmoid",correction=true}}',
+    ),
     ("model.dropout_at", '"stream"', "", "model.dropout=0.1"),
     ("model.embedding_dropout", "0.3", 'model.dropout_at="stream"', ""),
     ("model.init", "{head=0.5}", "model.tied=true", "model.tied=false"),
@@ -37,7 +57,12 @@ CASES = [
     ("parallel.overlap", "true", "", "parallel.data=2"),
     ("parallel.overlap", "true", "", "parallel.context=2"),
     ("parallel.recompute", '"full"', "parallel.recompute_fraction=0.0", ""),
-    ("parallel.recompute", '"full"', "parallel.recompute_fraction=0.2", "parallel.recompute_fraction=0.25"),
+    (
+        "parallel.recompute",
+        '"full"',
+        "parallel.recompute_fraction=0.2",
+        "parallel.recompute_fraction=0.25",
+    ),
     (
         "parallel.recompute",
         '"full"',
@@ -52,11 +77,20 @@ CASES = [
     ("precision.min_scale", "2.0", "", SCALED),
     ("precision.initial_scale", "2.0", f"{SCALED} precision.loss_scale=8.0", SCALED),
     *((f"precision.{key}", "4", "", SCALED) for key in ("growth_interval", "hysteresis")),
-    *((f"precision.{key}_factor", value, "", SCALED) for key, value in (("growth", "4.0"), ("backoff", "0.25"))),
+    *(
+        (f"precision.{key}_factor", value, "", SCALED)
+        for key, value in (("growth", "4.0"), ("backoff", "0.25"))
+    ),
     ("precision.hysteresis_refill", '"good_step"', f"{SCALED} precision.hysteresis=1", SCALED),
     ("precision.patience", "3", "precision.on_nonfinite=raise", ""),
-    *((f"fp8.{key}", "1", "", FP8) for key in ("margin", "first_layers", "last_layers", "calibrate")),
-    *((f"fp8.{key}", "true", "", FP8) for key in ("power_2_scales", "parameters", "pad", "calibrating")),
+    *(
+        (f"fp8.{key}", "1", "", FP8)
+        for key in ("margin", "first_layers", "last_layers", "calibrate")
+    ),
+    *(
+        (f"fp8.{key}", "true", "", FP8)
+        for key in ("power_2_scales", "parameters", "pad", "calibrating")
+    ),
     *((f"fp8.{key}", "false", "", FP8) for key in ("weight_gradients", "reduce_amax")),
     ("fp8.format", '"e4m3"', "", FP8),
     ("fp8.wide", '["*down*"]', "", FP8),
@@ -70,11 +104,17 @@ CASES = [
     ("fp8.reduce_over", '"stage"', f"{FP8} fp8.reduce_amax=false", FP8),
     ("fp8.power_2_scales", "true", "fp8.kind=mx", "fp8.kind=current"),
     ("fp8.calibrate", "1", f"{FP8} fp8.calibrating=true", FP8),
-    *((f"fp8.shadow_{key}", "0.5", FP8, f"{FP8} fp8.shadow_every=2") for key in ("loss_gap", "cosine")),
+    *(
+        (f"fp8.shadow_{key}", "0.5", FP8, f"{FP8} fp8.shadow_every=2")
+        for key in ("loss_gap", "cosine")
+    ),
     ("optimizer.betas", "[0.8,0.9]", "optimizer.name=RAdam", "optimizer.name=muon"),
     ("optimizer.eps", "0.1", "optimizer.name=sgd", ""),
     ("optimizer.weight_decay", "0.3", "optimizer.name=Rprop", "optimizer.name=RAdam"),
-    *((f"lr.{key}", value, "lr.schedule=constant", "") for key, value in (("final", "1e-05"), ("length", "7"))),
+    *(
+        (f"lr.{key}", value, "lr.schedule=constant", "")
+        for key, value in (("final", "1e-05"), ("length", "7"))
+    ),
     ("lr.decay", "2", "", "lr.schedule=wsd"),
     ("train.canonical_shards", "4", "", CANONICAL),
     ("train.eval_batches", "9", "", "train.eval_every=3"),
@@ -92,8 +132,8 @@ BESIDE_FILES = {
     "model.init_std": {"init_std": 0.5},
     "model.init": {"init": load_run(None, [*BASE, "model.init={qkv=0.5}"]).model.init},
 }
-# Keys that are refused, or told elsewhere, where they have no effect. The last two lines: their values claim nothing
-# there (true of one process too), or they wait for an event.
+# Keys that are refused, or told elsewhere, where they have no effect. The last two lines: their
+# values claim nothing there (true of one process too), or they wait for an event.
 OTHERS = """
 model: family layers hidden heads kv_heads head_dim mlp ffn vocab max_positions norm norm_eps norm_at qk_norm positions
 model: preset parallel_residual attention_scalar attention_sinks attention_softcap final_softcap bias qkv_bias
@@ -127,32 +167,50 @@ def test_every_key_needs_others_or_is_known_not_to() -> None:
     others = [f"{table}.{name}" for table, names in lines for name in names.split()]
     needing = {key for need in NEEDS for key in need.keys.split()}
     assert needing == {key for key, *_ in CASES} | BESIDE_FILES.keys()
-    assert sorted([*needing, *others]) == sorted(key.name for table in key_tables() for key in table.keys)
+    assert sorted([*needing, *others]) == sorted(
+        key.name for table in key_tables() for key in table.keys
+    )
 
 
-@pytest.mark.parametrize(("key", "value", "idle", "used"), CASES, ids=lambda given: given.replace('"', ""))
-def test_a_key_is_told_where_it_has_no_effect_and_nowhere_else(key: str, value: str, idle: str, used: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "idle", "used"), CASES, ids=lambda given: given.replace('"', "")
+)
+def test_a_key_is_told_where_it_has_no_effect_and_nowhere_else(
+    key: str, value: str, idle: str, used: str
+) -> None:
     mine = [note for note in notes(f"{key}={value}", *idle.split()) if note.startswith(f"{key} = ")]
-    assert [" has no effect with " in note and "leave it out, or change " in note for note in mine] == [True]
+    assert [
+        " has no effect with " in note and "leave it out, or change " in note for note in mine
+    ] == [True]
     assert not [note for note in notes(f"{key}={value}", *used.split()) if key in note]
 
 
 def test_every_need_is_tried() -> None:
-    runs = [(key, Tables.of(dict(load_run(None, [*BASE, f"{key}={v}", *idle.split()])))) for key, v, idle, _ in CASES]
-    failing = {need for need in NEEDS for key, run in runs if key in need.keys.split() and not need.holds(run)}
-    assert {need.deciders for need in set(NEEDS) - failing} == {"parallel.schedule_file", "train.init_from"}
+    runs = [
+        (key, Tables.of(dict(load_run(None, [*BASE, f"{key}={v}", *idle.split()]))))
+        for key, v, idle, _ in CASES
+    ]
+    failing = {
+        need
+        for need in NEEDS
+        for key, run in runs
+        if key in need.keys.split() and not need.holds(run)
+    }
+    assert {need.deciders for need in set(NEEDS) - failing} == {
+        "parallel.schedule_file",
+        "train.init_from",
+    }
 
 
 @pytest.mark.parametrize("key", BESIDE_FILES)
 def test_a_key_that_a_file_replaces_is_told(key: str) -> None:
-    run, table = Tables.of(dict(load_run(None, BASE))), key.partition(".")[0]
+    run = Tables.of(dict(load_run(None, BASE)))
+    table = key.partition(".")[0]
     given = {**dict(run.model if table == "model" else run.parallel), **BESIDE_FILES[key]}
     own = replace(run, **{table: type(getattr(run, table)).model_validate(given)})
     assert not [*effectless(own, {key})]
-    parallel, train = (
-        own.parallel.model_copy(update={"schedule_file": "mine.txt"}),
-        own.train.model_copy(update={"init_from": "there"}),
-    )
+    parallel = own.parallel.model_copy(update={"schedule_file": "mine.txt"})
+    train = own.train.model_copy(update={"init_from": "there"})
     replaced = replace(own, train=train) if table == "model" else replace(own, parallel=parallel)
     (told,) = effectless(replaced, {key})
     assert told.startswith(f"{key} = ") and " has no effect with " in told
@@ -161,9 +219,15 @@ def test_a_key_that_a_file_replaces_is_told(key: str) -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ('{pattern="*",lr=1.0},{pattern="embedding.*",lr=0.5}', 'pattern "embedding.*" has no effect: '),
+        (
+            '{pattern="*",lr=1.0},{pattern="embedding.*",lr=0.5}',
+            'pattern "embedding.*" has no effect: ',
+        ),
         ('{pattern="embedding.*"},{pattern="*",lr=0.5}', ""),
-        ('{pattern="*.weight",lr=2.0},{pattern="*norm*",lr=3.0}', 'pattern "*norm*" has no effect: '),
+        (
+            '{pattern="*.weight",lr=2.0},{pattern="*norm*",lr=3.0}',
+            'pattern "*norm*" has no effect: ',
+        ),
         ('{pattern="*norm*",lr=2.0},{pattern="*.weight",lr=3.0}', ""),
         ('{pattern="*norm.weight",lr=2.0},{pattern="*norm.bias",lr=2.0}', ""),
     ],
@@ -184,14 +248,21 @@ def test_a_factor_of_a_weight_decay_that_is_not_there_is_told(beside: str) -> No
 def test_keys_without_effect_for_one_reason_are_told_in_one_line() -> None:
     (told,) = notes("fp8.margin=2", "fp8.pad=true", "fp8.kind=none")
     assert told == (
-        'fp8.margin = 2, fp8.pad = true have no effect with fp8.kind = "none": leave them out, or change fp8.kind'
+        'fp8.margin = 2, fp8.pad = true have no effect with fp8.kind = "none": leave them '
+        "out, or change fp8.kind"
     )
 
 
 def test_a_default_that_is_written_down_is_not_told() -> None:
     config = load_run(None, BASE)
-    assert not [*effectless(Tables.of(dict(config)), {key.name for table in key_tables() for key in table.keys})]
-    assert not notes("fp8.margin=0", "optimizer.name=sgd", "optimizer.betas=[0.9,0.95]", "parallel.overlap=false")
+    assert not [
+        *effectless(
+            Tables.of(dict(config)), {key.name for table in key_tables() for key in table.keys}
+        )
+    ]
+    assert not notes(
+        "fp8.margin=0", "optimizer.name=sgd", "optimizer.betas=[0.9,0.95]", "parallel.overlap=false"
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -205,7 +276,9 @@ def test_a_custom_model_may_read_any_key_of_its_table() -> None:
     assert notes("model.factory=mine.py:build", "fp8.margin=2")
 
 
-def test_what_a_resolved_run_repeats_is_not_told_again_and_what_changes_it_is(tmp_path: Path) -> None:
+def test_what_a_resolved_run_repeats_is_not_told_again_and_what_changes_it_is(
+    tmp_path: Path,
+) -> None:
     first = load_run(None, [*BASE, "fp8.margin=2"])
     assert len(first.notes) == 1
     saved = first.save_resolved(tmp_path)
@@ -217,15 +290,21 @@ def test_what_a_resolved_run_repeats_is_not_told_again_and_what_changes_it_is(tm
 def test_a_run_file_is_told_as_the_command_line_is(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text('[optimizer]\nname = "sgd"\neps = 0.1\n')
     (told,) = load_run(tmp_path / "my.toml", BASE).notes
-    assert told.startswith('optimizer.eps = 0.1 has no effect with optimizer.name = "sgd": leave it out')
+    assert told.startswith(
+        'optimizer.eps = 0.1 has no effect with optimizer.name = "sgd": leave it out'
+    )
 
 
-def test_a_trial_that_the_command_line_shortens_is_not_told_of_steps_that_its_file_names(tmp_path: Path) -> None:
+def test_a_trial_that_the_command_line_shortens_is_not_told_of_steps_that_its_file_names(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "my.toml").write_text("[train]\nsteps = 90\neval_every = 30\n")
     shortened = [*BASE, "train.steps=9"]
     assert not load_run(tmp_path / "my.toml", shortened).notes
     (told,) = load_run(tmp_path / "my.toml", [*shortened, "train.eval_every=20"]).notes
     assert told.startswith("train.eval_every = 20 has no effect with train.steps = 9: ")
     (tmp_path / "my.toml").write_text("[train]\nsteps = 9\neval_every = 30\n")
-    (told,) = load_run(tmp_path / "my.toml", [one for one in BASE if not one.startswith("train.steps")]).notes
+    (told,) = load_run(
+        tmp_path / "my.toml", [one for one in BASE if not one.startswith("train.steps")]
+    ).notes
     assert told.startswith("train.eval_every = 30 has no effect with train.steps = 9: ")

@@ -41,7 +41,9 @@ def test_a_restarted_rank_knows_whether_ranks_of_its_host_ended_on_purpose(
 ) -> None:
     for attempt, rank in ((0, 1), (1, 0)):
         (tmp_path / f"attempt_{attempt}" / str(rank)).mkdir(parents=True)
-    (tmp_path / "attempt_0" / "1" / "error.json").write_text(json.dumps({"message": {"message": reason}}))
+    (tmp_path / "attempt_0" / "1" / "error.json").write_text(
+        json.dumps({"message": {"message": reason}})
+    )
     own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_1" / "0" / "error.json")}
     assert reason_to_end({**own, "TORCHELASTIC_RESTART_COUNT": "1"}) == (reason if told else "")
     assert reason_to_end({**own, "TORCHELASTIC_RESTART_COUNT": "0"}) == ""
@@ -62,8 +64,15 @@ def test_a_run_file_without_a_layout_has_a_replica_on_each_rank_of_the_world(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = in_this_world(load_run(run_file, ["parallel.zero=false"]))
-    assert (config.world_size, config.parallel.data, config.origin("parallel.data")) == (4, 4, "4 ranks in the world")
-    assert capsys.readouterr().out == "parallel   no layout is given: parallel.data = 4, a replica on each of 4 ranks\n"
+    assert (config.world_size, config.parallel.data, config.origin("parallel.data")) == (
+        4,
+        4,
+        "4 ranks in the world",
+    )
+    assert (
+        capsys.readouterr().out
+        == "parallel   no layout is given: parallel.data = 4, a replica on each of 4 ranks\n"
+    )
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert in_this_world(load_run(run_file)).world_size == 1
     assert not capsys.readouterr().out
@@ -88,7 +97,9 @@ def test_a_layout_that_names_an_axis_is_not_made_larger(
         in_this_world(load_run(run_file, [f"parallel.{axis}=1"]))
 
 
-def torchrun(run_file: Path, *overrides: str, ranks: int, restarts: int, **environment: str) -> tuple[int, str]:
+def torchrun(
+    run_file: Path, *overrides: str, ranks: int, restarts: int, **environment: str
+) -> tuple[int, str]:
     """Exit code and output of a run under torchrun on this machine."""
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     words = [
@@ -103,7 +114,9 @@ def torchrun(run_file: Path, *overrides: str, ranks: int, restarts: int, **envir
         *overrides,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -113,7 +126,9 @@ def test_torchrun_is_refused_if_its_restarts_would_meet_the_addresses_of_ranks_t
     run_file: Path, tmp_path: Path
 ) -> None:
     overrides = [f"train.folder={tmp_path}", "parallel.tensor=2"]
-    code, said = torchrun(run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    code, said = torchrun(
+        run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0"
+    )
     assert code
     assert "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment" in said
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -124,34 +139,76 @@ def test_torchrun_is_refused_if_its_restarts_would_meet_the_addresses_of_ranks_t
 def test_a_run_that_stopped_itself_does_not_train_again_when_torchrun_restarts_it(
     run_file: Path, tmp_path: Path
 ) -> None:
-    overflows = ["precision.compute=fp16", "precision.initial_scale=1e30", 'precision.on_nonfinite="raise"']
+    overflows = [
+        "precision.compute=fp16",
+        "precision.initial_scale=1e30",
+        'precision.on_nonfinite="raise"',
+    ]
     overrides = [*overflows, f"train.folder={tmp_path}", "parallel.tensor=2"]
-    code, said = torchrun(run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    code, said = torchrun(
+        run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )
     assert code
-    assert "ranks that had ended on purpose, they do not train again: TrainingDiverged: stopped after step 1" in said
+    assert (
+        "ranks that had ended on purpose, they do not train again: TrainingDiverged: stopped "
+        "after step 1"
+    ) in said
     assert len(steps(tmp_path)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
-def test_ranks_beyond_the_layout_are_spares_that_end_with_the_run(run_file: Path, tmp_path: Path) -> None:
+def test_ranks_beyond_the_layout_are_spares_that_end_with_the_run(
+    run_file: Path, tmp_path: Path
+) -> None:
     overrides = ["parallel.data=4", "parallel.elastic=true", "train.global_batch=8"]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    code, said = torchrun(run_file, *overrides, f"train.folder={tmp_path / 'one'}", ranks=3, restarts=0, **fresh)
+    code, said = torchrun(
+        run_file, *overrides, f"train.folder={tmp_path / 'one'}", ranks=3, restarts=0, **fresh
+    )
     assert code == 0, said
     now = "tensor 1 x pipeline 1 x data 2 = 2 ranks"
-    assert f"elastic    3 ranks are there: tensor 1 x pipeline 1 x data 4 = 4 ranks -> {now}, 1 spare\n" in said
-    assert steps(tmp_path / "one") == steps(train_on(run_file, f"train.folder={tmp_path / 'two'}", data=2))
+    assert (
+        f"elastic    3 ranks are there: tensor 1 x pipeline 1 x data 4 = 4 ranks -> {now}, 1 "
+        "spare\n"
+    ) in said
+    assert steps(tmp_path / "one") == steps(
+        train_on(run_file, f"train.folder={tmp_path / 'two'}", data=2)
+    )
 
 
 def machine(hosts: Hosts, host: int, run_file: Path, folder: Path) -> subprocess.Popen:
-    """The template's torchrun on a host, with one rank; the first host is the one that must live."""
-    meet = {"HEAD": ADDRESSES[0], "PORT": "29500", "NODES": "1:2", "RANKS": "1", "IS_HOST": str(1 - host)}
+    """The template's torchrun on a host, with one rank; the first host is the one that must
+    live."""
+    meet = {
+        "HEAD": ADDRESSES[0],
+        "PORT": "29500",
+        "NODES": "1:2",
+        "RANKS": "1",
+        "IS_HOST": str(1 - host),
+    }
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    own = {"ADDRESS": ADDRESSES[host], "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    elastic = ["parallel.elastic=true", "parallel.data=2", "checkpoint.every=5", "parallel.timeout=10"]
+    own = {
+        "ADDRESS": ADDRESSES[host],
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    elastic = [
+        "parallel.elastic=true",
+        "parallel.data=2",
+        "checkpoint.every=5",
+        "parallel.timeout=10",
+    ]
     endless = ["train.steps=1000000", "lr.peak=1e-6", f"train.folder={folder}", "log.every=10"]
-    words = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(run_file), *EXACT, *elastic, *endless]
+    words = [
+        "bash",
+        str(ROOT / "examples" / "torchrun.sh"),
+        str(run_file),
+        *EXACT,
+        *elastic,
+        *endless,
+    ]
     with (folder.parent / "machines.log").open("ab") as log:
         return hosts.start(host, words, meet | own, log)
 
@@ -196,6 +253,11 @@ def test_a_run_on_two_hosts_goes_on_on_one_and_takes_the_other_in_again(
             one.wait(600)
     assert [event["ranks"] for event in read_events(folder, "restart")] == [1, 2]
     taken = len(steps(folder))
-    undisturbed = [*EXACT, f"train.steps={taken}", "lr.peak=1e-6", f"train.folder={tmp_path / 'whole'}"]
+    undisturbed = [
+        *EXACT,
+        f"train.steps={taken}",
+        "lr.peak=1e-6",
+        f"train.folder={tmp_path / 'whole'}",
+    ]
     assert train(run_file, *undisturbed) == 0
     assert_close(steps(folder), steps(tmp_path / "whole"), 1e-9)

@@ -1,4 +1,5 @@
-"""parallel.expert and parallel.expert_tensor: what cannot be is refused before a launch; other layouts keep them."""
+"""parallel.expert and parallel.expert_tensor: what cannot be is refused before a launch; other
+layouts keep them."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -17,8 +18,21 @@ from tools.parity.layouts import fitted as for_parity
 from tools.planning.memory import sharding_of
 from tools.planning.search import least_bytes
 
-RUN = ["model.family=mixtral", "model.experts=8", "model.layers=2", "model.heads=4", "model.hidden=16", "model.ffn=24"]
-RUN += ["model.vocab=50", "data.vocab_size=50", "train.steps=1", "train.global_batch=8", "train.micro_batch=1"]
+RUN = [
+    "model.family=mixtral",
+    "model.experts=8",
+    "model.layers=2",
+    "model.heads=4",
+    "model.hidden=16",
+    "model.ffn=24",
+]
+RUN += [
+    "model.vocab=50",
+    "data.vocab_size=50",
+    "train.steps=1",
+    "train.global_batch=8",
+    "train.micro_batch=1",
+]
 RUN += ["train.seq_length=8", "parallel.data=2", "parallel.tensor=2"]
 
 
@@ -42,7 +56,8 @@ def said(*overrides: str) -> Sequence[str]:
         ("parallel.expert=3", "parallel.expert 3 does not divide model.experts 8: 1, 2 would"),
         (
             "parallel.expert=4",
-            "parallel.expert 4 and parallel.expert_tensor 2: 4 ranks x 2 slices = 8 do not divide the data 2 x "
+            "parallel.expert 4 and parallel.expert_tensor 2: 4 ranks x 2 slices = 8 do not "
+                "divide the data 2 x "
             "tensor 2 = 4 ranks of a stage: 1, 2 would",
         ),
         (
@@ -51,20 +66,26 @@ def said(*overrides: str) -> Sequence[str]:
         ),
         (
             "model.experts=0 parallel.expert=2",
-            "parallel.expert 2 spread a model's experts over ranks, but model.experts is 0: remove it",
+            ("parallel.expert 2 spread a model's experts over ranks, but model.experts is 0: "
+                "remove it"),
         ),
         ("parallel.expert=2 train.numerics=canonical train.threads=1 train.canonical_shards=2", "are not canonical"),
         (
-            "parallel.expert_tensor=1 fp8.kind=delayed fp8.reduce_amax=false precision.compute=bf16",
-            "parallel.expert_tensor = 1 and fp8.reduce_amax = false: replicas hold different experts",
+            ("parallel.expert_tensor=1 fp8.kind=delayed fp8.reduce_amax=false "
+                "precision.compute=bf16"),
+            ("parallel.expert_tensor = 1 and fp8.reduce_amax = false: replicas hold different "
+                "experts"),
         ),
         (
             "parallel.expert=2 fp8.kind=current fp8.shadow_every=2 precision.compute=bf16",
-            "parallel.expert = 2 and fp8.shadow_every = 2: replicas hold different experts; set it to 0",
+            ("parallel.expert = 2 and fp8.shadow_every = 2: replicas hold different experts; "
+                "set it to 0"),
         ),
         (
-            "parallel.data=6 train.global_batch=12 parallel.zero_size=3 parallel.expert=4 parallel.expert_tensor=1",
-            "parallel.zero_size 3: 3 data-parallel ranks that share optimizer state, of 2 tensor-parallel ranks each",
+            ("parallel.data=6 train.global_batch=12 parallel.zero_size=3 parallel.expert=4 "
+                "parallel.expert_tensor=1"),
+            ("parallel.zero_size 3: 3 data-parallel ranks that share optimizer state, of 2 "
+                "tensor-parallel ranks each"),
         ),
     ],
 )  # fmt: skip
@@ -99,7 +120,13 @@ def test_fewer_ranks_share_as_many_experts_as_they_can() -> None:
 
 def test_ranks_that_share_sequences_share_experts_too_when_there_are_fewer_of_them() -> None:
     config = run({"data": 2, "context": 4, "expert": 8})
-    for ranks, axes in {8: (4, 2, 8), 6: (4, 1, 4), 3: (2, 1, 2), 2: (2, 1, 2), 1: (1, 1, 1)}.items():
+    for ranks, axes in {
+        8: (4, 2, 8),
+        6: (4, 1, 4),
+        3: (2, 1, 2),
+        2: (2, 1, 2),
+        1: (1, 1, 1),
+    }.items():
         found = largest_fitting(config, ranks)
         assert found is not None and not found.left_out and not problems(config, found.parallel)
         assert (found.parallel.context, found.parallel.data, found.parallel.expert) == axes, ranks

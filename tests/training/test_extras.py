@@ -1,4 +1,5 @@
-"""Without the optional packages everything else works, and what needs one says in a line how to get it."""
+"""Without the optional packages everything else works, and what needs one says in a line how to get
+it."""
 
 import json
 import subprocess
@@ -69,11 +70,17 @@ NEEDS: list[tuple[list[object], str]] = [
 
 
 def run(modules: list[str], *jobs: tuple[Path, Commands]) -> list[tuple[int, str]]:
-    """Exit code and stderr of each command in its folder, all in one process in which the packages are not there."""
-    given = [[str(folder), [[str(word) for word in command] for command in commands]] for folder, commands in jobs]
+    """Exit code and stderr of each command in its folder, all in one process in which the packages
+    are not there."""
+    given = [
+        [str(folder), [[str(word) for word in command] for command in commands]]
+        for folder, commands in jobs
+    ]
     path = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(jobs[0][0]), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", PROGRAM, json.dumps([modules, *given])]
-    done = subprocess.run(words, cwd=jobs[0][0], env=path, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        words, cwd=jobs[0][0], env=path, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = [part.rpartition("exit code ") for part in done.stderr.split("\n$ ")]
     answers = [(int(code.split()[0]), text) for text, _, code in said if code.strip()]
@@ -95,7 +102,8 @@ def prepare_needs(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (folder / "run.toml").write_text(
-        '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n'
+        '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = '
+        "1\nseq_length = 8\n"
     )
 
 
@@ -114,7 +122,11 @@ def answers(folders: tuple[Path, Path]) -> list[tuple[int, str]]:
     modules = [path.removesuffix(".py").replace("/", ".") for path in listed()]
     own = {"tools.bench.__main__", "tools.convert.core.untrusted"}  # programs
     work, needs = folders
-    return run([name for name in modules if name not in own], (work, WORK), (needs, [command for command, _ in NEEDS]))
+    return run(
+        [name for name in modules if name not in own],
+        (work, WORK),
+        (needs, [command for command, _ in NEEDS]),
+    )
 
 
 @pytest.mark.slow
@@ -124,7 +136,9 @@ def test_all_modules_and_commands_work_without_the_extras(answers: list[tuple[in
 
 
 @pytest.mark.slow
-def test_what_needs_an_extra_names_it_in_one_line(answers: list[tuple[int, str]], folders: tuple[Path, Path]) -> None:
+def test_what_needs_an_extra_names_it_in_one_line(
+    answers: list[tuple[int, str]], folders: tuple[Path, Path]
+) -> None:
     for (_, line), (code, said) in zip(NEEDS, answers[len(WORK) :], strict=True):
         *_, last = said.strip().splitlines()
         assert code == 2 and last.endswith(line) and "Traceback" not in said, said

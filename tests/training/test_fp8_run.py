@@ -1,4 +1,5 @@
-"""FP8 through the command: its checkpoints go on bit for bit, in any layout and with or without FP8; bad input."""
+"""FP8 through the command: its checkpoints go on bit for bit, in any layout and with or without
+FP8; bad input."""
 
 import json
 import shutil
@@ -8,9 +9,25 @@ import pytest
 import torch
 
 from megaprec.checkpoint.atomic import latest
-from tests.runs import checkpoint, edit_index, losses, rewind, steps, tensors, train, train_on, write_run
+from tests.runs import (
+    checkpoint,
+    edit_index,
+    losses,
+    rewind,
+    steps,
+    tensors,
+    train,
+    train_on,
+    write_run,
+)
 
-KEYS = ("fp8.kind=delayed", "fp8.pad=true", "fp8.history_length=8", "precision.compute=bf16", "log.progress=false")
+KEYS = (
+    "fp8.kind=delayed",
+    "fp8.pad=true",
+    "fp8.history_length=8",
+    "precision.compute=bf16",
+    "log.progress=false",
+)
 FP32 = (*KEYS[:3], "precision.compute=fp32")
 BF16 = ("precision.compute=bf16", "fp8.kind=current")
 
@@ -33,7 +50,8 @@ def into(folder: Path) -> str:
 def require_bitwise_resume(file: Path, whole: Path, folder: Path) -> None:
     again = train_on(file, *KEYS, into(rewind(whole, folder, 3)))
     assert steps(again) == steps(whole)
-    ours, theirs = tensors(checkpoint(again, 6)), tensors(checkpoint(whole, 6))
+    ours = tensors(checkpoint(again, 6))
+    theirs = tensors(checkpoint(whole, 6))
     assert ours.keys() == theirs.keys()
     assert sum(key.startswith("fp8/") for key in ours) == 2 * 3 * 8
     assert all(torch.equal(values, theirs[key]) for key, values in ours.items())
@@ -45,7 +63,9 @@ def test_a_run_goes_on_bit_for_bit(file: Path, whole: Path, tmp_path: Path) -> N
 
 def test_a_checkpoint_is_plain_float32_tensors_by_logical_name(whole: Path) -> None:
     found = tensors(checkpoint(whole, 6))
-    scale, history = (found[f"fp8/layers.1.mlp.down.weight.gradient.{what}"] for what in ("scale", "history"))
+    scale, history = (
+        found[f"fp8/layers.1.mlp.down.weight.gradient.{what}"] for what in ("scale", "history")
+    )
     assert (scale.shape, history.shape, history.dtype) == ((1,), (1, 8), torch.float32)
     assert history[0, :2].tolist() == [0, 0] and (history[0, 2:] > 0).all()
     assert scale.item() == pytest.approx(57344 / history.max().item())
@@ -53,21 +73,29 @@ def test_a_checkpoint_is_plain_float32_tensors_by_logical_name(whole: Path) -> N
 
 
 def test_a_run_goes_on_in_another_layout_with_the_same_scales(file: Path, tmp_path: Path) -> None:
-    """The first step after the change has the scales of before, and a loss that differs in the last bits of FP32."""
+    """The first step after the change has the scales of before, and a loss that differs in the last
+    bits of FP32."""
     one = train_on(file, *FP32, into(tmp_path / "one"), "checkpoint.keep=9")
     for n, layout in enumerate(({"tensor": 2, "pipeline": 2}, {"data": 2})):
         other = train_on(file, *FP32, into(rewind(one, tmp_path / f"other{n}", 3)), **layout)
         assert losses(other)[3] == pytest.approx(losses(one)[3], rel=1e-5)
         assert losses(other)[4:] == pytest.approx(losses(one)[4:], rel=1e-2)
-        ours, theirs = tensors(checkpoint(other, 6)), tensors(checkpoint(one, 6))
+        ours = tensors(checkpoint(other, 6))
+        theirs = tensors(checkpoint(one, 6))
         histories = [key for key in theirs if key.endswith(".history")]
         assert len(histories) == 3 * 8
         for key in histories:
-            assert torch.equal(ours[key][0, 2:5], theirs[key][0, 2:5]), "three steps before the change"
-            torch.testing.assert_close(ours[key][0, 5], theirs[key][0, 5], rtol=1e-5, atol=0, msg=key)
+            assert torch.equal(ours[key][0, 2:5], theirs[key][0, 2:5]), (
+                "three steps before the change"
+            )
+            torch.testing.assert_close(
+                ours[key][0, 5], theirs[key][0, 5], rtol=1e-5, atol=0, msg=key
+            )
 
 
-def test_a_bf16_checkpoint_begins_a_run_in_fp8_that_calibrates_first(file: Path, tmp_path: Path) -> None:
+def test_a_bf16_checkpoint_begins_a_run_in_fp8_that_calibrates_first(
+    file: Path, tmp_path: Path
+) -> None:
     plain = train_on(file, *KEYS[3:], into(tmp_path / "plain"), "checkpoint.keep=9")
     ours = train_on(file, *KEYS, "fp8.calibrate=2", into(rewind(plain, tmp_path / "fp8", 3)))
     assert losses(ours)[3:5] == losses(plain)[3:5] and losses(ours)[5] != losses(plain)[5]
@@ -82,9 +110,13 @@ def test_an_fp8_checkpoint_goes_on_without_fp8_and_with_another_history(
     file: Path, whole: Path, tmp_path: Path
 ) -> None:
     plain = train_on(file, *KEYS[3:], into(rewind(whole, tmp_path / "plain", 3)))
-    assert losses(plain)[3:] != losses(whole)[3:] and losses(plain)[3:] == pytest.approx(losses(whole)[3:], rel=1e-2)
+    assert losses(plain)[3:] != losses(whole)[3:] and losses(plain)[3:] == pytest.approx(
+        losses(whole)[3:], rel=1e-2
+    )
     assert not any(key.startswith("fp8/") for key in tensors(checkpoint(plain, 6)))
-    short = train_on(file, *KEYS, "fp8.history_length=2", into(rewind(whole, tmp_path / "short", 3)))
+    short = train_on(
+        file, *KEYS, "fp8.history_length=2", into(rewind(whole, tmp_path / "short", 3))
+    )
     name = "fp8/layers.0.attention.output.weight.weight.history"
     assert tensors(checkpoint(short, 6))[name].shape == (1, 2)
     assert losses(short)[3] == losses(whole)[3], "the scale is that of the longer history"
@@ -99,7 +131,10 @@ def test_damaged_scales_are_refused(
     name = "fp8/layers.0.mlp.down.weight.input.history"
     edit_index(path, lambda index: index["tensors"][name].update(chunks=[]))
     assert train(file, *KEYS, into(folder)) == 2
-    assert "does not say where all of 'fp8/layers.0.mlp.down.weight.input.history' is" in capsys.readouterr().err
+    assert (
+        "does not say where all of 'fp8/layers.0.mlp.down.weight.input.history' is"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,17 +142,35 @@ def test_damaged_scales_are_refused(
     [
         (["fp8.kind=int8"], 'fp8.kind = "int8" (command line): must be'),
         (["fp8.kind=delayed", "fp8.format=e5m2"], 'fp8.format = "e5m2" (command line): must be'),
-        (["fp8.kind=delayed", "fp8.history_length=0"], "fp8.history_length = 0 (command line): must be greater than 0"),
+        (
+            ["fp8.kind=delayed", "fp8.history_length=0"],
+            "fp8.history_length = 0 (command line): must be greater than 0",
+        ),
         (
             ["fp8.kind=delayed", "precision.compute=fp64"],
             "precision.compute = fp64: FP8 products accumulate in FP32",
         ),
-        (["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'], 'fp8.wide has "layers.9.*", but no weight has such a name; names'),
-        (["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'], "are one weight, but patterns match only a part of it"),
-        (["fp8.kind=current", "fp8.margin=1"], "fp8.margin = 1: only delayed scales need room for an amax to grow"),
-        (["fp8.kind=mx", "fp8.backend=transformer_engine"], 'fp8.backend = "transformer_engine": supports only kind'),
+        (
+            ["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'],
+            'fp8.wide has "layers.9.*", but no weight has such a name; names',
+        ),
+        (
+            ["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'],
+            "are one weight, but patterns match only a part of it",
+        ),
+        (
+            ["fp8.kind=current", "fp8.margin=1"],
+            "fp8.margin = 1: only delayed scales need room for an amax to grow",
+        ),
+        (
+            ["fp8.kind=mx", "fp8.backend=transformer_engine"],
+            'fp8.backend = "transformer_engine": supports only kind',
+        ),
         (["fp8.kind=mx", "fp8.calibrate=2"], "fp8.calibrate = 2: only delayed scales"),
-        (["fp8.kind=mx", "fp8.parameters=true"], "fp8.parameters = true (command line): with fp8.kind = mx a weight"),
+        (
+            ["fp8.kind=mx", "fp8.parameters=true"],
+            "fp8.parameters = true (command line): with fp8.kind = mx a weight",
+        ),
         (
             ["fp8.kind=delayed", "fp8.parameters=true", "fp8.calibrate=1"],
             "fp8.parameters = true: calibration steps need",
@@ -126,10 +179,22 @@ def test_damaged_scales_are_refused(
             [*BF16, "fp8.parameters=true", "precision.masters=none"],
             "masters are the only wide weights",
         ),
-        (["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"], "kept in FP8 are then"),
-        (["fp8.kind=mx", "fp8.dot_product_attention=true"], "fp8.dot_product_attention = true (command line): the"),
-        (["fp8.kind=delayed", "optimizer.validation=after"], 'optimizer.validation = "after" finds a bad step'),
-        (["precision.nemo.recipe=bf16_with_mxfp8_mixed"], "set precision.nemo.fp8_param_gather = false"),
+        (
+            ["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"],
+            "kept in FP8 are then",
+        ),
+        (
+            ["fp8.kind=mx", "fp8.dot_product_attention=true"],
+            "fp8.dot_product_attention = true (command line): the",
+        ),
+        (
+            ["fp8.kind=delayed", "optimizer.validation=after"],
+            'optimizer.validation = "after" finds a bad step',
+        ),
+        (
+            ["precision.nemo.recipe=bf16_with_mxfp8_mixed"],
+            "set precision.nemo.fp8_param_gather = false",
+        ),
     ],
     ids=str,
 )
@@ -145,7 +210,13 @@ def test_what_fp8_cannot_do_is_one_line_before_anything_is_written(
 def test_a_run_says_what_is_in_fp8_and_what_is_not(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ("fp8.first_layers=1", "parallel.tensor=1", "train.steps=1", "fp8.kind=mx", "precision.compute=bf16")
+    keys = (
+        "fp8.first_layers=1",
+        "parallel.tensor=1",
+        "train.steps=1",
+        "fp8.kind=mx",
+        "precision.compute=bf16",
+    )
     assert train(file, *keys, into(tmp_path / "run")) == 0
     said = capsys.readouterr().out
     assert "fp8        mx, hybrid: products of 0 of 8 weights\n" in said

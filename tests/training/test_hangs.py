@@ -1,4 +1,5 @@
-"""A run that hangs ends in time, and names the rank that hangs, its host and the instruction it is in."""
+"""A run that hangs ends in time, and names the rank that hangs, its host and the instruction it is
+in."""
 
 import json
 import os
@@ -21,8 +22,11 @@ from tools.training.launch import start_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 5.0  # parallel.timeout of these runs
-LEAVING = 10.0  # seconds after it in which all ranks must be out, or as many as they took to start, if that is more
-SILENCE = 10.0  # seconds without an answer after which an agent of torchrun leaves, once its ranks have
+# seconds after it in which all ranks must be out, or as many as they took to start, if that is more
+LEAVING = 10.0
+SILENCE = (
+    10.0  # seconds without an answer after which an agent of torchrun leaves, once its ranks have
+)
 SQUARE = ["parallel.tensor=2", "parallel.pipeline=2"]
 STEPS = ["train.steps=100000", "checkpoint.every=4", "train.eval_every=3", "log.every=1000"]
 
@@ -32,10 +36,21 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs"))
 
 
-def planted(run_file: Path, folder: Path, what: tuple[str, int, str, int, str], *overrides: str) -> list[str]:
+def planted(
+    run_file: Path, folder: Path, what: tuple[str, int, str, int, str], *overrides: str
+) -> list[str]:
     """The command of a rank that does (action, rank, phase, step, words)."""
     action, rank, phase, step, words = map(str, what)
-    plant = ["-m", "tests.training.planted", action, rank, phase, step, words, str(folder / "planted")]
+    plant = [
+        "-m",
+        "tests.training.planted",
+        action,
+        rank,
+        phase,
+        step,
+        words,
+        str(folder / "planted"),
+    ]
     keys = [f"train.folder={folder / 'run'}", f"parallel.timeout={TIMEOUT}", *STEPS, *overrides]
     return [sys.executable, *plant, "train", str(run_file), *keys]
 
@@ -46,10 +61,13 @@ def slowest(folder: Path) -> float:
 
 
 class Pauses:
-    """Times at which this whole machine stood still, noticed by a thread; they are no time that a run has taken."""
+    """Times at which this whole machine stood still, noticed by a thread; they are no time that a
+    run has taken."""
 
     def __init__(self) -> None:
-        self.began, self.found, self._over = time.time(), list[tuple[float, float]](), Event()
+        self.began = time.time()
+        self.found = list[tuple[float, float]]()
+        self._over = Event()
         self._thread = Thread(target=self._notice, daemon=True)
         self._thread.start()
 
@@ -65,10 +83,15 @@ class Pauses:
         self._thread.join()
 
     def seconds_since(self, moment: float) -> float:
-        return time.time() - moment - sum(seconds for when, seconds in self.found if when + seconds > moment)
+        return (
+            time.time()
+            - moment
+            - sum(seconds for when, seconds in self.found if when + seconds > moment)
+        )
 
     def require_left(self, moment: float, limit: float) -> None:
-        """All ranks, which were all at work at this moment, are out in time; limit: seconds until they leave."""
+        """All ranks, which were all at work at this moment, are out in time; limit: seconds until
+        they leave."""
         starting = self.seconds_since(self.began) - self.seconds_since(moment)
         assert self.seconds_since(moment) < limit + max(LEAVING, starting)
 
@@ -112,10 +135,16 @@ EVERYWHERE = [
 ]
 
 
-def check_hang(pauses: Pauses, folder: Path, what: tuple[str, int, str, int, str], error: str, code: int) -> None:
-    """The last line names the rank and where it is; all ranks were out in time; `diagnose` says it too."""
+def check_hang(
+    pauses: Pauses, folder: Path, what: tuple[str, int, str, int, str], error: str, code: int
+) -> None:
+    """The last line names the rank and where it is; all ranks were out in time; `diagnose` says it
+    too."""
     action, rank, phase, step, words = what
-    limit = LONG if action == "sleep" and (phase != "step" or step == 1) else TIMEOUT + slowest(folder)
+    if action == "sleep" and (phase != "step" or step == 1):
+        limit = LONG
+    else:
+        limit = TIMEOUT + slowest(folder)
     heartbeat = TIMEOUT / 6 if (phase, step) != ("step", step) or step == 1 else 0.0
     assert (folder / "planted").exists(), error
     pauses.require_left(moment_of(folder), limit + heartbeat)
@@ -162,7 +191,9 @@ def test_a_rank_that_hangs_anywhere_is_named(
     check_hang(pauses, tmp_path, what, capfd.readouterr().err, code)
 
 
-def start_on(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
+def start_on(
+    hosts: Hosts, host: int, command: list[str], folder: Path, port: int
+) -> subprocess.Popen:
     """The one rank of a host, as Slurm would start it."""
     environ = {
         "RANK": str(host),
@@ -215,7 +246,9 @@ def test_ranks_say_that_they_wait_for_the_data_and_leave_when_the_host_of_rank_0
         prepares = ("sleep", 0, "preparation of the data", 0, "")
         command = planted(run_file, tmp_path, prepares, "parallel.data=2")
         ranks = [start_on(hosts, host, command, tmp_path, 29572) for host in range(2)]
-        until(tmp_path / "log1", "rank 1 on beta waits for rank 0 on alpha, which prepares the data")
+        until(
+            tmp_path / "log1", "rank 1 on beta waits for rank 0 on alpha, which prepares the data"
+        )
         time.sleep(2 * TIMEOUT)
         assert ranks[1].poll() is None  # as long as rank 0 has a heartbeat
         hosts.cut()
@@ -227,15 +260,23 @@ def test_ranks_say_that_they_wait_for_the_data_and_leave_when_the_host_of_rank_0
     assert "alpha" in last and "beta" in last and "which prepares the data" in last, last
 
 
-def torchrun(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
-    """A torchrun on a host with one rank, as the templates start it; both meet at the first host."""
+def torchrun(
+    hosts: Hosts, host: int, command: list[str], folder: Path, port: int
+) -> subprocess.Popen:
+    """A torchrun on a host with one rank, as the templates start it; both meet at the first
+    host."""
     python, *program = command
     soon = (
-        f"import sys; from tools.training import torchrun as t; t.SILENCE = {SILENCE}; sys.exit(t.main(sys.argv[1:]))"
+        f"import sys; from tools.training import torchrun as t; t.SILENCE = {SILENCE}; "
+        "sys.exit(t.main(sys.argv[1:]))"
     )
     agent = [
         *("-P", "-c", soon, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
-        *(f"--rdzv-endpoint={ADDRESSES[0]}:{port}", f"--rdzv-conf=is_host={1 - host}", "--rdzv-id=cut"),
+        *(
+            f"--rdzv-endpoint={ADDRESSES[0]}:{port}",
+            f"--rdzv-conf=is_host={1 - host}",
+            "--rdzv-id=cut",
+        ),
         f"--local-addr={ADDRESSES[host]}",
     ]
     with (folder / f"log{host}").open("wb") as output:
@@ -260,9 +301,18 @@ def test_under_torchrun_nothing_is_left_in_time_on_both_sides_of_a_cut_link(
         assert [agent.wait(600) for agent in agents] == [1, 1]
         pauses.require_left(cut, TIMEOUT + slowest(tmp_path) + LEAVING + SILENCE)
     for host in range(2):
-        said = [line for line in (tmp_path / f"log{host}").read_text().splitlines() if "the link" in line]
+        said = [
+            line
+            for line in (tmp_path / f"log{host}").read_text().splitlines()
+            if "the link" in line
+        ]
         assert "alpha" in said[0] and "beta" in said[0] and "Traceback" not in said[0]
-    assert (tmp_path / "log1").read_text().splitlines()[-1].startswith(f"torchrun   beta: {ADDRESSES[0]}:29573, where")
+    assert (
+        (tmp_path / "log1")
+        .read_text()
+        .splitlines()[-1]
+        .startswith(f"torchrun   beta: {ADDRESSES[0]}:29573, where")
+    )
 
 
 @pytest.mark.campaign
@@ -270,25 +320,42 @@ def test_under_torchrun_nothing_is_left_in_time_on_both_sides_of_a_cut_link(
 def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_once(
     pauses: Pauses, run_file: Path, tmp_path: Path
 ) -> None:
-    python, *program = planted(run_file, tmp_path, ("stop", 0, "step", 3, "update"), "parallel.tensor=2")
+    python, *program = planted(
+        run_file, tmp_path, ("stop", 0, "step", 3, "update"), "parallel.tensor=2"
+    )
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, *agent, *program], env=environ, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [python, *agent, *program], env=environ, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 1
     pauses.require_left(moment_of(tmp_path), TIMEOUT + slowest(tmp_path))
-    assert len(re.findall(r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M)) == 1
+    assert (
+        len(
+            re.findall(
+                r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M
+            )
+        )
+        == 1
+    )
 
 
 @pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        (("stop", 0, "step", 3, "update"), r"rank 0 on \S+ \(process \d+\) was last seen in step 3, update"),
+        (
+            ("stop", 0, "step", 3, "update"),
+            r"rank 0 on \S+ \(process \d+\) was last seen in step 3, update",
+        ),
         (
             ("raise", 1, "step", 3, "update"),
             r"rank 1 on \S+ \(process \d+\) failed in step 3, update: ZeroDivisionError",
         ),
-        (("kill", 0, "step", 3, "update"), r"\S+ \(127.0.0.1:\d+, where the ranks meet\) has closed the connection to"),
+        (
+            ("kill", 0, "step", 3, "update"),
+            r"\S+ \(127.0.0.1:\d+, where the ranks meet\) has closed the connection to",
+        ),
         (("kill", 1, "step", 3, "update"), r"rank 1 on \S+ \(process \d+\) was last seen in step"),
     ],
     ids=["store's host stops", "fails", "store's host dies", "dies"],
@@ -298,17 +365,37 @@ def test_ranks_without_a_launcher_tell_why_they_leave(
     what: tuple[str, int, str, int, str], told: str, pauses: Pauses, run_file: Path, tmp_path: Path
 ) -> None:
     """As Slurm starts them: what the other rank says last."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command, ranks = planted(run_file, tmp_path, what, "parallel.tensor=2"), list[subprocess.Popen]()
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = planted(run_file, tmp_path, what, "parallel.tensor=2")
+    ranks = list[subprocess.Popen]()
     for rank in range(2):
-        environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        environ = {
+            **os.environ,
+            **world,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+        }
         with (tmp_path / f"log{rank}").open("wb") as output:
-            ranks.append(subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
+            ranks.append(
+                subprocess.Popen(
+                    command, env=environ, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+                )
+            )
     codes = [rank.wait(600) for rank in ranks]
     pauses.require_left(moment_of(tmp_path), TIMEOUT + slowest(tmp_path))
     other = 1 - what[1]
     lines = (tmp_path / f"log{other}").read_text().splitlines()
-    assert codes[other] == 1 and re.match(told, lines[-1]) and "Traceback (most recent call last):" not in lines
+    assert (
+        codes[other] == 1
+        and re.match(told, lines[-1])
+        and "Traceback (most recent call last):" not in lines
+    )
 
 
 @pytest.mark.campaign
@@ -317,9 +404,16 @@ def test_a_rank_that_computes_slowly_is_named_in_the_log_and_in_the_events(
     run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["parallel.data=2", "parallel.timeout=60", "train.steps=150"]
-    assert start_ranks(planted(run_file, tmp_path, ("slow", 1, "step", 60, "update"), *keys), 2, 1) == 0
+    assert (
+        start_ranks(planted(run_file, tmp_path, ("slow", 1, "step", 60, "update"), *keys), 2, 1)
+        == 0
+    )
     events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
-    found = [event for event in events if event["event"] == "straggler" and (event["rank"], event["slow"]) == (1, True)]
+    found = [
+        event
+        for event in events
+        if event["event"] == "straggler" and (event["rank"], event["slow"]) == (1, True)
+    ]
     found = found[-1]  # other work may have made it slow before
     assert 1 < found["since"] <= found["step"] < 150
     assert found["factor"] > 1.5

@@ -1,4 +1,5 @@
-"""`data.lm_eval`: tasks of lm-evaluation-harness during training, in any layout, with the results of the export."""
+"""`data.lm_eval`: tasks of lm-evaluation-harness during training, in any layout, with the results
+of the export."""
 
 import json
 from importlib import import_module
@@ -33,7 +34,8 @@ NOISE = pytest.mark.filterwarnings("default")  # the harness's own
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A run file beside two offline tasks in the folder tasks."""
-    texts, choices = tmp_path / "texts.jsonl", tmp_path / "choices.jsonl"
+    texts = tmp_path / "texts.jsonl"
+    choices = tmp_path / "choices.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     choices.write_text("".join(json.dumps(choice) + "\n" for choice in CHOICES))
     (tmp_path / "tasks").mkdir()
@@ -56,7 +58,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def own_tasks(folder: str | Path) -> Any:
     """The harness without its own ten thousand tasks, which take seconds to read."""
-    return import_module("lm_eval.tasks").TaskManager(include_path=str(folder), include_defaults=False)
+    return import_module("lm_eval.tasks").TaskManager(
+        include_path=str(folder), include_defaults=False
+    )
 
 
 def of_own_tasks(data: Data) -> Any:
@@ -65,11 +69,20 @@ def of_own_tasks(data: Data) -> Any:
 
 
 def asked(file: Path, *more: str) -> list[str]:
-    return [NAMES, f"data.lm_eval_folder={file.parent}/tasks", "train.eval_every=2", "train.steps=4", *more]
+    return [
+        NAMES,
+        f"data.lm_eval_folder={file.parent}/tasks",
+        "train.eval_every=2",
+        "train.steps=4",
+        *more,
+    ]
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key.startswith("lm_eval/")} for record in steps(folder)]
+    return [
+        {key: value for key, value in record.items() if key.startswith("lm_eval/")}
+        for record in steps(folder)
+    ]
 
 
 @pytest.mark.slow
@@ -85,22 +98,38 @@ def test_tasks_in_training_have_the_results_of_the_export_in_every_layout_and_ch
     one, four = (results(folder) for folder in folders.values())
     assert [bool(said) for said in one] == [False, True, False, True]
     assert one[3].keys() == {"lm_eval/my_text/bits_per_byte", "lm_eval/my_choices/acc"}
-    assert [said == pytest.approx(other, rel=1e-12) for said, other in zip(one, four, strict=True)] == [True] * 4
+    assert [
+        said == pytest.approx(other, rel=1e-12) for said, other in zip(one, four, strict=True)
+    ] == [True] * 4
     line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("step 4/4"))
     assert line.endswith(
         f"my_text bits_per_byte {one[3]['lm_eval/my_text/bits_per_byte']:.4f}  "
         f"my_choices acc {one[3]['lm_eval/my_choices/acc']:.4f}"
     )
     without = tmp_path / "without"
-    assert train(file, "precision.compute=fp64", f"train.folder={without}", "train.eval_every=2", "train.steps=4") == 0
-    kept = [{k: v for k, v in record.items() if not k.startswith("lm_eval/")} for record in steps(folders[""])]
+    assert (
+        train(
+            file,
+            "precision.compute=fp64",
+            f"train.folder={without}",
+            "train.eval_every=2",
+            "train.steps=4",
+        )
+        == 0
+    )
+    kept = [
+        {k: v for k, v in record.items() if not k.startswith("lm_eval/")}
+        for record in steps(folders[""])
+    ]
     assert kept == steps(without)
     capfd.readouterr()
     texts = str(tmp_path / "texts.jsonl")
     saved = str(checkpoint(folders[""], 4))
     assert main(["evaluate", saved, "--data", texts, "--compute", "fp64", "--json"]) == 0
     (whole,) = json.loads(capfd.readouterr().out)["sets"]
-    assert one[3]["lm_eval/my_text/bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-12)
+    assert one[3]["lm_eval/my_text/bits_per_byte"] == pytest.approx(
+        whole["bits_per_byte"], rel=1e-12
+    )
     assert main(["convert", saved, str(tmp_path / "exported"), "--no-verify"]) == 0
     theirs = of_transformers(tmp_path / "exported", tmp_path / "tasks")
     assert one[3] == pytest.approx(theirs, rel=1e-5)
@@ -111,7 +140,14 @@ def of_transformers(folder: Path, tasks: Path) -> dict[str, float]:
     manager = own_tasks(tasks)
     arguments = f"pretrained={folder},dtype=float32"
     evaluate: Any = import_module("lm_eval").simple_evaluate
-    said = evaluate("hf", arguments, ["my_text", "my_choices"], device="cpu", task_manager=manager, bootstrap_iters=0)
+    said = evaluate(
+        "hf",
+        arguments,
+        ["my_text", "my_choices"],
+        device="cpu",
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
     found = said["results"]
     named = {"lm_eval/my_text/bits_per_byte": found["my_text"]["bits_per_byte,none"]}
     return named | {"lm_eval/my_choices/acc": found["my_choices"]["acc,none"]}
@@ -123,14 +159,24 @@ def of_transformers(folder: Path, tasks: Path) -> dict[str, float]:
 def test_tasks_that_cannot_be_evaluated_are_refused_before_the_run(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, said in (("nowhere", "no such task in the harness nor in "), ("my_text", "has the model write text")):
-        (tmp_path / "tasks" / "my_text.yaml").write_text(GENERATING.replace("TEXTS", str(tmp_path / "texts.jsonl")))
+    for name, said in (
+        ("nowhere", "no such task in the harness nor in "),
+        ("my_text", "has the model write text"),
+    ):
+        (tmp_path / "tasks" / "my_text.yaml").write_text(
+            GENERATING.replace("TEXTS", str(tmp_path / "texts.jsonl"))
+        )
         assert train(file, *asked(file, f'data.lm_eval=["{name}"]')) == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data.lm_eval")]
+        (line,) = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("data.lm_eval")
+        ]
         assert line.startswith(f'data.lm_eval = "{name}"') and said in line
     (tmp_path / "texts.jsonl").unlink()
     assert train(file, *asked(file, 'data.lm_eval=["my_text"]')) == 2
-    assert 'data.lm_eval = "my_text": the harness cannot load it: FileNotFound' in capsys.readouterr().err
+    assert (
+        'data.lm_eval = "my_text": the harness cannot load it: FileNotFound'
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,5 @@
-"""A run says what its saves will delete, and deletes nothing else; imports keep what the other system keeps."""
+"""A run says what its saves will delete, and deletes nothing else; imports keep what the other
+system keeps."""
 
 import shutil
 from pathlib import Path
@@ -31,12 +32,20 @@ def test_a_run_says_at_its_start_what_its_saves_will_delete_and_nothing_else_goe
     shutil.copytree(checkpoint(run, 2), checkpoint(run, 1))  # which no save of this folder has made
     index = checkpoint(run, 1) / "checkpoint.json"
     index.write_bytes(index.read_bytes().replace(b'"step": 2', b'"step": 1'))
-    given = [*QUICK, f"train.folder={run}", "train.steps=6", "checkpoint.keep=1", "checkpoint.keep_every=4"]
+    given = [
+        *QUICK,
+        f"train.folder={run}",
+        "train.steps=6",
+        "checkpoint.keep=1",
+        "checkpoint.keep_every=4",
+    ]
     capsys.readouterr()
     assert train(file, *given) == 0
     assert kept_lines(capsys.readouterr().out) == [
-        "keeps      the newest checkpoint and those of each multiple of 4 steps that it saves; older ones are deleted, "
-        "step_00000002 and step_00000003 too; step_00000001 stays, for no save into this folder made it"
+        "keeps      the newest checkpoint and those of each multiple of 4 steps that it "
+        "saves; older ones are deleted, "
+        "step_00000002 and step_00000003 too; step_00000001 stays, for no save into this "
+        "folder made it"
     ]
     assert steps_in(run / "checkpoints") == [1, 4, 6]
 
@@ -53,7 +62,11 @@ def test_a_run_says_at_its_start_what_its_saves_will_delete_and_nothing_else_goe
     ],
 )
 def test_a_run_that_will_delete_nothing_says_nothing(
-    keys: tuple[str, ...], said: list[str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    keys: tuple[str, ...],
+    said: list[str],
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     capsys.readouterr()
     assert train(file, *QUICK, f"train.folder={tmp_path}", "train.steps=3", *keys) == 0
@@ -73,9 +86,13 @@ def test_a_number_of_checkpoints_that_is_none_is_refused_by_its_key(
 
 
 @pytest.mark.parametrize(
-    ("words", "keep", "every"), [("", "all", 0), (" --save-retain-interval 20", 1, 20)], ids=["all", "every 20"]
+    ("words", "keep", "every"),
+    [("", "all", 0), (" --save-retain-interval 20", 1, 20)],
+    ids=["all", "every 20"],
 )
-def test_an_imported_run_keeps_what_megatron_keeps(words: str, keep: object, every: int, tmp_path: Path) -> None:
+def test_an_imported_run_keeps_what_megatron_keeps(
+    words: str, keep: object, every: int, tmp_path: Path
+) -> None:
     settings = run_of(tmp_path, f"{BASE} --save-interval 10{words}").checkpoint
     assert (settings.every, settings.keep, settings.keep_every) == (10, keep, every)
 

@@ -47,7 +47,10 @@ except UserError as error:
     note_failure(error)
     sys.exit(2)
 """
-CRASH = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSEGV); time.sleep(900)"
+CRASH = (
+    "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), "
+    "signal.SIGSEGV); time.sleep(900)"
+)
 WAIT = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
@@ -87,9 +90,15 @@ def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Pa
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("threads", "asked", "given"), [(3, None, "3"), (0, "5", "5"), (3, "5", "3"), (0, None, None)])
+@pytest.mark.parametrize(
+    ("threads", "asked", "given"), [(3, None, "3"), (0, "5", "5"), (3, "5", "3"), (0, None, None)]
+)
 def test_threads_are_those_asked_for_or_a_share_of_the_cores(
-    threads: int, asked: str | None, given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threads: int,
+    asked: str | None,
+    given: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tools.training.launch.cores", lambda: 9)
     if asked:
@@ -107,14 +116,22 @@ def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enoug
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("code", "kind", "more"),
-    [(2, "UserError", ["data.vocab_size: too large"]), (3, "TrainingDiverged", []), (1, "RuntimeError", [])],
+    [
+        (2, "UserError", ["data.vocab_size: too large"]),
+        (3, "TrainingDiverged", []),
+        (1, "RuntimeError", []),
+    ],
 )
 def test_the_first_failure_ends_the_run_with_its_code_and_its_reason_last(
     code: int, kind: str, more: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    failing = FAIL.replace("sys.exit(2)", f"sys.exit({code})").replace("except UserError", f"except {kind}")
+    failing = FAIL.replace("sys.exit(2)", f"sys.exit({code})").replace(
+        "except UserError", f"except {kind}"
+    )
     if kind != "UserError":
-        failing = failing.replace('UserError("data.source: empty", "data.vocab_size: too large")', f'{kind}("no end")')
+        failing = failing.replace(
+            'UserError("data.source: empty", "data.vocab_size: too large")', f'{kind}("no end")'
+        )
     assert start_ranks(python(failing, tmp_path / "pid"), ranks=2) == code
     first, *others = capfd.readouterr().err.splitlines()
     assert first.startswith(f"rank 1 failed with exit code {code}: {kind}: ") and others == more
@@ -136,7 +153,9 @@ def test_launching_leaves_this_process_as_it_was() -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_launcher_stops_all_ranks(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_stops_all_ranks(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     start = f"start_ranks({python(WAIT, tmp_path)!r}, 2)"
     program = f"import sys; from tools.training.launch import start_ranks; sys.exit({start})"
     with subprocess.Popen(python(program), cwd=ROOT, stderr=subprocess.PIPE, text=True) as launcher:
@@ -156,7 +175,9 @@ def test_the_first_failure_is_the_one_noted_first_and_not_a_rank_stopped_before_
 ) -> None:
     def failure(rank: int, exitcode: int, second: float) -> ProcessFailure:
         note = tmp_path / f"{rank}.json"
-        note.write_text(json.dumps({"message": {"message": f"{rank}", "extraInfo": {"timestamp": "100"}}}))
+        note.write_text(
+            json.dumps({"message": {"message": f"{rank}", "extraInfo": {"timestamp": "100"}}})
+        )
         os.utime(note, (second, second))
         return ProcessFailure(rank, 1, exitcode, str(note))
 
@@ -165,20 +186,27 @@ def test_the_first_failure_is_the_one_noted_first_and_not_a_rank_stopped_before_
     failures = {0: failure(0, 1, 100.5), 1: failure(1, 3, 100.2), 2: stopped}
     rank, found = first_failure(failures)
     assert (rank, found.exitcode) == (1, 3)
-    failures[2] = failure(2, -signal.SIGTERM, 100.1)  # it had noted its own reason before it was stopped
+    # it had noted its own reason before it was stopped
+    failures[2] = failure(2, -signal.SIGTERM, 100.1)
     assert first_failure(failures)[0] == 2
 
 
-def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_megaprec(tmp_path: Path) -> None:
+def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_megaprec(
+    tmp_path: Path,
+) -> None:
     for place, word in (("ours", "right"), ("users", "wrong")):
         folder = tmp_path / place / "megaprec"
         folder.mkdir(parents=True)
         (folder / "__init__.py").touch()
-        (folder / "__main__.py").write_text(f"import sys\ndef main(): print('{word}', sys.argv[1:])\n")
+        (folder / "__main__.py").write_text(
+            f"import sys\ndef main(): print('{word}', sys.argv[1:])\n"
+        )
     command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "ours"), "train", "x"]
     users = tmp_path / "users"
     searched = {**os.environ, "PYTHONPATH": str(users)}
-    done = subprocess.run(command, cwd=users, env=searched, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=users, env=searched, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "right ['train', 'x']\n"
 
 
@@ -224,12 +252,17 @@ sys.exit(cli.main(["word"]))
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("error", "code", "last"),
-    [("UserError('the disk is full')", 2, "the disk is full"), ("ValueError('a bug')", 1, "ValueError: a bug")],
+    [
+        ("UserError('the disk is full')", 2, "the disk is full"),
+        ("ValueError('a bug')", 1, "ValueError: a bug"),
+    ],
 )
 def test_a_rank_that_failed_alone_says_why_and_ends_though_its_world_cannot_be_left(
     error: str, code: int, last: str
 ) -> None:
-    ended = subprocess.run(python(STUCK.format(error=error)), capture_output=True, text=True, timeout=1200, check=False)
+    ended = subprocess.run(
+        python(STUCK.format(error=error)), capture_output=True, text=True, timeout=1200, check=False
+    )
     assert ended.returncode == code
     assert ended.stderr.splitlines()[-1] == last
 
@@ -238,7 +271,10 @@ def without(limit: str) -> list[str]:
     """The words before a command that take open files or the loopback interface away."""
     if limit == "files":
         return ["sh", "-c", 'ulimit -n 24 && exec "$@"', "sh"]
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode
+    ):
         pytest.skip("network namespaces need root and Linux")
     return ["unshare", "-n"]
 
@@ -246,8 +282,22 @@ def without(limit: str) -> list[str]:
 @pytest.mark.parametrize(
     ("limit", "ranks", "says"),
     [
-        ("files", 2, "this process may open 24 files, and local ranks need 36: raise the limit (ulimit -n 1024)\n"),
-        ("loopback", 2, "local ranks meet at 127.0.0.1, where no connection can be made (Network is unreachable): "),
+        (
+            "files",
+            2,
+            (
+                "this process may open 24 files, and local ranks need 36: raise the limit "
+                "(ulimit -n 1024)\n"
+            ),
+        ),
+        (
+            "loopback",
+            2,
+            (
+                "local ranks meet at 127.0.0.1, where no connection can be made (Network is "
+                "unreachable): "
+            ),
+        ),
         ("loopback", 1, "gloo has no network interface to meet at (Unable to find interface for: "),
     ],
 )
@@ -255,15 +305,24 @@ def test_a_machine_on_which_ranks_cannot_meet_is_told_at_once(
     limit: str, ranks: int, says: str, tmp_path: Path
 ) -> None:
     file = write_run(tmp_path)
-    command = [sys.executable, "-m", "megaprec", *(["doctor"] if ranks > 1 else ["train", str(file)])]
+    command = [
+        sys.executable,
+        "-m",
+        "megaprec",
+        *(["doctor"] if ranks > 1 else ["train", str(file)]),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     whole = [*without(limit), *command]
-    done = subprocess.run(whole, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        whole, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120
+    )
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert "frame #" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_soft_limit_of_open_files_is_raised_as_far_as_ranks_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soft_limit_of_open_files_is_raised_as_far_as_ranks_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits = {"soft": (20, 4096), "endless": (20, resource.RLIM_INFINITY), "enough": (64, 64)}
     raised = []
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: raised.append(both))

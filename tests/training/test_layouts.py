@@ -1,4 +1,5 @@
-"""The largest layout that fits fewer ranks: it can be trained, never needs more, and no larger one can be trained."""
+"""The largest layout that fits fewer ranks: it can be trained, never needs more, and no larger one
+can be trained."""
 
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,9 @@ from tools.config.settings import Parallel, Train
 SIZES = st.sampled_from([1, 2, 3, 4])
 
 
-def run(parallel: dict[str, Any], heads: int = 4, layers: int = 4, batch: int = 8, micro_batch: int = 1) -> RunConfig:
+def run(
+    parallel: dict[str, Any], heads: int = 4, layers: int = 4, batch: int = 8, micro_batch: int = 1
+) -> RunConfig:
     model = ModelConfig(layers=layers, heads=heads, kv_heads=heads, hidden=heads * 4, ffn=heads * 4)
     train = Train(steps=1, global_batch=batch, micro_batch=micro_batch, seq_length=12)
     return RunConfig(model=model, train=train, parallel=Parallel(**parallel))
@@ -34,7 +37,11 @@ def runs(draw: st.DrawFn) -> RunConfig:
     batch = micro_batch * draw(st.sampled_from([4, 6, 8, 12]))
     try:
         return run(
-            parallel, draw(st.sampled_from([2, 3, 4, 6, 12])), draw(st.sampled_from([2, 4, 8])), batch, micro_batch
+            parallel,
+            draw(st.sampled_from([2, 3, 4, 6, 12])),
+            draw(st.sampled_from([2, 4, 8])),
+            batch,
+            micro_batch,
         )
     except ValueError:
         assume(False)
@@ -42,8 +49,16 @@ def runs(draw: st.DrawFn) -> RunConfig:
 
 
 def trainable(config: RunConfig, tensor: int, pipeline: int, data: int) -> bool:
-    """Whether the run file's checks pass with these axes, without the keys that are for a number of ranks."""
-    free = {"cuts": (), "schedule_file": "", "zero_size": 0, "tensor": tensor, "pipeline": pipeline, "data": data}
+    """Whether the run file's checks pass with these axes, without the keys that are for a number of
+    ranks."""
+    free = {
+        "cuts": (),
+        "schedule_file": "",
+        "zero_size": 0,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "data": data,
+    }
     return not problems(config, config.parallel.model_copy(update=free))
 
 
@@ -51,7 +66,8 @@ def trainable(config: RunConfig, tensor: int, pipeline: int, data: int) -> bool:
 def test_the_largest_layout_passes_the_checks_within_the_ranks_and_no_larger_one_does(
     config: RunConfig, ranks: int
 ) -> None:
-    found, own = largest_fitting(config, ranks), config.parallel
+    found = largest_fitting(config, ranks)
+    own = config.parallel
     if config.world_size <= ranks:
         assert found == Fitting(own)
         return
@@ -68,13 +84,17 @@ def test_the_largest_layout_passes_the_checks_within_the_ranks_and_no_larger_one
 
 
 @given(runs(), st.integers(1, 70))
-def test_other_keys_stay_as_they_are_but_those_for_a_number_of_ranks(config: RunConfig, ranks: int) -> None:
+def test_other_keys_stay_as_they_are_but_those_for_a_number_of_ranks(
+    config: RunConfig, ranks: int
+) -> None:
     if found := largest_fitting(config, ranks):
-        own, axes = config.parallel, {"tensor", "pipeline", "data"}
+        own = config.parallel
+        axes = {"tensor", "pipeline", "data"}
         differ = {key for key, value in found.parallel if value != getattr(own, key)}
         assert differ <= axes | set(found.left_out)
         assert set(found.left_out) <= {"cuts", "schedule_file", "zero_size"}
-        assert largest_fitting(config, found.ranks) == found  # the ranks that are started find the same layout
+        # the ranks that are started find the same layout
+        assert largest_fitting(config, found.ranks) == found
 
 
 @pytest.mark.parametrize(
@@ -101,7 +121,11 @@ def test_as_few_keys_as_possible_are_left_out() -> None:
     config = run({"pipeline": 2, "data": 4, "cuts": [1, 3], "zero_size": 4})
     found = largest_fitting(config, 5)
     assert found is not None
-    assert (found.parallel.cuts, found.parallel.zero_size, found.left_out) == ((1, 3), 0, ("zero_size",))
+    assert (found.parallel.cuts, found.parallel.zero_size, found.left_out) == (
+        (1, 3),
+        0,
+        ("zero_size",),
+    )
     alone = largest_fitting(config, 1)
     assert alone is not None
     assert alone.left_out == ("cuts", "zero_size")
@@ -116,7 +140,10 @@ def test_a_run_in_another_layout_says_what_decided_it(tmp_path: Path) -> None:
     smaller = config.with_parallel(Parallel(), "parallel.elastic, 1 ranks")
     assert (smaller.world_size, config.world_size) == (1, 2)
     assert smaller.origin("parallel.data") == "parallel.elastic, 1 ranks"
-    assert (smaller.origin("parallel.tensor"), config.origin("parallel.data")) == ("default", "default")
+    assert (smaller.origin("parallel.tensor"), config.origin("parallel.data")) == (
+        "default",
+        "default",
+    )
     assert "data = 1  # parallel.elastic, 1 ranks\n" in smaller.save_resolved(tmp_path).read_text()
 
 

@@ -1,4 +1,5 @@
-"""A damaged checkpoint is never nothing: what has the name of one and is none is refused, and nothing is changed."""
+"""A damaged checkpoint is never nothing: what has the name of one and is none is refused, and
+nothing is changed."""
 
 import json
 import os
@@ -84,7 +85,8 @@ Refused = Callable[..., list[str]]
 def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
     def check(run: Path, *arguments: object) -> list[str]:
         """What the command says when it refuses, having changed nothing in `run`."""
-        before, _ = contents(run), capfd.readouterr()
+        before = contents(run)
+        _ = capfd.readouterr()
         assert main([*map(str, arguments)]) == 2
         assert contents(run) == before
         out, err = capfd.readouterr()
@@ -124,14 +126,19 @@ def test_the_remedy_works(file: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(names(run / "checkpoints" / "step_00000006.damaged")) == 3
 
 
-def test_the_newest_is_taken_beside_an_older_one_that_is_damaged_and_that_one_is_named(tmp_path: Path) -> None:
-    older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
+def test_the_newest_is_taken_beside_an_older_one_that_is_damaged_and_that_one_is_named(
+    tmp_path: Path,
+) -> None:
+    older = saved(tmp_path, 1)
+    newer = saved(tmp_path, 2)
     unlink(older)
     assert latest(tmp_path) == newer
     why = "is damaged: it has no checkpoint.json: it is not used, and stays"
     assert damaged_beside(newer) == [f"{older} {why}"]
     unlink(newer)
-    with pytest.raises(UserError, match=r"step_00000002 is damaged: it has no .* move it away to start anew"):
+    with pytest.raises(
+        UserError, match=r"step_00000002 is damaged: it has no .* move it away to start anew"
+    ):
         latest(tmp_path)
     with pytest.raises(UserError) as said:
         checkpoints(tmp_path)
@@ -150,7 +157,10 @@ def test_a_run_goes_on_from_the_newest_whatever_lies_there_of_older_ones(
         unlink(older)
     assert train(file, f"train.folder={run}", "train.steps=7") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"note       {older} is damaged: it has no checkpoint.json: it is not used, and stays" in lines
+    assert (
+        f"note       {older} is damaged: it has no checkpoint.json: it is not used, and stays"
+        in lines
+    )
     assert older.is_dir()
     assert main(["inspect", str(run)]) == 0
 
@@ -203,8 +213,17 @@ def put_linked_leftover(folder: Path) -> None:
         (put_file, "is not a folder, but checkpoints belong there: move it away"),
         (put_fifo, "is not a folder, but checkpoints belong there: move it away"),
         (put_link, "is a link to nowhere, which is not there: mount it, or move the link"),
-        (put_leftover, "/.step_00000003.partial is no folder, but has the name of an unfinished .*: move it away"),
-        (put_linked_leftover, "/.step_00000003.partial is no folder, but has the name of an unfinished .*"),
+        (
+            put_leftover,
+            (
+                "/.step_00000003.partial is no folder, but has the name of an unfinished .*: "
+                "move it away"
+            ),
+        ),
+        (
+            put_linked_leftover,
+            "/.step_00000003.partial is no folder, but has the name of an unfinished .*",
+        ),
     ],
 )
 def test_a_place_where_nothing_can_be_saved_is_found_at_the_start(
@@ -221,9 +240,11 @@ def test_a_place_where_nothing_can_be_saved_is_found_at_the_start(
 def test_what_may_not_be_read_is_not_nothing(
     what: str, file: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a user to whom a folder of mode 0333, one above it, or one in it of mode 0600, is closed."""
+    """As for a user to whom a folder of mode 0333, one above it, or one in it of mode 0600, is
+    closed."""
     run = rewind(file.parent / "run", tmp_path / "run", 6)
-    inner, closed = getattr(os, what, os.stat), run / "checkpoints"
+    inner = getattr(os, what, os.stat)
+    closed = run / "checkpoints"
 
     def close(path: Any, *rest: Any, **options: Any) -> Any:
         if options.get("follow_symlinks", True) and Path(path) == (
@@ -234,7 +255,11 @@ def test_what_may_not_be_read_is_not_nothing(
 
     monkeypatch.setattr(module.os, "stat" if what == "index" else what, close)
     (line,) = refused(tmp_path, "train", file, f"train.folder={run}")
-    assert str(closed) in line and "(Permission denied)" in line and "allow" in line + "allow" * (what == "index")
+    assert (
+        str(closed) in line
+        and "(Permission denied)" in line
+        and "allow" in line + "allow" * (what == "index")
+    )
 
 
 # --- newer versions, and indices that were edited
@@ -264,14 +289,21 @@ def test_a_newer_version_is_told_from_damage(
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     edit_index(checkpoint(run, 6), change)
     said = refused(run, "train", file, "train.steps=8", f"train.folder={run}")
-    newer = f"{checkpoint(run, 6)} was saved by a newer version of megaprec: {why}: update megaprec to go on with it"
+    newer = (
+        f"{checkpoint(run, 6)} was saved by a newer version of megaprec: {why}: update megaprec "
+        "to go on with it"
+    )
     assert said[0] == newer
 
 
-def test_an_index_that_lost_its_digests_is_damaged(file: Path, tmp_path: Path, refused: Refused) -> None:
+def test_an_index_that_lost_its_digests_is_damaged(
+    file: Path, tmp_path: Path, refused: Refused
+) -> None:
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     index = json.loads((checkpoint(run, 6) / INDEX).read_bytes())
-    (checkpoint(run, 6) / INDEX).write_text(json.dumps({k: v for k, v in index.items() if k not in (OWN, OTHERS)}))
+    (checkpoint(run, 6) / INDEX).write_text(
+        json.dumps({k: v for k, v in index.items() if k not in (OWN, OTHERS)})
+    )
     said = refused(run, "train", file, "train.steps=8", f"train.folder={run}")
     assert "has lost the digests that it was saved with" in said[0]
 
@@ -285,7 +317,10 @@ def test_of_a_checkpoint_without_digests_a_run_says_that_nothing_was_checked(
     (checkpoint(run, 6) / INDEX).write_text(json.dumps(older))
     assert train(file, "train.steps=7", f"train.folder={run}") == 0
     said = capsys.readouterr().out
-    assert f"note       {checkpoint(run, 6)} has no digests (an earlier version saved it), so nothing tells" in said
+    assert (
+        f"note       {checkpoint(run, 6)} has no digests (an earlier version saved it), so "
+        "nothing tells"
+    ) in said
     assert "keeps no record of the data and the keys that it was trained with" in said
 
 
@@ -293,7 +328,8 @@ WRONG: tuple[Any, ...] = (None, [], {}, "x", -1, 1.5, True, [[]], {"x": -1}, 10*
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in the index; of lists and of tensors, which are many and alike, the first."""
+    """Where something stands in the index; of lists and of tensors, which are many and alike, the
+    first."""
     found = [path] if path else []
     if isinstance(value, dict):
         keys = list(value)[:1] if path in (("tensors",), ("files",), ("sha256",)) else list(value)
@@ -303,20 +339,30 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(slice(0, None, 6), marks=pytest.mark.slow), pytest.param(slice(None), marks=pytest.mark.campaign)],
+    [
+        pytest.param(slice(0, None, 6), marks=pytest.mark.slow),
+        pytest.param(slice(None), marks=pytest.mark.campaign),
+    ],
     ids=["a sixth", "all"],
 )
 def test_no_edit_of_an_index_ends_in_a_traceback(part: slice, file: Path, tmp_path: Path) -> None:
-    """Each value in turn is left out, or is another one; a run goes on with it or says what is wrong."""
+    """Each value in turn is left out, or is another one; a run goes on with it or says what is
+    wrong."""
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     index_file = checkpoint(run, 6) / INDEX
     whole = json.loads(index_file.read_bytes())
     whole.pop(OWN)
     found = [place for place in places(whole) if place[0] != "model" or len(place) == 1][part]
     for place in found:
-        for wrong in ("lost", WRONG[len(str(place)) % len(WRONG)], WRONG[(len(str(place)) + 3) % len(WRONG)]):
+        for wrong in (
+            "lost",
+            WRONG[len(str(place)) % len(WRONG)],
+            WRONG[(len(str(place)) + 3) % len(WRONG)],
+        ):
 
-            def change(index: dict[str, Any], place: tuple[Any, ...] = place, wrong: Any = wrong) -> None:
+            def change(
+                index: dict[str, Any], place: tuple[Any, ...] = place, wrong: Any = wrong
+            ) -> None:
                 inner: Any = index
                 for key in place[:-1]:
                     inner = inner[key]

@@ -1,4 +1,5 @@
-"""Files of a run folder that are not what a run would write: nothing hangs, nothing is replaced unsaid."""
+"""Files of a run folder that are not what a run would write: nothing hangs, nothing is replaced
+unsaid."""
 
 import os
 from argparse import Namespace
@@ -10,7 +11,13 @@ from tests.runs import steps, train, write_run
 from tools import cli
 from tools.training.launch import OURS
 
-QUICK = ("model.layers=1", "train.global_batch=4", "train.micro_batch=4", "train.steps=2", "checkpoint.every=0")
+QUICK = (
+    "model.layers=1",
+    "train.global_batch=4",
+    "train.micro_batch=4",
+    "train.steps=2",
+    "checkpoint.every=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +31,9 @@ def test_a_lock_that_is_a_pipe_is_refused_at_once(
     os.mkfifo(tmp_path / ".lock")
     assert train(file, *QUICK, f"train.folder={tmp_path}") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path}/.lock: it is no regular file, but the lock of this folder belongs there")
+    assert line.startswith(
+        f"{tmp_path}/.lock: it is no regular file, but the lock of this folder belongs there"
+    )
 
 
 @pytest.mark.parametrize("name", ["run.toml", "metrics.jsonl"])
@@ -49,7 +58,10 @@ def test_a_file_of_records_that_is_a_link_is_replaced_with_a_word_and_what_it_po
     before = elsewhere.read_bytes()
     capsys.readouterr()
     assert train(file, *QUICK, f"train.folder={run}", "train.steps=3") == 0
-    line = f"note       {run}/metrics.jsonl was a link, and is a file of this run now; {elsewhere} stays as it is"
+    line = (
+        f"note       {run}/metrics.jsonl was a link, and is a file of this run now; {elsewhere} "
+        "stays as it is"
+    )
     assert line in capsys.readouterr().out.splitlines()
     assert elsewhere.read_bytes() == before
     assert [record["step"] for record in steps(run)] == [1, 2, 3]
@@ -59,7 +71,9 @@ def test_a_rank_that_lost_another_leaves_the_telling_to_its_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose(args: Namespace) -> int:
-        raise RuntimeError("F0.0 failed on pipeline rank 0: Connection closed by peer [127.0.0.1]:26540")
+        raise RuntimeError(
+            "F0.0 failed on pipeline rank 0: Connection closed by peer [127.0.0.1]:26540"
+        )
 
     with pytest.raises(RuntimeError):
         cli._run(Namespace(run=lose))
@@ -75,4 +89,6 @@ def test_no_rank_prints_a_traceback_when_rank_0_cannot_open_its_files(
     (tmp_path / "metrics.jsonl.part").mkdir()
     assert train(file, *QUICK, f"train.folder={tmp_path}", "parallel.tensor=2") == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"rank 0 failed with exit code 2: UserError: {tmp_path}/metrics.jsonl.part: Is a directory")
+    assert line.startswith(
+        f"rank 0 failed with exit code 2: UserError: {tmp_path}/metrics.jsonl.part: Is a directory"
+    )

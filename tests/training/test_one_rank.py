@@ -1,4 +1,5 @@
-"""Ends of one rank: a signal stops the whole run in order, and everything else is told with the rank's number."""
+"""Ends of one rank: a signal stops the whole run in order, and everything else is told with the
+rank's number."""
 
 import json
 import os
@@ -23,7 +24,11 @@ from tools.training.silent_faults import FaultyHardware
 from tools.training.skipped_steps import TrainingDiverged
 
 FORWARD = "forward of micro-batch 1"
-PATIENT = ["parallel.tensor=2", "parallel.timeout=120"]  # no rank hangs here, however busy the machine is
+# no rank hangs here, however busy the machine is
+PATIENT = [
+    "parallel.tensor=2",
+    "parallel.timeout=120",
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,9 @@ def test_a_lost_connection_is_a_consequence_whenever_it_was_noted(tmp_path: Path
     def failure(rank: int, exitcode: int, said: str, second: float) -> ProcessFailure:
         note = tmp_path / f"{rank}.json"
         if said:
-            note.write_text(f'{{"message": {{"message": "{said}", "extraInfo": {{"timestamp": "100"}}}}}}')
+            note.write_text(
+                f'{{"message": {{"message": "{said}", "extraInfo": {{"timestamp": "100"}}}}}}'
+            )
             os.utime(note, (second, second))
         return ProcessFailure(rank, 1, exitcode, str(note))
 
@@ -122,7 +129,9 @@ def test_a_rank_that_hears_a_signal_before_or_after_the_others_ends_as_all_that_
     note = tmp_path / "error.json"
     if other:
         text = other.format(name=number.name)
-        note.write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": "100"}}}))
+        note.write_text(
+            json.dumps({"message": {"message": text, "extraInfo": {"timestamp": "100"}}})
+        )
     heard = ProcessFailure(0, 1, -number, "")
     heard.timestamp = 1
     failures = {0: heard, 1: ProcessFailure(1, 1, exitcode or 128 + number, str(note))}
@@ -155,7 +164,9 @@ def test_a_rank_that_was_stopped_while_it_left_has_the_exit_code_of_the_reason_i
     assert ended_by_choice(loss.exitcode) == (code != 1)
 
 
-def test_folders_of_killed_launchers_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_launchers_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     old = time.time() - 2 * YOUNG
     for name, owned in (("killed", True), ("foreign", False), ("young", True)):
@@ -171,6 +182,13 @@ def test_folders_of_killed_launchers_are_removed_and_no_others(tmp_path: Path, m
         os.utime(first, (old, old))
         with own_folder() as second:
             left = {path.name for path in tmp_path.iterdir()}
-    assert left == {f"{PREFIX}foreign", f"{PREFIX}young", f"{PREFIX}link", "kept", Path(first).name, Path(second).name}
+    assert left == {
+        f"{PREFIX}foreign",
+        f"{PREFIX}young",
+        f"{PREFIX}link",
+        "kept",
+        Path(first).name,
+        Path(second).name,
+    }
     assert not Path(first).exists() and not Path(second).exists()
     remove_leftovers(tmp_path / "gone")

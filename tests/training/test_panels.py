@@ -14,8 +14,21 @@ from tools.plots.svg_panels import MOST, to_svg
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
-    made = {"outcome": "applied", "loss": 5 - step / 100, "grad_norm": 1 + step % 3, "loss_scale": 1.0, "lr": step / 10}
-    return {"step": step, "tokens": 64 * step, "tokens_per_s": 100.0 + step, "seconds": 0.1, **made, **more}
+    made = {
+        "outcome": "applied",
+        "loss": 5 - step / 100,
+        "grad_norm": 1 + step % 3,
+        "loss_scale": 1.0,
+        "lr": step / 10,
+    }
+    return {
+        "step": step,
+        "tokens": 64 * step,
+        "tokens_per_s": 100.0 + step,
+        "seconds": 0.1,
+        **made,
+        **more,
+    }
 
 
 def titles(records: list[dict[str, Any]], over: Over = "steps") -> list[str]:
@@ -26,9 +39,15 @@ def test_a_quantity_without_values_or_without_change_is_a_remark_and_no_panel() 
     records = [record(step, lr=0.1) for step in range(1, 11)]
     assert titles(records) == ["loss", "gradient norm before clipping", "speed"]
     assert pictures(records).remarks == ["learning rate 0.1 throughout", "loss scale 1 throughout"]
-    skipped = [record(step, outcome="skipped_overflow", grad_norm=math.inf, loss=math.nan) for step in range(1, 5)]
+    skipped = [
+        record(step, outcome="skipped_overflow", grad_norm=math.inf, loss=math.nan)
+        for step in range(1, 5)
+    ]
     assert titles(skipped) == ["learning rate", "speed"]
-    assert pictures(skipped).remarks[:2] == ["no finite loss", "no finite gradient norm before clipping"]
+    assert pictures(skipped).remarks[:2] == [
+        "no finite loss",
+        "no finite gradient norm before clipping",
+    ]
 
 
 def test_utilization_is_shown_where_it_is_known_in_place_of_flops() -> None:
@@ -63,12 +82,16 @@ def test_skipped_steps_resumes_and_evaluations_are_marked_over_steps_and_over_to
         loss, *_, scale = shown.panels
         assert loss.skipped == scale.skipped == [3 * factor]
         assert shown.resumed == [2 * factor]
-        held_out = [(line.label, list(line.x), list(line.y)) for line in loss.lines if line.look == "other"]
+        held_out = [
+            (line.label, list(line.x), list(line.y)) for line in loss.lines if line.look == "other"
+        ]
         assert held_out == [("held-out", [4 * factor], [4.0]), ("code", [4 * factor], [3.0])]
 
 
 def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:
-    records = [record(step, grad_norm=math.inf if step == 3 else 1.0 + step) for step in range(1, 7)]
+    records = [
+        record(step, grad_norm=math.inf if step == 3 else 1.0 + step) for step in range(1, 7)
+    ]
     shown = pictures(records)
     norm = next(panel for panel in shown.panels if panel.title.startswith("gradient"))
     assert len(re.findall(r'class="main" d="(M[^M"]+)(M[^M"]+)"', to_svg(norm, shown))) == 1
@@ -80,7 +103,8 @@ def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:
 def test_the_shortest_runs_have_a_picture_too(count: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = [
-        f'{{"step": {n}, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}}\n' for n in range(count)
+        f'{{"step": {n}, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}}\n'
+        for n in range(count)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert plot_run(tmp_path) == tmp_path / "training.png"

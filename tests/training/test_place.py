@@ -1,4 +1,5 @@
-"""A run that resumes with samples of another length goes on in its text where it was, or is refused."""
+"""A run that resumes with samples of another length goes on in its text where it was, or is
+refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,13 @@ from megaprec.data.samples import Batch, Samples
 from tests.runs import checkpoint, rewind, train, write_run
 from tools.convert.train_state import read_progress
 
-QUICK = ("model.layers=1", "train.global_batch=4", "train.micro_batch=4", "checkpoint.every=0", "model.dropout=0.0")
+QUICK = (
+    "model.layers=1",
+    "train.global_batch=4",
+    "train.micro_batch=4",
+    "checkpoint.every=0",
+    "model.dropout=0.0",
+)
 LENGTH = 16
 READ = 2 * 4 * LENGTH  # tokens of two steps
 
@@ -50,7 +57,12 @@ def test_a_run_in_the_order_of_its_text_goes_on_where_it_was_with_samples_of_any
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = rewind(file.parent / "ordered", tmp_path / "run", 2)
-    changed = (f"train.folder={run}", "train.steps=3", f"train.seq_length={length}", "data.shuffle=false")
+    changed = (
+        f"train.folder={run}",
+        "train.steps=3",
+        f"train.seq_length={length}",
+        "data.shuffle=false",
+    )
     assert train(file, *QUICK, *changed) == 0
     again = READ % length
     assert first_tokens()[0] == READ - again
@@ -64,7 +76,10 @@ def test_a_run_in_the_order_of_its_text_goes_on_where_it_was_with_samples_of_any
 
 
 def test_a_later_epoch_is_gone_on_with_too(
-    file: Path, tmp_path: Path, first_tokens: Callable[[], list[int]], capsys: pytest.CaptureFixture[str]
+    file: Path,
+    tmp_path: Path,
+    first_tokens: Callable[[], list[int]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = rewind(file.parent / "ordered", tmp_path / "run", 2)
     batch = 4

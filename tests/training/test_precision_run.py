@@ -1,4 +1,5 @@
-"""Precision in a run file: natively, or in one other system's words, which come to native keys with their origins."""
+"""Precision in a run file: natively, or in one other system's words, which come to native keys with
+their origins."""
 
 import re
 from pathlib import Path
@@ -19,9 +20,16 @@ from tools.config.run_file import RunConfig, load_run
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
-MINIMAL = ["model.preset=llama-demo", "train.steps=10", "train.global_batch=8", "train.micro_batch=2"]
+MINIMAL = [
+    "model.preset=llama-demo",
+    "train.steps=10",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+]
 MINIMAL += ["train.seq_length=64"]
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 def load(*overrides: str) -> RunConfig:
@@ -71,7 +79,9 @@ def test_a_native_key_decides_its_field(keys: list[str], field: str, value: Any)
 
 def test_the_fp8_table_is_the_recipe() -> None:
     assert load("precision.compute=bf16").plan.fp8 is None
-    made = load("precision.compute=bf16", "fp8.kind=current", "fp8.format=e4m3", "fp8.last_layers=1").plan
+    made = load(
+        "precision.compute=bf16", "fp8.kind=current", "fp8.format=e4m3", "fp8.last_layers=1"
+    ).plan
     assert made.fp8 == FP8Recipe("current", "e4m3", last_layers=1)
     assert made.origin["fp8"].startswith("fp8.kind (command line), fp8.format")
 
@@ -84,11 +94,16 @@ def test_every_field_of_a_plan_has_native_keys_that_exist() -> None:
 def test_a_dialect_is_read_from_a_file_and_changed_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text('[precision.nemo]\nrecipe = "bf16_with_fp8_mixed"\nfp8_margin = 1\n')
-    config = load_run(file, [*MINIMAL, "precision.nemo.fp8_margin=3", "precision.nemo.grad_reduce_in_fp32=false"])
+    config = load_run(
+        file, [*MINIMAL, "precision.nemo.fp8_margin=3", "precision.nemo.grad_reduce_in_fp32=false"]
+    )
     assert config.plan.fp8 == FP8Recipe(margin=3, reduce_over="stage", parameters=True)
     assert config.plan.reduce == BF16
     recipe = f"precision.nemo.recipe (file {file})"
-    assert config.plan.origin["reduce"] == f"precision.nemo.grad_reduce_in_fp32 (command line), {recipe}"
+    assert (
+        config.plan.origin["reduce"]
+        == f"precision.nemo.grad_reduce_in_fp32 (command line), {recipe}"
+    )
     assert config.plan.origin["fp8"] == f"{recipe}, precision.nemo.fp8_margin (command line)"
     assert config.origin("precision.compute") == config.plan.origin["compute"] == recipe
 
@@ -99,7 +114,10 @@ def test_a_dialect_is_read_from_a_file_and_changed_on_the_command_line(tmp_path:
         ["precision.nxd.use_master_weights=true", "precision.nxd.use_master_weights_in_ckpt=true"],
         ["precision.nxd.use_fp32_grad_acc=false", "parallel.zero=true"],
         ["precision.nxd={}", "parallel.zero=false"],
-        ['precision.smp.mixed_precision={param_dtype="bfloat16"}', "precision.smp.fp8_autocast.enabled=true"],
+        [
+            'precision.smp.mixed_precision={param_dtype="bfloat16"}',
+            "precision.smp.fp8_autocast.enabled=true",
+        ],
         ["precision.colossalai.fp16.mode=TORCH", "precision.patience=3"],
         ["precision.colossalai.fp16.mode=AMP_TYPE.APEX", "precision.colossalai.fp16.opt_level=O2"],
         ["precision.colossalai.fp16.mode=PARALLEL", "precision.on_nonfinite=raise"],
@@ -121,12 +139,16 @@ def test_the_saved_run_says_which_key_of_the_dialect_decided_what(tmp_path: Path
 
 
 def test_zero_of_the_run_is_zero_of_nxd() -> None:
-    on, off = load("precision.nxd={}"), load("precision.nxd={}", "parallel.zero=false")
+    on = load("precision.nxd={}")
+    off = load("precision.nxd={}", "parallel.zero=false")
     assert (on.plan.masters, on.plan.rounding, on.parallel.zero) == (FP32, "nearest", True)
     assert (off.plan.masters, off.plan.rounding, off.parallel.zero) == (BF16, "stochastic", False)
     config = load("precision.nxd.optimizer_config.zero_one_enabled=false")
     assert not config.parallel.zero
-    assert config.origin("parallel.zero") == "precision.nxd.optimizer_config.zero_one_enabled (command line)"
+    assert (
+        config.origin("parallel.zero")
+        == "precision.nxd.optimizer_config.zero_one_enabled (command line)"
+    )
 
 
 def test_a_dialects_default_gives_way_to_a_key_of_the_run_and_its_own_keys_to_nothing() -> None:
@@ -139,11 +161,28 @@ def test_a_dialects_default_gives_way_to_a_key_of_the_run_and_its_own_keys_to_no
 
 
 def test_a_model_in_internevos_words_is_the_model() -> None:
-    words = ["dtype=torch.bfloat16", "num_layers=2", "hidden_size=64", "num_attention_heads=4", "mlp_ratio=2.0"]
-    words += ["norm_type=layernorm", "layer_norm_epsilon=1e-6", "hybrid_zero_optimizer.clip_grad_norm=0.5"]
+    words = [
+        "dtype=torch.bfloat16",
+        "num_layers=2",
+        "hidden_size=64",
+        "num_attention_heads=4",
+        "mlp_ratio=2.0",
+    ]
+    words += [
+        "norm_type=layernorm",
+        "layer_norm_epsilon=1e-6",
+        "hybrid_zero_optimizer.clip_grad_norm=0.5",
+    ]
     config = load_run(None, [*MINIMAL[1:], *(f"precision.internevo.{word}" for word in words)])
     m = config.model
-    assert (m.layers, m.hidden, m.heads, m.ffn, m.norm, m.norm_eps) == (2, 64, 4, 256, "layer", 1e-6)
+    assert (m.layers, m.hidden, m.heads, m.ffn, m.norm, m.norm_eps) == (
+        2,
+        64,
+        4,
+        256,
+        "layer",
+        1e-6,
+    )
     assert config.optimizer.clip == 0.5
 
 
@@ -152,7 +191,9 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
     [
         (
             ["precision.nemo.recipe=fp16_mixed", "precision.nxd={}"],
-            [r"\[precision.nxd\] and \[precision.nemo\]: a run has one precision; keep one of them"],
+            [
+                r"\[precision.nxd\] and \[precision.nemo\]: a run has one precision; keep one of them"
+            ],
         ),
         (
             ["precision.nemo.recipe=fp16_mixed", "precision.compute=bf16", "fp8.kind=mx"],
@@ -163,7 +204,9 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
         ),
         (
             ["precision.nemoo.recipe=fp16_mixed"],
-            [r'precision.nemoo.recipe = "fp16_mixed" \(command line\): no such key; did you mean precision.nemo\?'],
+            [
+                r'precision.nemoo.recipe = "fp16_mixed" \(command line\): no such key; did you mean precision.nemo\?'
+            ],
         ),
         (["precision.nxd=3"], [r"precision.nxd = 3.*: must be a table of keys \(NxD\)"]),
         (
@@ -172,28 +215,57 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
         ),
         (
             ["precision.nxd.optimizer_config.max_grad_norm=3.0", "optimizer.clip=2.0"],
-            [r"optimizer.clip = 2.0 \(command line\) contradicts precision.nxd.*max_grad_norm .*, which says 3.0: .*"],
+            [
+                r"optimizer.clip = 2.0 \(command line\) contradicts precision.nxd.*max_grad_norm .*, which says 3.0: .*"
+            ],
         ),
         (
             ["precision.nemo.precision=bf17", "precision.nemo.fp8=e5m2", "train.stps=4"],
-            ['precision.nemo.precision = "bf17" .*', 'precision.nemo.fp8 = "e5m2" .*', "train.stps .*"],
+            [
+                'precision.nemo.precision = "bf17" .*',
+                'precision.nemo.fp8 = "e5m2" .*',
+                "train.stps .*",
+            ],
         ),
-        (["precision.scaling=constant"], [r'precision.scaling = "constant", precision.loss_scale = 0: .*']),
+        (
+            ["precision.scaling=constant"],
+            [r'precision.scaling = "constant", precision.loss_scale = 0: .*'],
+        ),
         (
             ["precision.scaling=none", "precision.loss_scale=2"],
             [r'precision.scaling = "none", .*scale = 2: .*'],
         ),
-        (["precision.masters=split"], [r"precision.split masters need bf16 parameters and FP32 masters, .*"]),
-        (["precision.rounding=stochastic"], [r"precision.stochastic rounding makes bf16 weights, but .*"]),
-        (["precision.residual=bf16"], [r"precision.residual = bf16 is narrower than compute = fp32"]),
-        (["precision.compute=bf16", "precision.gradients=fp16"], [r"precision.gradients = fp16 must be fp32 or .*"]),
+        (
+            ["precision.masters=split"],
+            [r"precision.split masters need bf16 parameters and FP32 masters, .*"],
+        ),
+        (
+            ["precision.rounding=stochastic"],
+            [r"precision.stochastic rounding makes bf16 weights, but .*"],
+        ),
+        (
+            ["precision.residual=bf16"],
+            [r"precision.residual = bf16 is narrower than compute = fp32"],
+        ),
+        (
+            ["precision.compute=bf16", "precision.gradients=fp16"],
+            [r"precision.gradients = fp16 must be fp32 or .*"],
+        ),
         (["precision.compute=bf17"], [r'precision.compute = "bf17" .*; did you mean bf16\?']),
         (
             ["precision.keep_fp32=head"],
-            [r'precision.keep_fp32 = "head" \(command line\): must be a list in brackets, like \[.*'],
+            [
+                r'precision.keep_fp32 = "head" \(command line\): must be a list in brackets, like \[.*'
+            ],
         ),
-        (["fp8.kind=delay"], [r'fp8.kind = "delay" \(command line\): must be .*; did you mean delayed\?']),
-        (["fp8.history_length=0"], [r"fp8.history_length = 0 \(command line\): must be greater than 0"]),
+        (
+            ["fp8.kind=delay"],
+            [r'fp8.kind = "delay" \(command line\): must be .*; did you mean delayed\?'],
+        ),
+        (
+            ["fp8.history_length=0"],
+            [r"fp8.history_length = 0 \(command line\): must be greater than 0"],
+        ),
     ],
     ids=lambda v: v[0] if "=" in v[0] else "",
 )
@@ -229,7 +301,13 @@ def test_a_run_in_internevos_words_trains_as_the_same_run_in_native_keys(tmp_pat
     head, _, rest = file.read_text().partition("[model]")
     bare = tmp_path / "bare.toml"
     bare.write_text(head + rest[rest.index("[", 1) :])
-    words = ["dtype=torch.bfloat16", "num_layers=2", "hidden_size=32", "num_attention_heads=2", "mlp_ratio=2.0"]
+    words = [
+        "dtype=torch.bfloat16",
+        "num_layers=2",
+        "hidden_size=32",
+        "num_attention_heads=2",
+        "mlp_ratio=2.0",
+    ]
     keys = [f"precision.internevo.{word}" for word in words]
     theirs = train_on(bare, *keys, f"train.folder={tmp_path}/theirs", tensor=2)
     native = theirs / "run.toml"
@@ -245,7 +323,10 @@ MODES = {
     "smp_policy": 'smp={mp_policy={param_dtype="half"},grad_scaler={init_scale=1024.0}}',
     "torch": 'colossalai.fp16={mode="TORCH",init_scale=1024.0}',
     "parallel": 'colossalai.fp16={mode="PARALLEL",initial_scale=1024}',
-    **{level: f'colossalai.fp16={{mode="APEX",opt_level="{level}"}}' for level in ("O0", "O1", "O2", "O3")},
+    **{
+        level: f'colossalai.fp16={{mode="APEX",opt_level="{level}"}}'
+        for level in ("O0", "O1", "O2", "O3")
+    },
     "internevo": 'internevo={dtype="torch.bfloat16",use_fp32_norm=true}',
     "tf32": 'internevo={dtype="torch.tf32"}',
     "nemo_bf16": 'nemo={recipe="bf16_mixed"}',
@@ -255,9 +336,13 @@ MODES = {
 
 @pytest.mark.slow
 def test_every_mode_takes_steps_on_two_tensor_ranks(tmp_path: Path) -> None:
-    """That the numbers of a mode are right is for other tests; here that its plan is one which runs."""
+    """That the numbers of a mode are right is for other tests; here that its plan is one which
+    runs."""
     file = write_run(tmp_path)
-    runs = [[f"precision.{mode}", "train.steps=3", f"train.folder={tmp_path}/{name}"] for name, mode in MODES.items()]
+    runs = [
+        [f"precision.{mode}", "train.steps=3", f"train.folder={tmp_path}/{name}"]
+        for name, mode in MODES.items()
+    ]
     train_each_on(file, runs, tensor=2)
     for name in MODES:
         taken = steps(tmp_path / name)
@@ -266,10 +351,14 @@ def test_every_mode_takes_steps_on_two_tensor_ranks(tmp_path: Path) -> None:
         assert loss[-1] < loss[0], name
 
 
-def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[set[tuple[bool, ...]], bool]:
+def _switches_of_a_run(
+    mesh: DeviceMesh, file: Path, keys: list[str]
+) -> tuple[set[tuple[bool, ...]], bool]:
     """The switches at every step, and whether they are afterwards what they were before."""
     config = load_run(file, keys)
-    trainer, seen, before = Trainer(config, open_corpus(config), mesh), set(), gpu_switches()
+    trainer = Trainer(config, open_corpus(config), mesh)
+    seen = set()
+    before = gpu_switches()
     step = trainer.step
     trainer.step = lambda: (seen.add(gpu_switches()), step())[1]  # type: ignore[method-assign]
     trainer.run()
@@ -277,16 +366,24 @@ def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[s
 
 
 def gpu_switches() -> tuple[bool, ...]:
-    """Whether TF32 is on, for products and for cuDNN, and whether sums of 16-bit products may be rounded to 16 bits."""
+    """Whether TF32 is on, for products and for cuDNN, and whether sums of 16-bit products may be
+    rounded to 16 bits."""
     matmul = torch.backends.cuda.matmul
-    narrow = matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction
+    narrow = (
+        matmul.allow_bf16_reduced_precision_reduction
+        or matmul.allow_fp16_reduced_precision_reduction
+    )
     return bool(matmul.allow_tf32), torch.backends.cudnn.allow_tf32, bool(narrow)
 
 
 @pytest.mark.parametrize(("dtype", "on"), [("torch.tf32", True), ("torch.float32", False)])
-def test_tf32_is_on_for_the_time_of_a_run_that_asks_for_it(dtype: str, on: bool, tmp_path: Path) -> None:
+def test_tf32_is_on_for_the_time_of_a_run_that_asks_for_it(
+    dtype: str, on: bool, tmp_path: Path
+) -> None:
     keys = [f"precision.internevo.dtype={dtype}", "train.steps=2"]
     file = write_run(tmp_path)
-    for seen, restored in run_ranks(_switches_of_a_run, {"pp": 1, "dp": 1, "tp": 1}, file=file, keys=keys):
+    for seen, restored in run_ranks(
+        _switches_of_a_run, {"pp": 1, "dp": 1, "tp": 1}, file=file, keys=keys
+    ):
         assert seen == {(on, on, False)}
         assert restored

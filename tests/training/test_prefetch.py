@@ -11,7 +11,8 @@ class Reader:
     """Remembers what was read, and in which thread."""
 
     def __init__(self, bad: int = -1) -> None:
-        self.bad, self.read = bad, list[int]()
+        self.bad = bad
+        self.read = list[int]()
         self.elsewhere = set[int]()
 
     def __call__(self, position: int) -> str:
@@ -46,7 +47,8 @@ def test_an_error_is_raised_at_the_step_that_it_belongs_to() -> None:
 
 
 def test_the_next_batch_is_read_while_this_one_is_used() -> None:
-    begun, go = Event(), Event()
+    begun = Event()
+    go = Event()
 
     def read(position: int) -> int:
         if position:

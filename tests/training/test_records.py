@@ -1,4 +1,5 @@
-"""One odd line in metrics.jsonl or events.jsonl ends nothing: it stays, it is named, and the rest is used."""
+"""One odd line in metrics.jsonl or events.jsonl ends nothing: it stays, it is named, and the rest
+is used."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,15 @@ import pytest
 
 from tests.runs import checkpoint, rewind, steps, train, write_run
 from tools.cli import main
-from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_events, read_lines, read_metrics
+from tools.journal.records import (
+    EVENTS,
+    METRICS,
+    lost_steps,
+    odd_lines,
+    read_events,
+    read_lines,
+    read_metrics,
+)
 from tools.report.run import Run
 
 ODD = (
@@ -22,7 +31,8 @@ ODD = (
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file whose run has been trained for six steps, with checkpoints at 3 and 6; each step is skipped."""
+    """A run file whose run has been trained for six steps, with checkpoints at 3 and 6; each step
+    is skipped."""
     file = write_run(tmp_path_factory.mktemp("records"))
     assert train(file, "precision.compute=fp16") == 3
     return file
@@ -48,7 +58,14 @@ def test_odd_lines_are_kept_named_and_not_used(
     assert [line.content for line in lines if line.record is None] == [*ODD]
     assert len(lines) - len(ODD) == len(good) + (name == EVENTS), "a resume is an event"
     (run / METRICS).with_suffix(".good").write_bytes(b"")
-    assert [r["step"] for r in (read_metrics if name == METRICS else read_events)(run)] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in (read_metrics if name == METRICS else read_events)(run)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     if name == METRICS:
         pytest.importorskip("matplotlib")
         assert main(["compare", str(run), "-o", str(tmp_path / "x.png")]) == 0
@@ -71,12 +88,17 @@ def test_of_lines_after_the_last_checkpoint_only_the_whole_ones_are_named_as_tak
     assert steps(run) == steps(file.parent / "run")
 
 
-def test_steps_that_left_no_line_are_named(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_left_no_line_are_named(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     lines = (run / METRICS).read_bytes().splitlines(keepends=True)
     (run / METRICS).write_bytes(b"".join([lines[0], *lines[3:5]]))
     assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 3
-    assert f"note       {run / METRICS} has no record of steps 2 to 3 and 6\n" in capsys.readouterr().out
+    assert (
+        f"note       {run / METRICS} has no record of steps 2 to 3 and 6\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_every_step_counts_once_and_what_is_missing_or_repeated_is_named_by_all_who_count(
@@ -105,9 +127,15 @@ def test_every_step_counts_once_and_what_is_missing_or_repeated_is_named_by_all_
 
 
 def test_a_step_of_any_size_is_told_at_once(tmp_path: Path) -> None:
-    record = '{"step": 100000000000000000000, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}\n'
+    record = (
+        '{"step": 100000000000000000000, "outcome": "applied", "loss": 1, "grad_norm": 1, '
+        '"loss_scale": 1}\n'
+    )
     (tmp_path / METRICS).write_text(record)
-    assert lost_steps(tmp_path / METRICS) == f"{tmp_path / METRICS} has no record of steps 1 to 99999999999999999999"
+    assert (
+        lost_steps(tmp_path / METRICS)
+        == f"{tmp_path / METRICS} has no record of steps 1 to 99999999999999999999"
+    )
     assert lost_steps(tmp_path / METRICS, 1) == f"{tmp_path / METRICS} has no record of step 1"
     assert lost_steps(tmp_path / "none") == ""
 

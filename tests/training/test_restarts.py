@@ -1,4 +1,5 @@
-"""A run whose rank is lost goes on by itself, to the same end, and no run is restarted that should not be."""
+"""A run whose rank is lost goes on by itself, to the same end, and no run is restarted that should
+not be."""
 
 import json
 import os
@@ -48,7 +49,13 @@ def config_in(run_file: Path, folder: Path, *overrides: str) -> RunConfig:
 
 def train_to(folder: Path, step: int, saved: int = 0, outcome: str = "applied") -> None:
     """Write what a run that reached `step` has written, with a checkpoint of the step `saved`."""
-    record = {"outcome": outcome, "loss": 1.0, "grad_norm": 1.0, "loss_scale": 1.0, "seconds": time.monotonic()}
+    record = {
+        "outcome": outcome,
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "loss_scale": 1.0,
+        "seconds": time.monotonic(),
+    }
     lines = [json.dumps({"step": n, **record}) + "\n" for n in range(1, step + 1)]
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -63,7 +70,10 @@ def test_a_lost_rank_is_started_again_in_one_line_and_the_steps_since_the_checkp
     restarts = Restarts(config_in(run_file, tmp_path, "train.restarts=2"), nullcontext)
     train_to(tmp_path, 5, saved=3)
     assert restarts.again(KILLED) == 2
-    said = "rank 1 was ended by SIGKILL: training goes on from the checkpoint of step 3; 1 restart left"
+    said = (
+        "rank 1 was ended by SIGKILL: training goes on from the checkpoint of step 3; 1 restart "
+        "left"
+    )
     assert capsys.readouterr().err == f"restart    {said}\n"
     assert [record["step"] for record in steps(tmp_path)] == [1, 2, 3]
     assert read_events(tmp_path, "restart") == [
@@ -80,7 +90,9 @@ def test_no_rank_is_started_again_once_the_restarts_are_used_up(
         train_to(tmp_path, 5)
         started.append(restarts.again(KILLED))
     assert started == [2, 2, 0, 0]
-    assert capsys.readouterr().err.endswith("not restarted: the restarts are used up (train.restarts = 2)\n")
+    assert capsys.readouterr().err.endswith(
+        "not restarted: the restarts are used up (train.restarts = 2)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,11 @@ def test_no_rank_is_started_again_once_the_restarts_are_used_up(
     ],
 )
 def test_a_crash_loop_is_not_restarted(
-    before: dict[str, Any], after: dict[str, Any], run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: dict[str, Any],
+    after: dict[str, Any],
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if before:
         train_to(tmp_path, **before)
@@ -110,7 +126,11 @@ def test_a_crash_loop_is_not_restarted(
     [
         (2, True),
         (3, True),
-        *[(code, True) for n in ("TERM", "INT", "HUP", "USR1", "QUIT") for code in (-signal.Signals[f"SIG{n}"],)],
+        *[
+            (code, True)
+            for n in ("TERM", "INT", "HUP", "USR1", "QUIT")
+            for code in (-signal.Signals[f"SIG{n}"],)
+        ],
         (128 + signal.SIGTERM, True),
         (128 + signal.SIGUSR1, True),
         (1, False),
@@ -163,12 +183,19 @@ def test_an_elastic_run_goes_on_without_a_rank_that_cannot_be_started_again(
     train_to(tmp_path, 5)
     assert [restarts.again(KILLED) for _ in range(4)] == [4, 2, 1, 0]
     said = capsys.readouterr().err.splitlines()
-    assert said[1].endswith("from the start, without rank 1, which could not be started again; 7 restarts left")
+    assert said[1].endswith(
+        "from the start, without rank 1, which could not be started again; 7 restarts left"
+    )
     assert said[-1] == "not restarted: no step was applied since the last start"
 
 
-def test_an_elastic_run_that_never_applied_a_step_is_not_shrunk(run_file: Path, tmp_path: Path) -> None:
-    assert Restarts(config_in(run_file, tmp_path, "parallel.elastic=true"), nullcontext).again(KILLED) == 0
+def test_an_elastic_run_that_never_applied_a_step_is_not_shrunk(
+    run_file: Path, tmp_path: Path
+) -> None:
+    assert (
+        Restarts(config_in(run_file, tmp_path, "parallel.elastic=true"), nullcontext).again(KILLED)
+        == 0
+    )
 
 
 def test_a_restarted_run_resumes_from_its_own_checkpoint_though_it_may_not_resume_that_of_an_earlier_run(
@@ -178,10 +205,15 @@ def test_a_restarted_run_resumes_from_its_own_checkpoint_though_it_may_not_resum
     assert train(run_file, *folder) == 0
     with pytest.raises(UserError, match="is there from an earlier run"):
         check_resumable(load_run(run_file, folder))
-    for variable, run_id in ((RESTARTED, f"{OURS}7"), ("TORCHELASTIC_RESTART_COUNT", "of torchrun")):
+    for variable, run_id in (
+        (RESTARTED, f"{OURS}7"),
+        ("TORCHELASTIC_RESTART_COUNT", "of torchrun"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
-            with pytest.raises(UserError, match="is there from an earlier run"):  # a shell has left it
+            with pytest.raises(
+                UserError, match="is there from an earlier run"
+            ):  # a shell has left it
                 check_resumable(load_run(run_file, folder))
             patch.setenv("TORCHELASTIC_RUN_ID", run_id)
             check_resumable(load_run(run_file, folder))
@@ -225,18 +257,25 @@ def test_the_launcher_starts_as_many_ranks_as_it_is_told_and_reports_only_the_la
     assert capfd.readouterr().err == ""
 
 
-def test_a_signal_between_two_starts_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_between_two_starts_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def again(loss: Loss) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         return 2
 
     assert start_ranks([sys.executable, "-c", DIE_ONCE, str(tmp_path)], 2, again=again) == 143
     assert capfd.readouterr().err == "stopped by SIGTERM\n"
-    assert not (tmp_path / "1of2").exists()  # rank 1 died in the first start, and there was no other
+    assert not (
+        tmp_path / "1of2"
+    ).exists()  # rank 1 died in the first start, and there was no other
 
 
 def test_after_a_signal_from_the_user_a_failure_is_not_restarted(tmp_path: Path) -> None:
-    code = "import os, sys, time, pathlib; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(900)"
+    code = (
+        "import os, sys, time, pathlib; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); "
+        "time.sleep(900)"
+    )
 
     def tell() -> None:
         while len(list(tmp_path.iterdir())) < 2:
@@ -284,28 +323,45 @@ def die_in(
             (Death(0, "step", 7, "7"), {"tensor": 2}),
         ),
     ],
-    ids=lambda value: f"{value.place}-{value.rank}-{value.how}" if isinstance(value, Death) else None,
+    ids=lambda value: (
+        f"{value.place}-{value.rank}-{value.how}" if isinstance(value, Death) else None
+    ),
 )
 @pytest.mark.usefixtures("forked_python")
 def test_a_run_that_lost_a_rank_ends_as_the_undisturbed_run_bit_for_bit(
-    death: Death, layout: dict[str, int], run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    death: Death,
+    layout: dict[str, int],
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = [f"parallel.{axis}={size}" for axis, size in layout.items()]
     code, run = die_in([death], run_file, tmp_path, monkeypatch, *asked)
     assert code == 0
-    assert_same_run(run, train_on(run_file, *EVALUATED, f"train.folder={tmp_path / 'whole'}", **layout), 8)
+    assert_same_run(
+        run, train_on(run_file, *EVALUATED, f"train.folder={tmp_path / 'whole'}", **layout), 8
+    )
     (event,) = read_events(run, "restart")
     assert event["why"].startswith(f"rank {death.rank} ")
     assert event["left"] == 2
 
 
-CALLS = {"forward": 18, "backward": 17, "step": 4, "evaluate": 2, "save": 2}  # in step 4 or 5 of eight
+# in step 4 or 5 of eight
+CALLS = {
+    "forward": 18,
+    "backward": 17,
+    "step": 4,
+    "evaluate": 2,
+    "save": 2,
+}
 
 
 @pytest.fixture(scope="module")
 def whole(run_file: Path) -> Path:
     """The undisturbed run of four ranks."""
-    return train_on(run_file, *EVALUATED, f"train.folder={run_file.parent / 'whole'}", tensor=2, pipeline=2)
+    return train_on(
+        run_file, *EVALUATED, f"train.folder={run_file.parent / 'whole'}", tensor=2, pipeline=2
+    )
 
 
 @pytest.mark.campaign
@@ -314,10 +370,18 @@ def whole(run_file: Path) -> Path:
 @pytest.mark.parametrize("place", CALLS)
 @pytest.mark.usefixtures("forked_python")
 def test_whoever_dies_wherever_and_however_the_run_ends_as_the_undisturbed_one(
-    place: str, rank: int, how: str, run_file: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    rank: int,
+    how: str,
+    run_file: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = ["parallel.tensor=2", "parallel.pipeline=2"]
-    code, run = die_in([Death(rank, place, CALLS[place], how)], run_file, tmp_path, monkeypatch, *layout)
+    code, run = die_in(
+        [Death(rank, place, CALLS[place], how)], run_file, tmp_path, monkeypatch, *layout
+    )
     assert code == 0
     assert_same_run(run, whole, 8)
     (event,) = read_events(run, "restart")
@@ -329,8 +393,16 @@ def test_whoever_dies_wherever_and_however_the_run_ends_as_the_undisturbed_one(
     ("death", "code", "said"),
     [
         (Death(1, "step", 5, "UserError"), 2, "rank 1 failed with exit code 2: UserError: planted"),
-        (Death(1, "step", 5, "TrainingDiverged"), 3, "rank 1 failed with exit code 3: TrainingDiverged: planted"),
-        (Death(1, "step", 5, "SIGTERM"), 143, "stopped by SIGTERM after step 5, state saved: the same command goes on"),
+        (
+            Death(1, "step", 5, "TrainingDiverged"),
+            3,
+            "rank 1 failed with exit code 3: TrainingDiverged: planted",
+        ),
+        (
+            Death(1, "step", 5, "SIGTERM"),
+            143,
+            "stopped by SIGTERM after step 5, state saved: the same command goes on",
+        ),
         (Death(1, "model", 1), 137, "rank 1 was ended by SIGKILL"),
     ],
     ids=["exit-2", "exit-3", "SIGTERM", "crash-loop"],
@@ -356,7 +428,10 @@ def test_a_run_that_should_not_go_on_is_not_restarted(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_ranks_that_start_again_from_a_damaged_checkpoint_name_it_and_the_one_before(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def damage_first(folder: Path, step: int, event: dict[str, Any]) -> None:
         flip(checkpoint(folder, step) / "optimizer-00000.safetensors", -1)
@@ -396,23 +471,42 @@ def test_a_rank_that_ends_on_purpose_is_the_cause_however_long_it_takes_to_leave
     assert (tmp_path / "death1").exists()
     assert not read_events(run, "restart")
     assert ended == code
-    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("rank ", "stopped "))]
+    ours = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if line.startswith(("rank ", "stopped "))
+    ]
     assert ours[-1] == said  # gloo may complain later about the connections that were cut
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_dies_at_the_same_step_again_and_again_ends_the_run_after_all_restarts(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     code, run = die_in(
-        [Death(1, "step", 2, always=True)], run_file, tmp_path, monkeypatch, "parallel.tensor=2", "train.restarts=2"
+        [Death(1, "step", 2, always=True)],
+        run_file,
+        tmp_path,
+        monkeypatch,
+        "parallel.tensor=2",
+        "train.restarts=2",
     )
     said = [
-        line for line in capfd.readouterr().err.splitlines() if line.startswith(("restart ", "not restarted", "rank 1"))
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if line.startswith(("restart ", "not restarted", "rank 1"))
     ]
     assert code == 137
-    assert [line[:11] for line in said] == ["restart    ", "restart    ", "not restart", "rank 1 was "]
+    assert [line[:11] for line in said] == [
+        "restart    ",
+        "restart    ",
+        "not restart",
+        "rank 1 was ",
+    ]
     assert said[-2] == "not restarted: the restarts are used up (train.restarts = 2)"
     assert [event["left"] for event in read_events(run, "restart")] == [1, 0]
 
@@ -420,7 +514,10 @@ def test_a_rank_that_dies_at_the_same_step_again_and_again_ends_the_run_after_al
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_run_that_shrank_has_the_losses_of_the_undisturbed_one(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     exact = [*EXACT, "parallel.elastic=true"]
     deaths = [Death(3, "step", 5), Death(3, "boot", 1, always=True, after=0)]
@@ -437,8 +534,15 @@ def test_a_run_that_shrank_has_the_losses_of_the_undisturbed_one(
     assert [event["ranks"] for event in read_events(run, "restart")] == [4, 2]
 
 
-SPREAD = ["model.family=mixtral", "model.experts=4", "model.router_aux_loss=0.01", *EXACT, "parallel.elastic=true"]
-SPREAD += ["checkpoint.background=false"]  # which step is resumed from does not depend on the load of the machine
+SPREAD = [
+    "model.family=mixtral",
+    "model.experts=4",
+    "model.router_aux_loss=0.01",
+    *EXACT,
+    "parallel.elastic=true",
+]
+# which step is resumed from does not depend on the load of the machine
+SPREAD += ["checkpoint.background=false"]
 
 
 @pytest.mark.cases(0, 0)
@@ -473,7 +577,11 @@ def test_a_run_with_experts_and_sequences_over_ranks_goes_on_with_all_ranks_and_
 ) -> None:
     ranks = prod(size for axis, size in layout.items() if axis != "expert")
     last = ranks - 1
-    deaths = [Death(last, "step", 5), Death(last, "step", 4, after=0), Death(last, "boot", 1, always=True, after=1)]
+    deaths = [
+        Death(last, "step", 5),
+        Death(last, "step", 4, after=0),
+        Death(last, "boot", 1, always=True, after=1),
+    ]
     asked = [*SPREAD, *(f"parallel.{axis}={size}" for axis, size in layout.items())]
     code, run = die_in(deaths, run_file, tmp_path, monkeypatch, *asked)
     out, errors = capfd.readouterr()

@@ -20,8 +20,12 @@ def saved(model: ModelConfig) -> dict[str, Any]:
 
 def test_weights_of_a_loss_may_change_but_not_what_the_weights_mean() -> None:
     model = preset("mixtral-demo", vocab=99)
-    assert not differences(saved(model), model.model_copy(update={"router_aux_loss": 0.5, "router_z_loss": 0.1}))
-    assert differences(saved(model), model.model_copy(update={"window": 7, "experts_per_token": 1})) == [
+    assert not differences(
+        saved(model), model.model_copy(update={"router_aux_loss": 0.5, "router_z_loss": 0.1})
+    )
+    assert differences(
+        saved(model), model.model_copy(update={"window": 7, "experts_per_token": 1})
+    ) == [
         "model.window = 7, but it is 0 in the checkpoint",
         "model.experts_per_token = 1, but it is 2 in the checkpoint",
     ]
@@ -29,7 +33,11 @@ def test_weights_of_a_loss_may_change_but_not_what_the_weights_mean() -> None:
 
 def test_a_checkpoint_without_a_newer_key_has_its_default() -> None:
     model = preset("gpt2")
-    older = {key: value for key, value in saved(model).items() if key not in ("window", "mlp_bias", "rope_scaling")}
+    older = {
+        key: value
+        for key, value in saved(model).items()
+        if key not in ("window", "mlp_bias", "rope_scaling")
+    }
     assert not differences(older, model)
     assert differences(older, model.model_copy(update={"mlp_bias": False})) == [
         "model.mlp_bias = false, but it is true in the checkpoint"

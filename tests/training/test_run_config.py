@@ -1,4 +1,5 @@
-"""Run files: what is read, what is refused and in which words, and that a saved run is the same run."""
+"""Run files: what is read, what is refused and in which words, and that a saved run is the same
+run."""
 
 import inspect
 import tomllib
@@ -60,8 +61,15 @@ def problems(*overrides: str, path: Path | None = None) -> list[str]:
 
 def test_the_command_line_wins_over_the_file_over_the_preset_over_defaults(run_file: Path) -> None:
     config = load_run(run_file, ["train.steps=20", "train.steps=30"])
-    assert (config.train.steps, config.model.heads, config.model.layers, config.train.seed) == (30, 8, 6, 1234)
-    origins = [config.origin(key) for key in ("train.steps", "model.heads", "model.layers", "train.seed")]
+    assert (config.train.steps, config.model.heads, config.model.layers, config.train.seed) == (
+        30,
+        8,
+        6,
+        1234,
+    )
+    origins = [
+        config.origin(key) for key in ("train.steps", "model.heads", "model.layers", "train.seed")
+    ]
     assert origins == ["command line", f"file {run_file}", "preset llama-demo", "default"]
 
 
@@ -81,7 +89,9 @@ def test_numbers_of_a_step(run_file: Path) -> None:
 
 @pytest.mark.parametrize(("unit", "total"), [("steps", 10), ("samples", 80)])
 def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
-    schedule = load_run(None, [*MINIMAL, f"lr.unit={unit}", "lr.warmup=10", "lr.decay=3", "lr.final=1e-5"]).lr_schedule
+    schedule = load_run(
+        None, [*MINIMAL, f"lr.unit={unit}", "lr.warmup=10", "lr.decay=3", "lr.final=1e-5"]
+    ).lr_schedule
     assert (schedule.total, schedule.warmup, schedule.decay, schedule.final) == (total, 10, 3, 1e-5)
     assert schedule.peak == LR().peak
 
@@ -91,7 +101,10 @@ def test_a_schedule_may_be_shorter_or_longer_than_its_run() -> None:
     short, long = (load_run(None, [*run, f"lr.length={n}"]).lr_schedule for n in (4, 20))
     assert [short.at(n) for n in (0, 2, 4, 9)] == [1.0, 0.75, 0.5, 0.5]
     assert [long.at(n) for n in (0, 10)] == [1.0, 0.75]
-    assert any("lr.warmup 5: must be between 0 and 4" in one for one in problems(*run, "lr.length=4", "lr.warmup=5"))
+    assert any(
+        "lr.warmup 5: must be between 0 and 4" in one
+        for one in problems(*run, "lr.length=4", "lr.warmup=5")
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,8 +175,14 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("optimizer.betas=[0.9]", "too few values"),
         ("precision.compute=fp8", "FP8 products are set by fp8.kind"),
         ("optimizer.betas=0.9", "must be a list in brackets, like [0.9, 0.95]"),
-        ("data.validation=a.txt", 'must be a list in brackets, like [{name = "wiki", source = "wiki.txt"}, '),
-        ('data.validation=["a.txt"]', 'must be a table, like [{name = "wiki", source = "wiki.txt"}, '),
+        (
+            "data.validation=a.txt",
+            'must be a list in brackets, like [{name = "wiki", source = "wiki.txt"}, ',
+        ),
+        (
+            'data.validation=["a.txt"]',
+            'must be a table, like [{name = "wiki", source = "wiki.txt"}, ',
+        ),
         ("data.held_out=1.0", "must be less than 1"),
         ("parallel.overlap=on", "must be true or false or 'auto'"),
     ],
@@ -176,17 +195,28 @@ def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: 
 
 def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:
     run_file.write_text(RUN + "folder = 3\n")
-    assert problems(path=run_file) == [f"train.folder = 3 (file {run_file}): must be text in quotes"]
+    assert problems(path=run_file) == [
+        f"train.folder = 3 (file {run_file}): must be text in quotes"
+    ]
 
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (["parallel.tensor=3"], "parallel.tensor 3 does not divide model.heads 4, model.kv_heads 2 and model.ffn 704"),
+        (
+            ["parallel.tensor=3"],
+            "parallel.tensor 3 does not divide model.heads 4, model.kv_heads 2 and model.ffn 704",
+        ),
         (["parallel.tensor=3"], "1, 2, 4 would"),
         (["model.ffn=705", "parallel.tensor=2"], "and model.ffn 705 evenly: 1 would"),
-        (["model.heads=12", "model.kv_heads=3", "parallel.tensor=2", "model.head_dim=8"], "evenly: 1 would"),
-        (["parallel.tensor=4", "parallel.sequence=true", "train.seq_length=66"], "64 or 68 would be"),
+        (
+            ["model.heads=12", "model.kv_heads=3", "parallel.tensor=2", "model.head_dim=8"],
+            "evenly: 1 would",
+        ),
+        (
+            ["parallel.tensor=4", "parallel.sequence=true", "train.seq_length=66"],
+            "64 or 68 would be",
+        ),
         (["parallel.pipeline=7"], "parallel.pipeline 7 is more than model.layers 6"),
         (["train.micro_batch=3"], "train.micro_batch 3 x parallel.data 1 = 3: 6 or 9 would be"),
         (["parallel.data=8"], "train.micro_batch 2 x parallel.data 8 = 16: 16 would be"),
@@ -194,27 +224,49 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
         (["model.vocab=100"], "model.vocab 100 is smaller than data.vocab_size 4096"),
         (["train.eval_every=5", "data.held_out=0"], "data.held_out is 0"),
         (["lr.warmup=11"], "lr.warmup 11: must be between 0 and 10"),
-        (["lr.warmup=81", "lr.unit=samples"], "between 0 and 80, the length of the schedule (in samples)"),
+        (
+            ["lr.warmup=81", "lr.unit=samples"],
+            "between 0 and 80, the length of the schedule (in samples)",
+        ),
         (["lr.schedule=wsd"], 'lr.decay 0: "wsd" needs a tail of 1 to 10'),
         (["lr.final=1.0"], "lr.final 1: must be between 0 and the peak, 0.0003"),
-        (["precision.min_scale=4.0", "precision.initial_scale=2.0"], "precision.min_scale 4 is more than"),
+        (
+            ["precision.min_scale=4.0", "precision.initial_scale=2.0"],
+            "precision.min_scale 4 is more than",
+        ),
         (["model.heads=5"], "model.hidden 256 is not a multiple of heads 5"),
         (["model.kv_heads=3"], "model.kv_heads 3 does not divide heads 4: choose one of 1, 2, 4"),
     ],
 )
-def test_tables_that_do_not_fit_are_refused_with_what_would(wrong: list[str], expected: str) -> None:
+def test_tables_that_do_not_fit_are_refused_with_what_would(
+    wrong: list[str], expected: str
+) -> None:
     assert any(expected in problem for problem in problems(*MINIMAL, *wrong))
 
 
 def test_what_fits_is_accepted() -> None:
-    few_kv_heads = ["model.heads=8", "model.kv_heads=2", "parallel.tensor=8", "parallel.sequence=true"]
-    edges = ["parallel.pipeline=6", "train.micro_batch=4", "parallel.data=2", "lr.warmup=10", "model.max_positions=64"]
+    few_kv_heads = [
+        "model.heads=8",
+        "model.kv_heads=2",
+        "parallel.tensor=8",
+        "parallel.sequence=true",
+    ]
+    edges = [
+        "parallel.pipeline=6",
+        "train.micro_batch=4",
+        "parallel.data=2",
+        "lr.warmup=10",
+        "model.max_positions=64",
+    ]
     load_run(None, [*MINIMAL, *few_kv_heads, *edges, "model.vocab=4096"])
-    load_run(None, [*MINIMAL, "model.vocab=100", "data.tokenizer=t.model"])  # only the tokenizer can tell
+    # only the tokenizer can tell
+    load_run(None, [*MINIMAL, "model.vocab=100", "data.tokenizer=t.model"])
 
 
 def test_all_problems_of_every_kind_are_reported_at_once() -> None:
-    found = problems(*MINIMAL, "lr.peak=x", "train.sede=1", "parallel.tensor=3", "train.micro_batch=3", "oops")
+    found = problems(
+        *MINIMAL, "lr.peak=x", "train.sede=1", "parallel.tensor=3", "train.micro_batch=3", "oops"
+    )
     for part in ('"oops"', "train.sede", "lr.peak", "parallel.tensor 3", "train.micro_batch 3"):
         assert sum(part in problem for problem in found) == 1, (part, found)
     assert len(found) == 5
@@ -222,7 +274,12 @@ def test_all_problems_of_every_kind_are_reported_at_once() -> None:
 
 def test_what_has_no_default_must_be_given() -> None:
     found = problems()
-    missing = ["model.layers", "model.hidden", "model.heads", *(r.partition("=")[0] for r in REQUIRED)]
+    missing = [
+        "model.layers",
+        "model.hidden",
+        "model.heads",
+        *(r.partition("=")[0] for r in REQUIRED),
+    ]
     assert [problem.partition(" ")[0] for problem in found] == missing
     assert "or choose a model.preset" in found[0]
 
@@ -230,7 +287,11 @@ def test_what_has_no_default_must_be_given() -> None:
 def test_a_file_that_cannot_be_read_is_a_users_mistake(tmp_path: Path) -> None:
     (bad := tmp_path / "bad.toml").write_text("[train\n")
     (binary := tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    for path, reason in [(bad, "not TOML"), (binary, "not UTF-8"), (tmp_path / "none.toml", "No such file")]:
+    for path, reason in [
+        (bad, "not TOML"),
+        (binary, "not UTF-8"),
+        (tmp_path / "none.toml", "No such file"),
+    ]:
         (problem,) = problems(path=path)
         assert str(path) in problem
         assert reason in problem
@@ -238,10 +299,15 @@ def test_a_file_that_cannot_be_read_is_a_users_mistake(tmp_path: Path) -> None:
 
 def test_a_folder_in_place_of_a_run_file_is_told_the_way(tmp_path: Path) -> None:
     assert problems(path=tmp_path) == [
-        f"{tmp_path} is a folder, no run file; `megaprec init {tmp_path}` writes a run file for a folder of text"
+        (
+            f"{tmp_path} is a folder, no run file; `megaprec init {tmp_path}` writes a run file "
+            "for a folder of text"
+        )
     ]
     (tmp_path / "run.toml").write_text("")
-    assert problems(path=tmp_path) == [f"{tmp_path} is a folder, no run file; give {tmp_path}/run.toml"]
+    assert problems(path=tmp_path) == [
+        f"{tmp_path} is a folder, no run file; give {tmp_path}/run.toml"
+    ]
 
 
 def test_tables_built_in_python_obey_the_same_laws(run_file: Path) -> None:
@@ -255,14 +321,17 @@ def test_a_world_of_another_size_is_refused_with_what_would_do(run_file: Path) -
     config = load_run(run_file)
     check_world(config, 4)
     with pytest.raises(
-        UserError, match=r"world size 6 != parallel.tensor 2 x parallel.pipeline 2 x parallel.data 1 = 4"
+        UserError,
+        match=r"world size 6 != parallel.tensor 2 x parallel.pipeline 2 x parallel.data 1 = 4",
     ):
         check_world(config, 6)
     with pytest.raises(UserError, match=r"start 4 ranks or set parallel.data = 2"):
         check_world(config, 8)
 
 
-def test_a_saved_run_is_the_same_run_with_its_origins_written_down(run_file: Path, tmp_path: Path) -> None:
+def test_a_saved_run_is_the_same_run_with_its_origins_written_down(
+    run_file: Path, tmp_path: Path
+) -> None:
     config = load_run(run_file, ['log.sample=say "x"\t\x7f\\ é'])
     saved = config.save_resolved(tmp_path / "new" / "folder")
     assert saved == tmp_path / "new" / "folder" / "run.toml"
@@ -276,27 +345,40 @@ def test_a_saved_run_is_the_same_run_with_its_origins_written_down(run_file: Pat
 def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path: Path) -> None:
     config = load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "linear", factor = 4.0}'])
     saved = config.save_resolved(tmp_path)
-    assert 'rope_scaling = {kind = "linear", factor = 4.0}  # command line' in saved.read_text().splitlines()
+    assert (
+        'rope_scaling = {kind = "linear", factor = 4.0}  # command line'
+        in saved.read_text().splitlines()
+    )
     assert load_run(saved).model_dump() == config.model_dump()
-    assert "rope_scaling = {}  # default" in load_run(None, MINIMAL).save_resolved(tmp_path).read_text()
+    assert (
+        "rope_scaling = {}  # default"
+        in load_run(None, MINIMAL).save_resolved(tmp_path).read_text()
+    )
     for value, problem in {
         '{kind = "linear", facter = 4.0}': "facter is not a key of this table",
         '{kind = "linaer"}': "kind must be 'none', 'linear', .*did you mean linear",
         '{kind = "linear", factor = "4"}': "factor must be a valid number",
         "4": 'must be a table, like {kind = "linear", factor = 2.0}',
     }.items():
-        with pytest.raises(UserError, match=f"model.rope_scaling = .* \\(command line\\): {problem}"):
+        with pytest.raises(
+            UserError, match=f"model.rope_scaling = .* \\(command line\\): {problem}"
+        ):
             load_run(None, [*MINIMAL, f"model.rope_scaling={value}"])
     for key, like in {"router": '{score = "sigmoid", ', "latent": "{kv_rank = 512, "}.items():
         with pytest.raises(UserError, match=f"model.{key} = 4 .*: must be a table, like {like}"):
             load_run(None, [*MINIMAL, f"model.{key}=4"])
-    with pytest.raises(UserError, match=r"model.router = {scale = 2.0} \(command line\): it lacks score$"):
+    with pytest.raises(
+        UserError, match=r"model.router = {scale = 2.0} \(command line\): it lacks score$"
+    ):
         load_run(None, [*MINIMAL, "model.experts=4", "model.router={scale = 2.0}"])
     with pytest.raises(
-        UserError, match=r"model.router.score .*: model.router is given as a whole, like 'model.router="
+        UserError,
+        match=r"model.router.score .*: model.router is given as a whole, like 'model.router=",
     ):
         load_run(None, [*MINIMAL, "model.router.score=sigmoid"])
-    with pytest.raises(UserError, match=r'rope_scaling.original_max_position_embeddings is missing: kind "yarn"'):
+    with pytest.raises(
+        UserError, match=r'rope_scaling.original_max_position_embeddings is missing: kind "yarn"'
+    ):
         load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "yarn", factor = 2.0}'])
 
 
@@ -307,14 +389,22 @@ def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path:
             "data.validation.v=a.txt",
             'data.validation is a list, given as a whole, like \'data.validation=[{name = "wiki"',
         ),
-        ("optimizer.betas.x=3", "optimizer.betas is a list, given as a whole, like 'optimizer.betas=[0.9, 0.95]'"),
+        (
+            "optimizer.betas.x=3",
+            "optimizer.betas is a list, given as a whole, like 'optimizer.betas=[0.9, 0.95]'",
+        ),
         ("log.to.x=3", 'log.to is a list, given as a whole, like \'log.to=["tensorboard", '),
-        ("optimizer.options.x=3", "optimizer.options is given as a whole, like 'optimizer.options={x = 3, ...}'"),
+        (
+            "optimizer.options.x=3",
+            "optimizer.options is given as a whole, like 'optimizer.options={x = 3, ...}'",
+        ),
         ("train.steps.x=3", "train.steps has no keys of its own: give train.steps=VALUE"),
     ],
 )
 def test_a_part_of_a_key_is_answered_with_a_form_that_the_key_takes(part: str, said: str) -> None:
-    (problem,) = [line for line in problems(*MINIMAL, part) if line.startswith(part.partition("=")[0])]
+    (problem,) = [
+        line for line in problems(*MINIMAL, part) if line.startswith(part.partition("=")[0])
+    ]
     assert f"(command line): {said}" in problem
 
 
@@ -325,7 +415,9 @@ def test_saving_replaces_what_was_saved_but_never_a_file_of_the_users_own(tmp_pa
     assert own.read_text() == RUN
     assert load_run(saved).model_dump() == load_run(own).model_dump()
     folder = tmp_path / "other"
-    assert load_run(own, ["train.steps=1"]).save_resolved(folder) == load_run(own).save_resolved(folder)
+    assert load_run(own, ["train.steps=1"]).save_resolved(folder) == load_run(own).save_resolved(
+        folder
+    )
     assert load_run(folder / "run.toml").train.steps == 10
 
 
@@ -333,7 +425,14 @@ text = st.text(st.characters(exclude_categories=["Cs"]))
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
-@given(sample=text, eps=positive, clip=positive, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans(), origin=text)
+@given(
+    sample=text,
+    eps=positive,
+    clip=positive,
+    seed=st.integers(0, 2**63 - 1),
+    shuffle=st.booleans(),
+    origin=text,
+)
 def test_any_value_survives_saving(tmp_path_factory: Any, origin: str, **values: Any) -> None:
     tables = {
         "log": Log(sample=values["sample"]),
@@ -350,7 +449,8 @@ def test_any_value_survives_saving(tmp_path_factory: Any, origin: str, **values:
 
 
 def test_the_scaler_has_the_same_defaults_in_a_run_file_and_in_the_library() -> None:
-    ours, library = Precision(), LossScaling()
+    ours = Precision()
+    library = LossScaling()
     assert (ours.initial_scale, ours.min_scale, ours.hysteresis) == (
         library.initial,
         library.minimum,
@@ -362,8 +462,19 @@ def test_the_scaler_has_the_same_defaults_in_a_run_file_and_in_the_library() -> 
 
 
 def test_the_scaler_of_a_run_file_reaches_the_library_whole() -> None:
-    keys = {"compute": "fp16", "initial_scale": 16.0, "min_scale": 2.0, "max_scale": 64.0, "growth_factor": 4.0}
-    rest = {"backoff_factor": 0.25, "growth_interval": 7, "hysteresis": 3, "hysteresis_refill": "good_step"}
+    keys = {
+        "compute": "fp16",
+        "initial_scale": 16.0,
+        "min_scale": 2.0,
+        "max_scale": 64.0,
+        "growth_factor": 4.0,
+    }
+    rest = {
+        "backoff_factor": 0.25,
+        "growth_interval": 7,
+        "hysteresis": 3,
+        "hysteresis_refill": "good_step",
+    }
     made = loss_scaling(Precision.model_validate(keys | rest))
     assert made == LossScaling("dynamic", 16.0, 2.0, 4.0, 0.25, 7, 3, 64.0, "good_step")
 
@@ -376,8 +487,14 @@ def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> Non
 
 def test_every_key_is_described_in_a_line_with_its_default() -> None:
     lines = {line.partition(" ")[0]: line for line in described().splitlines()}
-    keys = [f"{t}.{k}" for t, table in RunConfig.model_fields.items() for k in table.annotation.model_fields]  # type: ignore[union-attr]
-    assert sorted(set(keys) - PLAN_ONLY.keys()) == sorted(key for key in lines if "." in key and key != "model.preset")
+    keys = [
+        f"{t}.{k}"
+        for t, table in RunConfig.model_fields.items()
+        for k in table.annotation.model_fields
+    ]  # type: ignore[union-attr]
+    assert sorted(set(keys) - PLAN_ONLY.keys()) == sorted(
+        key for key in lines if "." in key and key != "model.preset"
+    )
     assert not [key for key in lines if "." in key and len(lines[key].split()) < 4]
     assert "required" in lines["train.steps"]
     assert "0.0003" in lines["lr.peak"]
@@ -391,40 +508,75 @@ def test_the_help_of_a_key_is_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("key", PLAN_ONLY)
-def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_any_other_value(key: str) -> None:
+def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_any_other_value(
+    key: str,
+) -> None:
     config = load_run(None, [*MINIMAL, f"{key}={toml(idle(key))}"])
     (note,) = config.notes
-    assert note.startswith(f"{key} = {toml(idle(key))} (command line): this key has no effect") and "remove it" in note
+    assert (
+        note.startswith(f"{key} = {toml(idle(key))} (command line): this key has no effect")
+        and "remove it" in note
+    )
     other = "all" if isinstance(idle(key), str) else True
     with pytest.raises(UserError) as found:
         load_run(None, [*MINIMAL, f"{key}={toml(other)}"])
     (problem,) = found.value.problems
-    assert problem.startswith(f"{key} = {toml(other)} (command line): ") and "remove this key" in problem
+    assert (
+        problem.startswith(f"{key} = {toml(other)} (command line): ")
+        and "remove this key" in problem
+    )
     assert key not in known_keys() and key not in described()
 
 
 def test_a_saved_run_has_only_keys_of_a_run_file(tmp_path: Path) -> None:
     path = load_run(None, MINIMAL).save_resolved(tmp_path)
-    assert load_run(path).notes == () and not any(key.partition(".")[2] in path.read_text() for key in PLAN_ONLY)
+    assert load_run(path).notes == () and not any(
+        key.partition(".")[2] in path.read_text() for key in PLAN_ONLY
+    )
 
 
 STATED = [
     (FP8, FP8Recipe, {name: name for name in FP8_KEYS if name != "kind"}),
-    (Precision, LossScaling, {k: field for k, field in SCALING.items() if k not in ("scaling", "max_scale")}),
-    (Precision, PrecisionPlan, dict.fromkeys(("on_nonfinite", "masters_in_checkpoint", "tf32", "rounding"))),
+    (
+        Precision,
+        LossScaling,
+        {k: field for k, field in SCALING.items() if k not in ("scaling", "max_scale")},
+    ),
+    (
+        Precision,
+        PrecisionPlan,
+        dict.fromkeys(("on_nonfinite", "masters_in_checkpoint", "tf32", "rounding")),
+    ),
     (Optimizer, AdamW, dict.fromkeys(("betas", "eps"))),
-    (Optimizer, ParallelAMPOptimizer, dict.fromkeys(("weight_decay", "groups", "clip", "norm", "native"))),
+    (
+        Optimizer,
+        ParallelAMPOptimizer,
+        dict.fromkeys(("weight_decay", "groups", "clip", "norm", "native")),
+    ),
     (Parallel, ParallelAMPOptimizer, dict.fromkeys(("bucket", "zero_size"))),
     (Precision, OverflowMonitor, dict.fromkeys(("patience",))),
-    (LossScaling, DynamicGradScaler, {"initial": "initial_scale", "minimum": "min_scale", "maximum": "max_scale"}),
-    (LossScaling, DynamicGradScaler, dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval"))),
+    (
+        LossScaling,
+        DynamicGradScaler,
+        {"initial": "initial_scale", "minimum": "min_scale", "maximum": "max_scale"},
+    ),
+    (
+        LossScaling,
+        DynamicGradScaler,
+        dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval")),
+    ),
     (LossScaling, DynamicGradScaler, dict.fromkeys(("hysteresis", "hysteresis_refill"))),
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "names"), STATED, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_default_is_the_same_wherever_it_is_stated(one: type, other: type, names: dict[str, str | None]) -> None:
-    """The run file reads most defaults from the libraries; the others, and those of two libraries, must agree."""
+@pytest.mark.parametrize(
+    ("one", "other", "names"), STATED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_default_is_the_same_wherever_it_is_stated(
+    one: type, other: type, names: dict[str, str | None]
+) -> None:
+    """The run file reads most defaults from the libraries; the others, and those of two libraries,
+    must agree."""
 
     def default(kind: type, name: str) -> Any:
         if issubclass(kind, BaseModel):
@@ -435,7 +587,9 @@ def test_a_default_is_the_same_wherever_it_is_stated(one: type, other: type, nam
         assert default(one, name) == default(other, there or name), name
 
 
-def test_a_part_to_keep_in_fp32_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
+def test_a_part_to_keep_in_fp32_that_matches_no_parameter_is_found_before_launch(
+    run_file: Path,
+) -> None:
     def kept(*patterns: str) -> list[str]:
         return [f"precision.keep_fp32={list(patterns)}".replace("'", '"')]
 
@@ -444,24 +598,33 @@ def test_a_part_to_keep_in_fp32_that_matches_no_parameter_is_found_before_launch
         load_run(run_file, kept("*norm.weight", "layer.0.mlp.gate.weight", "head"))
     first, second = found.value.problems
     assert first.startswith(
-        'precision.keep_fp32: pattern "layer.0.mlp.gate.weight" matches no parameter; names are like'
+        'precision.keep_fp32: pattern "layer.0.mlp.gate.weight" matches no parameter; names '
+        "are like"
     )
     assert first.endswith("did you mean layers.0.mlp.gate.weight?")
     assert second.startswith('precision.keep_fp32: pattern "head" matches no parameter')
-    load_run(run_file, [*kept("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet
+    # its names are not known yet
+    load_run(run_file, [*kept("mine.*"), "model.factory=my.py:build", "log.sample="])
 
 
 def test_the_two_patterns_of_norms_are_one_for_norms_without_biases(run_file: Path) -> None:
     """Dialects and their translations say both of them, whatever norms a model has."""
     load_run(run_file, ['precision.keep_fp32=["*norm.weight", "*norm.bias"]'])
-    load_run(run_file, ["precision.internevo.dtype=torch.bfloat16", "precision.internevo.use_fp32_norm=true"])
+    load_run(
+        run_file,
+        ["precision.internevo.dtype=torch.bfloat16", "precision.internevo.use_fp32_norm=true"],
+    )
     with pytest.raises(UserError, match=r'"\*norm\.bias" matches no parameter'):
         load_run(run_file, ['precision.keep_fp32=["*norm.bias"]'])
 
 
 def test_a_group_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
     def groups(*patterns: str) -> list[str]:
-        return ["optimizer.groups=[" + ", ".join(f'{{pattern = "{p}", lr = 2.0}}' for p in patterns) + "]"]
+        return [
+            "optimizer.groups=["
+            + ", ".join(f'{{pattern = "{p}", lr = 2.0}}' for p in patterns)
+            + "]"
+        ]
 
     load_run(run_file, groups("embedding.*", "layers.1.attention.query.weight", "*norm.weight"))
     with pytest.raises(UserError) as found:
@@ -472,7 +635,8 @@ def test_a_group_that_matches_no_parameter_is_found_before_launch(run_file: Path
     )
     assert first.endswith("did you mean embedding.weight?")
     assert second.startswith('optimizer.groups: pattern "layers.99.*" matches no parameter')
-    load_run(run_file, [*groups("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet
+    # its names are not known yet
+    load_run(run_file, [*groups("mine.*"), "model.factory=my.py:build", "log.sample="])
 
 
 def test_a_preset_of_the_command_line_takes_the_place_of_the_file_s_model(tmp_path: Path) -> None:
@@ -487,7 +651,8 @@ def test_a_preset_of_the_command_line_takes_the_place_of_the_file_s_model(tmp_pa
     assert run.model.dropout == 0.25
     (note,) = run.notes
     assert note == (
-        'model.preset = "llama-3-8b" (command line) is the model; left aside: model.layers = 2, model.hidden = 64, '
+        'model.preset = "llama-3-8b" (command line) is the model; left aside: model.layers = '
+        "2, model.hidden = 64, "
         "model.heads = 4, model.experts = 4"
     )
     assert load_run(file, ["model.preset=llama-3-8b", "model.layers=3"]).model.layers == 3
@@ -495,7 +660,11 @@ def test_a_preset_of_the_command_line_takes_the_place_of_the_file_s_model(tmp_pa
     own = load_run(file)
     assert (own.model.layers, own.notes) == (2, ()), "within a file single keys change its preset"
     again = tmp_path / "again.toml"
-    again.write_text(run.as_toml("# Written by megaprec: the resolved run. Comments say where a value came from."))
+    again.write_text(
+        run.as_toml(
+            "# Written by megaprec: the resolved run. Comments say where a value came from."
+        )
+    )
     assert load_run(again).model == run.model
 
 
@@ -504,17 +673,20 @@ def test_a_preset_of_the_command_line_takes_the_place_of_the_file_s_model(tmp_pa
     [
         (
             ["parallel.recompute=full", "parallel.recompute_layers=9"],
-            "parallel.recompute_layers = 9 is more than a stage has of model.layers = 4: give at most 4, or "
+            "parallel.recompute_layers = 9 is more than a stage has of model.layers = 4: "
+            "give at most 4, or "
             "parallel.recompute_fraction = 1.0 for all",
         ),
         (
             ["parallel.recompute=full", "parallel.recompute_layers=4", "parallel.pipeline=2"],
-            "parallel.recompute_layers = 4 is more than a stage has of model.layers = 4 in 2 stages: give at most 3, "
+            "parallel.recompute_layers = 4 is more than a stage has of model.layers = 4 in 2 "
+            "stages: give at most 3, "
             "or parallel.recompute_fraction = 1.0 for all",
         ),
         (
             ["model.mtp_layers=3", "train.seq_length=3"],
-            "model.mtp_layers = 3: module number 3 has nothing to predict within train.seq_length = 3; give fewer "
+            "model.mtp_layers = 3: module number 3 has nothing to predict within "
+            "train.seq_length = 3; give fewer "
             "modules or longer samples",
         ),
         (
@@ -529,9 +701,13 @@ def test_a_count_above_what_is_there_is_refused(keys: list[str], line: str) -> N
     assert [*refused.value.problems] == [line]
 
 
-def test_training_data_of_the_command_line_beside_a_blend_of_the_file_are_refused(tmp_path: Path) -> None:
+def test_training_data_of_the_command_line_beside_a_blend_of_the_file_are_refused(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[data]\nblend = [{source = "a.txt", weight = 1.0}]\n')
-    with pytest.raises(UserError, match=r"both name the training data: give data.blend=\[\] as well"):
+    with pytest.raises(
+        UserError, match=r"both name the training data: give data.blend=\[\] as well"
+    ):
         load_run(file, [*MINIMAL, "data.source=python"])
     assert load_run(file, [*MINIMAL, "data.source=python", "data.blend=[]"]).data.source == "python"

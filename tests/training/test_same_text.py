@@ -10,7 +10,13 @@ import pytest
 
 from tests.runs import checkpoint, edit_index, rewind, steps, train, write_run
 
-QUICK = ("model.layers=1", "train.global_batch=4", "train.micro_batch=4", "checkpoint.every=2", "data.cache=")
+QUICK = (
+    "model.layers=1",
+    "train.global_batch=4",
+    "train.micro_batch=4",
+    "checkpoint.every=2",
+    "data.cache=",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +50,18 @@ def touch_and_lose_the_tokens(text: Path, run: Path) -> list[str]:
 
 def touch_and_know_no_digest(text: Path, run: Path) -> list[str]:
     """As after a run of an earlier version, with the tokens removed as its refusal advises."""
-    edit_index(checkpoint(run, 2), lambda index: [index["data"]["sets"][0]["text"].pop(k) for k in ("sha256", "chars")])
+    edit_index(
+        checkpoint(run, 2),
+        lambda index: [index["data"]["sets"][0]["text"].pop(k) for k in ("sha256", "chars")],
+    )
     shutil.rmtree(run / "data")
     return touch(text, run)
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("change", [touch, move, touch_and_lose_the_tokens, touch_and_know_no_digest])
+@pytest.mark.parametrize(
+    "change", [touch, move, touch_and_lose_the_tokens, touch_and_know_no_digest]
+)
 def test_the_same_text_with_another_time_or_name_resumes_bit_for_bit(
     change: Callable[[Path, Path], list[str]], file: Path, run: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +90,12 @@ def test_a_text_that_was_found_to_be_the_same_is_read_once(
 @pytest.mark.parametrize("digest", [True, False], ids=["compared", "of an earlier version"])
 @pytest.mark.parametrize("lost", [True, False], ids=["tokens lost", "tokens there"])
 def test_a_text_of_the_same_name_and_size_with_another_content_is_refused(
-    digest: bool, lost: bool, file: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digest: bool,
+    lost: bool,
+    file: Path,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     content = (file.parent / "text.txt").read_text(encoding="utf-8")
     text = tmp_path / "text.txt"

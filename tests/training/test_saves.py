@@ -1,5 +1,5 @@
-"""The laws of the saves of a run: a save that fails costs a warning, unless it is the last; the steps beside a save are
-the steps without it; a run whose folder is gone stops.
+"""The laws of the saves of a run: a save that fails costs a warning, unless it is the last; the
+steps beside a save are the steps without it; a run whose folder is gone stops.
 """
 
 import errno
@@ -46,18 +46,23 @@ class During(StepObserver):
     """Calls `act` with the number of the step before the ranks agree on it."""
 
     def __init__(self, act: Callable[[int], None]) -> None:
-        self.act, self.step = act, 0
+        self.act = act
+        self.step = 0
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
         self.step += 1
         self.act(self.step)
 
 
-def train_with(mesh: DeviceMesh, file: Path, overrides: list[str], act: Callable[[int], None]) -> list[str]:
+def train_with(
+    mesh: DeviceMesh, file: Path, overrides: list[str], act: Callable[[int], None]
+) -> list[str]:
     """Trains on this rank; returns the lines of the error that ended the run, if one did."""
     config = load_run(file, overrides)
     try:
-        Trainer(config, open_corpus(config), mesh, latest(config.checkpoint_folder), [During(act)]).run()
+        Trainer(
+            config, open_corpus(config), mesh, latest(config.checkpoint_folder), [During(act)]
+        ).run()
     except UserError as error:
         return list(error.problems)
     except (Stopped, TrainingDiverged) as error:
@@ -72,7 +77,8 @@ def full(descriptor: int, content: memoryview) -> None:
 def train_on_a_disk_that_fills(
     mesh: DeviceMesh, file: Path, overrides: list[str], rank: int, until: int, stop: int = 0
 ) -> list[str]:
-    """The disk of one rank is full until a step; before the step `stop` this rank is told to stop."""
+    """The disk of one rank is full until a step; before the step `stop` this rank is told to
+    stop."""
     if mesh.get_rank() == rank:
         shard_file.write_all = full
 
@@ -100,7 +106,12 @@ LAYOUT = ["parallel.tensor=2", "parallel.data=2"]
 def test_a_save_that_fails_costs_a_line_and_the_run_ends_as_if_it_had_not(
     background: str, run_file: Path, tmp_path: Path
 ) -> None:
-    given = [*LAYOUT, "checkpoint.every=2", "checkpoint.keep=9", f"checkpoint.background={background}"]
+    given = [
+        *LAYOUT,
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        f"checkpoint.background={background}",
+    ]
     said = run_ranks(
         told_on_a_disk_that_fills,
         {"tp": 2, "dp": 2},
@@ -111,9 +122,16 @@ def test_a_save_that_fails_costs_a_line_and_the_run_ends_as_if_it_had_not(
     )
     assert said[1:] == [[]] * 3
     for step, line in zip((2, 4), said[0], strict=True):
-        file = tmp_path / "full" / "checkpoints" / f".step_{step:08d}.partial" / "model-00002.safetensors"
+        file = (
+            tmp_path
+            / "full"
+            / "checkpoints"
+            / f".step_{step:08d}.partial"
+            / "model-00002.safetensors"
+        )
         assert line == (
-            f"warning    {checkpoint(tmp_path / 'full', step)} is not saved: {file}: No space left on device (ENOSPC): "
+            f"warning    {checkpoint(tmp_path / 'full', step)} is not saved: {file}: No space "
+            "left on device (ENOSPC): "
             "free some room there; training goes on, and the next save is a new attempt"
         )
     assert names(tmp_path / "full" / "checkpoints") == ["step_00000006"]
@@ -149,20 +167,37 @@ def test_a_run_whose_last_save_fails_says_where_the_same_command_goes_on(
         )
         (line,) = ends[0]
         assert ends == [[line]] * 4
-        assert line.startswith(f"{checkpoint(folder, stop or 6)} is not saved: {folder}/checkpoints/.step_")
-        assert "/model-00003.safetensors: No space left on device (ENOSPC): free some room there; " in line
+        assert line.startswith(
+            f"{checkpoint(folder, stop or 6)} is not saved: {folder}/checkpoints/.step_"
+        )
+        assert (
+            "/model-00003.safetensors: No space left on device (ENOSPC): free some room there; "
+            in line
+        )
         again = f"and takes steps {(newest or 0) + 1} to {stop or 6} again"
         assert line.endswith(
-            f"the newest whole checkpoint is {checkpoint(folder, newest)}: the same command goes on from it {again}"
+            (
+                f"the newest whole checkpoint is {checkpoint(folder, newest)}: the same command "
+                f"goes on from it {again}"
+            )
             if newest
-            else f"there is no whole checkpoint in {folder}/checkpoints: the same command starts anew {again}"
+            else (
+                f"there is no whole checkpoint in {folder}/checkpoints: the same command starts "
+                f"anew {again}"
+            )
         )
-        assert checkpoints(folder / "checkpoints") == ([checkpoint(folder, newest)] if newest else [])
+        assert checkpoints(folder / "checkpoints") == (
+            [checkpoint(folder, newest)] if newest else []
+        )
 
 
-def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str], waits: bool) -> list[int]:
-    """The steps before which a save was under way. waits: the first one writes nothing before the next step is."""
-    goes_on, beside = Event(), list[int]()
+def train_slowly_saving(
+    mesh: DeviceMesh, file: Path, overrides: list[str], waits: bool
+) -> list[int]:
+    """The steps before which a save was under way. waits: the first one writes nothing before the
+    next step is."""
+    goes_on = Event()
+    beside = list[int]()
 
     def slowly(descriptor: int, content: memoryview) -> None:
         assert not waits or goes_on.wait(120), "the next step waits for the save"
@@ -171,7 +206,9 @@ def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str], wait
     shard_file.write_all = slowly
 
     def under_way() -> bool:
-        return any((Path(load_run(file, overrides).train.folder) / "checkpoints").glob(".step_*.partial"))
+        return any(
+            (Path(load_run(file, overrides).train.folder) / "checkpoints").glob(".step_*.partial")
+        )
 
     def act(step: int) -> None:
         end = time.monotonic() + 120
@@ -190,12 +227,19 @@ def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str], wait
 def test_steps_beside_a_save_are_the_steps_without_one_bit_for_bit(
     validation: str, run_file: Path, tmp_path: Path
 ) -> None:
-    given = ["parallel.pipeline=2", f"optimizer.validation={validation}", "checkpoint.keep=9", "checkpoint.every=2"]
+    given = [
+        "parallel.pipeline=2",
+        f"optimizer.validation={validation}",
+        "checkpoint.keep=9",
+        "checkpoint.every=2",
+    ]
     given += ["optimizer.clip=0"]
     for background, name in (("true", "beside"), ("false", "between")):
         into = [f"checkpoint.background={background}", f"train.folder={tmp_path / name}"]
         waits = background == "true"
-        beside = run_ranks(train_slowly_saving, {"pp": 2}, file=run_file, overrides=[*given, *into], waits=waits)
+        beside = run_ranks(
+            train_slowly_saving, {"pp": 2}, file=run_file, overrides=[*given, *into], waits=waits
+        )
         assert bool(beside[0]) is waits
     assert steps(tmp_path / "beside") == steps(tmp_path / "between")
     for step in (2, 4, 6):
@@ -235,22 +279,30 @@ def train_and_lose(
             lose(folder)
 
     with held:
-        return train_with(mesh, file, [*options, f"train.folder={folder}", "checkpoint.every=0"], act)
+        return train_with(
+            mesh, file, [*options, f"train.folder={folder}", "checkpoint.every=0"], act
+        )
 
 
 @pytest.mark.cases(3, sample=1)
 @pytest.mark.parametrize("lose", [remove, replace, remove_lock, replace_lock])
-@pytest.mark.parametrize("options", [["parallel.tensor=2"], ["parallel.pipeline=2", "optimizer.validation=after"]])
+@pytest.mark.parametrize(
+    "options", [["parallel.tensor=2"], ["parallel.pipeline=2", "optimizer.validation=after"]]
+)
 def test_a_run_whose_folder_is_gone_stops_on_all_ranks_and_saves_nothing(
     lose: Callable[[Path], None], options: list[str], run_file: Path, tmp_path: Path
 ) -> None:
     if options[-1].startswith("optimizer"):
         options = [*options, "optimizer.clip=0"]
     axes = {"tp": 2} if "tensor" in options[0] else {"pp": 2}
-    ends = run_ranks(train_and_lose, axes, file=run_file, folder=tmp_path / "run", lose=lose, options=options)
+    ends = run_ranks(
+        train_and_lose, axes, file=run_file, folder=tmp_path / "run", lose=lose, options=options
+    )
     (line,) = ends[0]
     assert ends == [[line]] * 2
-    assert line.startswith(f"{tmp_path / 'run'} or its file .lock was removed or replaced while a run trained there: ")
+    assert line.startswith(
+        f"{tmp_path / 'run'} or its file .lock was removed or replaced while a run trained there: "
+    )
     assert line.endswith("nothing saved; put it back, or start a new run")
     step = int(line.split("stopped after step ")[1].split(",")[0])
     assert 3 <= step <= 5
@@ -276,7 +328,8 @@ def test_records_that_cannot_be_written_are_kept_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines, write = Lines(path), os.write
+    lines = Lines(path)
+    write = os.write
     lines.write("one")
 
     def half(descriptor: int, content: bytes) -> int:
@@ -290,16 +343,22 @@ def test_records_that_cannot_be_written_are_kept_and_written_later(
         lines.write("three, which is longer")
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        f"warning    {path}: No space left on device (ENOSPC): free some room there; its lines are kept in memory "
+        f"warning    {path}: No space left on device (ENOSPC): free some room there; its "
+        "lines are kept in memory "
         "until they can be written; training goes on"
     ]
     lines.write("four")
-    assert capsys.readouterr().err == f"note       {path}: all lines that were kept in memory are written\n"
+    assert (
+        capsys.readouterr().err
+        == f"note       {path}: all lines that were kept in memory are written\n"
+    )
     lines.close()
     assert path.read_text().splitlines() == ["one", "two", "three, which is longer", "four"]
 
 
-def test_records_that_are_lost_in_the_end_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_are_lost_in_the_end_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = Lines(tmp_path / "metrics.jsonl")
 
     def fail(descriptor: int, content: bytes) -> int:
@@ -308,14 +367,20 @@ def test_records_that_are_lost_in_the_end_are_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "write", fail)
     lines.write("one")
     lines.write("two")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left.*; the last 2 lines of it are lost"):
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl: No space left.*; the last 2 lines of it are lost"
+    ):
         lines.close()
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["all files", "metrics.jsonl", "digests.jsonl"])
 def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpoint_and_what_is_taken_again(
-    what: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    what: str,
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write = os.write
     fsync = os.fsync
@@ -346,14 +411,21 @@ def test_whatever_a_full_disk_loses_the_last_line_names_the_newest_whole_checkpo
     assert train(run_file, *keys) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     newest = {"all files": 2, "metrics.jsonl": 6, "digests.jsonl": 2}[what]
-    again = {"all files": " and takes steps 3 to 6 again", "metrics.jsonl": "", "digests.jsonl": ""}[what]
+    again = {
+        "all files": " and takes steps 3 to 6 again",
+        "metrics.jsonl": "",
+        "digests.jsonl": "",
+    }[what]
     goes_on = "the same command goes on from it"
     wanted = f"the newest whole checkpoint is {checkpoint(tmp_path, newest)}: {goes_on}{again}"
     assert last.endswith(wanted) or (what == "digests.jsonl" and wanted in last), last
 
 
 def test_a_disk_that_is_full_at_the_start_is_told_in_one_line(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     inner = os.fsync
 

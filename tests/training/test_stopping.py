@@ -1,4 +1,5 @@
-"""A run that is told to stop saves its state after the step under way and goes on as if nobody had spoken."""
+"""A run that is told to stop saves its state after the step under way and goes on as if nobody had
+spoken."""
 
 import json
 import os
@@ -38,7 +39,9 @@ class Told(StepObserver):
     """Sends this process a signal before the ranks agree on a step; the first is 1."""
 
     def __init__(self, step: int, number: int) -> None:
-        self.step, self.number, self.taken = step, number, 0
+        self.step = step
+        self.number = number
+        self.taken = 0
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
         self.taken += 1
@@ -49,7 +52,8 @@ class Told(StepObserver):
 def train_until_told(
     mesh: DeviceMesh, file: Path, overrides: list[str], rank: int, step: int, number: int
 ) -> tuple[int, str] | None:
-    """Trains on this rank, which, if it is `rank`, gets the signal while it takes `step`; returns how it stopped."""
+    """Trains on this rank, which, if it is `rank`, gets the signal while it takes `step`; returns
+    how it stopped."""
     config = load_run(file, overrides)
     told = Told(step if rank == mesh.get_rank() else 0, number)
     trainer = Trainer(config, open_corpus(config), mesh, observers=[told])
@@ -90,7 +94,9 @@ def test_all_ranks_stop_after_the_step_in_which_one_was_told_to_and_the_run_goes
     )
     assert ends == [(128 + signal.SIGUSR1, "stopped by SIGUSR1")] * (last + 1)
     assert [record["step"] for record in steps(tmp_path / "stopped")] == list(range(1, 3 + late))
-    assert latest(tmp_path / "stopped" / "checkpoints") == checkpoint(tmp_path / "stopped", 2 + late)
+    assert latest(tmp_path / "stopped" / "checkpoints") == checkpoint(
+        tmp_path / "stopped", 2 + late
+    )
     for folder in (one, whole):
         train_on(run_file, *options, folder, **layout)
     assert steps(tmp_path / "stopped") == steps(tmp_path / "whole")
@@ -106,24 +112,34 @@ def test_a_run_that_is_told_in_its_last_step_is_finished(run_file: Path, tmp_pat
     assert latest(tmp_path / "checkpoints") == checkpoint(tmp_path, 6)
 
 
-def train_until_told_and_read_note(mesh: DeviceMesh, file: Path, overrides: list[str], note: Path) -> str:
-    """Returns what the rank has noted by the time it leaves the training loop, where it is deaf to signals no more."""
+def train_until_told_and_read_note(
+    mesh: DeviceMesh, file: Path, overrides: list[str], note: Path
+) -> str:
+    """Returns what the rank has noted by the time it leaves the training loop, where it is deaf to
+    signals no more."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(note)
     train_until_told(mesh, file, overrides, rank=0, step=2, number=signal.SIGINT)
     return json.loads(note.read_bytes())["message"]["message"]
 
 
-def test_a_rank_has_noted_why_it_stops_before_a_signal_can_end_it_again(run_file: Path, tmp_path: Path) -> None:
+def test_a_rank_has_noted_why_it_stops_before_a_signal_can_end_it_again(
+    run_file: Path, tmp_path: Path
+) -> None:
     told = {"overrides": [f"train.folder={tmp_path}"], "note": tmp_path / "error.json"}
-    assert run_ranks(train_until_told_and_read_note, {}, file=run_file, **told) == ["Stopped: stopped by SIGINT"]
+    assert run_ranks(train_until_told_and_read_note, {}, file=run_file, **told) == [
+        "Stopped: stopped by SIGINT"
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_is_told_its_echo_is_not_and_a_later_one_is(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, times = [], iter((5.0, 5.0 + ECHO / 2, 5.1 + ECHO))
-    monkeypatch.setattr("tools.training.signals.time", SimpleNamespace(monotonic=lambda: next(times)))
+    heard = []
+    times = iter((5.0, 5.0 + ECHO / 2, 5.1 + ECHO))
+    monkeypatch.setattr(
+        "tools.training.signals.time", SimpleNamespace(monotonic=lambda: next(times))
+    )
     outside = signal.signal(number, signal.SIG_DFL)  # nohup may have started the tests
     try:
         with listening(lambda n: heard.append(("first", n)), lambda n: heard.append(("again", n))):
@@ -154,7 +170,9 @@ with listening(lambda number: print("told", flush=True)):
     for _ in range(6000):
         time.sleep(0.1)
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "listening\n"
         process.terminate()

@@ -33,10 +33,14 @@ def test_a_rank_has_its_share_of_the_flops_and_a_custom_model_none(tmp_path: Pat
     one, four = (load_run(file, [f"parallel.data={data}"]) for data in (1, 4))
     model = one.sized_model
     assert Throughput.of(four, model, CPU).flops == Throughput.of(one, model, CPU).flops / 4
-    assert Throughput.of(one, model.model_copy(update={"factory": "a.py:b"}), CPU).fields(10.0) == {}
+    assert (
+        Throughput.of(one, model.model_copy(update={"factory": "a.py:b"}), CPU).fields(10.0) == {}
+    )
 
 
-def test_without_a_known_peak_there_is_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_known_peak_there_is_no_mfu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_run(write_run(tmp_path), ["precision.compute=bf16"])
     assert peak_of(config, CPU) == 0
     assert "mfu" not in Throughput.of(config, config.sized_model, CPU).fields(10.0)

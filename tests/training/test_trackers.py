@@ -1,4 +1,5 @@
-"""Trackers get the numbers of metrics.jsonl, and nothing that they do or fail to do changes the training."""
+"""Trackers get the numbers of metrics.jsonl, and nothing that they do or fail to do changes the
+training."""
 
 import json
 import re
@@ -18,7 +19,13 @@ from tools.config.run_file import load_run
 from tools.console.toml import toml
 from tools.journal.trackers import Feed, require_trackers
 
-RECORD = {"step": 1, "loss": 2.0, "outcome": "applied", "stage_zeros": [1], "loss_scale": float("inf")}
+RECORD = {
+    "step": 1,
+    "loss": 2.0,
+    "outcome": "applied",
+    "stage_zeros": [1],
+    "loss_scale": float("inf"),
+}
 OWN = """
 import json
 from pathlib import Path
@@ -58,7 +65,8 @@ def said(folder: Path) -> list[list[Any]]:
 def test_a_tracker_of_the_users_is_started_fed_and_finished_and_again_after_a_resume(
     run_file: Path, tmp_path: Path
 ) -> None:
-    run, to = tmp_path / "run", own(tmp_path)
+    run = tmp_path / "run"
+    to = own(tmp_path)
     assert train(run_file, to, f"train.folder={run}") == 0
     losses = [["log", record["step"], record["loss"]] for record in steps(run)]
     assert said(run) == [["start", 0, 6], *losses, ["finish", True]]
@@ -75,13 +83,17 @@ def test_a_tracker_of_the_users_is_started_fed_and_finished_and_again_after_a_re
 def test_a_tracker_that_fails_is_a_warning_by_name_and_the_training_is_the_same(
     error: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, to = tmp_path / "run", own(tmp_path, error)
+    run = tmp_path / "run"
+    to = own(tmp_path, error)
     run.mkdir()
     (run / "break").touch()
     assert train(run_file, to, f"train.folder={run}", "train.steps=3") == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
-    assert f"no more numbers for {tmp_path}/my_tracker.py:Lines: {error.partition('(')[0]}" in warnings[0]
+    assert (
+        f"no more numbers for {tmp_path}/my_tracker.py:Lines: {error.partition('(')[0]}"
+        in warnings[0]
+    )
     assert [record["step"] for record in steps(run)] == [1, 2, 3]
     assert said(run)[-1][0] == "log", "a tracker that has failed is not called again"
 
@@ -89,7 +101,8 @@ def test_a_tracker_that_fails_is_a_warning_by_name_and_the_training_is_the_same(
 class Stuck:
     """A tracker whose start returns when it is told to."""
 
-    go, started = threading.Event(), threading.Event()
+    go = threading.Event()
+    started = threading.Event()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,8 +117,11 @@ class Stuck:
     def finish(self, complete: bool) -> None: ...
 
 
-def test_nothing_waits_for_a_tracker_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Stuck.go, Stuck.started = threading.Event(), threading.Event()
+def test_nothing_waits_for_a_tracker_that_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Stuck.go = threading.Event()
+    Stuck.started = threading.Event()
     feed = Feed(f"{__name__}:Stuck", tmp_path, {}, 0)
     for _ in range(1000):
         feed.log(RECORD)
@@ -145,14 +161,25 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
 ) -> None:
     monkeypatch.setattr("tools.journal.trackers.find_spec", lambda name: None)
     (tmp_path / "mine.py").write_text("x = 1\n")
-    names = ("tensorboard", "wandb", "wandb", "comet", "tensorbord", f"{tmp_path}/mine.py:x", "nowhere.py:f", "a:")
+    names = (
+        "tensorboard",
+        "wandb",
+        "wandb",
+        "comet",
+        "tensorbord",
+        f"{tmp_path}/mine.py:x",
+        "nowhere.py:f",
+        "a:",
+    )
     with pytest.raises(UserError) as refused:
         require_trackers(names)
     lines = refused.value.problems
     assert lines[0] == 'log.to: "wandb" is named twice'
     assert lines[1] == 'log.to = "tensorboard" needs tensorboard: pip install tensorboard'
     assert lines[2] == 'log.to = "wandb" needs wandb: pip install wandb'
-    assert lines[3].startswith('log.to = "comet": no such tracker; there are tensorboard, wandb, or "file.py:function"')
+    assert lines[3].startswith(
+        'log.to = "comet": no such tracker; there are tensorboard, wandb, or "file.py:function"'
+    )
     assert lines[4].endswith("did you mean tensorboard?")
     assert lines[5].endswith('mine.py has no function "x"')
     assert "nowhere.py cannot be imported: FileNotFoundError" in lines[6]
@@ -165,17 +192,22 @@ def test_the_key_of_earlier_versions_is_read_as_the_key_of_now_and_a_note_says_s
 ) -> None:
     config = load_run(run_file, [f"log.tensorboard={old}"])
     assert config.log.to == names
-    assert config.notes[0].startswith(f"log.tensorboard = {old} (command line): read as log.to = {toml(names)}, ")
+    assert config.notes[0].startswith(
+        f"log.tensorboard = {old} (command line): read as log.to = {toml(names)}, "
+    )
     both = load_run(run_file, [f"log.tensorboard={old}", 'log.to=["wandb"]'])
     assert both.log.to == ("wandb",)
     assert both.notes[0].endswith("has no effect beside log.to; remove it")
     with pytest.raises(
-        UserError, match=re.escape("log.tensorboard = 1 (command line): no such key; did you mean log.to?")
+        UserError,
+        match=re.escape("log.tensorboard = 1 (command line): no such key; did you mean log.to?"),
     ):
         load_run(run_file, ["log.tensorboard=1"])
 
 
-def test_a_folder_that_a_tracker_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_tracker_left_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -187,16 +219,22 @@ def test_the_tracker_of_the_documentation_runs(run_file: Path, tmp_path: Path) -
     page = (ROOT / "docs" / "runs.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_tracker.py").write_text(example)
-    run, name = tmp_path / "run", re.findall(r'log.to=\["my_tracker.py:(\w+)"\]', page)[0]
-    assert train(run_file, f'log.to=["{tmp_path}/my_tracker.py:{name}"]', f"train.folder={run}") == 0
+    run = tmp_path / "run"
+    name = re.findall(r'log.to=\["my_tracker.py:(\w+)"\]', page)[0]
+    assert (
+        train(run_file, f'log.to=["{tmp_path}/my_tracker.py:{name}"]', f"train.folder={run}") == 0
+    )
     rows = [line.split(",") for line in (run / "losses.csv").read_text().splitlines()]
     assert rows == [[str(record["step"]), str(record["loss"])] for record in steps(run)]
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: a log in LevelDB's format, of blocks of 32 KiB, after 7 bytes of its own."""
+    """The records of a .wandb file: a log in LevelDB's format, of blocks of 32 KiB, after 7 bytes
+    of its own."""
     proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    data, at, whole = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    whole = b""
     assert data[:4] == b":W&B"
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -216,7 +254,10 @@ def history(path: Path) -> dict[int, dict[str, float]]:
     found = {}
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
-            items = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            items = {
+                i.key or ".".join(i.nested_key): json.loads(i.value_json)
+                for i in record.history.item
+            }
             found[items.pop("_step")] = {k: v for k, v in items.items() if not k.startswith("_")}
     return found
 
@@ -230,18 +271,26 @@ def test_wandb_offline_holds_the_numbers_and_the_configuration_and_no_secret_and
     for name, value in (secrets | {"WANDB_MODE": "offline"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--token=in-the-command-line"])
-    run, to = tmp_path / "run", 'log.to=["wandb"]'
+    run = tmp_path / "run"
+    to = 'log.to=["wandb"]'
     assert train(run_file, to, f"train.folder={run}", "train.eval_every=3") == 0
     assert train(run_file, to, f"train.folder={run}", "train.eval_every=3", "train.steps=8") == 0
-    first, second = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    numbers = {r["step"]: {k: v for k, v in r.items() if type(v) in (int, float)} for r in steps(run)}
+    first, second = sorted(
+        run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
+    )
+    numbers = {
+        r["step"]: {k: v for k, v in r.items() if type(v) in (int, float)} for r in steps(run)
+    }
     found = history(first) | history(second)
     assert sorted(history(first)) == [1, 2, 3, 4, 5, 6] and sorted(history(second)) == [7, 8]
     for step, expected in numbers.items():
         assert {k: found[step][k] for k in expected if k != "step"} == {
             k: v for k, v in expected.items() if k != "step"
         }
-    begun = [next(r.run for r in records(path) if r.WhichOneof("record_type") == "run") for path in (first, second)]
+    begun = [
+        next(r.run for r in records(path) if r.WhichOneof("record_type") == "run")
+        for path in (first, second)
+    ]
     assert begun[0].run_id == begun[1].run_id
     told = {item.key: json.loads(item.value_json) for item in begun[0].config.update}
     assert told["train"]["seq_length"] == 16 and told["log"]["to"] == ["wandb"]

@@ -1,4 +1,5 @@
-"""`megaprec train` from end to end: any launcher and layout, resuming, dying, skipping, evaluating, showing."""
+"""`megaprec train` from end to end: any launcher and layout, resuming, dying, skipping, evaluating,
+showing."""
 
 import json
 import multiprocessing
@@ -33,7 +34,17 @@ from parallel.mesh import told_by_first
 from tests.checkpoint.test_checkpoint import names
 from tests.other_systems import slow
 from tests.ranks import run_ranks
-from tests.runs import assert_close, checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
+from tests.runs import (
+    assert_close,
+    checkpoint,
+    losses,
+    rewind,
+    steps,
+    tensors,
+    train,
+    train_on,
+    write_run,
+)
 from tools.commands.train import open_named, prepare
 from tools.config.run_file import load_run
 from tools.console.wrapped import say
@@ -45,7 +56,17 @@ from tools.training.signals import ECHO
 ROOT = Path(__file__).parents[2]
 EXACT = ["precision.compute=fp64", "train.eval_every=2"]
 FP16 = ["precision.compute=fp16", "precision.hysteresis=1"]
-FIELDS = {"step", "outcome", "loss", "grad_norm", "num_zeros", "loss_scale", "lr", "tokens", "skipped_total"}
+FIELDS = {
+    "step",
+    "outcome",
+    "loss",
+    "grad_norm",
+    "num_zeros",
+    "loss_scale",
+    "lr",
+    "tokens",
+    "skipped_total",
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +76,8 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(run_file: Path) -> Path:
-    """The run that all layouts are compared with: one process, float64, six steps, evaluated after every other."""
+    """The run that all layouts are compared with: one process, float64, six steps, evaluated after
+    every other."""
     folder = run_file.parent / "exact"
     assert train(run_file, *EXACT, f"train.folder={folder}") == 0
     return folder
@@ -65,7 +87,10 @@ def exact(run_file: Path) -> Path:
 
 
 def command(*arguments: object, torchrun: int = 0) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    if torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+    else:
+        launcher = []
     return [sys.executable, *launcher, "-m", "megaprec", "train", *map(str, arguments)]
 
 
@@ -83,28 +108,42 @@ def test_the_command_and_torchrun_train_the_same_bits_and_one_process_the_same_s
     assert_close(steps(tmp_path / "own"), steps(exact), 1e-10)
 
 
-def test_another_layout_trains_and_evaluates_the_same_steps(run_file: Path, exact: Path, tmp_path: Path) -> None:
-    other = train_on(run_file, *EXACT, f"train.folder={tmp_path}", "parallel.sequence=true", tensor=2, data=2)
+def test_another_layout_trains_and_evaluates_the_same_steps(
+    run_file: Path, exact: Path, tmp_path: Path
+) -> None:
+    other = train_on(
+        run_file, *EXACT, f"train.folder={tmp_path}", "parallel.sequence=true", tensor=2, data=2
+    )
     assert_close(steps(other), steps(exact), 1e-10)
 
 
-def test_evaluation_comes_when_it_is_due_and_changes_nothing(run_file: Path, exact: Path, tmp_path: Path) -> None:
+def test_evaluation_comes_when_it_is_due_and_changes_nothing(
+    run_file: Path, exact: Path, tmp_path: Path
+) -> None:
     train(run_file, *EXACT, "train.eval_every=0", f"train.folder={tmp_path}")
     evaluated = [record["step"] for record in steps(exact) if "eval_loss" in record]
     assert evaluated == [2, 4, 6]
-    assert steps(tmp_path) == [{k: v for k, v in r.items() if k != "eval_loss"} for r in steps(exact)]
+    assert steps(tmp_path) == [
+        {k: v for k, v in r.items() if k != "eval_loss"} for r in steps(exact)
+    ]
 
 
-def test_the_held_out_loss_is_that_of_text_that_is_not_trained_on(run_file: Path, exact: Path) -> None:
+def test_the_held_out_loss_is_that_of_text_that_is_not_trained_on(
+    run_file: Path, exact: Path
+) -> None:
     corpus = open_corpus(load_run(run_file))
     assert corpus.held_out is not None
-    trained, held_out = (set(s.batch(0, len(s)).ids.tolist()) for s in (corpus.train, corpus.held_out))
+    trained, held_out = (
+        set(s.batch(0, len(s)).ids.tolist()) for s in (corpus.train, corpus.held_out)
+    )
     assert not trained & held_out
-    assert steps(exact)[-1]["eval_loss"] > steps(exact)[-1]["loss"] + 0.1  # it is of another kind, see write_run
+    # it is of another kind, see write_run
+    assert steps(exact)[-1]["eval_loss"] > steps(exact)[-1]["loss"] + 0.1
 
 
 def told(mesh: DeviceMesh, file: str, wrong: bool) -> tuple[dict[str, str], str]:
-    """On two ranks: what the second is told by the first, which is slower than the store's own patience."""
+    """On two ranks: what the second is told by the first, which is slower than the store's own
+    patience."""
     store = dist.FileStore(file, 2)
     store.set_timeout(timedelta(seconds=0.1))
 
@@ -121,8 +160,13 @@ def told(mesh: DeviceMesh, file: str, wrong: bool) -> tuple[dict[str, str], str]
 
 
 @pytest.mark.slow
-def test_what_rank_0_makes_or_cannot_make_is_told_to_all_however_long_it_takes(tmp_path: Path) -> None:
-    assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "a"), wrong=False) == [({"made by": "0"}, "")] * 2
+def test_what_rank_0_makes_or_cannot_make_is_told_to_all_however_long_it_takes(
+    tmp_path: Path,
+) -> None:
+    assert (
+        run_ranks(told, {"dp": 2}, file=str(tmp_path / "a"), wrong=False)
+        == [({"made by": "0"}, "")] * 2
+    )
     assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "b"), wrong=True) == [({}, "no text")] * 2
 
 
@@ -130,7 +174,9 @@ def test_of_two_processes_that_need_the_same_data_one_builds_it_and_the_other_wa
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run(run_file, [f"data.cache={tmp_path}"])
-    waits, built, threads = threading.Event(), [], []
+    waits = threading.Event()
+    built = []
+    threads = []
 
     def learn(*arguments: Any) -> Path:
         built.append(threading.get_ident())
@@ -151,15 +197,26 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     run_file: Path, exact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run(run_file, [f"train.folder={exact}"])
-    prefix, last = run_file.parent / "data" / "text", checkpoint(exact, 6)
-    named = {"prefixes": [str(prefix)], "tokenizer": f"{prefix}.model", "checkpoint": str(checkpoint(exact, 3))}
+    prefix = run_file.parent / "data" / "text"
+    last = checkpoint(exact, 6)
+    named = {
+        "prefixes": [str(prefix)],
+        "tokenizer": f"{prefix}.model",
+        "checkpoint": str(checkpoint(exact, 3)),
+    }
     unknown = {"identity": None, "notes": []}
     with ExitStack() as held:
         assert prepare(config, held).items() >= {**named, "checkpoint": str(last)}.items()
-    monkeypatch.setattr("tools.training.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself"))
+    monkeypatch.setattr(
+        "tools.training.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself")
+    )
     corpus, start = open_named(config, named | unknown)
     assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
-    missing = {"prefixes": ["nowhere/text"], "tokenizer": "nowhere/text.model", "checkpoint": "nowhere/step_00000003"}
+    missing = {
+        "prefixes": ["nowhere/text"],
+        "tokenizer": "nowhere/text.model",
+        "checkpoint": "nowhere/step_00000003",
+    }
     with pytest.raises(UserError) as refused:
         open_named(config, missing)
     paths = ["text.idx", "text.bin", "text.model", "step_00000003/checkpoint.json"]
@@ -176,7 +233,10 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     ("layout", "compute"),
     [
         ({"tensor": 2, "data": 2}, ["precision.compute=bf16"]),
-        ({"pipeline": 2, "data": 2}, [*FP16, "precision.initial_scale=4e6", "precision.growth_interval=2"]),
+        (
+            {"pipeline": 2, "data": 2},
+            [*FP16, "precision.initial_scale=4e6", "precision.growth_interval=2"],
+        ),
     ],
     ids=["bf16", "fp16"],
 )
@@ -187,8 +247,11 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     resumed = rewind(whole, tmp_path / "resumed", step=3)
     train_on(run_file, *compute, f"train.folder={resumed}", **layout)
     assert steps(resumed) == steps(whole)
-    assert len({record["loss_scale"] for record in steps(whole)[3:]}) == (2 if "fp16" in compute[0] else 1)
-    before, after = tensors(checkpoint(whole, 6)), tensors(checkpoint(resumed, 6))
+    assert len({record["loss_scale"] for record in steps(whole)[3:]}) == (
+        2 if "fp16" in compute[0] else 1
+    )
+    before = tensors(checkpoint(whole, 6))
+    after = tensors(checkpoint(resumed, 6))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -196,7 +259,11 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 @pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("first", "then"),
-    [({}, {"tensor": 2, "pipeline": 2}), ({"tensor": 2, "pipeline": 2}, {"data": 2}), ({"data": 2}, {})],
+    [
+        ({}, {"tensor": 2, "pipeline": 2}),
+        ({"tensor": 2, "pipeline": 2}, {"data": 2}),
+        ({"data": 2}, {}),
+    ],
     ids=["one-to-tp2pp2", "tp2pp2-to-dp2", "dp2-to-one"],
 )
 def test_a_run_goes_on_in_any_other_layout(
@@ -232,7 +299,12 @@ def test_a_run_that_is_done_says_so_and_changes_nothing(
 def test_a_resumed_run_may_have_another_batch_without_a_jump_of_tokens_or_learning_rate(
     run_file: Path, tmp_path: Path
 ) -> None:
-    run = ["lr.unit=samples", "lr.schedule=linear", f"train.folder={tmp_path}", "model.max_positions=16"]
+    run = [
+        "lr.unit=samples",
+        "lr.schedule=linear",
+        f"train.folder={tmp_path}",
+        "model.max_positions=16",
+    ]
     smaller = ["train.global_batch=4", "train.seq_length=8", "train.steps=4"]
     assert train(run_file, *run, "train.steps=2") == 0
     assert train(run_file, *run, *smaller, "--allow", "seq_length") == 0
@@ -248,9 +320,13 @@ def test_records_of_a_run_that_left_no_checkpoint_are_put_aside(
 ) -> None:
     for kept in ("", ".old", ".old2"):
         assert train(run_file, f"train.folder={tmp_path}", f"train.steps={len(kept) + 1}") == 0
-        assert (f"kept       {tmp_path}/metrics.jsonl{kept}," in capsys.readouterr().out) is bool(kept)
+        assert (f"kept       {tmp_path}/metrics.jsonl{kept}," in capsys.readouterr().out) is bool(
+            kept
+        )
         shutil.rmtree(tmp_path / "checkpoints")
-    lengths = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics.jsonl*")}
+    lengths = {
+        path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics.jsonl*")
+    }
     assert lengths == {"metrics.jsonl.old": 1, "metrics.jsonl.old2": 5, "metrics.jsonl": 6}
 
 
@@ -266,7 +342,9 @@ def write_half(descriptor: int, content: memoryview) -> None:
     die()
 
 
-def _train_and_die(module: str, name: str, instead: Callable[..., None], file: Path, overrides: list[str]) -> None:
+def _train_and_die(
+    module: str, name: str, instead: Callable[..., None], file: Path, overrides: list[str]
+) -> None:
     train(file, *overrides, "train.steps=2")
     setattr(sys.modules[module], name, instead)
     train(file, *overrides, "train.steps=4")
@@ -279,7 +357,12 @@ def _train_and_die(module: str, name: str, instead: Callable[..., None], file: P
         (checkpoint_file, "write_all", write_half, 2),
         (checkpoint_state, "_write_index", die, 2),
         (checkpoint_state, "commit", die, 2),
-        (checkpoint_folder, "_remove", die, 4),  # of the checkpoint before, when the new one is whole
+        (
+            checkpoint_folder,
+            "_remove",
+            die,
+            4,
+        ),  # of the checkpoint before, when the new one is whole
     ],
     ids=["in-a-file", "before-the-index", "before-the-rename", "before-the-old-one-goes"],
 )
@@ -301,7 +384,10 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint_to_go_on_from(
     forked.join(600)
     assert forked.exitcode == -signal.SIGKILL
     assert train(run_file, *run) == 0
-    assert f"resumed    from {checkpoint(tmp_path / 'run', step)}, steps {step + 1} to 6" in capsys.readouterr().out
+    assert (
+        f"resumed    from {checkpoint(tmp_path / 'run', step)}, steps {step + 1} to 6"
+        in capsys.readouterr().out
+    )
     assert steps(tmp_path / "run") == steps(exact)
     assert names(tmp_path / "run" / "checkpoints") == ["step_00000006"]
 
@@ -310,9 +396,16 @@ class Launched:
     """The command with two ranks on an endless run, past its first steps."""
 
     def __init__(self, file: Path, folder: Path) -> None:
-        endless = [f"train.folder={folder}", "train.steps=1000000", "checkpoint.every=2", "parallel.tensor=2"]
+        endless = [
+            f"train.folder={folder}",
+            "train.steps=1000000",
+            "checkpoint.every=2",
+            "parallel.tensor=2",
+        ]
         endless += ["train.restarts=0"]
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+        }
         self.folder = folder
         self.process = subprocess.Popen(
             command(file, *EXACT, *endless, "train.threads=0"),
@@ -388,8 +481,11 @@ def children(pid: int) -> Iterator[tuple[int, dict[str, str]]]:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_is_named_last(launched: Launched) -> None:
-    here, ranks = cores(), dict(children(launched.process.pid))
-    assert [variables["OMP_NUM_THREADS"] for variables in ranks.values()] == [str(max(1, here // 2))] * 2
+    here = cores()
+    ranks = dict(children(launched.process.pid))
+    assert [variables["OMP_NUM_THREADS"] for variables in ranks.values()] == [
+        str(max(1, here // 2))
+    ] * 2
     os.kill(launched.ranks["1"], signal.SIGKILL)
     code, said = launched.end()
     assert code == 128 + signal.SIGKILL
@@ -409,7 +505,9 @@ def test_a_signal_ends_all_ranks_in_one_line_their_state_saved(
         code,
         [f"stopped by {number.name} after step {step}, state saved: the same command goes on"],
     )
-    assert checkpoint_folder.latest(launched.folder / "checkpoints") == checkpoint(launched.folder, step)
+    assert checkpoint_folder.latest(launched.folder / "checkpoints") == checkpoint(
+        launched.folder, step
+    )
 
 
 @pytest.mark.slow
@@ -418,7 +516,9 @@ def test_a_second_signal_ends_at_once_what_cannot_finish_its_step(launched: Laun
     launched.process.terminate()
     time.sleep(1.1 * ECHO)
     assert launched.process.poll() is None
-    while launched.process.poll() is None:  # one that comes while a busy launcher still takes in the first is its echo
+    while (
+        launched.process.poll() is None
+    ):  # one that comes while a busy launcher still takes in the first is its echo
         launched.process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             launched.process.wait(240)
@@ -427,10 +527,17 @@ def test_a_second_signal_ends_at_once_what_cannot_finish_its_step(launched: Laun
 
 @pytest.mark.slow
 def test_under_torchrun_a_signal_to_one_rank_is_enough(run_file: Path, tmp_path: Path) -> None:
-    endless = [f"train.folder={tmp_path}", "train.steps=1000000", "checkpoint.every=0", "parallel.tensor=2"]
+    endless = [
+        f"train.folder={tmp_path}",
+        "train.steps=1000000",
+        "checkpoint.every=0",
+        "parallel.tensor=2",
+    ]
     started = command(run_file, *EXACT, *endless, torchrun=2)
     with (
-        subprocess.Popen(started, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher,
+        subprocess.Popen(
+            started, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as launcher,
         killed_on_failure(launcher),
     ):
         until(lambda: (tmp_path / "metrics.jsonl").is_file() and len(losses(tmp_path)) > 2)
@@ -443,9 +550,14 @@ def test_under_torchrun_a_signal_to_one_rank_is_enough(run_file: Path, tmp_path:
     assert launcher.returncode
 
 
-def require_a_second_run_refused(launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def require_a_second_run_refused(
+    launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert train(run_file, *EXACT, f"train.folder={launched.folder}", "train.steps=1000000") == 2
-    said = f'train.folder = "{launched.folder}": another process trains there now; wait for it, stop it, or give'
+    said = (
+        f'train.folder = "{launched.folder}": another process trains there now; wait for it, stop '
+        "it, or give"
+    )
     assert capfd.readouterr().err == f"{said} another folder\n"
     taken = len(losses(launched.folder))
     until(lambda: len(losses(launched.folder)) > taken + 2)  # it goes on undisturbed
@@ -457,7 +569,8 @@ def test_of_two_runs_that_start_at_once_the_later_is_refused(
     run_file: Path, exact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run(run_file, [*EXACT, f"train.folder={exact}"])
-    monkeypatch.setattr("tools.commands.train._open_checked", lambda *_: open_corpus(config))  # both have looked by now
+    # both have looked by now
+    monkeypatch.setattr("tools.commands.train._open_checked", lambda *_: open_corpus(config))
     with ExitStack() as first, ExitStack() as second:
         prepare(config, first)
         with pytest.raises(UserError, match="another process trains there now"):
@@ -480,13 +593,17 @@ def test_a_second_run_in_the_folder_is_refused_and_a_kill_in_mid_save_leaves_the
     assert last is not None
     assert f".{last.name}.partial" < unfinished.name
     step = int(last.name.removeprefix("step_"))
-    assert train(run_file, *EXACT, f"train.folder={launched.folder}", f"train.steps={step + 2}") == 0
+    assert (
+        train(run_file, *EXACT, f"train.folder={launched.folder}", f"train.steps={step + 2}") == 0
+    )
     assert f"resumed    from {last}, steps {step + 1} to {step + 2}" in capfd.readouterr().out
     assert [record["step"] for record in steps(launched.folder)] == list(range(1, step + 3))
     assert not unfinished.exists()
 
 
-def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(run_file: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(
+    run_file: Path, tmp_path: Path
+) -> None:
     run = [*EXACT, "train.steps=1", f"train.folder={tmp_path}"]
     assert train(run_file, *run) == 0
     record = (tmp_path / "run.toml").read_bytes()
@@ -502,9 +619,17 @@ def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(run_fil
 def test_a_skipped_step_consumes_samples_and_the_learning_rate_waits_for_it(
     unit: str, run_file: Path, tmp_path: Path
 ) -> None:
-    overrides = [*FP16, "train.steps=44", "lr.schedule=linear", f"lr.unit={unit}", "lr.warmup=8", "lr.peak=2e-2"]
+    overrides = [
+        *FP16,
+        "train.steps=44",
+        "lr.schedule=linear",
+        f"lr.unit={unit}",
+        "lr.warmup=8",
+        "lr.peak=2e-2",
+    ]
     assert train(run_file, *overrides, f"train.folder={tmp_path}") == 0
-    schedule, records = load_run(run_file, overrides).lr_schedule, steps(tmp_path)
+    schedule = load_run(run_file, overrides).lr_schedule
+    records = steps(tmp_path)
     applied = 0
     for number, record in enumerate(records, 1):
         assert record["lr"] == schedule.at(applied * (8 if unit == "samples" else 1))
@@ -512,7 +637,8 @@ def test_a_skipped_step_consumes_samples_and_the_learning_rate_waits_for_it(
         assert record["outcome"] in ("applied", "skipped_overflow")
         assert record["skipped_total"] == number - applied
         assert record["tokens"] == number * 8 * 16
-        assert isinstance(record["grad_norm"], str) == (record["outcome"] != "applied")  # "inf" or "nan"
+        # "inf" or "nan"
+        assert isinstance(record["grad_norm"], str) == (record["outcome"] != "applied")
         assert ("overflow_in" in record) == (record["outcome"] != "applied")
     assert records[0]["loss_scale"] == 2.0**32
     assert records[0]["outcome"] == "skipped_overflow"
@@ -529,14 +655,20 @@ def test_the_same_text_is_the_same_run_however_it_is_given(run_file: Path, tmp_p
     (tmp_path / "texts" / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "lines.jsonl").write_text(json.dumps({"content": text}) + "\n")
     prefix = run_file.parent / "data" / "text"
-    fresh, known = f"data.cache={tmp_path}", f"data.tokenizer={prefix}.model"
+    fresh = f"data.cache={tmp_path}"
+    known = f"data.tokenizer={prefix}.model"
     alone = tmp_path / "alone"
     for suffix in (".bin", ".idx"):
         shutil.copy(prefix.with_suffix(suffix), alone.with_suffix(suffix))
     given = {
         "file": [],
         "folder": [f"data.source={tmp_path / 'texts'}", f"{fresh}/2", known],
-        "jsonl": [f"data.source={tmp_path / 'lines.jsonl'}", "data.text_field=content", f"{fresh}/3", known],
+        "jsonl": [
+            f"data.source={tmp_path / 'lines.jsonl'}",
+            "data.text_field=content",
+            f"{fresh}/3",
+            known,
+        ],
         "tokens": [f"data.source={prefix}", known],
         "tokens alone": [f"data.source={alone}", "model.vocab=330"],
     }
@@ -557,7 +689,9 @@ def test_the_working_directory_need_not_be_writable(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr("tools.commands.train.os.access", lambda path, mode: path != tmp_path / "here")
+    monkeypatch.setattr(
+        "tools.commands.train.os.access", lambda path, mode: path != tmp_path / "here"
+    )
     assert train(run_file, "data.cache=", f"train.folder={tmp_path / 'run'}", "train.steps=1") == 0
 
 
@@ -571,8 +705,15 @@ def test_a_tilde_is_the_home_directory_wherever_a_run_names_a_path(
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_samples_come_in_file_order_only_if_asked_for(shuffle: bool, run_file: Path, tmp_path: Path) -> None:
-    train(run_file, f"data.shuffle={str(shuffle).lower()}", f"train.folder={tmp_path}", "train.steps=1")
+def test_samples_come_in_file_order_only_if_asked_for(
+    shuffle: bool, run_file: Path, tmp_path: Path
+) -> None:
+    train(
+        run_file,
+        f"data.shuffle={str(shuffle).lower()}",
+        f"train.folder={tmp_path}",
+        "train.steps=1",
+    )
     stream = IndexedDataset(run_file.parent / "data" / "text")
     corpus = open_corpus(load_run(run_file, [f"data.shuffle={str(shuffle).lower()}"]))
     in_order = torch.from_numpy(stream.tokens(0, 8 * 16)).view(8, 16)
@@ -596,9 +737,13 @@ def test_a_resumed_run_never_replaces_the_data_that_it_was_trained_on(
 # --- what is shown
 
 
-def test_tensorboard_holds_the_numbers_of_metrics_also_after_a_resume(run_file: Path, tmp_path: Path) -> None:
+def test_tensorboard_holds_the_numbers_of_metrics_also_after_a_resume(
+    run_file: Path, tmp_path: Path
+) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train(run_file, f"train.folder={tmp_path / 'run'}", 'log.to=["tensorboard"]', "train.eval_every=3")
+    train(
+        run_file, f"train.folder={tmp_path / 'run'}", 'log.to=["tensorboard"]', "train.eval_every=3"
+    )
     again = rewind(tmp_path / "run", tmp_path / "again", step=3)
     train(
         run_file,
@@ -613,10 +758,14 @@ def test_tensorboard_holds_the_numbers_of_metrics_also_after_a_resume(run_file: 
     for name in (FIELDS - {"step", "outcome"}) | {"eval_loss"}:
         kept = [(record["step"], record[name]) for record in steps(again) if name in record]
         assert [event.step for event in read.Scalars(name)] == [step for step, _ in kept]
-        assert [event.value for event in read.Scalars(name)] == pytest.approx([value for _, value in kept], rel=1e-6)
+        assert [event.value for event in read.Scalars(name)] == pytest.approx(
+            [value for _, value in kept], rel=1e-6
+        )
 
 
-def test_the_plot_is_a_picture_also_of_a_run_with_skipped_steps(run_file: Path, tmp_path: Path) -> None:
+def test_the_plot_is_a_picture_also_of_a_run_with_skipped_steps(
+    run_file: Path, tmp_path: Path
+) -> None:
     image = pytest.importorskip("matplotlib.image")
     train(run_file, *FP16, f"train.folder={tmp_path}", "log.plot=true", "train.eval_every=2")
     picture = tmp_path / "training.png"
@@ -624,7 +773,11 @@ def test_the_plot_is_a_picture_also_of_a_run_with_skipped_steps(run_file: Path, 
     height, width, _ = image.imread(picture).shape
     assert 500 < height < width
     shown = torch.from_numpy(image.imread(picture))[..., :3].mul(255).round().view(-1, 3)
-    for color, pixels in ((BLUE, 300), (ORANGE, 100), (RED, 30)):  # training, held-out, skipped steps
+    for color, pixels in (
+        (BLUE, 300),
+        (ORANGE, 100),
+        (RED, 30),
+    ):  # training, held-out, skipped steps
         rgb = torch.tensor([int(color[at : at + 2], 16) for at in (1, 3, 5)])
         assert (shown == rgb).all(1).sum() > pixels
 
@@ -640,7 +793,8 @@ def test_without_matplotlib_there_is_no_plot_and_no_failure(
 
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[list[str]]:
-    """Makes stdout and stderr a terminal; the list holds afterwards each state of each line that it showed."""
+    """Makes stdout and stderr a terminal; the list holds afterwards each state of each line that it
+    showed."""
     ours, theirs = pty.openpty()
     received: list[bytes] = []
     shown: list[str] = []
@@ -673,15 +827,21 @@ def test_a_terminal_shows_the_data_being_built_and_one_line_of_progress(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with terminal(monkeypatch, 80) as shown:
-        train(run_file, "data.cache=", f"train.folder={tmp_path}", "train.eval_every=3", "log.every=2")
+        train(
+            run_file, "data.cache=", f"train.folder={tmp_path}", "train.eval_every=3", "log.every=2"
+        )
     assert any(re.fullmatch(r"1 documents  [\d,]+ tokens .*%.*", line) for line in shown)
     bars = [
-        line for line in shown if re.fullmatch(r"step \d/6 [━╸╺]+ loss \d\.\d{4}  [\d,]+ tokens/s  ETA \d:\d\d", line)
+        line
+        for line in shown
+        if re.fullmatch(r"step \d/6 [━╸╺]+ loss \d\.\d{4}  [\d,]+ tokens/s  ETA \d:\d\d", line)
     ]
     assert bars[-1].startswith("step 6/6")
     numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale 1"
     history = [line[5] for line in shown if re.match(rf"step \d/6  {numbers}", line)]
-    assert history == ["2", "3", "4", "6"], "the steps of log.every and those with a held-out loss stay above the bar"
+    assert history == ["2", "3", "4", "6"], (
+        "the steps of log.every and those with a held-out loss stay above the bar"
+    )
     assert len([line for line in shown if line.strip() in ("held-out loss", "loss")]) == 0
     assert max(len(line) for line in shown if "/" not in line or line.startswith("step")) <= 80
 
@@ -698,16 +858,22 @@ def test_no_number_is_broken_and_the_bar_has_20_columns_at_the_numbers_of_a_larg
         "loss_scale": 2.0**32,
         "skipped_total": 0,
     }
-    with terminal(monkeypatch, columns) as shown, Journal(tmp_path, 99_999, 250_000, 1, True) as journal:
+    with (
+        terminal(monkeypatch, columns) as shown,
+        Journal(tmp_path, 99_999, 250_000, 1, True) as journal,
+    ):
         journal.write({"step": 100_000, **record, "tokens_per_s": 1_234_567.8, "seconds": 0.5})
         say("memory     " + "123,456,789.0 MB " * 30)
     parts = ["loss 10.1234", "grad norm 0.0123", "scale 2^32", "1,234,568 tokens/s", "ETA 20:50:00"]
     lines = "\n".join(shown)
     assert all(part in lines for part in parts)
     assert lines.count("123,456,789.0") == 30
-    (bar,) = {found[0] for line in shown if (found := re.match(r"step 100000/250000 ([━╸╺]+) ", line))}
+    (bar,) = {
+        found[0] for line in shown if (found := re.match(r"step 100000/250000 ([━╸╺]+) ", line))
+    }
     assert len(re.sub(r"[^━╸╺]", "", bar)) >= 20
-    assert max(len(line) for line in shown if not line.startswith("note")) <= columns  # a note holds a path
+    # a note holds a path
+    assert max(len(line) for line in shown if not line.startswith("note")) <= columns
 
 
 def test_without_a_terminal_progress_is_plain_lines(
@@ -720,12 +886,17 @@ def test_without_a_terminal_progress_is_plain_lines(
     assert "all 6 steps were skipped" in last
     lines = [line for line in shown.out.splitlines() if line.startswith("step ")]
     numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale \S+  [\d,]+ tokens/s  \S+ [KMG]FLOP/s  ETA \d+:\d\d"
-    assert all(re.fullmatch(rf"step \d/6  {numbers}  skipped_overflow in \S+ \(\d so far\)", line) for line in lines)
+    assert all(
+        re.fullmatch(rf"step \d/6  {numbers}  skipped_overflow in \S+ \(\d so far\)", line)
+        for line in lines
+    )
     assert "\x1b" not in shown.out
     assert len(lines) == 6  # each was skipped, and of that one hears
 
 
-def test_lines_are_as_rare_as_asked_for(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_as_rare_as_asked_for(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(run_file, f"train.folder={tmp_path}", "log.every=4")
     shown = re.findall(r"^step (\d)/6", capsys.readouterr().out, re.MULTILINE)
     assert shown == ["4", "6"]

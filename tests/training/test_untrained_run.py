@@ -1,4 +1,5 @@
-"""What a model of one's own holds beside its trained parameters is in its checkpoints, or refused after one step."""
+"""What a model of one's own holds beside its trained parameters is in its checkpoints, or refused
+after one step."""
 
 from pathlib import Path
 
@@ -64,13 +65,16 @@ def test_frozen_weights_are_in_the_checkpoint_and_resume_in_any_layout(
     keys = [own(tmp_path, FREEZE), "precision.compute=fp64"]
     folder = train_on(file, *keys)
     held = tensors(newest(folder))
-    frozen = {name: values for name, values in held.items() if name.endswith(("up.weight", ".scale"))}
+    frozen = {
+        name: values for name, values in held.items() if name.endswith(("up.weight", ".scale"))
+    }
     assert {name.partition("/")[0] for name in frozen} == {"weight"}, "no moments"
     assert len(frozen) == 4
     assert all(values.any() for values in frozen.values())
     again = rewind(folder, tmp_path / "again", 3)
     train_on(file, *keys, f"train.folder={again}", tensor=tensor, pipeline=pipeline, data=data)
-    ours, theirs = tensors(newest(again)), held
+    ours = tensors(newest(again))
+    theirs = held
     assert ours.keys() == theirs.keys()
     for name in frozen:
         assert torch.equal(ours[name], theirs[name]), name
@@ -79,17 +83,23 @@ def test_frozen_weights_are_in_the_checkpoint_and_resume_in_any_layout(
     assert [r["step"] for r in steps(again)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_weights_frozen_in_a_checkpoint_and_trained_now_are_named(file: Path, tmp_path: Path) -> None:
+def test_weights_frozen_in_a_checkpoint_and_trained_now_are_named(
+    file: Path, tmp_path: Path
+) -> None:
     folder = train_on(file, own(tmp_path, FREEZE), "train.steps=3")
     config = load_run(file, [own(tmp_path, ""), f"train.folder={folder}"])
     with pytest.raises(UserError, match="which was frozen when it was saved and is trained now"):
         Trainer(config, open_corpus(config), None, newest(folder))
 
 
-def test_a_buffer_that_training_changes_ends_the_run_after_one_step(file: Path, tmp_path: Path) -> None:
+def test_a_buffer_that_training_changes_ends_the_run_after_one_step(
+    file: Path, tmp_path: Path
+) -> None:
     config = load_run(file, [own(tmp_path, COUNT.format(persistent=True))])
     trainer = Trainer(config, open_corpus(config), None, None)
-    with pytest.raises(UserError, match=r"seen is a buffer that training changes; .* persistent=False"):
+    with pytest.raises(
+        UserError, match=r"seen is a buffer that training changes; .* persistent=False"
+    ):
         trainer.run()
     assert trainer.progress.step == 1
     config = load_run(file, [own(tmp_path, COUNT.format(persistent=False)), "train.steps=2"])

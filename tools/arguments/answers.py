@@ -1,4 +1,5 @@
-"""Names of Megatron-LM and DeepSpeed, answered: keys of a run file, or the reason why there is none."""
+"""Names of Megatron-LM and DeepSpeed, answered: keys of a run file, or the reason why there is
+none."""
 
 from collections.abc import Mapping
 
@@ -7,8 +8,11 @@ from tools.arguments.megatron import READ
 
 
 def _keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of all names that are read: as typed, as kept by Megatron-LM, and the parts of a path."""
-    found = {row.sets: row.keys for row in READ.values()} | {row.name: row.keys for row in READ.values()}
+    """Return the keys of all names that are read: as typed, as kept by Megatron-LM, and the parts
+    of a path."""
+    found = {row.sets: row.keys for row in READ.values()} | {
+        row.name: row.keys for row in READ.values()
+    }
     for path, keys in deepspeed.READ.items():
         leaf = path.rpartition(".")[2]
         for name in (path, *((leaf,) if "_" in leaf else ()), path.partition(".")[0]):
@@ -17,7 +21,9 @@ def _keys() -> dict[str, tuple[str, ...]]:
 
 
 def _reasons() -> dict[str, str]:
-    refused = {path: why for path, (_, why) in deepspeed.REFUSED.items()} | dict(megatron_refused.WHY)
+    refused = {path: why for path, (_, why) in deepspeed.REFUSED.items()} | dict(
+        megatron_refused.WHY
+    )
     return {**deepspeed.IDLE, **megatron_idle.WHY, **refused}
 
 

@@ -1,8 +1,9 @@
-"""Keys of DeepSpeed's JSON: those that are read, those that are refused, and those without a meaning here.
+"""Keys of DeepSpeed's JSON: those that are read, those that are refused, and those without a
+meaning here.
 
-The names and defaults are those of deepspeed/runtime/config.py, precision_config.py, constants.py and zero/config.py,
-of version 0.19.6 (August 2026). A key of a table within a table is written with dots; the name of a table stands for
-all its keys.
+The names and defaults are those of deepspeed/runtime/config.py, precision_config.py, constants.py
+and zero/config.py, of version 0.19.6 (August 2026). A key of a table within a table is written with
+dots; the name of a table stands for all its keys.
 """
 
 from collections.abc import Mapping
@@ -52,46 +53,91 @@ READ: Mapping[str, tuple[str, ...]] = {
 """Keys that are read, and the keys of a run file that they become."""
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "zero_optimization.offload_optimizer.device": (("none", None), "nothing is offloaded here: remove it"),
-    "zero_optimization.offload_param.device": (("none", None), "nothing is offloaded here: remove it"),
+    "zero_optimization.offload_optimizer.device": (
+        ("none", None),
+        "nothing is offloaded here: remove it",
+    ),
+    "zero_optimization.offload_param.device": (
+        ("none", None),
+        "nothing is offloaded here: remove it",
+    ),
     "zero_optimization.cpu_offload": ((False,), "nothing is offloaded here: remove it"),
     "zero_optimization.cpu_offload_param": ((False,), "nothing is offloaded here: remove it"),
-    "zero_optimization.zero_quantized_weights": ((False,), "weights are not quantized for communication"),
-    "zero_optimization.zero_quantized_gradients": ((False,), "gradients are not quantized: precision.reduce"),
-    "zero_optimization.zeropp_loco_param": ((None,), "gradients are not quantized: precision.reduce"),
+    "zero_optimization.zero_quantized_weights": (
+        (False,),
+        "weights are not quantized for communication",
+    ),
+    "zero_optimization.zero_quantized_gradients": (
+        (False,),
+        "gradients are not quantized: precision.reduce",
+    ),
+    "zero_optimization.zeropp_loco_param": (
+        (None,),
+        "gradients are not quantized: precision.reduce",
+    ),
     "zero_optimization.zenflow": ((None,), "all gradients of a step are applied in it"),
-    "zero_optimization.mics_shard_size": ((-1,), "parallel.zero_size shards the optimizer's state over some replicas"),
-    "zero_optimization.zero_hpz_partition_size": ((1,), "weights are not sharded over replicas here"),
+    "zero_optimization.mics_shard_size": (
+        (-1,),
+        "parallel.zero_size shards the optimizer's state over some replicas",
+    ),
+    "zero_optimization.zero_hpz_partition_size": (
+        (1,),
+        "weights are not sharded over replicas here",
+    ),
     "fp16.auto_cast": ((False,), "the inputs of a model are token ids, which are not cast"),
     "fp16.fp16_master_weights_and_grads": ((False,), "master weights are FP32 here: remove it"),
     "data_types.buffer_dtype": ((None,), "remove it, and give precision.buffers beside the file"),
-    "bf16.immediate_grad_update": ((False,), "gradients are accumulated after each micro-batch in any case"),
+    "bf16.immediate_grad_update": (
+        (False,),
+        "gradients are accumulated after each micro-batch in any case",
+    ),
     "amp.enabled": ((False,), "remove it, and give precision.compute=fp16 beside the file"),
     "optimizer.params.bias_correction": ((True,), "adamw always corrects its bias"),
     "optimizer.params.amsgrad": ((False,), "there is no amsgrad here"),
-    "optimizer.params.nesterov": ((False,), "give optimizer.options = {momentum = ..., nesterov = true}"),
+    "optimizer.params.nesterov": (
+        (False,),
+        "give optimizer.options = {momentum = ..., nesterov = true}",
+    ),
     "optimizer.params.dampening": ((0,), "there is no dampening here"),
     "optimizer.params.max_grad_norm": ((0, 0.0), "gradient_clipping is the key for it"),
-    "scheduler.params.last_batch_iteration": ((-1,), "a schedule begins with the run, or goes on from a checkpoint"),
-    "torch_autocast.enabled": ((False,), "remove it, and give precision.compute=bf16 beside the file"),
+    "scheduler.params.last_batch_iteration": (
+        (-1,),
+        "a schedule begins with the run, or goes on from a checkpoint",
+    ),
+    "torch_autocast.enabled": (
+        (False,),
+        "remove it, and give precision.compute=bf16 beside the file",
+    ),
     "fp32_allreduce": ((False,), "communication_data_type is the key for it"),
     "gradient_allreduce_op": (("mean",), "gradients are averaged over replicas here: remove it"),
-    "managed_gradient_accumulation": ((True,), "an update follows all micro-batches of a step: remove it"),
+    "managed_gradient_accumulation": (
+        (True,),
+        "an update follows all micro-batches of a step: remove it",
+    ),
     "gradient_predivide_factor": ((1.0, 1), "gradients are divided once: remove it"),
     "prescale_gradients": ((False,), "gradients are divided once: remove it"),
     "sparse_gradients": ((False,), "the embedding's gradient is dense here"),
     "sparse_attention": ((), "attention is dense here, or has model.window"),
     "progressive_layer_drop.enabled": ((False,), "layers are not dropped here"),
-    "curriculum_learning.enabled": ((False,), "the sequence length is constant here: train.seq_length"),
+    "curriculum_learning.enabled": (
+        (False,),
+        "the sequence length is constant here: train.seq_length",
+    ),
     "data_efficiency.enabled": ((False,), "data is sampled uniformly here: data.blend has weights"),
     "compression_training": ((), "models are not compressed in training here"),
     "quantize_training": ((), "there is no such quantization here: [fp8]"),
     "quantize_training.enabled": ((False,), "there is no such quantization here: [fp8]"),
     "eigenvalue.enabled": ((False,), "there is no such quantization here: [fp8]"),
-    "elasticity.enabled": ((False,), "parallel.elastic trains in the layout that fits, with a constant batch"),
+    "elasticity.enabled": (
+        (False,),
+        "parallel.elastic trains in the layout that fits, with a constant batch",
+    ),
     "hybrid_engine.enabled": ((False,), "there is no engine for reinforcement learning here"),
     "pipeline": ((), "parallel.pipeline and parallel.cuts say how layers become stages"),
-    "sequence_parallel_size": ((1,), "there is no sequence parallelism over replicas here: parallel.sequence"),
+    "sequence_parallel_size": (
+        (1,),
+        "there is no sequence parallelism over replicas here: parallel.sequence",
+    ),
     "expert_parallel.enabled": ((False,), "parallel.expert is the number of expert-parallel ranks"),
     "weight_quantization": ((), "there is no such quantization here: [fp8]"),
     "tensor_parallel": ((), "parallel.tensor is the number of tensor-parallel ranks"),
@@ -113,11 +159,15 @@ _ZERO = (
     "allgather_sequential", "stage3_allgather_sequential", "save_muon_momentum_buffer_in_memory",
     "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
 )  # fmt: skip
-TABLES = frozenset(key[:end] for key in (*READ, *REFUSED) for end, letter in enumerate(key) if letter == ".")
+TABLES = frozenset(
+    key[:end] for key in (*READ, *REFUSED) for end, letter in enumerate(key) if letter == "."
+)
 """Keys that hold further keys."""
 
 _MEMORY = "it concerns communication and memory: the results are the same without it"
-_LOGGING = "it concerns logging: a run writes its own records and pictures to train.folder (docs/runs.md)"
+_LOGGING = (
+    "it concerns logging: a run writes its own records and pictures to train.folder (docs/runs.md)"
+)
 _OFF = "it belongs to a table whose key `enabled` is refused"
 IDLE: Mapping[str, str] = {
     **dict.fromkeys(

@@ -1,8 +1,9 @@
-"""The form of an argument: a flag, one with a value or with several, and its default where it matters.
+"""The form of an argument: a flag, one with a value or with several, and its default where it
+matters.
 
-Names are written as they are typed, with `_` for `-` and without the dashes. Tables of names have one word for each:
-`name` is a flag, `name=` takes a value and `name*` several; what stands after the sign is the value that is permitted
-although the argument is refused, its default.
+Names are written as they are typed, with `_` for `-` and without the dashes. Tables of names have
+one word for each: `name` is a flag, `name=` takes a value and `name*` several; what stands after
+the sign is the value that is permitted although the argument is refused, its default.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ class Shape:
 class Read:
     """An argument that is read.
 
-    kind: the type of its values, or bool for a flag. sets: the name under which the value is kept, the `dest` of
-    Megatron's parser. value: what a flag sets. keys: the keys of a run file that it becomes.
+    kind: the type of its values, or bool for a flag. sets: the name under which the value is kept,
+    the `dest` of Megatron's parser. value: what a flag sets. keys: the keys of a run file that it
+    becomes.
     """
 
     name: str
@@ -41,7 +43,11 @@ class Read:
     @property
     def form(self) -> Form:
         """Return the form of the argument."""
-        return "flag" if self.kind is bool else "values" if self.many else "value"
+        if self.kind is bool:
+            return "flag"
+        if self.many:
+            return "values"
+        return "value"
 
 
 def shapes(names: str) -> Iterator[tuple[str, Shape]]:

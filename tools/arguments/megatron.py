@@ -1,7 +1,9 @@
-"""Arguments of Megatron-LM that are read, each with its type, Megatron-LM's default and the keys that it becomes.
+"""Arguments of Megatron-LM that are read, each with its type, Megatron-LM's default and the keys
+that it becomes.
 
-The names, types and defaults are those of its parser, megatron/training/arguments.py, of version core_v0.16; older and
-newer names are there too. Every argument is read, or of `megatron_refused`, or of `megatron_idle`.
+The names, types and defaults are those of its parser, megatron/training/arguments.py, of version
+core_v0.16; older and newer names are there too. Every argument is read, or of `megatron_refused`,
+or of `megatron_idle`.
 """
 
 from collections.abc import Mapping
@@ -20,9 +22,23 @@ def _either(name: str, sets: str, value: bool, keys: str) -> Read:
 
 
 def _value(
-    name: str, kind: type, default: Any, keys: str, many: bool = False, sets: str = "", choices: str = ""
+    name: str,
+    kind: type,
+    default: Any,
+    keys: str,
+    many: bool = False,
+    sets: str = "",
+    choices: str = "",
 ) -> Read:
-    return Read(name, kind, default, tuple(keys.split()), sets or name, many=many, choices=tuple(choices.split()))
+    return Read(
+        name,
+        kind,
+        default,
+        tuple(keys.split()),
+        sets or name,
+        many=many,
+        choices=tuple(choices.split()),
+    )
 
 
 _ROWS = (
@@ -64,9 +80,25 @@ _ROWS = (
     _value("yarn_original_max_position_embeddings", int, None, "model.rope_scaling"),
     _value("yarn_beta_fast", float, None, "model.rope_scaling"),
     _value("yarn_beta_slow", float, None, "model.rope_scaling"),
-    _either("yarn_correction_range_round_to_int", "yarn_correction_range_round_to_int", True, "model.rope_scaling"),
-    _either("no_yarn_correction_range_round_to_int", "yarn_correction_range_round_to_int", False, "model.rope_scaling"),
-    _value("softmax_type", str, "vanilla", "model.attention_sinks", choices="learnable vanilla off-by-one"),
+    _either(
+        "yarn_correction_range_round_to_int",
+        "yarn_correction_range_round_to_int",
+        True,
+        "model.rope_scaling",
+    ),
+    _either(
+        "no_yarn_correction_range_round_to_int",
+        "yarn_correction_range_round_to_int",
+        False,
+        "model.rope_scaling",
+    ),
+    _value(
+        "softmax_type",
+        str,
+        "vanilla",
+        "model.attention_sinks",
+        choices="learnable vanilla off-by-one",
+    ),
     _value("rotary_seq_len_interpolation_factor", int, None, "model.rope_scaling"),
     _flag("use_rope_scaling", "model.rope_scaling"),
     _value("rope_scaling_factor", float, 8.0, "model.rope_scaling"),
@@ -80,7 +112,10 @@ _ROWS = (
     _flag("use_te_activation_func", "model.mlp"),
     _flag(
         "disable_bias_linear",
-        "model.bias model.qkv_bias model.mlp_bias model.output_bias model.expert_bias model.router_bias",
+        (
+            "model.bias model.qkv_bias model.mlp_bias model.output_bias model.expert_bias "
+            "model.router_bias"
+        ),
         sets="add_bias_linear",
         value=False,
     ),
@@ -103,7 +138,13 @@ _ROWS = (
         many=True,
         choices="aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none",
     ),
-    _value("moe_router_score_function", str, "softmax", "model.router", choices="softmax sigmoid sqrtsoftplus"),
+    _value(
+        "moe_router_score_function",
+        str,
+        "softmax",
+        "model.router",
+        choices="softmax sigmoid sqrtsoftplus",
+    ),
     _value("moe_router_topk_scaling_factor", float, None, "model.router"),
     _value("moe_router_num_groups", int, None, "model.router"),
     _value("moe_router_group_topk", int, None, "model.router"),
@@ -127,7 +168,13 @@ _ROWS = (
     _value("train_samples", int, None, "train.steps"),
     _value("lr", float, None, "lr.peak"),
     _value("min_lr", float, 0.0, "lr.final"),
-    _value("lr_decay_style", str, "linear", "lr.schedule", choices="constant linear cosine inverse-square-root WSD"),
+    _value(
+        "lr_decay_style",
+        str,
+        "linear",
+        "lr.schedule",
+        choices="constant linear cosine inverse-square-root WSD",
+    ),
     _value("lr_decay_iters", int, None, "lr.length"),
     _value("lr_decay_samples", int, None, "lr.length lr.unit"),
     _value("lr_warmup_fraction", float, None, "lr.warmup"),
@@ -135,7 +182,13 @@ _ROWS = (
     _value("lr_warmup_samples", int, 0, "lr.warmup lr.unit"),
     _value("lr_wsd_decay_iters", int, None, "lr.decay"),
     _value("lr_wsd_decay_samples", int, None, "lr.decay lr.unit"),
-    _value("lr_wsd_decay_style", str, "exponential", "lr.schedule", choices="exponential linear cosine minus_sqrt"),
+    _value(
+        "lr_wsd_decay_style",
+        str,
+        "exponential",
+        "lr.schedule",
+        choices="exponential linear cosine minus_sqrt",
+    ),
     _value("seed", int, 1234, "train.seed"),
     _value("eval_interval", int, 1000, "train.eval_every"),
     _value("eval_iters", int, 100, "train.eval_batches"),
@@ -183,7 +236,13 @@ _ROWS = (
     _flag("grad_reduce_in_bf16", "precision.gradients"),
     _flag("fp32_residual_connection", "precision.residual"),
     _value("fp8_format", str, None, "fp8.format fp8.kind", sets="fp8", choices="e4m3 hybrid"),
-    _value("fp8_recipe", str, "delayed", "fp8.kind", choices="tensorwise delayed mxfp8 blockwise custom"),
+    _value(
+        "fp8_recipe",
+        str,
+        "delayed",
+        "fp8.kind",
+        choices="tensorwise delayed mxfp8 blockwise custom",
+    ),
     _value("fp8_margin", int, 0, "fp8.margin"),
     _value("fp8_amax_history_len", int, 1, "fp8.history_length"),
     _value("fp8_amax_compute_algo", str, "most_recent", "fp8.amax_algo", choices="most_recent max"),
@@ -204,7 +263,13 @@ _ROWS = (
         sets="check_for_nan_in_loss_and_grad",
         value=False,
     ),
-    _value("optimizer", str, "adam", "optimizer.name", choices="adam sgd muon dist_muon lion soap adaptive_muon"),
+    _value(
+        "optimizer",
+        str,
+        "adam",
+        "optimizer.name",
+        choices="adam sgd muon dist_muon lion soap adaptive_muon",
+    ),
     _value("adam_beta1", float, 0.9, "optimizer.betas"),
     _value("adam_beta2", float, 0.999, "optimizer.betas"),
     _value("adam_eps", float, 1e-08, "optimizer.eps"),

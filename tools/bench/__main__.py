@@ -9,7 +9,8 @@ from tools.bench import fp8, gpu, hot_path, memory, optimizer, save, scale, sums
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the measurement of the command line `argv` (default: the process's own); return the exit code."""
+    """Run the measurement of the command line `argv` (default: the process's own); return the exit
+    code."""
     args = parser().parse_args(argv)
     try:
         return args.run(args)

@@ -1,9 +1,11 @@
-"""FP8 against bf16 on a GPU: the products of a Llama layer one by one, then training steps of a stack of such layers.
+"""FP8 against bf16 on a GPU: the products of a Llama layer one by one, then training steps of a
+stack of such layers.
 
-The layer is that of Llama 3 8B (hidden 4096, 32 heads, 8 key and value heads, feed-forward 14336), narrower in
-proportion with --hidden. Products are timed with the casts that FP8 needs, plain and fused by torch.compile. Steps are
-whole ones, with plain casts and the optimizer, in turn for each precision. MFU is the time that a GPU would need at its
-full bf16 speed over what it took, also for FP8:
+The layer is that of Llama 3 8B (hidden 4096, 32 heads, 8 key and value heads, feed-forward 14336),
+narrower in proportion with --hidden. Products are timed with the casts that FP8 needs, plain and
+fused by torch.compile. Steps are whole ones, with plain casts and the optimizer, in turn for each
+precision. MFU is the time that a GPU would need at its full bf16 speed over what it took, also for
+FP8:
 
     MFU = tokens a second x 3 x forward FLOPs of a token / FLOP/s of the GPU in bf16
 
@@ -30,27 +32,52 @@ from tools.commands.fp8_timing import Shape, linear_times, synchronize
 VOCAB = 8192  # small: the stack's layers are what is measured
 LR = 1e-4
 # FLOP/s of dense bf16 products, from NVIDIA's data sheets, by what the device's name contains.
-PEAKS = {"H200": 989.4e12, "H100 PCIe": 756e12, "H100": 989.4e12, "GH200": 989.4e12, "B200": 2250e12, "L40S": 362e12}
+PEAKS = {
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `fp8` to the measurements."""
     parser = subparsers.add_parser("fp8", help="FP8 against bf16, on a GPU", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script (emulated)")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: to try the script (emulated)",
+    )
     parser.add_argument("--hidden", type=int, default=4096, metavar="N", help="(default: 4096)")
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the stack; 0: no stack (default: 8)")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of a sequence (default: 4096)")
-    parser.add_argument("--micro-batch", type=int, default=2, metavar="N", help="sequences (default: 2)")
-    parser.add_argument("--microbatches", type=int, default=2, metavar="N", help="of a step (default: 2)")
+    parser.add_argument(
+        "--layers", type=int, default=8, metavar="N", help="of the stack; 0: no stack (default: 8)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=4096, metavar="N", help="of a sequence (default: 4096)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=2, metavar="N", help="sequences (default: 2)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=2, metavar="N", help="of a step (default: 2)"
+    )
     parser.add_argument(
         "--kinds",
         nargs="+",
         choices=("delayed", "current", "rowwise", "blockwise", "mx"),
         default=["current", "delayed"],
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="timed steps (default: 5)")
     parser.add_argument(
-        "--peak", type=float, metavar="FLOPS", help="bf16 FLOP/s of the device, if it is not known here"
+        "--rounds", type=int, default=5, metavar="N", help="timed steps (default: 5)"
+    )
+    parser.add_argument(
+        "--peak",
+        type=float,
+        metavar="FLOPS",
+        help="bf16 FLOP/s of the device, if it is not known here",
     )
     parser.set_defaults(run=main)
 
@@ -58,7 +85,10 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench fp8`."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU here, so there is nothing to compare: FP8 on a CPU is emulated (--device cpu tries the script)")
+        print(
+            "no GPU here, so there is nothing to compare: FP8 on a CPU is emulated (--device "
+            "cpu tries the script)"
+        )
         return 0
     config = layer_stack(args)
     for kind in args.kinds:
@@ -89,7 +119,8 @@ def layer_stack(args: argparse.Namespace) -> ModelConfig:
 
 def shapes(config: ModelConfig, tokens: int) -> dict[str, Shape]:
     """Return the products of a layer, with stacked weights."""
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    width = config.heads * config.head_dim
+    kv_width = config.kv_heads * config.head_dim
     return {
         "query, key, value": Shape(tokens, config.hidden, width + 2 * kv_width),
         "attention output": Shape(tokens, width, config.hidden),
@@ -100,10 +131,14 @@ def shapes(config: ModelConfig, tokens: int) -> dict[str, Shape]:
 
 def product_record(name: str, shape: Shape, kind: Kind, args: argparse.Namespace) -> dict[str, Any]:
     """Return the milliseconds of the three products with one weight, and their speedup in FP8."""
-    device, recipe = torch.device(args.device), FP8Recipe(kind)
+    device = torch.device(args.device)
+    recipe = FP8Recipe(kind)
     times = linear_times(shape, recipe, torch.bfloat16, device)
     record: dict[str, Any] = {"what": name, "shape": str(shape), "kind": kind}
-    record |= {"bf16_ms": _ms(times.wide), "tflops_bf16": round(3 * shape.flops / times.wide / 1e12, 2)}
+    record |= {
+        "bf16_ms": _ms(times.wide),
+        "tflops_bf16": round(3 * shape.flops / times.wide / 1e12, 2),
+    }
     record |= {
         "fp8_products_ms": _ms(times.products),
         "casts_ms": _ms(times.casts),
@@ -114,11 +149,14 @@ def product_record(name: str, shape: Shape, kind: Kind, args: argparse.Namespace
         fused = linear_times(shape, recipe, torch.bfloat16, device, compiled=True)
         record |= {"fused_casts_ms": _ms(fused.casts), "fused_weight_cast_ms": _ms(fused.weight)}
         record["fused_gain"] = round(fused.gain(args.microbatches), 3)
-    return record | {"made": sorted(set(ways(recipe, device, torch.bfloat16, torch.float32).values()))}
+    return record | {
+        "made": sorted(set(ways(recipe, device, torch.bfloat16, torch.float32).values()))
+    }
 
 
 def stack_records(config: ModelConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Yield tokens per second and MFU of training steps, in bf16 and with each kind of scales; the steps alternate."""
+    """Yield tokens per second and MFU of training steps, in bf16 and with each kind of scales; the
+    steps alternate."""
     mesh = make_mesh(device=args.device)
     recipes = {"bf16": None} | {kind: FP8Recipe(kind, history_length=16) for kind in args.kinds}
     engines = {
@@ -143,13 +181,30 @@ def stack_records(config: ModelConfig, args: argparse.Namespace) -> list[dict[st
 
 
 def _stack_record(
-    name: str, config: ModelConfig, args: argparse.Namespace, speed: float, medians: dict[str, float]
+    name: str,
+    config: ModelConfig,
+    args: argparse.Namespace,
+    speed: float,
+    medians: dict[str, float],
 ) -> dict[str, Any]:
-    settings = {"layers": config.layers, "hidden": config.hidden, "ffn": config.ffn, "seq_length": args.tokens}
-    record = {"what": "training steps", "precision": name, **settings, "tokens_per_s": round(speed, 1)}
+    settings = {
+        "layers": config.layers,
+        "hidden": config.hidden,
+        "ffn": config.ffn,
+        "seq_length": args.tokens,
+    }
+    record = {
+        "what": "training steps",
+        "precision": name,
+        **settings,
+        "tokens_per_s": round(speed, 1),
+    }
     record["gain"] = round(medians["bf16"] / medians[name], 3)
     if peak := args.peak or _peak(args.device):
-        record |= {"mfu": round(speed * 3 * config.flops_per_token(args.tokens) / peak, 4), "peak_tflops": peak / 1e12}
+        record |= {
+            "mfu": round(speed * 3 * config.flops_per_token(args.tokens) / peak, 4),
+            "peak_tflops": peak / 1e12,
+        }
     return record | {"step_s": round(medians[name], 4), "torch": torch.__version__}
 
 
@@ -163,7 +218,9 @@ def _step_seconds(engine: Engine, share: Share, number: int) -> float:
 
 def _share(args: argparse.Namespace, device: torch.device) -> Share:
     rows = args.microbatches * args.micro_batch
-    ids = torch.randint(0, VOCAB, (rows, args.tokens + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        0, VOCAB, (rows, args.tokens + 1), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     return Share(ids[:, :-1], ids[:, 1:])
 
 

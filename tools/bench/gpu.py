@@ -1,8 +1,10 @@
-"""All that needs a GPU: the tests marked `gpu`, and training steps beside other systems; both go to docs/gpu.md.
+"""All that needs a GPU: the tests marked `gpu`, and training steps beside other systems; both go to
+docs/gpu.md.
 
-The stack is that of `python -m tools.bench fp8`: layers of Llama 3 8B, fewer of them. Systems are measured
-one after the other, twice, each alone on the device, and medians are compared. Without a GPU one line says so, the exit
-code is 2, and nothing is written. `--device cpu` tries the program itself, with small sizes; its page says so.
+The stack is that of `python -m tools.bench fp8`: layers of Llama 3 8B, fewer of them. Systems are
+measured one after the other, twice, each alone on the device, and medians are compared. Without a
+GPU one line says so, the exit code is 2, and nothing is written. `--device cpu` tries the program
+itself, with small sizes; its page says so.
 """
 
 import argparse
@@ -32,19 +34,34 @@ from tools.bench.gpu_peers import LR, PEERS, Absent, Step, Work
 from tools.commands.fp8_timing import synchronize
 
 OURS = "megaprec"
-PASSES, WARMUP = 2, 2
+PASSES = 2
+WARMUP = 2
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `gpu` to the measurements."""
-    parser = subparsers.add_parser("gpu", help="tests and benchmarks that need a GPU", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page to write (default: docs/gpu.md)")
-    parser.add_argument("--systems", nargs="+", choices=(OURS, *PEERS), default=[OURS, *PEERS], metavar="NAME")
+    parser = subparsers.add_parser(
+        "gpu", help="tests and benchmarks that need a GPU", description=__doc__
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program"
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=PAGE,
+        metavar="FILE",
+        help="page to write (default: docs/gpu.md)",
+    )
+    parser.add_argument(
+        "--systems", nargs="+", choices=(OURS, *PEERS), default=[OURS, *PEERS], metavar="NAME"
+    )
     parser.add_argument("--no-tests", action="store_true", help="measure only")
     for name, default, what in SIZES:
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
     parser.set_defaults(run=main)
 
 
@@ -61,7 +78,8 @@ SIZES = (
 
 @dataclass
 class Record:
-    """The result of the program. rows: numbers by system, or why it was not measured; tests: outcomes by name."""
+    """The result of the program. rows: numbers by system, or why it was not measured; tests:
+    outcomes by name."""
 
     machine: dict[str, str]
     work: Work
@@ -70,15 +88,21 @@ class Record:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench gpu`. Exit code 1: a test has failed, or megaprec was not measured."""
+    """Run `python -m tools.bench gpu`. Exit code 1: a test has failed, or megaprec was not
+    measured."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no GPU here: torch sees no CUDA device, so nothing was run, and docs/gpu.md is as it was")
+        raise UserError(
+            "no GPU here: torch sees no CUDA device, so nothing was run, and docs/gpu.md is "
+            "as it was"
+        )
     record = Record(machine(args.device), work_of(args))
     if not args.no_tests:
         record.tests = outcomes()
     with world(args.device):
         record.rows = measured(record.work, args.systems, args.rounds)
-    args.page.write_text(page(record.machine, record.work, record.rows, record.tests), encoding="utf-8")
+    args.page.write_text(
+        page(record.machine, record.work, record.rows, record.tests), encoding="utf-8"
+    )
     print(f"written    {args.page}")
     failed = [name for name, outcome in record.tests.items() if outcome.startswith("failed")]
     print(*(f"failed     {name}" for name in failed), sep="\n", end="\n" if failed else "")
@@ -87,15 +111,25 @@ def main(args: argparse.Namespace) -> int:
 
 def machine(device: str) -> dict[str, str]:
     """Return what a reader must know of the machine and the software."""
-    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__, "commit": _commit()}
+    found = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
     if device == "cpu":
         return {"device": "no GPU: the CPU, to try the program", **found}
     count = torch.cuda.device_count()
-    return {"device": f"{count} x {torch.cuda.get_device_name()}", "CUDA": str(torch.version.cuda), **found}
+    return {
+        "device": f"{count} x {torch.cuda.get_device_name()}",
+        "CUDA": str(torch.version.cuda),
+        **found,
+    }
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True
+    )
     return done.stdout.strip() or "not known"
 
 
@@ -108,7 +142,8 @@ def work_of(args: argparse.Namespace) -> Work:
 
 
 def outcomes() -> dict[str, str]:
-    """Run the tests with the marker `gpu`; return the outcome of each: passed, failed: why, or skipped: why."""
+    """Run the tests with the marker `gpu`; return the outcome of each: passed, failed: why, or
+    skipped: why."""
     report = PAGE.parent.parent / ".pytest_cache" / "gpu.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
     subprocess.run(command, cwd=PAGE.parent.parent, check=False)
@@ -122,12 +157,17 @@ def read_outcomes(xml: str) -> dict[str, str]:
     found = {}
     for case in ElementTree.fromstring(xml).iter("testcase"):
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        worse = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        worse = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")), None
+        )
         if worse is None:
             found[name] = "passed"
         else:
             kind = "skipped" if worse.tag == "skipped" else "failed"
-            found[name] = f"{kind}: {worse.get('message', '').splitlines()[0] if worse.get('message') else ''}"
+            found[name] = (
+                f"{kind}: "
+                f"{worse.get('message', '').splitlines()[0] if worse.get('message') else ''}"
+            )
     return found
 
 
@@ -146,15 +186,20 @@ def megaprec(work: Work) -> Step:
         micro_batch=work.micro_batch, seq_length=work.tokens,
     )  # fmt: skip
     parts = work.batches()
-    share = Share(torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts]))
+    share = Share(
+        torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])
+    )
     numbers = iter(range(10**9))
     return lambda: engine.step(share, LR, next(numbers))
 
 
 def measured(work: Work, systems: list[str], rounds: int) -> dict[str, dict[str, float] | str]:
-    """Return tokens a second, memory and MFU of each system, or why it was not measured. Passes alternate."""
+    """Return tokens a second, memory and MFU of each system, or why it was not measured. Passes
+    alternate."""
     ways: dict[str, Callable[[Work], Step]] = {OURS: megaprec, **PEERS}
-    seconds, gib, refused = dict[str, list[float]](), dict[str, float](), dict[str, str]()
+    seconds = dict[str, list[float]]()
+    gib = dict[str, float]()
+    refused = dict[str, str]()
     for _ in range(PASSES):
         for name in systems:
             if name in refused:
@@ -162,7 +207,9 @@ def measured(work: Work, systems: list[str], rounds: int) -> dict[str, dict[str,
             try:
                 times, gib[name] = timed(ways[name], work, rounds)
                 seconds[name] = [*seconds.get(name, []), *times]
-            except Exception as error:  # a system that cannot do the work here is a row that says why
+            except (
+                Exception
+            ) as error:  # a system that cannot do the work here is a row that says why
                 kind = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
                 refused[name] = f"{kind}{error}".splitlines()[0]
     rows: dict[str, dict[str, float] | str] = dict(refused)
@@ -173,7 +220,8 @@ def measured(work: Work, systems: list[str], rounds: int) -> dict[str, dict[str,
 
 
 def timed(way: Callable[[Work], Step], work: Work, rounds: int) -> tuple[list[float], float]:
-    """Build a system, take WARMUP steps, and return the seconds of `rounds` more and the peak of its memory in GiB."""
+    """Build a system, take WARMUP steps, and return the seconds of `rounds` more and the peak of
+    its memory in GiB."""
     gc.collect()
     if work.device == "cuda":
         torch.cuda.empty_cache()

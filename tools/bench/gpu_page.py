@@ -58,16 +58,28 @@ def page(
     """Return the page. machine: None if nothing was run."""
     if machine is None or work is None:
         return HEAD + NOTHING + TAIL
-    seen = ["", "## What has been seen", "", ", ".join(f"{name} {value}" for name, value in machine.items()) + "."]
-    return "\n".join([HEAD.rstrip(), *seen, *_table(work, rows or {}), *_tests(tests or {})]) + "\n" + TAIL
+    seen = [
+        "",
+        "## What has been seen",
+        "",
+        ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+    ]
+    return (
+        "\n".join([HEAD.rstrip(), *seen, *_table(work, rows or {}), *_tests(tests or {})])
+        + "\n"
+        + TAIL
+    )
 
 
 def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterator[str]:
     yield ""
     yield (
-        f"Training steps in bf16 with FP32 masters: {work.layers} layers of hidden {work.hidden}, {work.heads} heads, "
-        f"{work.kv_heads} key and value heads, feed-forward {work.ffn}, vocabulary {work.vocab}; {work.microbatches} "
-        f"micro-batches of {work.micro_batch} x {work.tokens} tokens. MFU counts attention as if it were not causal."
+        f"Training steps in bf16 with FP32 masters: {work.layers} layers of hidden "
+        f"{work.hidden}, {work.heads} heads, "
+        f"{work.kv_heads} key and value heads, feed-forward {work.ffn}, vocabulary "
+        f"{work.vocab}; {work.microbatches} "
+        f"micro-batches of {work.micro_batch} x {work.tokens} tokens. MFU counts attention as "
+        "if it were not causal."
     )
     yield from ("", "| | tokens/s | step | TFLOP/s | MFU | memory |", "|---|---|---|---|---|---|")
     for name, row in rows.items():
@@ -77,7 +89,8 @@ def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterato
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else "not known"
         memory = f"{row['gib']:.1f} GiB" if row.get("gib") else "not known"
         yield (
-            f"| {name} | {row['tokens_per_s']:,.0f} | {row['step_s'] * 1e3:.1f} ms | {row['tflops']:.1f} | {mfu} "
+            f"| {name} | {row['tokens_per_s']:,.0f} | {row['step_s'] * 1e3:.1f} ms | "
+            f"{row['tflops']:.1f} | {mfu} "
             f"| {memory} |"
         )
 
@@ -87,9 +100,14 @@ def _tests(tests: Mapping[str, str]) -> Iterator[str]:
         yield from ("", "The tests were not run (`--no-tests`).")
         return
     count = {
-        kind: sum(outcome.startswith(kind) for outcome in tests.values()) for kind in ("passed", "failed", "skipped")
+        kind: sum(outcome.startswith(kind) for outcome in tests.values())
+        for kind in ("passed", "failed", "skipped")
     }
-    yield from ("", f"Tests: {', '.join(f'{number} {kind}' for kind, number in count.items())}.", "")
+    yield from (
+        "",
+        f"Tests: {', '.join(f'{number} {kind}' for kind, number in count.items())}.",
+        "",
+    )
     for name, outcome in tests.items():
         if outcome != "passed":
             yield f"- `{name}` {outcome}"

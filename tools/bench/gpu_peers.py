@@ -1,7 +1,9 @@
-"""Other systems that train the stack of `python -m tools.bench gpu`, as functions that take one step.
+"""Other systems that train the stack of `python -m tools.bench gpu`, as functions that take one
+step.
 
-All do the same work: a Llama-style decoder in bf16 with FP32 masters, AdamW, clipping at 1, causal attention, the same
-micro-batches. Megatron-core and Transformer Engine are measured where they are installed; what is missing is said.
+All do the same work: a Llama-style decoder in bf16 with FP32 masters, AdamW, clipping at 1, causal
+attention, the same micro-batches. Megatron-core and Transformer Engine are measured where they are
+installed; what is missing is said.
 """
 
 import importlib
@@ -37,9 +39,12 @@ class Work:
     device: str
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (tokens, targets) of each micro-batch, int64 [micro_batch, tokens], on the device."""
+        """Return (tokens, targets) of each micro-batch, int64 [micro_batch, tokens], on the
+        device."""
         rows = self.micro_batch * self.microbatches
-        ids = torch.randint(0, self.vocab, (rows, self.tokens + 1), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            0, self.vocab, (rows, self.tokens + 1), generator=torch.Generator().manual_seed(0)
+        )
         return [(part[:, :-1], part[:, 1:]) for part in ids.to(self.device).split(self.micro_batch)]
 
 
@@ -52,7 +57,9 @@ class MasterAdamW:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.masters = [p.detach().float() for p in self.parameters]
-        self.rule = torch.optim.AdamW(self.masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.rule = torch.optim.AdamW(
+            self.masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
 
     def step(self) -> None:
         """Update the parameters from their gradients, which are dropped."""
@@ -71,9 +78,11 @@ class Layer(nn.Module):
 
     def __init__(self, work: Work) -> None:
         super().__init__()
-        self.work, self.head_dim = work, work.hidden // work.heads
+        self.work = work
+        self.head_dim = work.hidden // work.heads
         self.sizes = [n * self.head_dim for n in (work.heads, work.kv_heads, work.kv_heads)]
-        self.norm1, self.norm2 = nn.RMSNorm(work.hidden, eps=1e-5), nn.RMSNorm(work.hidden, eps=1e-5)
+        self.norm1 = nn.RMSNorm(work.hidden, eps=1e-5)
+        self.norm2 = nn.RMSNorm(work.hidden, eps=1e-5)
         self.qkv = nn.Linear(work.hidden, sum(self.sizes), bias=False)
         self.out = nn.Linear(self.sizes[0], work.hidden, bias=False)
         self.gate_up = nn.Linear(work.hidden, 2 * work.ffn, bias=False)
@@ -82,9 +91,13 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the activations [b, s, hidden] after the layer."""
         b, s, _ = x.shape
-        q, k, v = (t.view(b, s, -1, self.head_dim) for t in self.qkv(self.norm1(x)).split(self.sizes, -1))
+        q, k, v = (
+            t.view(b, s, -1, self.head_dim) for t in self.qkv(self.norm1(x)).split(self.sizes, -1)
+        )
         q, k = (rotated(t, cos, sin).transpose(1, 2) for t in (q, k))
-        made = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        made = F.scaled_dot_product_attention(
+            q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
         x = x + self.out(made.transpose(1, 2).reshape(b, s, -1))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -97,10 +110,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(work.vocab, work.hidden)
         self.layers = nn.ModuleList(layers)
-        self.norm, self.head = nn.RMSNorm(work.hidden, eps=1e-5), nn.Linear(work.hidden, work.vocab, bias=False)
+        self.norm = nn.RMSNorm(work.hidden, eps=1e-5)
+        self.head = nn.Linear(work.hidden, work.vocab, bias=False)
         dim = work.hidden // work.heads
         angles = torch.outer(torch.arange(work.tokens), BASE ** -(torch.arange(0, dim, 2) / dim))
-        self.cos, self.sin = (nn.Buffer(part, persistent=False) for part in (angles.cos(), angles.sin()))
+        self.cos, self.sin = (
+            nn.Buffer(part, persistent=False) for part in (angles.cos(), angles.sin())
+        )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a micro-batch."""
@@ -112,14 +128,17 @@ class Decoder(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [b, s, heads, head_dim] with rotary positions: both halves of a head are the two coordinates."""
+    """Return x [b, s, heads, head_dim] with rotary positions: both halves of a head are the two
+    coordinates."""
     one, other = x.chunk(2, -1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    cos = cos[:, None].to(x.dtype)
+    sin = sin[:, None].to(x.dtype)
     return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
 
 
 def _stepping(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    optimizer, batches = MasterAdamW(list(model.parameters())), work.batches()
+    optimizer = MasterAdamW(list(model.parameters()))
+    batches = work.batches()
 
     def step() -> Tensor:
         total = torch.zeros((), device=work.device)
@@ -170,9 +189,12 @@ class _EngineLayer(nn.Module):
 
 
 def megatron_core(work: Work) -> Step:
-    """Return the step of Megatron-core's GPTModel with its own optimizer, on one rank. Raises Absent."""
-    state, gpt = _module("megatron.core.parallel_state"), _module("megatron.core.models.gpt")
-    distributed, optim = _module("megatron.core.distributed"), _module("megatron.core.optimizer")
+    """Return the step of Megatron-core's GPTModel with its own optimizer, on one rank. Raises
+    Absent."""
+    state = _module("megatron.core.parallel_state")
+    gpt = _module("megatron.core.models.gpt")
+    distributed = _module("megatron.core.distributed")
+    optim = _module("megatron.core.optimizer")
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel()
         _module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(0)
@@ -183,7 +205,9 @@ def megatron_core(work: Work) -> Step:
     ).to(work.device, torch.bfloat16)  # fmt: skip
     reduced = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = distributed.DistributedDataParallel(config, reduced, model)
-    settings = optim.OptimizerConfig(optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=1.0, bf16=True)
+    settings = optim.OptimizerConfig(
+        optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=1.0, bf16=True
+    )
     return _megatron_step(work, model, optim.get_megatron_optimizer(settings, [model]))
 
 
@@ -197,7 +221,8 @@ def _megatron_config(work: Work) -> Any:
 
 
 def _megatron_layer() -> Any:
-    """Return the layer of Transformer Engine where it is installed, otherwise Megatron-core's own."""
+    """Return the layer of Transformer Engine where it is installed, otherwise Megatron-core's
+    own."""
     specs = _module("megatron.core.models.gpt.gpt_layer_specs")
     try:
         _module("transformer_engine.pytorch")
@@ -207,7 +232,8 @@ def _megatron_layer() -> Any:
 
 
 def _megatron_step(work: Work, model: Any, optimizer: Any) -> Step:
-    batches, positions = work.batches(), torch.arange(work.tokens, device=work.device)[None]
+    batches = work.batches()
+    positions = torch.arange(work.tokens, device=work.device)[None]
     mask = torch.ones(1, 1, work.tokens, work.tokens, dtype=torch.bool, device=work.device).triu(1)
 
     def step() -> Tensor:
@@ -215,7 +241,9 @@ def _megatron_step(work: Work, model: Any, optimizer: Any) -> Step:
         optimizer.zero_grad()
         total = torch.zeros((), device=work.device)
         for tokens, targets in batches:
-            loss = model(tokens, positions.expand_as(tokens), mask, labels=targets).float().mean() / len(batches)
+            loss = model(
+                tokens, positions.expand_as(tokens), mask, labels=targets
+            ).float().mean() / len(batches)
             loss.backward()
             total += loss.detach()
         model.finish_grad_sync()

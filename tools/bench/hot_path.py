@@ -1,8 +1,10 @@
-"""A count of the project's code that one training step executes, for a reader who wants to follow a step.
+"""A count of the project's code that one training step executes, for a reader who wants to follow a
+step.
 
-A small Llama in bf16 takes one step to warm up and one that is traced line by line on rank 0, under 1F1B with four
-micro-batches. Counted are the files of which a function ran, all lines of these files, those that are code (neither
-blank nor a comment or docstring), all lines of the functions that ran, and the lines that ran.
+A small Llama in bf16 takes one step to warm up and one that is traced line by line on rank 0, under
+1F1B with four micro-batches. Counted are the files of which a function ran, all lines of these
+files, those that are code (neither blank nor a comment or docstring), all lines of the functions
+that ran, and the lines that ran.
 """
 
 import argparse
@@ -58,7 +60,9 @@ def main(args: argparse.Namespace) -> int:
     layout = (f"parallel.{name}={getattr(args, name)}" for name in ("tensor", "pipeline", "data"))
     config = load_run(None, [*RUN, *layout])
     if config.world_size > 1 and "RANK" not in os.environ:
-        return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, 1)
+        return start_ranks(
+            [sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, 1
+        )
     torch.set_num_threads(1)
     with world():
         bench = Bench(config, make_mesh(args.pipeline, args.data, args.tensor))
@@ -72,7 +76,8 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def traced() -> Iterator[dict[Path, set[int]]]:
-    """The numbers of the lines that run inside, in this thread, by file of the project's library."""
+    """The numbers of the lines that run inside, in this thread, by file of the project's
+    library."""
     seen: dict[Path, set[int]] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> Any:
@@ -92,22 +97,40 @@ def traced() -> Iterator[dict[Path, set[int]]]:
 def report(lines: dict[Path, set[int]], by_file: bool = False) -> None:
     """Prints one line of JSON with the sums; before it one for each file, if that is asked for."""
     rows = [
-        {"file": str(file.relative_to(ROOT)), **counts(file.read_text(encoding="utf-8"), ran), "executed": len(ran)}
+        {
+            "file": str(file.relative_to(ROOT)),
+            **counts(file.read_text(encoding="utf-8"), ran),
+            "executed": len(ran),
+        }
         for file, ran in sorted(lines.items())
     ]
     for row in rows if by_file else ():
         print(json.dumps(row))
-    sums = {key: sum(row[key] for row in rows) for key in ("lines", "code", "functions", "executed")}
+    sums = {
+        key: sum(row[key] for row in rows) for key in ("lines", "code", "functions", "executed")
+    }
     print(json.dumps({"files": len(rows), **sums}), flush=True)
 
 
 def counts(source: str, ran: Collection[int]) -> dict[str, int]:
-    """All lines of a module, those that are code, and those of the functions that ran. ran: numbers of lines."""
-    lines, functions = source.splitlines(), set[int]()
-    code = {number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
+    """All lines of a module, those that are code, and those of the functions that ran. ran: numbers
+    of lines."""
+    lines = source.splitlines()
+    functions = set[int]()
+    code = {
+        number
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.strip().startswith("#")
+    }
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-        if isinstance(node, ast.FunctionDef) and any(node.body[0].lineno <= n <= (node.end_lineno or 0) for n in ran):
+        if isinstance(node, ast.FunctionDef) and any(
+            node.body[0].lineno <= n <= (node.end_lineno or 0) for n in ran
+        ):
             functions |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     return {"lines": len(lines), "code": len(code), "functions": len(functions)}

@@ -1,7 +1,8 @@
 """The optimizer step alone, against torch's own kernels on the same tensors.
 
-50 million parameters with bfloat16 weights and FP32 gradients, masters and moments, as after a backward pass. The
-steps are timed in turn, so that whatever disturbs the machine disturbs all of them:
+50 million parameters with bfloat16 weights and FP32 gradients, masters and moments, as after a
+backward pass. The steps are timed in turn, so that whatever disturbs the machine disturbs all of
+them:
 
     bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping, no weights to round
     ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the weights
@@ -27,24 +28,42 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import LossScaling, plan
 from tools.config.settings import Parallel
 
-SCALE, LR = 1024.0, 1e-4
+SCALE = 1024.0
+LR = 1e-4
 BUCKET = Parallel().bucket
-Timed = tuple[Callable[[], object], Callable[[], object]]  # what is done before each step, and the step
+# what is done before each step, and the step
+Timed = tuple[Callable[[], object], Callable[[], object]]
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `optimizer` to the measurements."""
-    parser = subparsers.add_parser("optimizer", help="time of the optimizer step", description=__doc__)
-    parser.add_argument("--matrices", type=int, default=12, metavar="N", help="of width x width (default: 12)")
+    parser = subparsers.add_parser(
+        "optimizer", help="time of the optimizer step", description=__doc__
+    )
+    parser.add_argument(
+        "--matrices", type=int, default=12, metavar="N", help="of width x width (default: 12)"
+    )
     parser.add_argument("--width", type=int, default=2048, metavar="N", help="(default: 2048)")
     parser.add_argument(
-        "--bucket", type=int, default=BUCKET, metavar="N", help=f"parallel.bucket of a run (default: {BUCKET:_})"
+        "--bucket",
+        type=int,
+        default=BUCKET,
+        metavar="N",
+        help=f"parallel.bucket of a run (default: {BUCKET:_})",
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)")
-    parser.add_argument("--native", action="store_true", help="time ours with native kernels too; needs a C compiler")
-    parser.add_argument("--profile", action="store_true", help="print the operators of one step of ours by time")
+    parser.add_argument(
+        "--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)"
+    )
+    parser.add_argument(
+        "--native",
+        action="store_true",
+        help="time ours with native kernels too; needs a C compiler",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print the operators of one step of ours by time"
+    )
     parser.set_defaults(run=main)
 
 
@@ -60,7 +79,11 @@ def main(args: argparse.Namespace) -> int:
                 took = _seconds(step)
                 seconds[name] += [took] if number else []  # the first is a warm-up
         parameters = args.matrices * args.width**2
-        record: dict[str, Any] = {"parameters": parameters, "bucket": args.bucket, "device": args.device}
+        record: dict[str, Any] = {
+            "parameters": parameters,
+            "bucket": args.bucket,
+            "device": args.device,
+        }
         record |= {"threads": args.threads, "torch": torch.__version__}
         record |= {"extra_memory": _extra_memory(*steps["ours"], parameters), **_compared(seconds)}
         print(json.dumps(record), flush=True)
@@ -79,8 +102,18 @@ def _steps(args: argparse.Namespace) -> dict[str, Timed]:
 def _compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return medians in ms, and their ratios."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    pairs = [("ours", "bare"), ("naive", "ours"), ("foreach", "ours"), ("native", "bare"), ("naive", "native")]
-    ratios = {f"{a}_over_{b}": round(medians[a] / medians[b], 2) for a, b in pairs if {a, b} <= medians.keys()}
+    pairs = [
+        ("ours", "bare"),
+        ("naive", "ours"),
+        ("foreach", "ours"),
+        ("native", "bare"),
+        ("naive", "native"),
+    ]
+    ratios = {
+        f"{a}_over_{b}": round(medians[a] / medians[b], 2)
+        for a, b in pairs
+        if {a, b} <= medians.keys()
+    }
     return {f"{name}_ms": round(median * 1e3, 3) for name, median in medians.items()} | ratios
 
 
@@ -101,10 +134,14 @@ def _seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], parameters: int) -> float | None:
-    """Return the temporary memory of a step, beyond the 18 bytes a parameter that stay; None if unknown."""
+def _extra_memory(
+    prepare: Callable[[], object], step: Callable[[], object], parameters: int
+) -> float | None:
+    """Return the temporary memory of a step, beyond the 18 bytes a parameter that stay; None if
+    unknown."""
     prepare()
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    reset = Path("/proc/self/clear_refs")
+    status = Path("/proc/self/status")
     if torch.get_default_device().type != "cpu" or not reset.exists():
         return None
     reset.write_text("5")  # Linux: forget the highest memory use so far
@@ -114,7 +151,11 @@ def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], par
 
 
 def _kilobytes(status: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return next(
+        int(line.split()[1])
+        for line in status.read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
 
 
 def _values(length: int, scale: float) -> Tensor:
@@ -123,7 +164,8 @@ def _values(length: int, scale: float) -> Tensor:
 
 def bare(matrices: int, width: int) -> Timed:
     """Return a step of torch's fused AdamW alone, on flat FP32 tensors."""
-    weights, grads = _values(matrices * width**2, 0.02), _values(matrices * width**2, 1e-3)
+    weights = _values(matrices * width**2, 0.02)
+    grads = _values(matrices * width**2, 1e-3)
     state = [torch.zeros_like(weights) for _ in range(2)]
     steps = torch.zeros(())
 
@@ -163,7 +205,11 @@ def naive(matrices: int, width: int, foreach: bool) -> Timed:
     weights = [p.detach().bfloat16() for p in masters]
     grads = [_values(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]
     optimizer = torch.optim.AdamW(
-        masters, LR, (0.9, 0.95), weight_decay=0.1, **({"foreach": True} if foreach else {"fused": True})
+        masters,
+        LR,
+        (0.9, 0.95),
+        weight_decay=0.1,
+        **({"foreach": True} if foreach else {"fused": True}),
     )
     for p in masters:
         p.grad = torch.empty_like(p)

@@ -1,8 +1,10 @@
-"""The products of a training step, timed alone: the speed that a step would have if it did nothing else.
+"""The products of a training step, timed alone: the speed that a step would have if it did nothing
+else.
 
-One step is recorded: each matrix product and fused attention with the shapes, strides and dtypes of its operands. Then
-each of them is repeated with random numbers, with nothing between, and the medians are summed. All ranks do so at the
-same time, for they share the machine's memory and caches in training too.
+One step is recorded: each matrix product and fused attention with the shapes, strides and dtypes of
+its operands. Then each of them is repeated with random numbers, with nothing between, and the
+medians are summed. All ranks do so at the same time, for they share the machine's memory and caches
+in training too.
 """
 
 import statistics
@@ -34,11 +36,14 @@ class Operand:
     def made(self) -> Tensor:
         """Return random numbers of this form."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return empty.normal_() if self.dtype.is_floating_point and self.dtype.itemsize > 1 else empty.zero_()
+        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            return empty.normal_()
+        return empty.zero_()
 
 
 class Products(TorchDispatchMode):
-    """Counts the products that are computed while it is active: (operator, arguments as text) -> number of calls."""
+    """Counts the products that are computed while it is active: (operator, arguments as text) ->
+    number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +74,9 @@ def _call(func: Any, described: Any) -> Callable[[], Callable[[], object]]:
     """Return a function that makes operands and returns the call with them."""
 
     def prepared() -> Callable[[], object]:
-        args, kwargs = tree_map(lambda value: value.made() if isinstance(value, Operand) else value, described)
+        args, kwargs = tree_map(
+            lambda value: value.made() if isinstance(value, Operand) else value, described
+        )
         return lambda: func(*args, **kwargs)
 
     return prepared

@@ -1,7 +1,8 @@
-"""The time that a save takes from training: of a copy of the state, of the training loop's part of a save in the
-background, and of a save between steps.
+"""The time that a save takes from training: of a copy of the state, of the training loop's part of
+a save in the background, and of a save between steps.
 
-The model and the layout are those of `train`. Steps without a save and steps with one under way are timed in turn.
+The model and the layout are those of `train`. Steps without a save and steps with one under way are
+timed in turn.
 """
 
 import argparse
@@ -30,9 +31,13 @@ ROUNDS = 3
 
 def add_parser(subparsers: Any) -> None:
     """Add `save` to the measurements."""
-    parser = subparsers.add_parser("save", help="time that a save takes from training", description=__doc__)
+    parser = subparsers.add_parser(
+        "save", help="time that a save takes from training", description=__doc__
+    )
     train.add_options(parser)
-    parser.add_argument("--folder", default="", metavar="DIR", help="where to save (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", default="", metavar="DIR", help="where to save (default: a temporary folder)"
+    )
     parser.set_defaults(run=main, profile=False)
 
 
@@ -44,7 +49,9 @@ def main(args: argparse.Namespace) -> int:
     if config.world_size > 1 and not dist.is_torchelastic_launched():
         if not args.folder:
             raise UserError("--folder: several ranks need one folder: give it")
-        return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, args.threads)
+        return start_ranks(
+            [sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, args.threads
+        )
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     with world(), tempfile.TemporaryDirectory(dir=args.folder or None) as own:
@@ -70,7 +77,8 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
     dist.barrier()
     start = time.perf_counter()
     saving = Saving(folder, bench.number, optimizer, {}, keep=Keep(1), background=True)
-    stall, beside = time.perf_counter() - start, list[float]()
+    stall = time.perf_counter() - start
+    beside = list[float]()
     while True:
         dist.barrier()  # ranks whose steps differ wait for each other with or without a save
         start = time.perf_counter()
@@ -83,12 +91,22 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     Saving(folder, bench.number + 1, optimizer, {}, keep=Keep(1)).finish()
     between = time.perf_counter() - start
-    return {"mb": size / 1e6, "step": step, "copy": copy, "stall": stall, "beside": beside, "between": between}
+    return {
+        "mb": size / 1e6,
+        "step": step,
+        "copy": copy,
+        "stall": stall,
+        "beside": beside,
+        "between": between,
+    }
 
 
 def _record(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return medians of rank 0, in seconds."""
-    found = {f"{key}_s": round(statistics.median(r[key] for r in rounds), 4) for key in ("step", "copy", "stall")}
+    found = {
+        f"{key}_s": round(statistics.median(r[key] for r in rounds), 4)
+        for key in ("step", "copy", "stall")
+    }
     found["between_s"] = round(statistics.median(r["between"] for r in rounds), 4)
     beside = [seconds for r in rounds for seconds in r["beside"]]
     found["step_beside_s"] = round(statistics.median(beside), 4) if beside else 0.0

@@ -1,4 +1,5 @@
-"""Measurements of the start of a rank among very many, and of their messages, in worlds and data that are not there.
+"""Measurements of the start of a rank among very many, and of their messages, in worlds and data
+that are not there.
 
     groups     process groups of a mesh in torch's fake world: calls, CPU seconds
     messages   texts of all ranks, exchanged in memory: seconds of CPU, and bytes that travel
@@ -40,7 +41,9 @@ from parallel.pipeline.p2p import CPU, P2P
 
 def add_parser(subparsers: Any) -> None:
     """Add `scale` to the measurements."""
-    parser = subparsers.add_parser("scale", help="start and messages of very many ranks", description=__doc__)
+    parser = subparsers.add_parser(
+        "scale", help="start and messages of very many ranks", description=__doc__
+    )
     parser.add_argument("--pipeline", type=int, default=8)
     parser.add_argument("--data", type=int, default=256)
     parser.add_argument("--tensor", type=int, default=8)
@@ -57,12 +60,23 @@ def main(args: argparse.Namespace) -> int:
 
 def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ranks = args.pipeline * args.data * args.tensor
-    yield {"what": "groups", "ranks": ranks, **_timed(lambda: _make_groups(args.pipeline, args.data, args.tensor))}
+    yield {
+        "what": "groups",
+        "ranks": ranks,
+        **_timed(lambda: _make_groups(args.pipeline, args.data, args.tensor)),
+    }
     for different in (1, args.pipeline, ranks):
-        yield {"what": "messages", "ranks": ranks, "different": different, **_exchange(ranks, different)}
+        yield {
+            "what": "messages",
+            "ranks": ranks,
+            "different": different,
+            **_exchange(ranks, different),
+        }
     shape = (4096, 4096)
     torch.set_num_threads(1)
-    drawn = _timed(lambda: {"numbers": normal_part(Part("w", shape), 0, 0.02, torch.bfloat16).numel()})
+    drawn = _timed(
+        lambda: {"numbers": normal_part(Part("w", shape), 0, 0.02, torch.bfloat16).numel()}
+    )
     yield {"what": "weights", **drawn, "ns": drawn["cpu_s"] / drawn["numbers"] * 1e9}
     with tempfile.TemporaryDirectory() as folder:
         prefix = sparse_set(Path(folder), args.tokens, args.tokens // 1000)
@@ -76,7 +90,8 @@ def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _make_groups(pp: int, dp: int, tp: int) -> dict[str, Any]:
-    """Make all groups that a rank of a run may need, in a world of which only this rank is there."""
+    """Make all groups that a rank of a run may need, in a world of which only this rank is
+    there."""
     dist.init_process_group("fake", rank=0, world_size=pp * dp * tp)
     try:
         mesh = make_mesh(pp, dp, tp)
@@ -94,7 +109,8 @@ def _make_groups(pp: int, dp: int, tp: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Memory(Axis):
-    """Rank 0 of a world whose other ranks say what is given; counts the bytes of every collective."""
+    """Rank 0 of a world whose other ranks say what is given; counts the bytes of every
+    collective."""
 
     announced: Tensor = field(default_factory=lambda: torch.zeros(0))
     texts: bytes = b""
@@ -109,7 +125,9 @@ class _Memory(Axis):
     def sum_(self, tensor: Tensor) -> Tensor:
         start = sum(self.moved[1:])
         self.moved.append(tensor.nbytes)
-        return tensor.copy_(torch.frombuffer(bytearray(self.texts[start : start + len(tensor)]), dtype=torch.uint8))
+        return tensor.copy_(
+            torch.frombuffer(bytearray(self.texts[start : start + len(tensor)]), dtype=torch.uint8)
+        )
 
 
 def _announced(value: dict[str, Any]) -> Tensor:
@@ -138,12 +156,13 @@ def _open(prefix: Path) -> dict[str, Any]:
 
 
 def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
-    """Write a set of one byte a token that is all holes, but for the index of its last sequences, and the record of
-    its check. Return its prefix.
+    """Write a set of one byte a token that is all holes, but for the index of its last sequences,
+    and the record of its check. Return its prefix.
 
     The sequences before the last ones are empty, and so are all documents but the last.
     """
-    prefix, lengths_at = folder / "sparse", HEADER.size
+    prefix = folder / "sparse"
+    lengths_at = HEADER.size
     lengths = np.diff(np.append(np.arange(0, tokens, LONGEST_SEQUENCE), tokens))
     pointers_at = lengths_at + 4 * documents
     with beside(prefix, ".bin").open("wb") as file:
@@ -152,7 +171,10 @@ def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
         file.write(HEADER.pack(MAGIC, 1, 1, documents, documents + 1))
         for at, values in (
             (pointers_at - 4 * len(lengths), lengths.astype("<i4")),
-            (pointers_at + 8 * (documents - len(lengths)), (np.cumsum(lengths) - lengths).astype("<i8")),
+            (
+                pointers_at + 8 * (documents - len(lengths)),
+                (np.cumsum(lengths) - lengths).astype("<i8"),
+            ),
             (pointers_at + 16 * documents, np.array([documents], "<i8")),
         ):
             file.seek(at)

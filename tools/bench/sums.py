@@ -1,7 +1,8 @@
-"""The time of a sum over CPU ranks, by its size: of `Axis.sum_`, and of both ways that it chooses from.
+"""The time of a sum over CPU ranks, by its size: of `Axis.sum_`, and of both ways that it chooses
+from.
 
-`direct` sends everything to everyone; `ring` is gloo's own all-reduce. Sums come one after another, as those of tensor
-parallelism do, and nothing is computed between them.
+`direct` sends everything to everyone; `ring` is gloo's own all-reduce. Sums come one after another,
+as those of tensor parallelism do, and nothing is computed between them.
 """
 
 import argparse
@@ -24,19 +25,30 @@ from tools.training.launch import start_ranks
 
 def add_parser(subparsers: Any) -> None:
     """Add `sums` to the measurements."""
-    parser = subparsers.add_parser("sums", help="time of sums over CPU ranks, by size", description=__doc__)
+    parser = subparsers.add_parser(
+        "sums", help="time of sums over CPU ranks, by size", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
     parser.add_argument(
-        "--numbers", type=int, nargs="+", default=[4, 4096, 65536, 1048576], metavar="N", help="FP32 numbers in a sum"
+        "--numbers",
+        type=int,
+        nargs="+",
+        default=[4, 4096, 65536, 1048576],
+        metavar="N",
+        help="FP32 numbers in a sum",
     )
-    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="sums of each kind (default: 200)")
+    parser.add_argument(
+        "--rounds", type=int, default=200, metavar="N", help="sums of each kind (default: 200)"
+    )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench sums`: start the ranks, or be one of them. Raises UserError."""
     given = {"ranks": args.ranks, "numbers": min(args.numbers), "rounds": args.rounds}
-    if wrong := [f"--{name}: must be at least {LEAST[name]}" for name, n in given.items() if n < LEAST[name]]:
+    if wrong := [
+        f"--{name}: must be at least {LEAST[name]}" for name, n in given.items() if n < LEAST[name]
+    ]:
         raise UserError(*wrong)
     if not dist.is_torchelastic_launched():
         return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], args.ranks, 1)
@@ -83,4 +95,8 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 
 LEAST = {"ranks": 2, "numbers": 1, "rounds": 1}
-WAYS: dict[str, Callable[[Axis, Tensor], object]] = {"sum": Axis.sum_, "direct": _direct, "ring": _ring}
+WAYS: dict[str, Callable[[Axis, Tensor], object]] = {
+    "sum": Axis.sum_,
+    "direct": _direct,
+    "ring": _ring,
+}

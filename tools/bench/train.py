@@ -1,11 +1,13 @@
 """Speed and memory of whole training steps, on random tokens.
 
-The workload, unless told otherwise, is a Llama-style decoder of 34 million parameters: hidden 512, 8 layers, 8 heads,
-feed-forward 1376, vocabulary 8192, untied, sequences of 512; a step is 8 micro-batches of 2 samples over all replicas,
-8192 tokens, AdamW, clipping at 1. Each rank uses one thread. Heads are 64 wide, but there are four at least; a gated
-feed-forward has 8/3 of hidden rounded up to 32s, any other four times hidden; with --experts each expert is so wide.
+The workload, unless told otherwise, is a Llama-style decoder of 34 million parameters: hidden 512,
+8 layers, 8 heads, feed-forward 1376, vocabulary 8192, untied, sequences of 512; a step is 8
+micro-batches of 2 samples over all replicas, 8192 tokens, AdamW, clipping at 1. Each rank uses one
+thread. Heads are 64 wide, but there are four at least; a gated feed-forward has 8/3 of hidden
+rounded up to 32s, any other four times hidden; with --experts each expert is so wide.
 
-What is not asked for here is as in a run file that does not say it, and what does not fit is refused in its words.
+What is not asked for here is as in a run file that does not say it, and what does not fit is
+refused in its words.
 """
 
 import argparse
@@ -47,11 +49,17 @@ VOCAB = 8192
 
 def add_parser(subparsers: Any) -> None:
     """Add `train` to the measurements."""
-    parser = subparsers.add_parser("train", help="tokens a second of training steps", description=__doc__)
+    parser = subparsers.add_parser(
+        "train", help="tokens a second of training steps", description=__doc__
+    )
     add_options(parser)
-    parser.add_argument("--profile", action="store_true", help="print rank 0's operators by time, of one step more")
     parser.add_argument(
-        "--limit", action="store_true", help="time the matrix products of a step alone: no step can be faster"
+        "--profile", action="store_true", help="print rank 0's operators by time, of one step more"
+    )
+    parser.add_argument(
+        "--limit",
+        action="store_true",
+        help="time the matrix products of a step alone: no step can be faster",
     )
     parser.set_defaults(run=main)
 
@@ -61,26 +69,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_layout(parser)
     _add_sizes(parser)
     parser.add_argument("--precision", choices=DTYPES, default="bf16", help="(default: bf16)")
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="optimizer.name (default: adamw)")
-    parser.add_argument("--native", action="store_true", help="optimizer.native: the update's kernels in C")
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="optimizer.name (default: adamw)"
+    )
+    parser.add_argument(
+        "--native", action="store_true", help="optimizer.native: the update's kernels in C"
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)")
-    parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps that are (default: 6)")
     parser.add_argument(
-        "--peak-tflops", type=float, default=0.0, metavar="T", help="peak of a rank's device, for MFU (log.peak_tflops)"
+        "--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)"
     )
     parser.add_argument(
-        "--sentinel", action="store_true", help="check every step as train.sentinel = 1 does, to measure what it costs"
+        "--steps", type=int, default=6, metavar="N", help="steps that are (default: 6)"
     )
     parser.add_argument(
-        "--compile", choices=("off", "leaves", "block"), default="off", help="train.compile (default: off)"
+        "--peak-tflops",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="peak of a rank's device, for MFU (log.peak_tflops)",
+    )
+    parser.add_argument(
+        "--sentinel",
+        action="store_true",
+        help="check every step as train.sentinel = 1 does, to measure what it costs",
+    )
+    parser.add_argument(
+        "--compile",
+        choices=("off", "leaves", "block"),
+        default="off",
+        help="train.compile (default: off)",
     )
     parser.add_argument(
         "--canonical",
         type=int,
         default=0,
         metavar="V",
-        help="sums in one order in every layout, of V pieces (train.canonical_shards); 0, the default: fast sums",
+        help=(
+            "sums in one order in every layout, of V pieces (train.canonical_shards); 0, the "
+            "default: fast sums"
+        ),
     )
 
 
@@ -89,14 +117,26 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor", type=int, default=1, metavar="N")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N")
     parser.add_argument("--data", type=int, default=1, metavar="N")
-    parser.add_argument("--context", type=int, default=1, metavar="N", help="ranks over which sequences are cut")
-    parser.add_argument("--context-by", choices=("ring", "gather"), default="ring", help="(default: ring)")
-    parser.add_argument("--expert", type=int, default=1, metavar="N", help="ranks over which experts are spread")
+    parser.add_argument(
+        "--context", type=int, default=1, metavar="N", help="ranks over which sequences are cut"
+    )
+    parser.add_argument(
+        "--context-by", choices=("ring", "gather"), default="ring", help="(default: ring)"
+    )
+    parser.add_argument(
+        "--expert", type=int, default=1, metavar="N", help="ranks over which experts are spread"
+    )
     parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
-    parser.add_argument("--overlap", action="store_true", help="gradients and weights travel during the passes")
+    parser.add_argument(
+        "--overlap", action="store_true", help="gradients and weights travel during the passes"
+    )
     parser.add_argument("--schedule", choices=KINDS, default="1f1b", help="(default: 1f1b)")
     parser.add_argument(
-        "--chunks", type=int, default=0, metavar="N", help="stages on each rank; 0, the default: interleaved and zb-v 2"
+        "--chunks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="stages on each rank; 0, the default: interleaved and zb-v 2",
     )
     parser.add_argument(
         "--recompute",
@@ -105,19 +145,39 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="activations that are made again in the backward pass (default: none)",
     )
     parser.add_argument(
-        "--recompute-modules", nargs="+", choices=MODULES, default=[], help="if selective (default: attention)"
+        "--recompute-modules",
+        nargs="+",
+        choices=MODULES,
+        default=[],
+        help="if selective (default: attention)",
     )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=("llama", "gpt2"), default="llama", help="(default: llama)")
-    parser.add_argument("--experts", type=int, default=0, metavar="N", help="of a layer, 2 for each token (default: 0)")
+    parser.add_argument(
+        "--model", choices=("llama", "gpt2"), default="llama", help="(default: llama)"
+    )
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of a layer, 2 for each token (default: 0)",
+    )
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="(default: 8)")
     parser.add_argument("--hidden", type=int, default=512, metavar="N", help="(default: 512)")
-    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a sequence (default: 512)")
-    parser.add_argument("--micro-batch", type=int, default=2, metavar="N", help="sequences (default: 2)")
     parser.add_argument(
-        "--microbatches", type=int, default=8, metavar="N", help="of a step, over all replicas (default: 8)"
+        "--tokens", type=int, default=512, metavar="N", help="of a sequence (default: 512)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=2, metavar="N", help="sequences (default: 2)"
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=8,
+        metavar="N",
+        help="of a step, over all replicas (default: 8)",
     )
 
 
@@ -125,7 +185,9 @@ def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench train`: start the ranks, or be one of them. Raises UserError."""
     config = run_of(args)
     if config.world_size > 1 and "RANK" not in os.environ:
-        return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, args.threads)
+        return start_ranks(
+            [sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, args.threads
+        )
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     with world():
@@ -137,7 +199,11 @@ def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) 
     """Take the steps; rank 0 prints the record. Collective over the mesh."""
     bench = Bench(config, mesh)
     seconds = [bench.step() for _ in range(args.warmup + args.steps)][args.warmup :]
-    record = {**_settings(args, config), **bench.record(seconds), **(bench.limit(seconds) if args.limit else {})}
+    record = {
+        **_settings(args, config),
+        **bench.record(seconds),
+        **(bench.limit(seconds) if args.limit else {}),
+    }
     if dist.get_rank() == 0:
         print(json.dumps(record), flush=True)
     if args.profile:
@@ -153,11 +219,23 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Return the options as keys of a run file."""
     gated = args.model == "llama"
     sizes = {"layers": args.layers, "hidden": args.hidden, "heads": max(4, args.hidden // 64)}
-    sizes |= {"ffn": -(-8 * args.hidden // (3 * 32)) * 32 if gated else 4 * args.hidden, "tied": False}
+    sizes |= {
+        "ffn": -(-8 * args.hidden // (3 * 32)) * 32 if gated else 4 * args.hidden,
+        "tied": False,
+    }
     sizes |= {"experts": args.experts} if args.experts else {}
     yield from {"model.family": args.model, "model.vocab": VOCAB}.items()
     yield from ((f"model.{name}", value) for name, value in sizes.items())
-    layout = ("tensor", "pipeline", "data", "context", "context_by", "expert", "sequence", "overlap")
+    layout = (
+        "tensor",
+        "pipeline",
+        "data",
+        "context",
+        "context_by",
+        "expert",
+        "sequence",
+        "overlap",
+    )
     layout += ("schedule", "chunks", "recompute")
     yield from ((f"parallel.{name}", getattr(args, name)) for name in layout)
     if args.recompute_modules:
@@ -165,27 +243,39 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield "precision.compute", args.precision
     yield from {"optimizer.name": args.optimizer, "optimizer.native": args.native}.items()
     batch = {"global_batch": args.micro_batch * args.microbatches, "micro_batch": args.micro_batch}
-    batch |= {"steps": args.warmup + args.steps, "seq_length": args.tokens, "sentinel": int(args.sentinel)}
+    batch |= {
+        "steps": args.warmup + args.steps,
+        "seq_length": args.tokens,
+        "sentinel": int(args.sentinel),
+    }
     batch |= {"compile": args.compile}
     if args.canonical:
-        batch |= {"numerics": "canonical", "canonical_shards": args.canonical, "threads": args.threads}
+        batch |= {
+            "numerics": "canonical",
+            "canonical_shards": args.canonical,
+            "threads": args.threads,
+        }
     yield from ((f"train.{name}", value) for name, value in batch.items())
     yield "log.peak_tflops", args.peak_tflops
 
 
 def _settings(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return the options and the settings that follow from them."""
-    asked = {name: value for name, value in vars(args).items() if name not in ("run", "profile", "limit")}
+    asked = {
+        name: value for name, value in vars(args).items() if name not in ("run", "profile", "limit")
+    }
     asked["chunks"] = len(config.schedule.rank_of_stage) // args.pipeline
     asked["recompute_modules"] = [*config.parallel.recompute_modules]
     return asked | {"torch": torch.__version__}
 
 
 class Updates(StepObserver):
-    """Notes the seconds of CPU time of each update on this rank, from the decision of all ranks to the report."""
+    """Notes the seconds of CPU time of each update on this rank, from the decision of all ranks to
+    the report."""
 
     def __init__(self) -> None:
-        self.cpu, self._start = list[float](), 0.0
+        self.cpu = list[float]()
+        self._start = 0.0
 
     def decided(self, buffers: Sequence[Buffer], scale: torch.Tensor, found: torch.Tensor) -> None:
         self._start = time.process_time()
@@ -203,7 +293,8 @@ class Bench:
     updates: Updates = field(default_factory=Updates)
 
     def __post_init__(self) -> None:
-        config, train = self.config, self.config.train
+        config = self.config
+        train = self.config.train
         self.engine = Engine(
             config.model,
             config.plan,
@@ -217,7 +308,9 @@ class Bench:
             ring=config.parallel.context_by == "ring",
             canonical_shards=config.canonical_shards,
             recompute=config.recompute,
-            make_optimizer=partial(SUMMING, rule=make_rule(config.optimizer), native=config.optimizer.native),
+            make_optimizer=partial(
+                SUMMING, rule=make_rule(config.optimizer), native=config.optimizer.native
+            ),
             observers=[self.updates],
             leaves=leaves_of(config, config.model, self.mesh),
         )
@@ -225,7 +318,9 @@ class Bench:
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)
         self.parts = ids.chunk(config.parallel.data)
         self.sentinel = Sentinel(self.engine, exact=True) if train.sentinel else None
-        self.number, self.cpu = 0, list[float]()  # cpu: seconds of CPU time of this process, by step
+        # cpu: seconds of CPU time of this process, by step
+        self.number = 0
+        self.cpu = list[float]()
 
     def share(self, replica: int) -> Share:
         """Return the samples of a data-parallel rank."""
@@ -235,7 +330,8 @@ class Bench:
     def step(self) -> float:
         """Take one step and return its seconds, between two barriers."""
         dist.barrier()
-        start, before = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        before = time.process_time()
         with self.sentinel.checking(self.number, self.share) if self.sentinel else nullcontext():
             self.engine.step(self.share(self.engine.dp.rank), 3e-4, self.number)
         dist.barrier()
@@ -249,7 +345,9 @@ class Bench:
         rss[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         median = statistics.median(seconds)
         tokens_per_s = self.config.tokens_per_step / median
-        speed = Throughput.of(self.config, self.config.model, self.engine.device).fields(tokens_per_s)
+        speed = Throughput.of(self.config, self.config.model, self.engine.device).fields(
+            tokens_per_s
+        )
         return {
             "tokens_per_s": round(tokens_per_s, 1),
             **{name: round(value, 4) for name, value in speed.items()},
@@ -262,11 +360,14 @@ class Bench:
         }
 
     def limit(self, seconds: list[float]) -> dict[str, float]:
-        """Return tokens per second of the products of a step alone, on the slowest rank, and the step's share of it."""
+        """Return tokens per second of the products of a step alone, on the slowest rank, and the
+        step's share of it."""
         with Products() as products:
             self.step()
         dist.barrier()
-        alone = torch.tensor([products.seconds(), products.seconds(time.process_time)], dtype=torch.float64)
+        alone = torch.tensor(
+            [products.seconds(), products.seconds(time.process_time)], dtype=torch.float64
+        )
         slowest, cpu = self.engine.optimizer.world.max_(alone).tolist()
         return {
             "products_s": round(slowest, 3),

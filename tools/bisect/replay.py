@@ -1,8 +1,9 @@
-"""Taking the steps around a difference again, from one state, with everything recorded between modules.
+"""Taking the steps around a difference again, from one state, with everything recorded between
+modules.
 
-Where bits must be equal, both runs are taken again in their own precision and compared with each other, bit by bit.
-Otherwise both are taken again in float64 and each is compared with one process, as `megaprec parity` does: in float64 a
-fault is far larger than rounding.
+Where bits must be equal, both runs are taken again in their own precision and compared with each
+other, bit by bit. Otherwise both are taken again in float64 and each is compared with one process,
+as `megaprec parity` does: in float64 a fault is far larger than rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ class NotTaken(Exception):
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps to take again. a, b: the runs, ready to be taken. plan: the steps. names: of both runs. folder: empty."""
+    """Steps to take again. a, b: the runs, ready to be taken. plan: the steps. names: of both runs.
+    folder: empty."""
 
     a: RunConfig
     b: RunConfig
@@ -64,11 +66,14 @@ def located_bits(replay: Replay, take: Take = taken) -> dict[str, Any]:
     ours = take(replay.run("b", replay.b))
     after = {kind: tensors for kind, tensors in theirs.tensors.items() if kind.startswith("after/")}
     found = compare(ours, theirs, Noise(exact=True), replay.b.optimizer.norm, after)
-    return _entry(replay, replay.b, found, ours, theirs, f"{replay.names[1]} against {replay.names[0]}")
+    return _entry(
+        replay, replay.b, found, ours, theirs, f"{replay.names[1]} against {replay.names[0]}"
+    )
 
 
 def located_in_float64(replay: Replay, take: Take = taken) -> dict[str, Any]:
-    """Return the entry of the first run that differs from one process in float64, of B if neither does."""
+    """Return the entry of the first run that differs from one process in float64, of B if neither
+    does."""
     exact = alone(in_float64(replay.a))
     truth = take(replay.run("truth", exact))
     noise = Noise(take(replay.run("shaken", exact, replace(replay.plan, shaken=EPSILON["fp64"]))))
@@ -79,14 +84,24 @@ def located_in_float64(replay: Replay, take: Take = taken) -> dict[str, Any]:
         start = Path(replay.plan.start) if replay.plan.start else None
         again = updates(exact, corpus_of(exact), ours, start)
         found = compare(ours, truth, noise, config.optimizer.norm, again)
-        entries.append(_entry(replay, run.config, found, ours, truth, f"{name} against one process"))
-    return min(entries, key=lambda one: (one["verdict"] != WRONG, one.get("first", {}).get("step", 0)))
+        entries.append(
+            _entry(replay, run.config, found, ours, truth, f"{name} against one process")
+        )
+    return min(
+        entries, key=lambda one: (one["verdict"] != WRONG, one.get("first", {}).get("step", 0))
+    )
 
 
 def _entry(
-    replay: Replay, config: RunConfig, found: Sequence[Difference], ours: Record, theirs: Record, compared: str
+    replay: Replay,
+    config: RunConfig,
+    found: Sequence[Difference],
+    ours: Record,
+    theirs: Record,
+    compared: str,
 ) -> dict[str, Any]:
-    """Return the certificate's entry of a comparison, with the sample and micro-batch of its first difference."""
+    """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
+    difference."""
     layout = Layout(compared, config.parallel)
     made = entry(Compared(layout, str(config.precision.compute), config, found, ours, theirs))
     first = next((d for d in found if d.fails), None)
@@ -96,17 +111,20 @@ def _entry(
 
 
 def _samples(first: Difference, config: RunConfig, ours: Record, theirs: Record) -> dict[str, Any]:
-    """Return sample, replica and micro-batch of a difference between activations or their gradients."""
+    """Return sample, replica and micro-batch of a difference between activations or their
+    gradients."""
     if first.quantity not in (FORWARD, BACKWARD):
         return {}
     (whole,) = theirs.borders[first.quantity, first.name]
-    step, own = first.step - 1, config.train.global_batch // config.parallel.data
+    step = first.step - 1
+    own = config.train.global_batch // config.parallel.data
     for notes in ours.borders[first.quantity, first.name]:
         for row, sample in enumerate(notes.samples):
             if notes.rank not in first.ranks or sample not in whole.samples:
                 continue
             columns = [whole.positions.index(place) for place in notes.positions]
-            seen, wanted = notes.values[step, row], whole.values[step, whole.samples.index(sample)][columns]
+            seen = notes.values[step, row]
+            wanted = whole.values[step, whole.samples.index(sample)][columns]
             if not (seen - wanted).norm() <= first.bound * wanted.norm():
                 number = sample % own // config.train.micro_batch
                 return {"sample": sample, "replica": sample // own, "microbatch": number}
@@ -114,19 +132,27 @@ def _samples(first: Difference, config: RunConfig, ours: Record, theirs: Record)
 
 
 def as_one(record: Record, order: Record) -> Record:
-    """Return the record with the values of all ranks at each border put together, as if one process had seen them.
+    """Return the record with the values of all ranks at each border put together, as if one process
+    had seen them.
 
     order: a record of one process, whose borders are in order.
     """
-    together: Borders = {where: [_merged(record.borders[where])] for where in order.borders if where in record.borders}
+    together: Borders = {
+        where: [_merged(record.borders[where])]
+        for where in order.borders
+        if where in record.borders
+    }
     return replace(record, borders=together, same=order.same)
 
 
 def _merged(several: Sequence[Notes]) -> Notes:
-    """Return the values of several ranks as those of one; where ranks saw the same, the first counts."""
+    """Return the values of several ranks as those of one; where ranks saw the same, the first
+    counts."""
     samples = sorted({sample for notes in several for sample in notes.samples})
     positions = sorted({place for notes in several for place in notes.positions})
-    whole = torch.full((len(several[0].values), len(samples), len(positions)), torch.nan, dtype=torch.float64)
+    whole = torch.full(
+        (len(several[0].values), len(samples), len(positions)), torch.nan, dtype=torch.float64
+    )
     for notes in reversed(several):
         rows = torch.tensor([samples.index(sample) for sample in notes.samples])
         columns = torch.tensor([positions.index(place) for place in notes.positions])
@@ -139,6 +165,7 @@ def require_comparable(a: RunConfig, b: RunConfig) -> None:
     sizes = [(c.train.global_batch, c.train.seq_length) for c in (a, b)]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f"train.global_batch and train.seq_length differ, {sizes[0]} and {sizes[1]}: a step of one run is not a "
+            f"train.global_batch and train.seq_length differ, {sizes[0]} and {sizes[1]}: a "
+            "step of one run is not a "
             "step of the other"
         )

@@ -1,4 +1,5 @@
-"""`megaprec compare RUN RUN`: print a table of the final losses of several runs, and plot their loss curves."""
+"""`megaprec compare RUN RUN`: print a table of the final losses of several runs, and plot their
+loss curves."""
 
 import argparse
 import math
@@ -19,14 +20,24 @@ from tools.report.run import Run
 
 def add_parser(subparsers: Any) -> None:
     """Add `compare` to the commands."""
-    parser = subparsers.add_parser("compare", help="compare the losses of several runs", description=__doc__)
+    parser = subparsers.add_parser(
+        "compare", help="compare the losses of several runs", description=__doc__
+    )
     parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="run folders")
-    parser.add_argument("-o", "--output", metavar="PNG", type=Path, help="file of the plot (default: no plot)")
     parser.add_argument(
-        "--against", metavar="RUN_DIR", type=Path, help="run whose loss is subtracted from that of the others"
+        "-o", "--output", metavar="PNG", type=Path, help="file of the plot (default: no plot)"
     )
     parser.add_argument(
-        "--over", choices=("steps", "tokens"), default="steps", help="horizontal axis of the plot (default: steps)"
+        "--against",
+        metavar="RUN_DIR",
+        type=Path,
+        help="run whose loss is subtracted from that of the others",
+    )
+    parser.add_argument(
+        "--over",
+        choices=("steps", "tokens"),
+        default="steps",
+        help="horizontal axis of the plot (default: steps)",
     )
     add_json(parser)
     parser.set_defaults(run=main)
@@ -45,7 +56,10 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         draw(curves, args.output, args.over, base, _figure(args.output))
     every = [*curves, *([base] if base else [])]
-    named: list[Path] = [*args.runs, *([args.against] if args.against and args.against not in args.runs else [])]
+    named: list[Path] = [
+        *args.runs,
+        *([args.against] if args.against and args.against not in args.runs else []),
+    ]
     paths = [folder / METRICS for folder in named]
     notes = [note for path in paths for note in (odd_lines(path), lost_steps(path)) if note]
     notes += differences(_names(named), [Run.read(folder) for folder in named])
@@ -81,17 +95,25 @@ def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
-    """Return the runs, named by their folders, or by their paths if two folders have one name. Raises UserError."""
-    curves = [Curve(name, read_metrics(folder)) for name, folder in zip(_names(folders), folders, strict=True)]
+    """Return the runs, named by their folders, or by their paths if two folders have one name.
+    Raises UserError."""
+    curves = [
+        Curve(name, read_metrics(folder))
+        for name, folder in zip(_names(folders), folders, strict=True)
+    ]
     empty = [folder for folder, curve in zip(folders, curves, strict=True) if not curve.records]
     if empty:
-        raise UserError(*(f"{folder} has no steps in {METRICS}: give run folders" for folder in empty))
+        raise UserError(
+            *(f"{folder} has no steps in {METRICS}: give run folders" for folder in empty)
+        )
     return curves
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    return [str(folder) for folder in folders]
 
 
 def _numbers(curve: Curve) -> dict[str, Any]:
@@ -107,9 +129,21 @@ def _numbers(curve: Curve) -> dict[str, Any]:
 
 def table(curves: Sequence[Curve]) -> Table:
     """Return a table of the steps and final losses of the runs, lowest loss first."""
-    made = Table("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out", box=box.SIMPLE_HEAD)
+    made = Table(
+        "run",
+        "steps",
+        "skipped",
+        f"loss, mean of last {LAST} steps",
+        "held-out",
+        box=box.SIMPLE_HEAD,
+    )
     for curve in by_loss(curves):
-        numbers = (str(len(curve.records)), str(curve.skipped), f"{curve.final:.4f}", _shown(curve.held_out))
+        numbers = (
+            str(len(curve.records)),
+            str(curve.skipped),
+            f"{curve.final:.4f}",
+            _shown(curve.held_out),
+        )
         made.add_row(curve.name, *numbers)
     return made
 

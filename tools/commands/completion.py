@@ -1,7 +1,8 @@
 """`megaprec completion bash|zsh|fish`: a script that completes commands, options and keys in a shell.
 
-The script is made from the parser of all commands, and holds all words: completing starts no Python. zsh runs the
-script of bash, by its own bashcompinit. Where megaprec has no word, the shell completes file names.
+The script is made from the parser of all commands, and holds all words: completing starts no
+Python. zsh runs the script of bash, by its own bashcompinit. Where megaprec has no word, the shell
+completes file names.
 """
 
 import argparse
@@ -37,14 +38,21 @@ FISH = """function __megaprec_at
 end
 """
 
-Words = Mapping[str, dict[str, str]]  # of each command, written " data build": words with their help
+# of each command, written " data build": words with their help
+Words = Mapping[str, dict[str, str]]
 
 
 def add_parser(subparsers: Any, whole: argparse.ArgumentParser) -> None:
     """Add `completion` to the commands. whole: the parser of all commands."""
-    parser = subparsers.add_parser("completion", help="print a script that completes the commands in a shell")
-    parser.description = 'Use it in bash or zsh with eval "$(megaprec completion bash)", in fish with '
-    parser.description += "megaprec completion fish | source; put the line into the start file of the shell."
+    parser = subparsers.add_parser(
+        "completion", help="print a script that completes the commands in a shell"
+    )
+    parser.description = (
+        'Use it in bash or zsh with eval "$(megaprec completion bash)", in fish with '
+    )
+    parser.description += (
+        "megaprec completion fish | source; put the line into the start file of the shell."
+    )
     parser.add_argument("shell", choices=SHELLS, help="shell that runs the script")
     parser.set_defaults(run=lambda args: main(args, whole))
 
@@ -69,7 +77,9 @@ def _words(parser: argparse.ArgumentParser, at: str) -> Iterator[tuple[str, dict
             for word, inner in action.choices.items():
                 yield from _words(inner, f"{at} {word}")
         elif action.help != argparse.SUPPRESS:
-            found |= dict.fromkeys((*action.option_strings, *map(str, action.choices or ())), action.help or "")
+            found |= dict.fromkeys(
+                (*action.option_strings, *map(str, action.choices or ())), action.help or ""
+            )
         if action.dest == "overrides":
             found |= {f"{key.name}=": key.help for table in key_tables() for key in table.keys}
         if action.dest == "words":
@@ -82,7 +92,10 @@ def _bash(words: Words) -> str:
     keys = [f"{key.name}=" for table in key_tables() for key in table.keys]
     lines = []
     for at, found in words.items():
-        said = [*(["$keys"] if keys[0] in found else []), *(word for word in found if word not in keys)]
+        said = [
+            *(["$keys"] if keys[0] in found else []),
+            *(word for word in found if word not in keys),
+        ]
         lines.append(f'        "{at}") words="{" ".join(said)}" ;;')
     return BASH.format(paths=paths, cases="\n".join(lines), keys=" ".join(keys))
 

@@ -32,7 +32,9 @@ SubParsers = argparse._SubParsersAction  # argparse has no public name for it
 
 def add_parser(subparsers: SubParsers) -> None:
     """Add `data` and its commands."""
-    parser = subparsers.add_parser("data", help="build and inspect tokenized data", description=__doc__)
+    parser = subparsers.add_parser(
+        "data", help="build and inspect tokenized data", description=__doc__
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
     _add_inspect(commands)
@@ -42,9 +44,13 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def _add_verify(commands: SubParsers) -> None:
     parser = commands.add_parser(
-        "verify", help="check a data set or a text from end to end", description=verification.__doc__
+        "verify",
+        help="check a data set or a text from end to end",
+        description=verification.__doc__,
     )
-    parser.add_argument("path", metavar="PATH", help="data set, without .bin, or any source of `data build`")
+    parser.add_argument(
+        "path", metavar="PATH", help="data set, without .bin, or any source of `data build`"
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -65,10 +71,17 @@ def _add_tokenizer(commands: SubParsers) -> None:
     parser = commands.add_parser("tokenizer", help="train a tokenizer on a text")
     _add_source(parser)
     parser.add_argument(
-        "path", metavar="FILE", type=Path, help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json"
+        "path",
+        metavar="FILE",
+        type=Path,
+        help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json",
     )
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="vocabulary size, in tokens")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer of this name")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="vocabulary size, in tokens"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing tokenizer of this name"
+    )
     parser.set_defaults(run=learn)
 
 
@@ -85,16 +98,24 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="field of a JSON object, or column of a table, that holds the text (default: text)",
     )
-    parser.add_argument("--max-chars", type=int, metavar="N", help="use only the first N characters")
+    parser.add_argument(
+        "--max-chars", type=int, metavar="N", help="use only the first N characters"
+    )
 
 
 def _add_build(commands: SubParsers) -> None:
     parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
     _add_source(parser)
-    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="data set to write, without .bin")
+    parser.add_argument(
+        "prefix", metavar="PREFIX", type=Path, help="data set to write, without .bin"
+    )
     tokenizer = parser.add_mutually_exclusive_group(required=True)
-    tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json")
-    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
+    tokenizer.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json"
+    )
+    tokenizer.add_argument(
+        "--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model"
+    )
     parser.add_argument(
         "--workers",
         type=int,
@@ -102,7 +123,9 @@ def _add_build(commands: SubParsers) -> None:
         metavar="N",
         help="number of processes that tokenize (default: one per core)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing data set of this name")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing data set of this name"
+    )
     parser.set_defaults(run=build)
 
 
@@ -115,7 +138,13 @@ def _add_inspect(commands: SubParsers) -> None:
         metavar="FILE",
         help="tokenizer that decodes the samples (default: PREFIX.model)",
     )
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="number of documents to show (default: 3)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of documents to show (default: 3)",
+    )
     add_json(parser)
     parser.set_defaults(run=inspect)
 
@@ -123,17 +152,22 @@ def _add_inspect(commands: SubParsers) -> None:
 def build(args: argparse.Namespace) -> int:
     """Run `megaprec data build`. Raises UserError on bad input, before anything is written.
 
-    One process at a time builds a prefix; others wait, and reuse its result if they were to build the same.
+    One process at a time builds a prefix; others wait, and reuse its result if they were to build
+    the same.
     """
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
     if args.workers > most_processes():
-        raise UserError(f"--workers {args.workers}: this machine has {cores()} cores: give {most_processes()} at most")
+        raise UserError(
+            f"--workers {args.workers}: this machine has {cores()} cores: give "
+            f"{most_processes()} at most"
+        )
     if args.prefix.name in ("", ".."):
         raise UserError(f"{args.prefix}: a data set needs a name: give FOLDER/NAME, without .bin")
     if args.prefix.suffix in (".bin", ".idx"):
         raise UserError(
-            f"{args.prefix}: give the common prefix of the .bin and .idx pair, {args.prefix.with_suffix('')}"
+            f"{args.prefix}: give the common prefix of the .bin and .idx pair, "
+            f"{args.prefix.with_suffix('')}"
         )
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     if args.tokenizer:
@@ -153,7 +187,10 @@ def build(args: argparse.Namespace) -> int:
     print(_summary(source, result))
     if not result.reused:
         seconds = time.perf_counter() - start
-        speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
+        speed = (
+            f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M "
+            "characters/s"
+        )
         print(f"{seconds:,.1f} s, {speed}")
     return 0
 
@@ -178,7 +215,9 @@ def learn(args: argparse.Namespace) -> int:
     elif path.suffix == ".model":
         train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
     else:
-        raise UserError(f"{path}: a tokenizer is NAME.model (SentencePiece) or NAME.json (Hugging Face)")
+        raise UserError(
+            f"{path}: a tokenizer is NAME.model (SentencePiece) or NAME.json (Hugging Face)"
+        )
     print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
     return 0
 
@@ -197,27 +236,49 @@ def inspect(args: argparse.Namespace) -> int:
         _tell_notes(tokenizer)
         check_vocabulary(dataset, seen, tokenizer.vocab_size)
     samples = _spread(dataset.num_documents, args.samples)
-    return put(args, lambda: _document(dataset, samples, tokenizer), lambda: _show(dataset, samples, tokenizer))
+    return put(
+        args,
+        lambda: _document(dataset, samples, tokenizer),
+        lambda: _show(dataset, samples, tokenizer),
+    )
 
 
 def _show(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None) -> None:
     for name, value in _counts(dataset).items():
-        shown = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        if isinstance(value, float):
+            shown = f"{value:,.1f}"
+        elif isinstance(value, int):
+            shown = f"{value:,}"
+        else:
+            shown = value
         print(f"{name:<18} {shown}{' tokens' if name.endswith(' document') else ''}")
     for index in samples:
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
 
 
-def _document(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    counts = {name.removeprefix(".").replace(" ", "_"): value for name, value in _counts(dataset).items()}
-    shown = [{"document": index, "excerpt": _excerpt(dataset, index, tokenizer)} for index in samples]
+def _document(
+    dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    counts = {
+        name.removeprefix(".").replace(" ", "_"): value for name, value in _counts(dataset).items()
+    }
+    shown = [
+        {"document": index, "excerpt": _excerpt(dataset, index, tokenizer)} for index in samples
+    ]
     return counts | {"samples": shown}
 
 
 def _summary(source: Source, result: BuildResult) -> str:
     state = "already there, unchanged" if result.reused else "built"
-    end = f"; {result.unknown:,} tokens stand for text that the tokenizer does not know" if result.unknown else ""
-    end += "" if result.eos is not None else "; the tokenizer has no end-of-document token, so none was written"
+    if result.unknown:
+        end = f"; {result.unknown:,} tokens stand for text that the tokenizer does not know"
+    else:
+        end = ""
+    end += (
+        ""
+        if result.eos is not None
+        else "; the tokenizer has no end-of-document token, so none was written"
+    )
     return (
         f"{result.prefix}: {state} from {source.name}: {counted(result.documents, 'document')}, "
         f"{counted(result.chars, 'character')}, "
@@ -250,8 +311,12 @@ def _spread(total: int, wanted: int) -> list[int]:
 
 
 def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
-    """Return the beginning of a document, as text if there is a tokenizer, otherwise as token ids."""
+    """Return the beginning of a document, as text if there is a tokenizer, otherwise as token
+    ids."""
     document = dataset.document(index)
     ids = document[:SHOWN_TOKENS].tolist()
     more = f"first {len(ids)} of " if len(document) > len(ids) else ""
-    return f"{more}{len(document):,} tokens\n{tokenizer.decode(ids) if tokenizer else ' '.join(map(str, ids))}"
+    return (
+        f"{more}{len(document):,} "
+        f"tokens\n{tokenizer.decode(ids) if tokenizer else ' '.join(map(str, ids))}"
+    )

@@ -1,8 +1,10 @@
-"""`megaprec data verify PATH`: check that data is complete and fits its tokenizer, before a run uses it.
+"""`megaprec data verify PATH`: check that data is complete and fits its tokenizer, before a run
+uses it.
 
-A data set (the prefix of a .bin and .idx pair), a text or a folder is read once from end to end. Each check prints a
-line: `ok`, `note` (it can be trained on) or `bad`. Exit code: 0 if all is ok, 1 if there are notes, 2 if something is
-bad.
+A data set (the prefix of a .bin and .idx pair), a text or a folder is read once from end to end.
+Each check prints a
+line: `ok`, `note` (it can be trained on) or `bad`. Exit code: 0 if all is ok, 1 if there are notes,
+2 if something is bad.
 """
 
 import argparse
@@ -33,19 +35,27 @@ Finding = tuple[int, str, str]  # level, what was looked at, what was seen
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Run `megaprec data verify`; return the worst level. Raises UserError if the path does not exist."""
+    """Run `megaprec data verify`; return the worst level. Raises UserError if the path does not
+    exist."""
     found = list[Finding]()
-    for level, what, seen in _shown(args.path, findings(args.path, args.tokenizer, args.text_field)):
+    for level, what, seen in _shown(
+        args.path, findings(args.path, args.tokenizer, args.text_field)
+    ):
         found.append((level, what, seen))
         if not args.json:
             print(f"{LEVELS[level]:<5} {what:<10} {seen}")
     worst = max(level for level, _, _ in found)
-    put(args, lambda: {"worst": LEVELS[worst], "findings": [_entry(*one) for one in found]}, lambda: None)
+    put(
+        args,
+        lambda: {"worst": LEVELS[worst], "findings": [_entry(*one) for one in found]},
+        lambda: None,
+    )
     return worst
 
 
 def _shown(path: str, each: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the findings; while one is looked for, say so on a terminal: large files take minutes to read."""
+    """Yield the findings; while one is looked for, say so on a terminal: large files take minutes
+    to read."""
     while True:
         with Console(stderr=True).status(f"reading {escape(path)}"):
             found = next(each, None)
@@ -59,16 +69,22 @@ def _entry(level: int, what: str, seen: str) -> dict[str, str]:
 
 
 def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
-    """Yield the findings on a data set or a text. Raises UserError for an option that only the other one has."""
+    """Yield the findings on a data set or a text. Raises UserError for an option that only the
+    other one has."""
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
         if text_field != "text":
-            raise UserError(f"--text-field {text_field}: {path} is a data set of tokens, which has no fields")
+            raise UserError(
+                f"--text-field {text_field}: {path} is a data set of tokens, which has no fields"
+            )
         yield from _of_data_set(Path(path), tokenizer)
     else:
         if tokenizer:
-            raise UserError(f"--tokenizer {tokenizer}: {path} is text, which has no ids yet: leave the option out")
+            raise UserError(
+                f"--tokenizer {tokenizer}: {path} is text, which has no ids yet: leave the "
+                "option out"
+            )
         yield from _of_text(path, text_field)
 
 
@@ -78,14 +94,19 @@ def _of_text(path: str, text_field: str) -> Iterator[Finding]:
     try:
         for _, pieces in groupby(source, key=itemgetter(0)):
             length = sum(len(text) for _, text in pieces)
-            documents, chars, empty = documents + 1, chars + length, empty + (length == 0)
+            documents = documents + 1
+            chars = chars + length
+            empty = empty + (length == 0)
     except UserError as error:
         yield from ((BAD, "text", problem) for problem in error.problems)
         return
     yield (
         OK,
         "text",
-        f"{counted(documents, 'document')} in {counted(len(source.files), 'file')}, {counted(chars, 'character')}",
+        (
+            f"{counted(documents, 'document')} in {counted(len(source.files), 'file')}, "
+            f"{counted(chars, 'character')}"
+        ),
     )
     if source.left_out:
         yield OK, "left out", ", ".join(left_out_words(source.left_out))
@@ -104,7 +125,11 @@ def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
     if not dataset.num_tokens:
         yield BAD, "index", "there is no token"
         return
-    shown = ((dataset.num_documents, "document"), (dataset.num_sequences, "sequence"), (dataset.num_tokens, "token"))
+    shown = (
+        (dataset.num_documents, "document"),
+        (dataset.num_sequences, "sequence"),
+        (dataset.num_tokens, "token"),
+    )
     counts = ", ".join(counted(number, what) for number, what in shown)
     yield OK, "index", f"{counts} of {dataset.dtype.name}"
     yield from ((NOTE, "index", note) for note in dataset.notes)
@@ -134,12 +159,18 @@ def _of_ids(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Fi
         return
     size = tokenizer.vocab_size if tokenizer else whole.high + 1
     if (token := dataset.first_outside(size)) is not None:
-        what = (
-            "token ids cannot be negative"
-            if whole.low < 0
-            else f"but there are {size:,} tokens: it is another one's data"
+        if whole.low < 0:
+            what = "token ids cannot be negative"
+        else:
+            what = f"but there are {size:,} tokens: it is another one's data"
+        yield (
+            BAD,
+            "ids",
+            (
+                f"{seen}: {what}; the first is {dataset.tokens(token, 1)[0]} "
+                f"{place_of(dataset, token)}"
+            ),
         )
-        yield BAD, "ids", f"{seen}: {what}; the first is {dataset.tokens(token, 1)[0]} {place_of(dataset, token)}"
     elif tokenizer:
         yield OK, "ids", f"{seen}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"
 
@@ -158,7 +189,11 @@ def _of_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Itera
         last = np.array([dataset.tokens(int(end), 1)[0] for end in ends[start : start + CHUNK]])
         open_ended += int((last != tokenizer.eos).sum())
     if open_ended:
-        yield NOTE, "ends", f"{counted(open_ended, 'document')} without the end-of-document token {tokenizer.eos}"
+        yield (
+            NOTE,
+            "ends",
+            f"{counted(open_ended, 'document')} without the end-of-document token {tokenizer.eos}",
+        )
     else:
         yield OK, "ends", f"every document ends with the end-of-document token {tokenizer.eos}"
 
@@ -169,7 +204,10 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
         yield (
             NOTE,
             "record",
-            f"there is no {path.name}: not made by `megaprec data build`, so its checksums cannot be compared",
+            (
+                f"there is no {path.name}: not made by `megaprec data build`, so its checksums "
+                "cannot be compared"
+            ),
         )
         return
     try:
@@ -183,13 +221,20 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
     for suffix in ("bin", "idx"):
         file = beside(dataset.prefix, f".{suffix}")
         ids = dataset.dtype if suffix == "bin" and dataset.dtype.kind != "f" else None
-        if scan_file(file, ids, again=suffix == "idx" or ids is None).sha256 == record[f"{suffix}_sha256"]:
+        if (
+            scan_file(file, ids, again=suffix == "idx" or ids is None).sha256
+            == record[f"{suffix}_sha256"]
+        ):
             yield OK, "hash", f"{file.name} is as it was built"
         else:
             yield BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
     if tokenizer and record.get("tokenizer_sha256") != file_digest(tokenizer.path):
         yield BAD, "tokenizer", f"{tokenizer.path} is not the one that the data set was built with"
     elif tokenizer and record.get("eos", tokenizer.eos) != tokenizer.eos:
-        yield NOTE, "tokenizer", f"the settings beside {tokenizer.path} name another end of documents than at the build"
+        yield (
+            NOTE,
+            "tokenizer",
+            f"the settings beside {tokenizer.path} name another end of documents than at the build",
+        )
     elif tokenizer:
         yield OK, "tokenizer", f"{tokenizer.path} is the one that the data set was built with"

@@ -1,4 +1,5 @@
-"""`megaprec diagnose RUN_DIR`: print what each rank was doing when a run ended abnormally, and the culprit."""
+"""`megaprec diagnose RUN_DIR`: print what each rank was doing when a run ended abnormally, and the
+culprit."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from tools.training.end_records import EndRecord, read_records
 def add_parser(subparsers: Any) -> None:
     """Add `diagnose` to the commands."""
     parser = subparsers.add_parser(
-        "diagnose", help="print what each rank was doing when a run ended abnormally", description=__doc__
+        "diagnose",
+        help="print what each rank was doing when a run ended abnormally",
+        description=__doc__,
     )
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="folder of a run")
     add_json(parser)
@@ -24,10 +27,15 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diagnose`."""
     records = read_records(args.folder)
-    silent = set(range(max(record.ranks for record in records))) - {record.rank.rank for record in records}
+    silent = set(range(max(record.ranks for record in records))) - {
+        record.rank.rank for record in records
+    }
     return put(
         args,
-        lambda: {"culprit": _cause(records, silent), "ranks": [record.model_dump(mode="json") for record in records]},
+        lambda: {
+            "culprit": _cause(records, silent),
+            "ranks": [record.model_dump(mode="json") for record in records],
+        },
         lambda: print(*describe(records), sep="\n"),
     )
 
@@ -40,8 +48,11 @@ def describe(records: Sequence[EndRecord]) -> list[str]:
     ranks = range(max(max(seen) + 1, *(record.ranks for record in records)))
     lines = [f"culprit    {_cause(records, set(ranks) - set(ended))}"]
     for rank in ranks:
-        beat, record = seen.get(rank), ended.get(rank)
-        lines.append(f"{f'rank {rank}':10} {_place(beat)}; {record.ended if record else 'left no record'}")
+        beat = seen.get(rank)
+        record = ended.get(rank)
+        lines.append(
+            f"{f'rank {rank}':10} {_place(beat)}; {record.ended if record else 'left no record'}"
+        )
     return lines
 
 
@@ -50,7 +61,9 @@ def _cause(records: Sequence[EndRecord], silent: set[int]) -> str:
     if verdicts := [record.verdict for record in records if record.verdict]:
         return "; ".join(dict.fromkeys(verdicts))
     if failed := [record for record in records if record.culprits]:
-        return "; ".join(f"rank {one.rank.rank} on {one.rank.host} failed: {one.ended}" for one in failed)
+        return "; ".join(
+            f"rank {one.rank.rank} on {one.rank.host} failed: {one.ended}" for one in failed
+        )
     if silent:
         return f"{ranks_in_words(silent)}, which left no record: killed, or the machine is down"
     return "unknown: every rank lost the connection to another"

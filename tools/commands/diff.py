@@ -1,7 +1,8 @@
 """`megaprec diff A B`: the differences between two models, tensor by tensor, in any formats.
 
-Tensors are matched by logical name and compared in float64, a block of elements at a time. Keys of the model that
-differ, such as the base of its rotary positions, are listed, for equal tensors make another model with them.
+Tensors are matched by logical name and compared in float64, a block of elements at a time. Keys of
+the model that differ, such as the base of its rotary positions, are listed, for equal tensors make
+another model with them.
 """
 
 import argparse
@@ -29,7 +30,8 @@ BLOCK = 1 << 22  # elements that are made float64 at once
 class Difference:
     """The difference of one tensor between two models.
 
-    largest, mean: of the absolute differences; inf if one is not finite or the shapes differ. NaN differs from all.
+    largest, mean: of the absolute differences; inf if one is not finite or the shapes differ. NaN
+        differs from all.
     """
 
     key: str
@@ -41,9 +43,15 @@ class Difference:
 
 def add_parser(subparsers: Any) -> None:
     """Add `diff` to the commands."""
-    parser = subparsers.add_parser("diff", help="compare two models tensor by tensor", description=__doc__)
-    parser.add_argument("first", metavar="A", type=Path, help="folder of the first model, in any format")
-    parser.add_argument("second", metavar="B", type=Path, help="folder of the second model, in any format")
+    parser = subparsers.add_parser(
+        "diff", help="compare two models tensor by tensor", description=__doc__
+    )
+    parser.add_argument(
+        "first", metavar="A", type=Path, help="folder of the first model, in any format"
+    )
+    parser.add_argument(
+        "second", metavar="B", type=Path, help="folder of the second model, in any format"
+    )
     parser.add_argument(
         "--top",
         type=int,
@@ -82,7 +90,10 @@ def main(args: argparse.Namespace) -> int:
             "equal": len(both) - len(differing),
             "differ": len(differing),
             "differences": [asdict(one) for one in differing[: args.top]],
-            "model": {key: {"a": a, "b": b} for key, (a, b) in other_keys(first.model, second.model).items()},
+            "model": {
+                key: {"a": a, "b": b}
+                for key, (a, b) in other_keys(first.model, second.model).items()
+            },
             "only_in_a": [key for key in first.shapes if key not in second.shapes],
             "only_in_b": [key for key in second.shapes if key not in first.shapes],
             "notes": notes,
@@ -91,7 +102,11 @@ def main(args: argparse.Namespace) -> int:
             differing[: args.top],
             len(both),
             len(differing),
-            [*_other_model(first, second), *_only_in(first, second), *(f"note: {note}" for note in notes)],
+            [
+                *_other_model(first, second),
+                *_only_in(first, second),
+                *(f"note: {note}" for note in notes),
+            ],
         ),
     )
 
@@ -105,13 +120,18 @@ def _show(shown: list[Difference], compared: int, differ: int, more: list[str]) 
 def compare(key: str, one: Tensor, other: Tensor) -> Difference:
     """Return the difference of two tensors. NaN differs from everything, NaN included."""
     if one.shape != other.shape:
-        return Difference(key, float("inf"), float("inf"), 0.0, f"{list(one.shape)} and {list(other.shape)}")
+        return Difference(
+            key, float("inf"), float("inf"), 0.0, f"{list(one.shape)} and {list(other.shape)}"
+        )
     largest = total = size = 0.0
     for a, b in zip(one.reshape(-1).split(BLOCK), other.reshape(-1).split(BLOCK), strict=True):
         apart = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf"))
         apart[a == b] = 0  # two infinities of one sign
-        largest, total = max(largest, apart.max().item()), total + apart.sum().item()
-        size = torch.maximum(a.double().abs().max(), torch.tensor(size, dtype=torch.float64)).item()  # NaN, if one is
+        largest = max(largest, apart.max().item())
+        total = total + apart.sum().item()
+        size = torch.maximum(
+            a.double().abs().max(), torch.tensor(size, dtype=torch.float64)
+        ).item()  # NaN, if one is
     return Difference(key, largest, total / max(1, one.numel()), size)
 
 

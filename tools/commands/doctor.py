@@ -1,12 +1,14 @@
-"""`megaprec doctor [RUN.toml]`: check this machine, or all hosts of a launched world, and say what to mend.
+"""`megaprec doctor [RUN.toml]`: check this machine, or all hosts of a launched world, and say what
+to mend.
 
-Checked are versions, devices, kernels, the filesystem, clocks, and the links between all ranks by axis of the mesh;
-then a small run takes 20 steps in the layout and on one process, which must train the same model. With a run file the
-layout, the folder and the device are the run's. By hand the command starts local ranks; under torchrun or srun the
-ranks that are there take part, with one replica on each host if no run file says otherwise.
+Checked are versions, devices, kernels, the filesystem, clocks, and the links between all ranks by
+axis of the mesh; then a small run takes 20 steps in the layout and on one process, which must train
+the same model. With a run file the layout, the folder and the device are the run's. By hand the
+command starts local ranks; under torchrun or srun the ranks that are there take part, with one
+replica on each host if no run file says otherwise.
 
-Exit code 0: all is well; 1: something is wrong, with a line for each; 2: a check that the layout needs could not be
-tried, or wrong input.
+Exit code 0: all is well; 1: something is wrong, with a line for each; 2: a check that the layout
+needs could not be tried, or wrong input.
 """
 
 import argparse
@@ -39,21 +41,37 @@ from tools.training.machine import check_machine
 from tools.training.notes import tell_notes
 
 MOST = 8  # local ranks that are started at most, or as many as there are cores
-ANSWER = "--as-rank"  # option: this process is a local rank, and rank 0 writes its findings to the file named
+# option: this process is a local rank, and rank 0 writes its findings to the file named
+ANSWER = "--as-rank"
 SKIPPED = "--no-parity was given"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `doctor` to the commands."""
     parser = subparsers.add_parser(
-        "doctor", help="check machines, links, disks and the layout before a run", description=__doc__
+        "doctor",
+        help="check machines, links, disks and the layout before a run",
+        description=__doc__,
     )
-    parser.add_argument("file", metavar="RUN.toml", nargs="?", help="run file whose layout and folder are tried")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+        "file", metavar="RUN.toml", nargs="?", help="run file whose layout and folder are tried"
     )
-    parser.add_argument("--folder", metavar="DIR", type=Path, help="folder to check (default: train.folder, or here)")
-    parser.add_argument("--no-parity", action="store_true", help="leave out the 20 steps in the run's layout")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help="keys that differ from the file",
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        type=Path,
+        help="folder to check (default: train.folder, or here)",
+    )
+    parser.add_argument(
+        "--no-parity", action="store_true", help="leave out the 20 steps in the run's layout"
+    )
     add_json(parser)
     parser.add_argument(ANSWER, metavar="FILE", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=main)
@@ -66,10 +84,14 @@ def main(args: argparse.Namespace) -> int:
     if config is not None and args.as_rank is None:
         tell_notes(config.notes, strict=False)
     folder = args.folder or (Path(config.train.folder) if config else Path())
-    asked = Asked(_layout(config), config.train.device if config else "auto", existing(folder), _bytes(config))
+    asked = Asked(
+        _layout(config), config.train.device if config else "auto", existing(folder), _bytes(config)
+    )
     if args.as_rank is not None:
         return _as_local_rank(asked, args.as_rank)
-    findings = list(_in_world(asked, config, args) if joined_world() else _local(asked, config, args))
+    findings = list(
+        _in_world(asked, config, args) if joined_world() else _local(asked, config, args)
+    )
     if not findings:  # not rank 0 of a launched world
         return 0
     seconds = time.monotonic() - start
@@ -78,8 +100,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _layout(config: RunConfig | None) -> tuple[int, int, int]:
-    """Return pipeline, data and tensor ranks; zeros without a run file. Ranks that share sequences count as data."""
-    return (config.parallel.pipeline, config.parallel.copies, config.parallel.tensor) if config else (0, 0, 0)
+    """Return pipeline, data and tensor ranks; zeros without a run file. Ranks that share sequences
+    count as data."""
+    if config:
+        return (config.parallel.pipeline, config.parallel.copies, config.parallel.tensor)
+    return (0, 0, 0)
 
 
 def existing(folder: Path) -> Path:
@@ -91,7 +116,8 @@ def existing(folder: Path) -> Path:
 
 
 def _bytes(config: RunConfig | None) -> int:
-    """Return the bytes of the checkpoints that the run has at most, one that is being written among them.
+    """Return the bytes of the checkpoints that the run has at most, one that is being written among
+    them.
 
     0 if that is not known.
     """
@@ -122,7 +148,10 @@ def _local(asked: Asked, config: RunConfig | None, args: argparse.Namespace) -> 
         yield from _fits(config, ranks)
     most = max(MOST, cores())
     if ranks > most:
-        why = f"the layout has {ranks:,} ranks, and at most {most} are started here: run this under torchrun or srun"
+        why = (
+            f"the layout has {ranks:,} ranks, and at most {most} are started here: run this under "
+            "torchrun or srun"
+        )
         yield from _of_ranks(args, 1)
         yield from (not_tried(check, why, needed=True) for check in ("links", "parity"))
         return
@@ -133,11 +162,17 @@ def _local(asked: Asked, config: RunConfig | None, args: argparse.Namespace) -> 
 
 def _fits(config: RunConfig, ranks: int) -> Iterator[Finding]:
     """Yield a finding for each reason why this machine cannot start the run."""
-    device = "cuda" if config.train.device != "cpu" and torch.cuda.device_count() >= ranks else "cpu"
+    if config.train.device != "cpu" and torch.cuda.device_count() >= ranks:
+        device = "cuda"
+    else:
+        device = "cpu"
     try:
         check_machine(config, ranks, device)
     except UserError as error:
-        yield from (wrong("machine", problem, "change the run, or use more machines") for problem in error.problems)
+        yield from (
+            wrong("machine", problem, "change the run, or use more machines")
+            for problem in error.problems
+        )
 
 
 def _of_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
@@ -171,7 +206,9 @@ def _size(layout: Sequence[int]) -> int:
     return layout[0] * layout[1] * layout[2]
 
 
-def _parity(config: RunConfig | None, ranks: int, findings: Sequence[Finding], args: argparse.Namespace) -> Finding:
+def _parity(
+    config: RunConfig | None, ranks: int, findings: Sequence[Finding], args: argparse.Namespace
+) -> Finding:
     """Return the finding about the layout, on local ranks."""
     if why := _hindrance(findings, args):
         return not_tried("parity", why, needed=not args.no_parity)
@@ -182,16 +219,25 @@ def _hindrance(findings: Sequence[Finding], args: argparse.Namespace) -> str:
     """Return why the layout is not tried, "" if it is."""
     if args.no_parity:
         return SKIPPED
-    needed = {one.check.split()[0] for one in findings if one.verdict == "wrong"} & {"ranks", "world", "shared"}
-    return f"first mend what is wrong with {' and '.join(sorted(needed))}" if needed else ""
+    needed = {one.check.split()[0] for one in findings if one.verdict == "wrong"} & {
+        "ranks",
+        "world",
+        "shared",
+    }
+    if needed:
+        return f"first mend what is wrong with {' and '.join(sorted(needed))}"
+    return ""
 
 
-def _in_world(asked: Asked, config: RunConfig | None, args: argparse.Namespace) -> Iterator[Finding]:
+def _in_world(
+    asked: Asked, config: RunConfig | None, args: argparse.Namespace
+) -> Iterator[Finding]:
     """Yield the findings on rank 0 of a launched world; take part elsewhere."""
     size = int(os.environ["WORLD_SIZE"])
     if config is not None and config.world_size != size:
         raise UserError(
-            f"{size} ranks are started, but [parallel] of {args.file} needs {config.world_size}: start as many, or "
+            f"{size} ranks are started, but [parallel] of {args.file} needs "
+            f"{config.world_size}: start as many, or "
             "change the layout"
         )
     place, findings, answered = take_part(asked)
@@ -203,7 +249,9 @@ def _in_world(asked: Asked, config: RunConfig | None, args: argparse.Namespace) 
     if why:
         yield not_tried("parity", why, needed=not args.no_parity)
     else:
-        yield parity_in_world(config or own_run(*place.layout), args.file or "a small run of megaprec's own", place)
+        yield parity_in_world(
+            config or own_run(*place.layout), args.file or "a small run of megaprec's own", place
+        )
     place.tell("parity", "")
     time.sleep(0.5)  # others read it before this process, which may have the store, ends
 

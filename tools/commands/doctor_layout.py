@@ -1,7 +1,9 @@
-"""Parity of the run's layout, as a check of the machine: the small run for 20 steps on one process and on the ranks.
+"""Parity of the run's layout, as a check of the machine: the small run for 20 steps on one process
+and on the ranks.
 
-On local ranks it is `megaprec parity` of one layout. In a launched world the ranks that are there take part, and the
-folder of the runs is one that all hosts share; one process is then a child of rank 0.
+On local ranks it is `megaprec parity` of one layout. In a launched world the ranks that are there
+take part, and the folder of the runs is one that all hosts share; one process is then a child of
+rank 0.
 """
 
 import argparse
@@ -25,7 +27,13 @@ from tools.parity.ranks import PENDING, Failure, Hands, Run, carry_out, run_toge
 
 STEPS = 20
 SECONDS = 60.0  # time limit of the ranks' part in a launched world
-OWN = ["model.family=llama", "model.hidden=64", "model.heads=8", "model.kv_heads=4", "model.ffn=128"]
+OWN = [
+    "model.family=llama",
+    "model.hidden=64",
+    "model.heads=8",
+    "model.kv_heads=4",
+    "model.ffn=128",
+]
 OWN += [
     "model.vocab=512",
     "data.vocab_size=512",
@@ -39,18 +47,31 @@ SEE = "run `megaprec parity` on this run file: its certificate says where the di
 def own_run(pipeline: int, data: int, tensor: int) -> RunConfig:
     """Return a small run in this layout, for a machine without a run file."""
     layout = [f"parallel.pipeline={pipeline}", f"parallel.data={data}", f"parallel.tensor={tensor}"]
-    return load_run(None, [*OWN, f"model.layers={2 * pipeline}", f"train.global_batch={4 * data}", *layout])
+    return load_run(
+        None, [*OWN, f"model.layers={2 * pipeline}", f"train.global_batch={4 * data}", *layout]
+    )
 
 
 def parity(config: RunConfig, file: str, folder: Path, hands: Hands | None = None) -> Finding:
-    """Compare the run's layout with one process and return the finding. folder: an empty one for the runs."""
+    """Compare the run's layout with one process and return the finding. folder: an empty one for
+    the runs."""
     p = config.parallel
-    layout = f"tp={p.tensor},pp={p.pipeline},dp={p.data}" + (f",cp={p.context}" if p.context > 1 else "")
+    layout = f"tp={p.tensor},pp={p.pipeline},dp={p.data}" + (
+        f",cp={p.context}" if p.context > 1 else ""
+    )
     if config.world_size == 1:
         return not_tried("parity", "the layout is one process, with which others are compared")
-    options = {"file": file, "layouts": [layout], "full": False, "steps": STEPS, "precision": "float64"}
+    options = {
+        "file": file,
+        "layouts": [layout],
+        "full": False,
+        "steps": STEPS,
+        "precision": "float64",
+    }
     try:
-        made = proven(config, argparse.Namespace(**options), folder, lambda text: None, hands or Hands())
+        made = proven(
+            config, argparse.Namespace(**options), folder, lambda text: None, hands or Hands()
+        )
     except UserError as error:
         return not_tried("parity", str(error.problems[0]), needed=True)
     (entry,) = made["layouts"]
@@ -59,14 +80,20 @@ def parity(config: RunConfig, file: str, folder: Path, hands: Hands | None = Non
     if entry["verdict"] == NOT_TRIED:
         return not_tried("parity", entry["why"], needed=True)
     first = entry["first"]
-    return wrong("parity", f"{layout} differs from one process: {first.get('note') or first['place']}", SEE)
+    return wrong(
+        "parity", f"{layout} differs from one process: {first.get('note') or first['place']}", SEE
+    )
 
 
 def _well(layout: str, entry: Mapping[str, Any], applied: int) -> Finding:
-    """Return the finding about a layout that is proven, with its largest error as a part of the bound."""
+    """Return the finding about a layout that is proven, with its largest error as a part of the
+    bound."""
     said = f"{layout} trains what one process trains: {applied} steps, float64"
     if entry["left_out"]:
-        said += f"; not tried with parallel.{', parallel.'.join(entry['left_out'])}, which the small run cannot have"
+        said += (
+            f"; not tried with parallel.{', parallel.'.join(entry['left_out'])}, which the small "
+            "run cannot have"
+        )
     bounded = [q for q in entry["quantities"].values() if q["verdict"] == PROVEN and q["bound"]]
     worst = max((q["error"] / q["bound"] for q in bounded), default=0.0)
     return ok("parity", said, layout=layout, left_out=entry["left_out"], worst_of_bound=worst)
@@ -82,7 +109,9 @@ def parity_in_world(config: RunConfig, file: str, place: Place) -> Finding:
     """Compare on the ranks of the world; called on rank 0, while the others are in `follow`."""
     folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=place.folder))
     try:
-        return parity(config, file, folder, Hands(_in_child, lambda runs, within: _led(runs, within, place)))
+        return parity(
+            config, file, folder, Hands(_in_child, lambda runs, within: _led(runs, within, place))
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,7 +135,9 @@ def _led(runs: Sequence[Run], folder: Path, place: Place) -> list[Failure | None
     if "value" in answer:
         dist.destroy_process_group()  # the comparison is of this process alone
         return [None] * len(runs)
-    return [Failure(answer.get("error", f"the ranks were not done within {SECONDS:g} s"))] * len(runs)
+    return [Failure(answer.get("error", f"the ranks were not done within {SECONDS:g} s"))] * len(
+        runs
+    )
 
 
 def follow(place: Place) -> None:

@@ -1,10 +1,11 @@
 """`megaprec evaluate MODEL --data PATH`: loss, perplexity and bits per byte of a model on texts.
 
-MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other format that megaprec
-reads. Each document is evaluated alone, as docs/evaluation.md says. The loss is the mean over all tokens of the text,
-in nats; perplexity its exponential; bits per byte the sum in bits over the bytes of the text in UTF-8. It runs on one
-process, or on local ranks that share the model with --tensor and --pipeline; of ranks that torchrun starts, further
-ones are replicas, which share the texts.
+MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other
+format that megaprec reads. Each document is evaluated alone, as docs/evaluation.md says. The loss
+is the mean over all tokens of the text, in nats; perplexity its exponential; bits per byte the sum
+in bits over the bytes of the text in UTF-8. It runs on one process, or on local ranks that share
+the model with --tensor and --pipeline; of ranks that torchrun starts, further ones are replicas,
+which share the texts.
 """
 
 import argparse
@@ -42,55 +43,89 @@ COMPUTE = ("fp32", "bf16", "fp64")
 
 def add_parser(subparsers: Any) -> None:
     """Add `evaluate` to the commands."""
-    parser = subparsers.add_parser("evaluate", help="loss and bits per byte of a model on texts", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder")
+    parser = subparsers.add_parser(
+        "evaluate", help="loss and bits per byte of a model on texts", description=__doc__
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder"
+    )
     parser.add_argument(
         "--data",
         action="append",
         required=True,
         metavar="[NAME=]PATH",
-        help="text file, folder, .jsonl, .parquet, or common prefix of a .bin and .idx pair; may be given several "
+        help="text file, folder, .jsonl, .parquet, or common prefix of a .bin and .idx pair; may "
+        "be given several "
         "times",
     )
     parser.add_argument(
-        "--window", type=int, metavar="N", help="tokens that a prediction sees at most (default: model.max_positions)"
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens that a prediction sees at most (default: model.max_positions)",
     )
     parser.add_argument(
         "--stride",
         type=int,
         metavar="N",
-        help="tokens of a long document that each window after the first predicts; fewer give each more context and "
+        help="tokens of a long document that each window after the first predicts; fewer give "
+        "each more context and "
         "take longer (default: --window)",
     )
-    parser.add_argument("--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)")
     parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="field of a .jsonl line or column of a .parquet file"
+        "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
     )
-    parser.add_argument("--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none")
-    for axis, what in (("tensor", "share the layers"), ("pipeline", "have the layers one after the other")):
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of a .jsonl line or column of a .parquet file",
+    )
+    parser.add_argument(
+        "--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
+    )
+    for axis, what in (
+        ("tensor", "share the layers"),
+        ("pipeline", "have the layers one after the other"),
+    ):
         parser.add_argument(
-            f"--{axis}", type=int, default=1, metavar="N", help=f"ranks that {what}, for a large model (default: 1)"
+            f"--{axis}",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"ranks that {what}, for a large model (default: 1)",
         )
     add_json(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec evaluate`: alone, on local ranks that it starts, or as one of ranks that are started."""
-    problems = (f"--{axis} {size}: give 1 or more" for axis, size in _layout(args).items() if size < 1)
+    """Run `megaprec evaluate`: alone, on local ranks that it starts, or as one of ranks that are
+    started."""
+    problems = (
+        f"--{axis} {size}: give 1 or more" for axis, size in _layout(args).items() if size < 1
+    )
     if told := [*problems]:
         raise UserError(*told)
     replica = args.tensor * args.pipeline
     if not joined_world():
         if replica > MOST_LOCAL:
-            raise UserError(f"--tensor {args.tensor} x --pipeline {args.pipeline}: at most {MOST_LOCAL} local ranks")
-        return _evaluate(args, None) if replica == 1 else launch_local(_words(args), replica)
+            raise UserError(
+                f"--tensor {args.tensor} x --pipeline {args.pipeline}: at most {MOST_LOCAL} "
+                "local ranks"
+            )
+        if replica == 1:
+            return _evaluate(args, None)
+        return launch_local(_words(args), replica)
     with world(failed=note_failure):
         ranks = dist.get_world_size()
         if ranks % replica:
             raise UserError(
-                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline {args.pipeline} needs a multiple of "
+                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline "
+                f"{args.pipeline} needs a multiple of "
                 f"{replica}"
             )
         return _evaluate(args, make_mesh(args.pipeline, ranks // replica, args.tensor))
@@ -103,18 +138,25 @@ def _layout(args: argparse.Namespace) -> dict[str, int]:
 def _words(args: argparse.Namespace) -> list[str]:
     """Return the command line of a rank."""
     named = {**_layout(args), "window": args.window, "stride": args.stride, "compute": args.compute}
-    named |= {"text-field": args.text_field, "max-chars": args.max_chars, "tokenizer": args.tokenizer}
+    named |= {
+        "text-field": args.text_field,
+        "max-chars": args.max_chars,
+        "tokenizer": args.tokenizer,
+    }
     options = [f"--{name}={value}" for name, value in named.items() if value is not None]
     options += [f"--data={one}" for one in args.data] + ["--json"] * args.json
     return ["evaluate", *options, "--", str(args.model)]
 
 
 def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
-    sets, first = _sets(args.data), Axis.world(mesh).rank == 0
+    sets = _sets(args.data)
+    first = Axis.world(mesh).rank == 0
     model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh)
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
-    opened = {name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()}
+    opened = {
+        name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()
+    }
     scores = dict[str, Score]()
     for name, texts in opened.items():
         with scoring(name) if first else nullcontext(_unseen) as report:
@@ -143,7 +185,9 @@ def _sets(given: list[str]) -> dict[str, str]:
         if not equals or not name or Path(one).exists():
             name = path = one
         if name in sets:
-            raise UserError(f'--data {one}: "{name}" is the name of two sets; give NAME=PATH with another name')
+            raise UserError(
+                f'--data {one}: "{name}" is the name of two sets; give NAME=PATH with another name'
+            )
         if not path:
             raise UserError(f"--data {one}: there is no path after {name}=")
         sets[name] = path
@@ -155,7 +199,10 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     stride = window if args.stride is None else args.stride
     problems = []
     if not 1 <= window <= positions:
-        problems.append(f"--window {window}: give 1 to {positions}, the positions of the model (model.max_positions)")
+        problems.append(
+            f"--window {window}: give 1 to {positions}, the positions of the model "
+            "(model.max_positions)"
+        )
     if not 1 <= stride <= window:
         problems.append(f"--stride {stride}: give 1 to {window}, the tokens of a window")
     if problems:
@@ -169,7 +216,8 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
     if model.begin is None:
         yield (
-            "the model has no token to begin a document with: the first token of each document is not predicted, and "
+            "the model has no token to begin a document with: the first token of each "
+            "document is not predicted, and "
             "the bytes of the others are not known"
         )
         return
@@ -183,9 +231,15 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
                 yield f"{path}: without a tokenizer the bytes of the text are not known"
             continue
         if record is None or "bytes" not in record:
-            yield f"{path}: bytes are those of the decoded tokens, for no build has recorded those of the text"
+            yield (
+                f"{path}: bytes are those of the decoded tokens, for no build has recorded those "
+                "of the text"
+            )
         if record and record.get("tokenizer_sha256") != file_digest(model.tokenizer.path):
-            yield f"{path} was built with another file than {model.tokenizer.path}: their tokens must mean the same"
+            yield (
+                f"{path} was built with another file than {model.tokenizer.path}: their tokens "
+                "must mean the same"
+            )
 
 
 def _fields(one: Score) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""`megaprec explain-overflow RUN_DIR [--replay]`: show the tensors that overflowed in the last skipped steps, with
-advice.
+"""`megaprec explain-overflow RUN_DIR [--replay]`: show the tensors that overflowed in the last
+skipped steps, with advice.
 
-Every skipped step leaves an event in RUN_DIR/events.jsonl: step, loss scale, the worst offenders by logical name with
-the micro-batch and the samples in which they began, and advice. The command shows the newest events as tables. With
---replay it repeats the newest step, or the one of --step, on one process from the last checkpoint before it, and names
-the first module whose output or gradient is not finite. Nothing is written.
+Every skipped step leaves an event in RUN_DIR/events.jsonl: step, loss scale, the worst offenders by
+logical name with the micro-batch and the samples in which they began, and advice. The command shows
+the newest events as tables. With --replay it repeats the newest step, or the one of --step, on one
+process from the last checkpoint before it, and names the first module whose output or gradient is
+not finite. Nothing is written.
 """
 
 import argparse
@@ -37,10 +38,18 @@ SHOWN_BEFORE = 6  # tensors shown before the first that was not finite
 def add_parser(subparsers: Any) -> None:
     """Add `explain-overflow` to the commands."""
     parser = subparsers.add_parser(
-        "explain-overflow", help="show what broke the last skipped steps of a run", description=__doc__
+        "explain-overflow",
+        help="show what broke the last skipped steps of a run",
+        description=__doc__,
     )
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="run folder")
-    parser.add_argument("--last", type=int, default=5, metavar="N", help="number of newest events to show (default: 5)")
+    parser.add_argument(
+        "--last",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of newest events to show (default: 5)",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="show only this step")
     parser.add_argument(
         "--replay",
@@ -52,7 +61,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec explain-overflow`. Raises UserError if RUN_DIR is not a run folder or --last is below 1."""
+    """Run `megaprec explain-overflow`. Raises UserError if RUN_DIR is not a run folder or --last is
+    below 1."""
     if not (args.folder / METRICS).is_file():
         raise UserError(f"{args.folder} is not a run folder: it has no {METRICS}")
     if args.last < 1:
@@ -64,7 +74,11 @@ def main(args: argparse.Namespace) -> int:
     seen = replay(args.folder, events[-1]) if args.replay and events else None
     return put(
         args,
-        lambda: {"notes": [note] if note else [], "events": events, "replay": _document(seen) if seen else None},
+        lambda: {
+            "notes": [note] if note else [],
+            "events": events,
+            "replay": _document(seen) if seen else None,
+        },
         lambda: _console().print(picture(seen, events[-1])) if seen else None,
     )
 
@@ -93,9 +107,12 @@ def _document(seen: Replay) -> dict[str, Any]:
 
 
 def _console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for long names if there is no terminal."""
+    """Return a console as wide as the terminal, or wide enough for long names if there is no
+    terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPE_COLUMNS))
+    if console.is_terminal:
+        return console
+    return Console(width=max(console.width, PIPE_COLUMNS))
 
 
 def _chosen(events: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
@@ -110,13 +127,17 @@ def _chosen(events: list[dict[str, Any]], step: int | None) -> list[dict[str, An
 
 def table(event: dict[str, Any]) -> Table:
     """Return the table of one skipped step: a row per offender."""
-    samples = f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
+    samples = (
+        f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
+    )
     how = "applied though not finite" if event.get("outcome") == "applied_nonfinite" else "skipped"
     title = f"step {event['step']} {how} at loss scale {float(event['loss_scale']):g}, {samples}"
     offenders = event["offenders"]
     notes = dict.fromkeys(_note(o) for o in offenders)
     made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    made.caption, made.title_justify, made.caption_justify = "\n".join(filter(None, notes)), "left", "left"
+    made.caption = "\n".join(filter(None, notes))
+    made.title_justify = "left"
+    made.caption_justify = "left"
     made.add_column("gradient of", overflow="fold")  # a name is never cut short
     for column in ("stage", "tp", "inf", "NaN", "elements", "largest\nother", "micro-\nbatch"):
         made.add_column(column, justify="right", no_wrap=True)
@@ -144,12 +165,14 @@ def _microbatch(offender: dict[str, Any]) -> str:
 def _note(offender: dict[str, Any]) -> str:
     if not offender.get("traced"):
         return (
-            "?: not traced: the loss scale was still falling, the step was applied, or precision.trace_overflows "
+            "?: not traced: the loss scale was still falling, the step was applied, or "
+            "precision.trace_overflows "
             "= false"
         )
     if offender["microbatch"] is None:
         return (
-            "none: every micro-batch was finite when repeated; only the sum over ranks was not, or the hardware erred"
+            "none: every micro-batch was finite when repeated; only the sum over ranks was not, "
+            "or the hardware erred"
         )
     return ""
 
@@ -164,23 +187,38 @@ def picture(seen: Replay, event: dict[str, Any]) -> RenderableType:
     found = seen.trace.found
     if found is None:
         return Panel(
-            _all_finite(seen, event), title=f"step {seen.step} again: all finite", title_align="left", expand=False
+            _all_finite(seen, event),
+            title=f"step {seen.step} again: all finite",
+            title_align="left",
+            expand=False,
         )
-    title = f"step {seen.step} again: first not finite in micro-batch {seen.microbatch} of the global batch"
-    return Panel(Group(_facts(found), _before(seen), _samples(seen)), title=title, title_align="left", expand=False)
+    title = (
+        f"step {seen.step} again: first not finite in micro-batch {seen.microbatch} of the global "
+        "batch"
+    )
+    return Panel(
+        Group(_facts(found), _before(seen), _samples(seen)),
+        title=title,
+        title_align="left",
+        expand=False,
+    )
 
 
 def _facts(found: Finding) -> Table:
-    where = (
-        "outside of the model, in its input or its loss"
-        if found.module is None
-        else f"{found.module or 'the model'} ({found.kind})"
-    )
+    if found.module is None:
+        where = "outside of the model, in its input or its loss"
+    else:
+        where = f"{found.module or 'the model'} ({found.kind})"
     facts = {
         "arose in": where,
         "tensor": f"{found.what}, {list(found.shape)}",
-        "holds": f"{found.infs} inf, {found.nans} NaN of {found.elements}; largest other {found.largest:.4g}",
-        "made in": f"{dtype_name(found.dtype)}, whose largest number is {torch.finfo(found.dtype).max:.5g}",
+        "holds": (
+            f"{found.infs} inf, {found.nans} NaN of {found.elements}; largest other "
+            f"{found.largest:.4g}"
+        ),
+        "made in": (
+            f"{dtype_name(found.dtype)}, whose largest number is {torch.finfo(found.dtype).max:.5g}"
+        ),
     }
     if found.module is not None:
         facts["what went in"] = f"finite, largest magnitude {found.given:.4g}"
@@ -218,17 +256,33 @@ def _samples(seen: Replay) -> Table:
 
 def _all_finite(seen: Replay, event: dict[str, Any]) -> Text:
     """Return the possible reasons why the overflow does not happen again."""
-    lines = ["Every micro-batch of the step was run alone, and every output, gradient and loss was finite. Likely:"]
+    lines = [
+        (
+            "Every micro-batch of the step was run alone, and every output, gradient and loss "
+            "was finite. Likely:"
+        )
+    ]
     offenders = event["offenders"]
     if any(o.get("traced") and o["microbatch"] is None for o in offenders):
-        lines.append("- in the run, too, no micro-batch did it alone: gradients overflowed when ranks were summed, or")
+        lines.append(
+            "- in the run, too, no micro-batch did it alone: gradients overflowed when ranks "
+            "were summed, or"
+        )
         lines.append("  it was chance, such as a fault of the hardware;")
     if seen.layout:
         lines.append(f"- the run was on {seen.layout}, this is one process:")
-        lines.append("  sums are rounded in another order, and what was just too large there may just fit here;")
+        lines.append(
+            "  sums are rounded in another order, and what was just too large there may just "
+            "fit here;"
+        )
     lines.append("- it is the sum over micro-batches that overflowed, not one of them;")
-    lines.append("- the weights differ: another version of torch, another device, or a run file changed since.")
+    lines.append(
+        "- the weights differ: another version of torch, another device, or a run file "
+        "changed since."
+    )
     if seen.trace.seen:
         top = max(seen.trace.seen, key=lambda glance: glance.largest)
-        lines.append(f"The largest number of the last micro-batch was {top.largest:.4g}: {top.what}.")
+        lines.append(
+            f"The largest number of the last micro-batch was {top.largest:.4g}: {top.what}."
+        )
     return Text("\n".join(lines))

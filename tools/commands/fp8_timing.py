@@ -1,4 +1,5 @@
-"""The times of a linear layer's three products on a device, in 16 or 32 bits and in FP8 with its casts."""
+"""The times of a linear layer's three products on a device, in 16 or 32 bits and in FP8 with its
+casts."""
 
 import time
 from collections.abc import Callable
@@ -38,8 +39,9 @@ class Shape:
 class Times:
     """Times in seconds.
 
-    wide: all three products without FP8: y, the gradient of x, and the gradient of the weight, added to an FP32
-    gradient. products: the three products of FP8 codes. casts: casts of x and of y's gradient, for both directions.
+    wide: all three products without FP8: y, the gradient of x, and the gradient of the weight,
+    added to an FP32 gradient. products: the three products of FP8 codes. casts: casts of x and of
+    y's gradient, for both directions.
     weight: cast of the weight.
     """
 
@@ -56,12 +58,17 @@ class Times:
 def both_with_amax(
     x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor | None
 ) -> tuple[tuple[Codes, Codes], Tensor | None]:
-    """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is recorded as well."""
+    """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is
+    recorded as well."""
     return quantize_both(x, recipe, role, scale), amax_of(x) if recipe.kind == "delayed" else None
 
 
 def linear_times(
-    shape: Shape, recipe: FP8Recipe, dtype: torch.dtype, device: torch.device, compiled: bool = False
+    shape: Shape,
+    recipe: FP8Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiled: bool = False,
 ) -> Times:
     """Time one layer. compiled: fuse the casts by torch.compile."""
     x, weight, grad = (
@@ -92,13 +99,16 @@ def linear_times(
     return Times(
         seconds(wide, device),
         seconds(products, device),
-        seconds(lambda: (cast(x, recipe, "input", scale), cast(grad, recipe, "gradient", scale)), device),
+        seconds(
+            lambda: (cast(x, recipe, "input", scale), cast(grad, recipe, "gradient", scale)), device
+        ),
         seconds(lambda: cast(weight, recipe, "weight", scale), device),
     )
 
 
 def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """Return the fastest of several runs of `work`, each repeated until it is long enough to be timed."""
+    """Return the fastest of several runs of `work`, each repeated until it is long enough to be
+    timed."""
     once = _run(work, 2, device) / 2
     repeats = max(1, int(ENOUGH / max(once, 1e-7)))
     return min(_run(work, repeats, device) for _ in range(rounds)) / repeats

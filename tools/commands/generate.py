@@ -1,7 +1,9 @@
-"""`megaprec generate MODEL --prompt "def main"`: continue texts with a trained model, on one process.
+"""`megaprec generate MODEL --prompt "def main"`: continue texts with a trained model, on one
+process.
 
-MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other format that megaprec
-reads. The text appears as it is generated. The same seed gives the same text, whatever other prompts there are.
+MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other
+format that megaprec reads. The text appears as it is generated. The same seed gives the same text,
+whatever other prompts there are.
 """
 
 import argparse
@@ -22,13 +24,25 @@ from tools.text.sampling import Sampling
 def add_parser(subparsers: Any) -> None:
     """Add `generate` to the commands."""
     usual = Sampling()
-    parser = subparsers.add_parser("generate", help="continue a text with a trained model", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder")
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; - reads it from standard input"
+    parser = subparsers.add_parser(
+        "generate", help="continue a text with a trained model", description=__doc__
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with a prompt in each line")
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder"
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; - reads it from standard input",
+    )
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="text file with a prompt in each line"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)"
+    )
     parser.add_argument(
         "--temperature",
         type=float,
@@ -48,7 +62,10 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=usual.top_p,
         metavar="P",
-        help="sample from the fewest most likely tokens that have probability P together (default: 1, all)",
+        help=(
+            "sample from the fewest most likely tokens that have probability P together "
+            "(default: 1, all)"
+        ),
     )
     parser.add_argument(
         "--min-p",
@@ -58,11 +75,23 @@ def add_parser(subparsers: Any) -> None:
         help="leave out tokens of less than P times the highest probability (default: 0, none)",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the sampling (default: 0)")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each prompt, in a line of its own")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed of the sampling (default: 0)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a JSON object for each prompt, in a line of its own",
+    )
     parser.set_defaults(run=main)
 
 
@@ -75,7 +104,9 @@ def main(args: argparse.Namespace) -> int:
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
     for note in (*model.notes, *_not_followed(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)
-    made = [Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts]
+    made = [
+        Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts
+    ]
     for number, (prompt, text) in enumerate(zip(prompts, made, strict=True), 1):
         if args.json:
             _print_json(prompt, text)
@@ -107,14 +138,19 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
         yield _read("--prompt -", sys.stdin.read).removesuffix("\n") if text == "-" else text
     if args.prompts is not None:
         option = f"--prompts {args.prompts}"
-        lines = [line for line in _read(option, lambda: read_text(args.prompts)).split("\n") if line.strip()]
+        lines = [
+            line
+            for line in _read(option, lambda: read_text(args.prompts)).split("\n")
+            if line.strip()
+        ]
         if not lines:
             raise UserError(f"{option}: the file has no line with a prompt")
         yield from lines
 
 
 def _read(option: str, read: Callable[[], str]) -> str:
-    """Return a text as `data build` reads one: UTF-8, without the byte order mark that it may begin with."""
+    """Return a text as `data build` reads one: UTF-8, without the byte order mark that it may begin
+    with."""
     try:
         text = read()
         text.encode()  # standard input may hold halves of surrogates in place of bytes
@@ -128,7 +164,10 @@ def _read(option: str, read: Callable[[], str]) -> str:
 def _not_followed(path: Path, sampling: Sampling, model: Loaded[CachedStage]) -> Iterator[str]:
     if others := sampling.not_followed(model.generation):
         said = ", ".join(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items())
-        yield f"{path}: {said} of generation_config.json: not followed; tokens are chosen as the options say"
+        yield (
+            f"{path}: {said} of generation_config.json: not followed; tokens are chosen as the "
+            "options say"
+        )
 
 
 def _stream(prompt: str, text: Generation) -> None:
@@ -140,16 +179,21 @@ def _stream(prompt: str, text: Generation) -> None:
 
 def _print_json(prompt: str, text: Generation) -> None:
     said = "".join(text)
-    print(json.dumps({"prompt": prompt, "text": said, "tokens": text.tokens, "finish": text.finish}), flush=True)
+    print(
+        json.dumps({"prompt": prompt, "text": said, "tokens": text.tokens, "finish": text.finish}),
+        flush=True,
+    )
 
 
 def _note_slid(model: Loaded[CachedStage], made: list[Generation]) -> None:
-    """Say on stderr if texts were longer than the model's positions, as nothing in a text shows it."""
+    """Say on stderr if texts were longer than the model's positions, as nothing in a text shows
+    it."""
     if any(text.slid for text in made):
         positions = model.stage.config.max_positions
         sys.stdout.flush()
         print(
-            f"note: the model has {positions} positions (model.max_positions): beyond them, each token was chosen "
+            f"note: the model has {positions} positions (model.max_positions): beyond them, "
+            "each token was chosen "
             f"from the newest {positions} tokens alone",
             file=sys.stderr,
         )

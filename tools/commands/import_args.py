@@ -5,7 +5,8 @@
     megaprec import-args arguments.yaml deepspeed.json train.steps=1000 -o run.toml
     megaprec import-args -o run.toml -- --num-layers 24 --hidden-size 1024 ...
 
-Every argument is read, has no meaning here for a reason that the run file states, or is refused by its name. Nothing is
+Every argument is read, has no meaning here for a reason that the run file states, or is refused by
+its name. Nothing is
 run: a script is read as text.
 """
 
@@ -32,24 +33,31 @@ DROP = "--drop NAME leaves out an argument that this run can do without"
 def add_parser(subparsers: Any) -> None:
     """Add `import-args`."""
     parser = subparsers.add_parser(
-        "import-args", help="make a run file from Megatron-LM's arguments or DeepSpeed's configuration"
+        "import-args",
+        help="make a run file from Megatron-LM's arguments or DeepSpeed's configuration",
     )
     parser.add_argument(
         "overrides",
         metavar="SOURCE",
         nargs="*",
         default=[],
-        help="a command line in quotes, a .sh or .yaml file with Megatron-LM's arguments, DeepSpeed's .json; "
+        help="a command line in quotes, a .sh or .yaml file with Megatron-LM's arguments, "
+        "DeepSpeed's .json; "
         "keys of the run file as table.key=value; arguments after --",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="run file to write; default: print it")
-    parser.add_argument("--ranks", metavar="N", type=int, help="number of ranks, from which the replicas follow")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="run file to write; default: print it"
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="number of ranks, from which the replicas follow"
+    )
     parser.add_argument(
         "--assume",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="value of a variable that the script leaves open, such as DATA_PATH=tokens/mine; may be given several "
+        help="value of a variable that the script leaves open, such as DATA_PATH=tokens/mine; may "
+        "be given several "
         "times; 1=... is the script's first argument",
     )
     parser.add_argument(
@@ -92,7 +100,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def how_to_quote(argument: str) -> str:
-    """Return the line for an argument that is none of this command's options: most likely one of Megatron-LM's."""
+    """Return the line for an argument that is none of this command's options: most likely one of
+    Megatron-LM's."""
     return (
         f"{UserError(argument)} is no option of import-args: give a command line in quotes, as in "
         'megaprec import-args "--num-layers 24 --bf16" -o run.toml, or last, after --, as in '
@@ -101,13 +110,16 @@ def how_to_quote(argument: str) -> str:
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return sources, and keys of the run file. After an argument of Megatron-LM all words are its own."""
+    """Return sources, and keys of the run file. After an argument of Megatron-LM all words are its
+    own."""
     for i, word in enumerate(words):
         if word.startswith("-") and not any(sign in word for sign in " \t\n"):
-            before, rest = words[:i], words[i:]
+            before = words[:i]
+            rest = words[i:]
             break
     else:
-        before, rest = words, []
+        before = words
+        rest = []
     keys = [word for word in before if OVERRIDE.match(word)]
     return [*(word for word in before if word not in keys), *rest], keys
 

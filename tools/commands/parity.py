@@ -1,10 +1,11 @@
-"""`megaprec parity RUN.toml`: check that the run trains the same model in any layout as on one process.
+"""`megaprec parity RUN.toml`: check that the run trains the same model in any layout as on one
+process.
 
-The run is made small (not with --full) and takes a few steps on one process and in each layout, on local ranks, in
-float64, where no fault can hide in rounding, or in the run's own precision. Activations between modules, loss, every
-gradient and weight by logical name, gradient norm, zeros, skipped steps, loss scale and samples are compared. The
-certificate is written to train.folder. Exit code 0: all layouts are equal; 1: a layout differs or hangs, or none could
-be run; 2: wrong input.
+The run is made small (not with --full) and takes a few steps on one process and in each layout, on
+local ranks, in float64, where no fault can hide in rounding, or in the run's own precision.
+Activations between modules, loss, every gradient and weight by logical name, gradient norm, zeros,
+skipped steps, loss scale and samples are compared. The certificate is written to train.folder. Exit
+code 0: all layouts are equal; 1: a layout differs or hangs, or none could be run; 2: wrong input.
 """
 
 import argparse
@@ -42,7 +43,16 @@ from tools.parity.gather import Record, gather
 from tools.parity.layouts import Layout, asked, every, fitted, largest
 from tools.parity.noise import DRAWS, Noise
 from tools.parity.page import page, show
-from tools.parity.ranks import FLAG, Failure, Hands, Run, as_rank, corpus_of, run_alone, with_vocabulary
+from tools.parity.ranks import (
+    FLAG,
+    Failure,
+    Hands,
+    Run,
+    as_rank,
+    corpus_of,
+    run_alone,
+    with_vocabulary,
+)
 from tools.parity.record import Plan
 from tools.parity.runs import (
     EPSILON,
@@ -79,12 +89,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
-        help="layouts to compare; further keys of [parallel] may follow, as in tp=2,pp=2,schedule=zb-v; "
+        help="layouts to compare; further keys of [parallel] may follow, as in "
+            "tp=2,pp=2,schedule=zb-v; "
         f"default: all that fit, of 2 to {RANKS} ranks",
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=("float64", "configured", "both"), default="float64",
-        help="precision of the comparison: float64, the run's own (configured) or both (default: float64)",
+        help=("precision of the comparison: float64, the run's own (configured) or both (default: "
+            "float64)"),
     )  # fmt: skip
     parser.add_argument(
         "--steps",
@@ -93,8 +105,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="number of steps that are applied (default: 3)",
     )
-    parser.add_argument("--full", action="store_true", help="compare the run in its own size and with its own data")
-    parser.add_argument("--json", action="store_true", help="print the certificate and nothing else")
+    parser.add_argument(
+        "--full", action="store_true", help="compare the run in its own size and with its own data"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the certificate and nothing else"
+    )
     add_strict(parser)
     parser.add_argument(FLAG, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=main)
@@ -105,15 +121,19 @@ def main(args: argparse.Namespace) -> int:
     if args.as_rank:
         return as_rank(Path(args.file))
     if joined_world():
-        raise UserError("megaprec parity starts its own ranks: run it without torchrun or Slurm's srun")
+        raise UserError(
+            "megaprec parity starts its own ranks: run it without torchrun or Slurm's srun"
+        )
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
     config = load_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     if config.fp8.kind == "delayed" and config.fp8.history == "te":
         raise UserError(
-            'fp8.history = "te": scales are updated after each micro-batch, and their number depends on the number of '
-            'replicas, so layouts train different models; parity compares runs with fp8.history = "step"'
+            'fp8.history = "te": scales are updated after each micro-batch, and their number '
+            "depends on the number of "
+            "replicas, so layouts train different models; parity compares runs with "
+            'fp8.history = "step"'
         )
     torch.set_num_threads(1)  # as in the ranks
     with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:
@@ -141,7 +161,8 @@ def _told(quiet: bool) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run on one process, and the differences that rounding explains. name: of the precision."""
+    """The run on one process, and the differences that rounding explains. name: of the
+    precision."""
 
     name: str
     config: RunConfig
@@ -150,10 +171,15 @@ class Reference:
     noise: Noise
 
 
-def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any, hands: Hands = LOCAL) -> Certificate:
-    """Run and compare all layouts and return the certificate. folder: an empty one for intermediate files."""
+def proven(
+    config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any, hands: Hands = LOCAL
+) -> Certificate:
+    """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
+    files."""
     sayings = asked(args.layouts, config.parallel) or every(RANKS)
-    most = Most(*(largest(sayings, key) for key in ("tensor", "pipeline", "data", "context", "expert")))
+    most = Most(
+        *(largest(sayings, key) for key in ("tensor", "pipeline", "data", "context", "expert"))
+    )
     ready = made_ready(config, most, args.full, args.steps, folder / "run")
     if not args.full:
         ready = with_random_tokens(ready, args.steps + 1, folder)
@@ -167,12 +193,19 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any,
     plan = planned(ready, probe, args.steps, args.full)
     exact = in_float64(ready)
     truth = hands.alone(Run(alone(exact), plan, folder / "truth"))
-    shaken = hands.alone(Run(alone(exact), replace(plan, shaken=EPSILON["fp64"]), folder / "shaken"))
+    shaken = hands.alone(
+        Run(alone(exact), replace(plan, shaken=EPSILON["fp64"]), folder / "shaken")
+    )
     references = [Reference("float64", exact, plan, truth, Noise(shaken))]
     if args.precision != "float64":
         own = hands.alone(Run(alone(ready), plan, folder / "own"))
         noise = Noise(
-            None, truth, moved(ready, plan, folder, hands), epsilon(ready), tokens_per_expert(ready), kept(ready)
+            None,
+            truth,
+            moved(ready, plan, folder, hands),
+            epsilon(ready),
+            tokens_per_expert(ready),
+            kept(ready),
         )
         references.append(Reference(ready.precision.compute, ready, plan, own, noise))
     if args.precision == "configured":
@@ -187,7 +220,8 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any,
 
 
 def moved(ready: RunConfig, plan: Plan, folder: Path, hands: Hands) -> list[Record]:
-    """Return runs in float64 on one process, from weights moved by rounding of the run's own precision."""
+    """Return runs in float64 on one process, from weights moved by rounding of the run's own
+    precision."""
     by = [replace(plan, shaken=epsilon(ready) / 2, draw=draw) for draw in range(1, DRAWS + 1)]
     exact = alone(in_float64(ready))
     return [hands.alone(Run(exact, one, folder / f"moved{one.draw}")) for one in by]
@@ -209,7 +243,10 @@ def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, An
     }
     shown = {key: value for key, value in changed.items() if key not in hidden}
     if "data.source" in shown:
-        shown["data.source"] = (shown["data.source"][0], "random tokens, some targets left out of the loss")
+        shown["data.source"] = (
+            shown["data.source"][0],
+            "random tokens, some targets left out of the loss",
+        )
     return shown
 
 
@@ -223,11 +260,14 @@ def fitting(
     layouts = [fitted(config, said) for said in sayings]
     wrong = {layout.name: problems(config, layout.parallel) for layout in layouts}
     if asked and any(wrong.values()):
-        raise UserError(*(f"--layouts {name}: {problem}" for name, some in wrong.items() for problem in some))
+        raise UserError(
+            *(f"--layouts {name}: {problem}" for name, some in wrong.items() for problem in some)
+        )
     good = [layout for layout in layouts if not wrong[layout.name]]
     if not good:
         raise UserError(
-            f"no layout of up to {RANKS} ranks fits this run: name one by --layouts to see why", *problems_of(wrong)
+            f"no layout of up to {RANKS} ranks fits this run: name one by --layouts to see why",
+            *problems_of(wrong),
         )
     return good, [(layout, wrong[layout.name][0]) for layout in layouts if wrong[layout.name]]
 
@@ -238,19 +278,30 @@ def problems_of(wrong: dict[str, list[str]]) -> list[str]:
 
 
 def _carried_out(
-    layouts: Sequence[Layout], references: Sequence[Reference], folder: Path, tell: Any, hands: Hands
+    layouts: Sequence[Layout],
+    references: Sequence[Reference],
+    folder: Path,
+    tell: Any,
+    hands: Hands,
 ) -> Iterator[dict[str, Any]]:
     """Yield the entry of each layout in each precision."""
-    for ranks, some in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
-        together, runs = list(some), dict[tuple[int, int], Run]()
+    for ranks, some in groupby(
+        sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks
+    ):
+        together = list(some)
+        runs = dict[tuple[int, int], Run]()
         for n, layout in enumerate(together):
             for m, reference in enumerate(references):
                 config = reference.config.model_copy(update={"parallel": layout.parallel})
                 runs[n, m] = Run(config, reference.plan, folder / f"ranks{ranks}" / f"{n:03}_{m}")
         tell(f"{len(runs)} runs of {ranks} ranks: {'; '.join(layout.name for layout in together)}")
-        failures = hands.together(list(runs.values()), folder / f"ranks{ranks}") if ranks > 1 else _alone(runs)
+        if ranks > 1:
+            failures = hands.together(list(runs.values()), folder / f"ranks{ranks}")
+        else:
+            failures = _alone(runs)
         for ((n, m), run), failure in zip(runs.items(), failures, strict=True):
-            layout, reference = together[n], references[m]
+            layout = together[n]
+            reference = references[m]
             if failure is not None:
                 yield not_run(layout, reference.name, failure)
             else:

@@ -1,8 +1,10 @@
-"""`megaprec plan`: whether a run fits its devices, and how fast it would be, before anything is started.
+"""`megaprec plan`: whether a run fits its devices, and how fast it would be, before anything is
+started.
 
-It prints the bytes of each pipeline rank by kind, the verdict for the device's memory, and a predicted step. With
-`--ranks N` it prints all layouts of N ranks that fit, fastest first, and `-o best.toml` writes the run in the first of
-them. Neither data nor a tokenizer is needed. What is not known is said: nothing is guessed.
+It prints the bytes of each pipeline rank by kind, the verdict for the device's memory, and a
+predicted step. With `--ranks N` it prints all layouts of N ranks that fit, fastest first, and `-o
+best.toml` writes the run in the first of them. Neither data nor a tokenizer is needed. What is not
+known is said: nothing is guessed.
 """
 
 import argparse
@@ -29,28 +31,56 @@ from tools.console.tables import add_json
 from tools.console.wrapped import say
 from tools.planning.device import Target, assumed_devices, target_of
 from tools.planning.memory import MemoryModel
-from tools.planning.report import as_data, head, layout_lines, memory_lines, none_found, prediction_lines
+from tools.planning.report import (
+    as_data,
+    head,
+    layout_lines,
+    memory_lines,
+    none_found,
+    prediction_lines,
+)
 from tools.planning.search import Found, plan_run, search
 from tools.planning.speed import Assumptions
 from tools.training.notes import add_strict, tell_notes
 
-COMMENT = "# Written by megaprec plan: the run in the layout that is predicted to be the fastest of {ranks} ranks."
-CPU_LINK = 2.0  # GB/s of gloo between processes of a machine: 1 MB summed between two ranks takes about half a ms
+COMMENT = (
+    "# Written by megaprec plan: the run in the layout that is predicted to be the fastest of "
+    "{ranks} ranks."
+)
+# GB/s of gloo between processes of a machine: 1 MB summed between two ranks takes about half a ms
+CPU_LINK = 2.0
 GPU_LINK = 25.0  # GB/s within a machine of GPUs whose data sheet is not known: PCIe
 SLOW_LINK = 50.0  # GB/s between machines: a 400 Gb/s network card for each GPU
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `plan` to the commands."""
-    parser = subparsers.add_parser("plan", help="predict memory and speed of a run", description=__doc__)
+    parser = subparsers.add_parser(
+        "plan", help="predict memory and speed of a run", description=__doc__
+    )
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help="keys that differ from the file",
     )
-    parser.add_argument("--gpu", default="", metavar="NAME", help="GPU of each rank, such as H100 or A100")
-    parser.add_argument("--gpu-memory", default="", metavar="SIZE", help="memory of each GPU, such as 80GB or 79.6GiB")
-    parser.add_argument("--ranks", type=int, metavar="N", help="rank all layouts of N ranks that fit")
-    parser.add_argument("-o", "--output", type=Path, metavar="BEST.toml", help="write the run in the best layout")
+    parser.add_argument(
+        "--gpu", default="", metavar="NAME", help="GPU of each rank, such as H100 or A100"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        default="",
+        metavar="SIZE",
+        help="memory of each GPU, such as 80GB or 79.6GiB",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="rank all layouts of N ranks that fit"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="BEST.toml", help="write the run in the best layout"
+    )
     add_json(parser)
     _add_speeds(parser)
     add_strict(parser)
@@ -59,14 +89,29 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_speeds(parser: argparse.ArgumentParser) -> None:
     speeds = parser.add_argument_group("assumptions of the predicted step")
-    speeds.add_argument("--tflops", type=float, metavar="T", help="peak TFLOP/s of a rank (default: the GPU's own)")
     speeds.add_argument(
-        "--efficiency", type=float, default=0.5, metavar="E", help="fraction of it that products reach (default: 0.5)"
+        "--tflops", type=float, metavar="T", help="peak TFLOP/s of a rank (default: the GPU's own)"
     )
     speeds.add_argument(
-        "--machine", type=int, default=8, metavar="N", help="ranks of a machine, with fast links (default: 8)"
+        "--efficiency",
+        type=float,
+        default=0.5,
+        metavar="E",
+        help="fraction of it that products reach (default: 0.5)",
     )
-    speeds.add_argument("--fast-link", type=float, metavar="G", help="GB/s within a machine (default: the GPU's own)")
+    speeds.add_argument(
+        "--machine",
+        type=int,
+        default=8,
+        metavar="N",
+        help="ranks of a machine, with fast links (default: 8)",
+    )
+    speeds.add_argument(
+        "--fast-link",
+        type=float,
+        metavar="G",
+        help="GB/s within a machine (default: the GPU's own)",
+    )
     speeds.add_argument(
         "--slow-link",
         type=float,
@@ -86,7 +131,8 @@ def main(args: argparse.Namespace) -> int:
     assumed = _assumed(config, target, args)
     if args.ranks and assumed is None:
         raise UserError(
-            "--ranks ranks layouts by their speed, but the peak of the device is not known: give --gpu or --tflops"
+            "--ranks ranks layouts by their speed, but the peak of the device is not known: "
+            "give --gpu or --tflops"
         )
     notes = [*_notes(config, target)]
     planned = plan_run(config, MemoryModel(target.device), assumed)
@@ -103,7 +149,10 @@ def main(args: argparse.Namespace) -> int:
     if planned.prediction and assumed:
         lines += ["", *prediction_lines(config, planned.prediction, assumed)]
     else:
-        lines += ["", "prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
+        lines += [
+            "",
+            "prediction not known: the peak speed of the device is not; --gpu or --tflops says it",
+        ]
     if found and shared:
         lines += ["", *layout_lines(found, args.ranks, wide, shared)]
     say("\n".join(lines))
@@ -131,29 +180,45 @@ def _check(args: argparse.Namespace) -> None:
     if args.output and args.output.resolve() == Path(args.file).resolve():
         problems.append(f"--output {args.output}: it is the run file itself; give another")
     elif args.output and os.path.lexists(args.output) and not _is_ours(args.output):
-        problems.append(f"--output {args.output}: it exists, and `megaprec plan` did not write it: give another name")
+        problems.append(
+            f"--output {args.output}: it exists, and `megaprec plan` did not write it: give "
+            "another name"
+        )
     if problems:
         raise UserError(*problems)
 
 
 def _notes(config: RunConfig, target: Target) -> Iterator[str]:
     if not config.model.vocab:
-        yield (f"model.vocab is left to the tokenizer: planned for data.vocab_size = {config.data.vocab_size:,} tokens")
+        yield (
+            "model.vocab is left to the tokenizer: planned for data.vocab_size = "
+            f"{config.data.vocab_size:,} tokens"
+        )
     if target.device == "cpu":
         yield from assumed_devices(config)
     elif config.train.device == "cpu":
         yield 'train.device = "cpu" is left aside: --gpu and --gpu-memory plan for a GPU'
     if config.fp8.kind != "none":
         yield (
-            f"the speed of FP8 is not predicted: its products are timed as those of {config.precision.compute}, and "
+            "the speed of FP8 is not predicted: its products are timed as those of "
+            f"{config.precision.compute}, and "
             "their casts as nothing; the bytes are those of FP8"
         )
     if config.train.compile != "off":
-        yield f'the speed of train.compile = "{config.train.compile}" is not predicted: nothing but products takes time'
+        yield (
+            f'the speed of train.compile = "{config.train.compile}" is not predicted: nothing but '
+            "products takes time"
+        )
     if config.canonical_shards:
-        yield 'times are those of train.numerics = "fast"; canonical sums take longer (docs/canonical.md)'
+        yield (
+            'times are those of train.numerics = "fast"; canonical sums take longer '
+            "(docs/canonical.md)"
+        )
     if config.model.experts:
-        yield "experts are taken to get as many tokens each; the router decides, and activations may be larger"
+        yield (
+            "experts are taken to get as many tokens each; the router decides, and activations "
+            "may be larger"
+        )
 
 
 def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
@@ -163,14 +228,17 @@ def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Ass
         peak = _measured(config) / config.world_size
     if not peak:
         return None
-    fast = args.fast_link or (target.gpu.link if target.gpu else CPU_LINK if target.device == "cpu" else GPU_LINK)
+    fast = args.fast_link or (
+        target.gpu.link if target.gpu else CPU_LINK if target.device == "cpu" else GPU_LINK
+    )
     return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine, target.device)
 
 
 def _of_ranks(
     config: RunConfig, target: Target, assumed: Assumptions | None, args: argparse.Namespace
 ) -> tuple[Target, Assumptions | None]:
-    """Return the device and the speeds of each of --ranks: as many share this machine if it is the device."""
+    """Return the device and the speeds of each of --ranks: as many share this machine if it is the
+    device."""
     if not args.ranks or not assumed or target.device != "cpu":
         return target, assumed
     measured = assumed.tflops * config.world_size / args.ranks
@@ -178,14 +246,17 @@ def _of_ranks(
 
 
 def _measured(config: RunConfig, side: int = 512, seconds: float = 0.2) -> float:
-    """Return the TFLOP/s of this machine's CPU: of the fastest of some square products on one thread, times its cores.
+    """Return the TFLOP/s of this machine's CPU: of the fastest of some square products on one
+    thread, times its cores.
 
     The fastest of short products says least about other work that the machine has.
     """
-    a, threads = torch.ones(side, side, dtype=config.plan.compute), torch.get_num_threads()
+    a = torch.ones(side, side, dtype=config.plan.compute)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     product(a, a)  # the first takes longer
-    end, fastest = time.perf_counter() + seconds, math.inf
+    end = time.perf_counter() + seconds
+    fastest = math.inf
     while (began := time.perf_counter()) < end:
         product(a, a)
         fastest = min(fastest, time.perf_counter() - began)
@@ -223,8 +294,14 @@ def _data(
     wide: Target,
     shared: Assumptions | None,
 ) -> dict[str, Any]:
-    """Return all that is known, for JSON. wide, shared: the device and the speeds of the layouts found."""
-    said: dict[str, Any] = {"device": target.name, "memory": target.memory, "usable": target.usable, **own}
+    """Return all that is known, for JSON. wide, shared: the device and the speeds of the layouts
+    found."""
+    said: dict[str, Any] = {
+        "device": target.name,
+        "memory": target.memory,
+        "usable": target.usable,
+        **own,
+    }
     said["assumed"] = asdict(assumed) if assumed else None
     if found:
         said["layouts"] = [as_data(planned, wide, shared) for planned in found.layouts]

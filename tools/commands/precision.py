@@ -1,11 +1,12 @@
-"""`megaprec precision`: show the precision plan of a configuration, or translate it for another system.
+"""`megaprec precision`: show the precision plan of a configuration, or translate it for another
+system.
 
     megaprec precision show FILE [table.key=value ...]      the plan, each field with the key that decided it
     megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's configuration
 
-FILE is a run file, a part of one, or a configuration of another system: Python, YAML, JSON or TOML. Nothing in it is
-executed. A value that the file leaves open is set by `--assume args.bf16=True`; if a file describes several runs,
-`--pick NAME` chooses one.
+FILE is a run file, a part of one, or a configuration of another system: Python, YAML, JSON or TOML.
+Nothing in it is executed. A value that the file leaves open is set by `--assume args.bf16=True`; if
+a file describes several runs, `--pick NAME` chooses one.
 """
 
 import argparse
@@ -39,7 +40,8 @@ from tools.training.notes import add_strict, tell_notes
 
 @dataclass(frozen=True)
 class Understood:
-    """A file that was read: its plan, other run-file keys that it decides, and the model if it is a whole run."""
+    """A file that was read: its plan, other run-file keys that it decides, and the model if it is a
+    whole run."""
 
     file: Path
     plan: PrecisionPlan
@@ -52,25 +54,43 @@ class Understood:
 
 def add_parser(subparsers: Any) -> None:
     """Add `precision` and its commands."""
-    parser = subparsers.add_parser("precision", help="show or translate the precision of a configuration")
+    parser = subparsers.add_parser(
+        "precision", help="show or translate the precision of a configuration"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser("show", help="show the precision plan of a file, with the key that decided each field")
+    show = commands.add_parser(
+        "show", help="show the precision plan of a file, with the key that decided each field"
+    )
     show.set_defaults(run=main_show)
     to = commands.add_parser(
         "translate",
         help="translate the precision plan of a file into another system's configuration",
     )
-    to.add_argument("--to", required=True, metavar="SYSTEM", help=f"target system: native, {', '.join(DIALECTS)}")
+    to.add_argument(
+        "--to",
+        required=True,
+        metavar="SYSTEM",
+        help=f"target system: native, {', '.join(DIALECTS)}",
+    )
     to.set_defaults(run=main_translate)
-    show.add_argument("--json", action="store_true", help="print the plan as JSON instead of tables")
+    show.add_argument(
+        "--json", action="store_true", help="print the plan as JSON instead of tables"
+    )
     for command in (show, to):
-        command.add_argument("file", metavar="FILE", type=Path, help="run file or another system's configuration")
         command.add_argument(
-            "overrides", metavar="table.key=value", nargs="*", default=[], help="keys that differ from the file"
+            "file", metavar="FILE", type=Path, help="run file or another system's configuration"
+        )
+        command.add_argument(
+            "overrides",
+            metavar="table.key=value",
+            nargs="*",
+            default=[],
+            help="keys that differ from the file",
         )
         command.add_argument(
             "--assume", metavar="EXPRESSION=VALUE", action="append", default=[],
-            help="value of an expression that the file leaves open, such as args.bf16=True; may be given several times",
+            help=("value of an expression that the file leaves open, such as args.bf16=True; may "
+                "be given several times"),
         )  # fmt: skip
         command.add_argument(
             "--pick",
@@ -101,13 +121,20 @@ def main_show(args: argparse.Namespace) -> int:
 
 
 def as_json(found: Understood, warnings: Sequence[str]) -> dict[str, Any]:
-    """Return a plan for programs: fields and run-file keys, each with its value and the key that decided it."""
+    """Return a plan for programs: fields and run-file keys, each with its value and the key that
+    decided it."""
     origins = found.plan.origin
     plan = {name: (getattr(found.plan, name), origins.get(name, "default")) for name in FIELDS}
     settings = {key: (entry.value, entry.origin) for key, entry in _settings_shown(found)}
     return {
-        "plan": {name: {"value": jsonable(value), "origin": origin} for name, (value, origin) in plan.items()},
-        "settings": {key: {"value": jsonable(value), "origin": origin} for key, (value, origin) in settings.items()},
+        "plan": {
+            name: {"value": jsonable(value), "origin": origin}
+            for name, (value, origin) in plan.items()
+        },
+        "settings": {
+            key: {"value": jsonable(value), "origin": origin}
+            for key, (value, origin) in settings.items()
+        },
         "notes": list(found.notes),
         "warnings": list(warnings),
     }
@@ -123,13 +150,18 @@ def jsonable(value: Any) -> Any:
         return {str(key): jsonable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | None) else getattr(value, "__name__", str(value))
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return getattr(value, "__name__", str(value))
 
 
 def main_translate(args: argparse.Namespace) -> int:
-    """Run `megaprec precision translate`: print TOML, with notes and untranslatable settings as comments."""
+    """Run `megaprec precision translate`: print TOML, with notes and untranslatable settings as
+    comments."""
     if args.to not in ("native", *DIALECTS):
-        raise UserError(f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}')
+        raise UserError(
+            f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}'
+        )
     found = understand(args.file, args.overrides, args.assume, args.pick)
     tell_notes(found.notes, args.strict)
     settings = {key: entry.value for key, entry in found.settings.items()}
@@ -143,7 +175,9 @@ def main_translate(args: argparse.Namespace) -> int:
     return 0
 
 
-def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] = (), pick: str = "") -> Understood:
+def understand(
+    path: Path, overrides: Sequence[str] = (), assume: Sequence[str] = (), pick: str = ""
+) -> Understood:
     """Read a run file, a part of one or another system's configuration. Raises UserError.
 
     assume, pick: for another system's file; see `tools.foreign.read`.
@@ -159,7 +193,8 @@ def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] 
     else:
         foreign = read_foreign(path, assume, pick)
         given, problems = given_in(None, overrides)
-        given, notes = {**foreign.given, **given}, foreign.notes
+        given = {**foreign.given, **given}
+        notes = foreign.notes
     if problems:
         raise UserError(*problems)
     plan, settings, more = load_precision(given)
@@ -178,10 +213,20 @@ def _toml(path: Path) -> Mapping[str, Any]:
 
 def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     config = load_run(path, overrides)
-    settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()}
-    settings |= {f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model}
+    settings = {
+        key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()
+    }
+    settings |= {
+        f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model
+    }
     return Understood(
-        path, config.plan, settings, config.notes, config.sized_model, config.num_microbatches, config.parallel.data
+        path,
+        config.plan,
+        settings,
+        config.notes,
+        config.sized_model,
+        config.num_microbatches,
+        config.parallel.data,
     )
 
 
@@ -190,7 +235,10 @@ def plan_table(found: Understood, short: bool = False) -> Table:
 
     short: show only the names of files, for a terminal is narrow.
     """
-    made = Table(title=f"precision plan of {found.file.name}" if short else "precision plan", title_justify="left")
+    made = Table(
+        title=f"precision plan of {found.file.name}" if short else "precision plan",
+        title_justify="left",
+    )
     for column in ("field", "value", "decided by"):
         made.add_column(column, overflow="fold")
     for name in FIELDS:
@@ -202,18 +250,29 @@ def plan_table(found: Understood, short: bool = False) -> Table:
 
 
 def _settings_shown(found: Understood) -> Iterable[tuple[str, Given]]:
-    return ((key, entry) for key, entry in found.settings.items() if found.model is None or key in BESIDE)
+    return (
+        (key, entry)
+        for key, entry in found.settings.items()
+        if found.model is None or key in BESIDE
+    )
 
 
 def shortened(origin: str) -> str:
-    """Return an origin for a terminal: files without their folders, keys without the prefix of their system."""
+    """Return an origin for a terminal: files without their folders, keys without the prefix of
+    their system."""
     origin = re.sub(r"file [^,()]*, line", "line", re.sub(r"file \S*/", "file ", origin))
     return re.sub(r"\bprecision\.[a-z]+\.", "", origin)
 
 
 def module_table(all_rows: Iterable[Row]) -> Table:
-    """Return a table with a row per module: dtypes, and bytes of the whole model before it is sharded."""
-    made = Table(title="modules, bytes of the whole model", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    """Return a table with a row per module: dtypes, and bytes of the whole model before it is
+    sharded."""
+    made = Table(
+        title="modules, bytes of the whole model",
+        title_justify="left",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     made.add_column("module", overflow="fold")
     for role in ROLES:
         made.add_column(role, overflow="fold")
@@ -229,7 +288,9 @@ def module_table(all_rows: Iterable[Row]) -> Table:
 def _cell(row: Row, role: str) -> str:
     if role not in row.bytes:
         return row.dtypes[role]
-    return f"{row.dtypes[role]}\n{size(row.bytes[role])}" if row.bytes[role] else "the same"
+    if row.bytes[role]:
+        return f"{row.dtypes[role]}\n{size(row.bytes[role])}"
+    return "the same"
 
 
 def size(count: int) -> str:
@@ -249,16 +310,20 @@ def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
         if key in known_keys():
             name, _, leaf = key.partition(".")
             tables.setdefault(name, {})[leaf] = value
-    lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][:-1]
+    lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][
+        :-1
+    ]
     unknown = [key for key in settings if key not in known_keys()]
     lines += [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
     asked = [key for key in PLAN_ONLY if key in keys and keys[key] != idle(key)]
     return lines + [f"# not said: {key} = {toml(keys[key])}; {PLAN_ONLY[key]}" for key in asked]
 
 
-def _needed(kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that are not what the keys before them imply: without them the table would mean something
-    else.
+def _needed(
+    kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keys that are not what the keys before them imply: without them the table would
+    mean something else.
     """
     needed: dict[str, Any] = {}
     for name in kind.model_fields:

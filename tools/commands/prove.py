@@ -1,10 +1,11 @@
 """`megaprec prove RUN_DIR | RUN.toml`: check that the run repeats and resumes bit for bit.
 
-The run takes some steps straight, then in a new process some of them again, then it resumes from the checkpoint of that
-process; digests of its whole state are compared after each step. The checkpoint is also loaded in another layout. As a
-control one sign in a copy of the checkpoint is turned: the difference must be seen. A run directory begins with its
-newest checkpoint, and gets the certificate; for a run file that is written to train.folder. Exit code 0: proven; 1: a
-bit differs, or the control was not seen; 2: it could not be tried, or wrong input.
+The run takes some steps straight, then in a new process some of them again, then it resumes from
+the checkpoint of that process; digests of its whole state are compared after each step. The
+checkpoint is also loaded in another layout. As a control one sign in a copy of the checkpoint is
+turned: the difference must be seen. A run directory begins with its newest checkpoint, and gets the
+certificate; for a run file that is written to train.folder. Exit code 0: proven; 1: a bit differs,
+or the control was not seen; 2: it could not be tried, or wrong input.
 """
 
 import argparse
@@ -26,7 +27,16 @@ from tools.console.tables import add_json, print_table, put
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.parity.layouts import Layout, asked, fitted
-from tools.prove.proof import STRAIGHT, Row, Span, is_canonical, needed_rows, other_layout, overall, proof
+from tools.prove.proof import (
+    STRAIGHT,
+    Row,
+    Span,
+    is_canonical,
+    needed_rows,
+    other_layout,
+    overall,
+    proof,
+)
 from tools.prove.runs import Failure, Room
 from tools.training.notes import add_strict, tell_notes
 
@@ -49,9 +59,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="table.key=value",
         help="keys that differ from the file; before options",
     )
-    parser.add_argument("--steps", type=int, default=4, metavar="K", help="number of steps (default: 4)")
     parser.add_argument(
-        "--layout", default="", metavar="tp=2,pp=2", help="the other layout; default: a small one that fits"
+        "--steps", type=int, default=4, metavar="K", help="number of steps (default: 4)"
+    )
+    parser.add_argument(
+        "--layout",
+        default="",
+        metavar="tp=2,pp=2",
+        help="the other layout; default: a small one that fits",
     )
     add_json(parser)
     add_strict(parser)
@@ -61,16 +76,23 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec prove`."""
     if joined_world():
-        raise UserError("megaprec prove starts its own ranks: run it without torchrun or Slurm's srun")
+        raise UserError(
+            "megaprec prove starts its own ranks: run it without torchrun or Slurm's srun"
+        )
     if args.steps < 2:
-        raise UserError(f"--steps {args.steps}: give at least 2, one before the stop and one after it")
+        raise UserError(
+            f"--steps {args.steps}: give at least 2, one before the stop and one after it"
+        )
     config, start = opened(args.run_, args.overrides)
     tell_notes(config.notes, args.strict)
     layout = _layout(config, args.layout)
     with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
         made = certificate(args, config, Room(config, Path(folder), start), layout)
-    named = Path(args.run_)  # a run directory may have been moved or copied since train.folder was recorded
-    (left,) = write(named if named.is_dir() else Path(config.train.folder), {FILE: to_json(made) + "\n"})
+    # a run directory may have been moved or copied since train.folder was recorded
+    named = Path(args.run_)
+    (left,) = write(
+        named if named.is_dir() else Path(config.train.folder), {FILE: to_json(made) + "\n"}
+    )
     put(args, lambda: made, lambda: show(made))
     if not args.json:
         print(f"written    {left}")
@@ -78,7 +100,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def opened(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
-    """Return the run of a run file or a run directory, and the newest checkpoint of a run directory, if there is one.
+    """Return the run of a run file or a run directory, and the newest checkpoint of a run
+    directory, if there is one.
 
     Raises UserError if there is none.
     """
@@ -93,7 +116,8 @@ def opened(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
 
 
 def _layout(config: RunConfig, text: str) -> Layout | None:
-    """Return the layout that was asked for, or a small one that fits. Raises UserError if the former does not fit."""
+    """Return the layout that was asked for, or a small one that fits. Raises UserError if the
+    former does not fit."""
     if not text:
         return other_layout(config)
     (said,) = asked([text], config.parallel)
@@ -103,20 +127,31 @@ def _layout(config: RunConfig, text: str) -> Layout | None:
     return made
 
 
-def certificate(args: argparse.Namespace, config: RunConfig, room: Room, layout: Layout | None) -> dict[str, Any]:
+def certificate(
+    args: argparse.Namespace, config: RunConfig, room: Room, layout: Layout | None
+) -> dict[str, Any]:
     """Run the proof and return its certificate."""
     span = Span.of(room.step, args.steps)
     try:
         rows = list(proof(room, span, layout))
     except Failure as failure:
         rows: list[Row] = [
-            {"row": STRAIGHT, "steps": [span.first + 1, span.last], "verdict": NOT_TRIED, "why": str(failure)}
+            {
+                "row": STRAIGHT,
+                "steps": [span.first + 1, span.last],
+                "verdict": NOT_TRIED,
+                "why": str(failure),
+            }
         ]
     return {
         "format": FORMAT,
         "verdict": overall(rows, needed_rows(config, bool(args.layout))),
         "versions": versions() | {"cpu": torch.backends.cpu.get_cpu_capability()},
-        "configuration": {"file": args.run_, "sha256": run_digest(config), "ranks": config.world_size},
+        "configuration": {
+            "file": args.run_,
+            "sha256": run_digest(config),
+            "ranks": config.world_size,
+        },
         "numerics": "canonical" if is_canonical(config) else "fast",
         "first_step": span.first + 1,
         "stopped_after": span.stop,
@@ -144,13 +179,18 @@ def show(made: dict[str, Any]) -> None:
         if "why" in row:
             say(f"{row['row']}: {row['why']}")
         if "damaged" in row and row["verdict"] == PROVEN:
-            say(f"{row['row']}: the sign that was turned in {row['damaged']} was seen {len(row['seen'])} times")
+            say(
+                f"{row['row']}: the sign that was turned in {row['damaged']} was seen "
+                f"{len(row['seen'])} times"
+            )
     say(conclusion(made))
 
 
 def conclusion(made: dict[str, Any]) -> str:
     """Return the result in a sentence."""
-    steps = f"steps {made['first_step']} to {made['last_step']}, stopped after {made['stopped_after']}"
+    steps = (
+        f"steps {made['first_step']} to {made['last_step']}, stopped after {made['stopped_after']}"
+    )
     if made["verdict"] == PROVEN:
         return f"proven: this run repeats and resumes bit for bit ({steps})"
     if made["verdict"] == WRONG:

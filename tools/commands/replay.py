@@ -1,8 +1,9 @@
-"""Repeating a skipped step on one process, to find the module whose result was not finite. Nothing is written.
+"""Repeating a skipped step on one process, to find the module whose result was not finite. Nothing
+is written.
 
-The run's own run.toml describes the run. The replay starts from its newest checkpoint before the step, or from the
-initial weights, and repeats the steps in between. Micro-batches are the same in every layout, and so are their numbers
-but for rounding: sums over ranks are taken in another order.
+The run's own run.toml describes the run. The replay starts from its newest checkpoint before the
+step, or from the initial weights, and repeats the steps in between. Micro-batches are the same in
+every layout, and so are their numbers but for rounding: sums over ranks are taken in another order.
 """
 
 from collections.abc import Iterator
@@ -32,10 +33,11 @@ from tools.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay. start: name of the checkpoint it started from, "" for the initial weights.
+    """The result of a replay. start: name of the checkpoint it started from, "" for the initial
+    weights.
 
-    trace: of the first micro-batch that was not finite, or of the last if all were finite. samples: its sample ids and
-    texts. layout: of the run itself, in words; "" for one process.
+    trace: of the first micro-batch that was not finite, or of the last if all were finite. samples:
+    its sample ids and texts. layout: of the run itself, in words; "" for one process.
     """
 
     step: int
@@ -55,15 +57,18 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     if saved.train.global_batch != event["num_samples"]:
         raise UserError(
             f"step {event['step']} had {event['num_samples']} samples, but train.global_batch is "
-            f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps cannot be repeated"
+            f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps "
+            "cannot be repeated"
         )
     if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
         raise UserError(
-            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its steps cannot be '
+            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: '
+            "its steps cannot be "
             "repeated on one process; remove --replay"
         )
     config = _alone(saved, folder)
-    corpus, start = open_kept(config), _start(config.checkpoint_folder, event["step"])
+    corpus = open_kept(config)
+    start = _start(config.checkpoint_folder, event["step"])
     host = config.train.device == "cpu" or config.optimizer.native  # as the run itself was
     device = "cuda" if torch.cuda.is_available() and not host else "cpu"
     torch.set_num_threads(config.train.threads or share_of_cores(1))
@@ -73,28 +78,42 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
         microbatch, trace = _watched(trainer, event)
     first = event["first_sample"] + microbatch * config.train.micro_batch
     batch = corpus.train.batch(first, config.train.micro_batch)
-    texts = [corpus.tokenizer.decode(row) if corpus.tokenizer else "" for row in batch.tokens.tolist()]
+    texts = [
+        corpus.tokenizer.decode(row) if corpus.tokenizer else "" for row in batch.tokens.tolist()
+    ]
     samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
     layout = in_words(saved.parallel).partition(" =")[0] if saved.world_size > 1 else ""
-    return Replay(event["step"], "" if start is None else start.name, microbatch, samples, trace, layout)
+    return Replay(
+        event["step"], "" if start is None else start.name, microbatch, samples, trace, layout
+    )
 
 
 def _saved_run(folder: Path) -> RunConfig:
-    """Return the run that `RunConfig.save_resolved` wrote: to run.resolved.toml if run.toml is the user's own file."""
+    """Return the run that `RunConfig.save_resolved` wrote: to run.resolved.toml if run.toml is the
+    user's own file."""
     for name in ("run.toml", "run.resolved.toml"):
         path = folder / name
         if path.is_file() and read_whole(path).startswith(SAVED.encode()):
             return load_run(path)
-    raise UserError(f"{folder} has no run.toml that megaprec wrote: without it no step can be repeated")
+    raise UserError(
+        f"{folder} has no run.toml that megaprec wrote: without it no step can be repeated"
+    )
 
 
 def _alone(config: RunConfig, folder: Path) -> RunConfig:
     """Return the run on one rank, with its folder where it is now, without tracing of overflows."""
     on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
-    precision = config.precision.model_copy(update={"on_nonfinite": on_nonfinite, "trace_overflows": False})
+    precision = config.precision.model_copy(
+        update={"on_nonfinite": on_nonfinite, "trace_overflows": False}
+    )
     optimizer = config.optimizer.model_copy(update={"validation": "before"})
     train = config.train.model_copy(update={"folder": str(folder)})
-    changes = {"parallel": Parallel(), "precision": precision, "optimizer": optimizer, "train": train}
+    changes = {
+        "parallel": Parallel(),
+        "precision": precision,
+        "optimizer": optimizer,
+        "train": train,
+    }
     return config.model_copy(update=changes)
 
 
@@ -106,19 +125,25 @@ def _start(folder: Path, step: int) -> Path | None:
 
 def _catch_up(trainer: Trainer, step: int, start: str) -> None:
     """Take the steps before `step`, with progress on stderr."""
-    console, done = Console(stderr=True), trainer.progress.step
+    console = Console(stderr=True)
+    done = trainer.progress.step
     way = f"repeating steps {done + 1} to {step - 1}" if done < step - 1 else "no step to repeat"
     console.print(f"from {start}: {way}", highlight=False)
-    for _ in track(range(done, step - 1), way, console=console, transient=True, disable=not console.is_terminal):
+    for _ in track(
+        range(done, step - 1), way, console=console, transient=True, disable=not console.is_terminal
+    ):
         trainer.step()
 
 
 def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
-    """Return the first micro-batch that was not finite, or the last one, and its trace; suspects are traced first."""
+    """Return the first micro-batch that was not finite, or the last one, and its trace; suspects
+    are traced first."""
     share = trainer.share(trainer.corpus.train, event["first_sample"])
     found: tuple[int, Trace] | None = None
     for microbatch in _suspects(event, trainer.config):
-        trace = trace_modules(trainer.engine.passes, share, event["step"] - 1, microbatch, float(event["loss_scale"]))
+        trace = trace_modules(
+            trainer.engine.passes, share, event["step"] - 1, microbatch, float(event["loss_scale"])
+        )
         found = microbatch, trace
         if trace.found is not None:
             break
@@ -127,8 +152,8 @@ def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
 
 
 def _suspects(event: dict[str, Any], config: RunConfig) -> Iterator[int]:
-    """Yield every micro-batch of the step once, as numbers within the global batch, those that the event names
-    first.
+    """Yield every micro-batch of the step once, as numbers within the global batch, those that the
+    event names first.
     """
     size = config.train.micro_batch
     named = [o["samples"][0] for o in event["offenders"] if o.get("samples")]

@@ -1,7 +1,7 @@
 """`megaprec report RUN_DIR -o FILE.html`: write a page about a run.
 
-The page is one file that needs no network: pictures, changes on resume, skipped steps and their causes, speed, memory,
-schedule, evidence, faults, and the configuration with its origins.
+The page is one file that needs no network: pictures, changes on resume, skipped steps and their
+causes, speed, memory, schedule, evidence, faults, and the configuration with its origins.
 """
 
 import argparse
@@ -19,7 +19,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("report", help="write a page about a run", description=__doc__)
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="folder of a run")
     parser.add_argument(
-        "-o", "--output", metavar="FILE.html", type=Path, required=True, help="file to write; it is replaced"
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        type=Path,
+        required=True,
+        help="file to write; it is replaced",
     )
     parser.set_defaults(run=main)
 

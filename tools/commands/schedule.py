@@ -1,9 +1,10 @@
 """`megaprec schedule`: predict a pipeline's step time, bubble and memory, and draw its timeline.
 
-With a run file it prints the table of stages, times the schedule by the FLOPs of the run's stages and counts the bytes
-of each pipeline rank, as `megaprec plan` does; the timeline that `log.timeline` has recorded is drawn below the
-predicted one. Without a run file all stages cost the same. A schedule that would hang or leave something out is drawn
-up to the instruction where it goes wrong.
+With a run file it prints the table of stages, times the schedule by the FLOPs of the run's stages
+and counts the bytes of each pipeline rank, as `megaprec plan` does; the timeline that
+`log.timeline` has recorded is drawn below the predicted one. Without a run file all stages cost the
+same. A schedule that would hang or leave something out is drawn up to the instruction where it goes
+wrong.
 """
 
 import argparse
@@ -44,8 +45,8 @@ FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (th
 class _Case:
     """One schedule to report.
 
-    cost: time of an instruction, in `unit`. bytes: of each pipeline rank; empty if they are not known. fits: the
-    verdict on them. measured: recorded spans, in seconds.
+    cost: time of an instruction, in `unit`. bytes: of each pipeline rank; empty if they are not
+    known. fits: the verdict on them. measured: recorded spans, in seconds.
     """
 
     name: str
@@ -62,14 +63,32 @@ class _Case:
 
 def add_parser(subparsers: Any) -> None:
     """Add `schedule` to the commands."""
-    parser = subparsers.add_parser("schedule", help="predict and draw a pipeline schedule", description=__doc__)
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+    parser = subparsers.add_parser(
+        "schedule", help="predict and draw a pipeline schedule", description=__doc__
     )
-    parser.add_argument("--kind", choices=KINDS, default="1f1b", help="pipeline schedule (default: 1f1b)")
-    parser.add_argument("--pipeline", type=int, default=4, metavar="P", help="number of pipeline ranks (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="number of micro-batches (default: 8)")
+    parser.add_argument(
+        "file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help="keys that differ from the file",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, default="1f1b", help="pipeline schedule (default: 1f1b)"
+    )
+    parser.add_argument(
+        "--pipeline", type=int, default=4, metavar="P", help="number of pipeline ranks (default: 4)"
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=8,
+        metavar="M",
+        help="number of micro-batches (default: 8)",
+    )
     parser.add_argument(
         "--chunks",
         type=int,
@@ -77,7 +96,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="V",
         help="number of stages per rank (default: 0, the schedule's own)",
     )
-    parser.add_argument("--own", metavar="FILE", help="text file with a schedule, used instead of --kind")
+    parser.add_argument(
+        "--own", metavar="FILE", help="text file with a schedule, used instead of --kind"
+    )
     parser.add_argument(
         "--costs",
         default="1,1,1",
@@ -91,7 +112,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="T",
         help="time of a message between two ranks (default: 0)",
     )
-    parser.add_argument("--gpu", default="", metavar="NAME", help="GPU of each rank, for the memory of a run")
+    parser.add_argument(
+        "--gpu", default="", metavar="NAME", help="GPU of each rank, for the memory of a run"
+    )
     parser.add_argument(
         "--measured",
         type=Path,
@@ -118,7 +141,10 @@ def main(args: argparse.Namespace) -> int:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
             raise UserError(f"--output {path}: unknown suffix; the form follows from it: {FORMS}")
         if path.suffix == ".txt" and os.path.lexists(path):
-            raise UserError(f"--output {path}: it exists, and may have been edited: give another name, or remove it")
+            raise UserError(
+                f"--output {path}: it exists, and may have been edited: give another name, or "
+                "remove it"
+            )
     if not 0 <= args.transfer < LONGEST:
         raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {LONGEST:g}")
     case = _of_file(args) if args.file else _of_options(args)
@@ -126,12 +152,20 @@ def main(args: argparse.Namespace) -> int:
         check(case.schedule)
     except Refused as refusal:
         for path in (p for p in args.output if p.suffix in (".svg", ".png")):
-            panel = Panel("what would run", refusal.spans, len(case.schedule.programs), "forwards", marks=refusal.marks)
+            panel = Panel(
+                "what would run",
+                refusal.spans,
+                len(case.schedule.programs),
+                "forwards",
+                marks=refusal.marks,
+            )
             draw(f"{case.name} cannot run", refusal.problems[:1], [panel]).save(path)
             print(f"drawn      {path}", file=sys.stderr if args.json else sys.stdout)
         raise
     predicted = simulate(case.schedule, case.cost)
-    put(args, lambda: _document(case, predicted), lambda: print("\n".join(_report(case, predicted))))
+    put(
+        args, lambda: _document(case, predicted), lambda: print("\n".join(_report(case, predicted)))
+    )
     for path in args.output:
         _write(case, predicted, path)
         if not args.json:
@@ -140,15 +174,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _document(case: _Case, predicted: Sequence[Span]) -> dict[str, Any]:
-    """Return the report for programs: the step, and each rank. Times are in `unit`, memory in bytes."""
-    waits, holds = idle(predicted), _held(case)
+    """Return the report for programs: the step, and each rank. Times are in `unit`, memory in
+    bytes."""
+    waits = idle(predicted)
+    holds = _held(case)
     ranks = [
         {
             "rank": rank,
-            "stages": [stage for stage, home in enumerate(case.schedule.rank_of_stage) if home == rank],
+            "stages": [
+                stage for stage, home in enumerate(case.schedule.rank_of_stage) if home == rank
+            ],
             "waits": waits[rank],
             "holds": holds[rank],
-            "bytes": {**asdict(case.bytes[rank]), "total": case.bytes[rank].total} if case.bytes else None,
+            "bytes": {**asdict(case.bytes[rank]), "total": case.bytes[rank].total}
+            if case.bytes
+            else None,
         }
         for rank in range(len(case.schedule.programs))
     ]
@@ -181,7 +221,8 @@ def _of_options(args: argparse.Namespace) -> _Case:
         Op.BACKWARD_INPUT: of_input,
         Op.BACKWARD_WEIGHT: of_weight,
     }
-    ranks, stages = len(made.programs), len(made.rank_of_stage)
+    ranks = len(made.programs)
+    stages = len(made.rank_of_stage)
     return _Case(
         Path(args.own).name if args.own else args.kind,
         "" if args.own else args.kind,
@@ -196,7 +237,9 @@ def _three(text: str) -> tuple[float, float, float]:
     try:
         forward, of_input, of_weight = (float(word) for word in text.split(","))
     except ValueError as error:
-        raise UserError(f"--costs {text}: give three numbers separated by commas, such as 1,1.2,0.9") from error
+        raise UserError(
+            f"--costs {text}: give three numbers separated by commas, such as 1,1.2,0.9"
+        ) from error
     if not all(0 < cost < LONGEST for cost in (forward, of_input, of_weight)):  # NaN is not either
         raise UserError(f"--costs {text}: each number must be above 0 and below {LONGEST:g}")
     return forward, of_input, of_weight
@@ -207,13 +250,18 @@ def _with_transfers(cost: Cost, transfer: float) -> Cost:
 
 
 def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
-    made, train, parallel = config.schedule, config.train, config.parallel
+    made = config.schedule
+    train = config.train
+    parallel = config.parallel
     model = config.sized_model
     costs = config.stage_costs(model, made.rank_of_stage)
-    target, kept, ranks_bytes = target_of(config, args.gpu), list[Kept](), list[RankBytes]()
+    target = target_of(config, args.gpu)
+    kept = list[Kept]()
+    ranks_bytes = list[RankBytes]()
     if not config.model.factory:  # the memory of a custom model is not known before it is built
         memory = MemoryModel(target.device)
-        kept, ranks_bytes = memory.kept(config, costs), memory.of(config, Passes(made, costs))
+        kept = memory.kept(config, costs)
+        ranks_bytes = memory.of(config, Passes(made, costs))
     mean = sum(c.forward for c in costs) / len(costs)
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)
@@ -232,12 +280,15 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
 
 
 def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None) -> Sequence[Span]:
-    """Return the spans recorded in `asked_for`, or else in `there` if it exists. They must be of this schedule."""
+    """Return the spans recorded in `asked_for`, or else in `there` if it exists. They must be of
+    this schedule."""
     path = asked_for or (there if there and there.is_file() else None)
     if path is None:
         return ()
     spans = read_trace(path)
-    if [(s.rank, s.instruction) for s in spans] == [(r, i) for r, program in enumerate(made.programs) for i in program]:
+    if [(s.rank, s.instruction) for s in spans] == [
+        (r, i) for r, program in enumerate(made.programs) for i in program
+    ]:
         return spans
     if asked_for:
         raise UserError(f"--measured {path}: it was recorded with another schedule")
@@ -245,19 +296,37 @@ def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None)
     return ()
 
 
-def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept], further: int) -> list[str]:
+def _stage_table(
+    made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept], further: int
+) -> list[str]:
     """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch.
 
     further: number of modules of multi-token prediction, which the last stage has.
     """
     modules = f" + {further} mtp" if further else ""
     total = sum(cost.forward for cost in costs)
-    rows = [("stage", "rank", "layers", "parameters", "FLOPs", "forward", "input", "weight", "activations")]
+    rows = [
+        (
+            "stage",
+            "rank",
+            "layers",
+            "parameters",
+            "FLOPs",
+            "forward",
+            "input",
+            "weight",
+            "activations",
+        )
+    ]
     for stage, cost in enumerate(costs):
         layers = cost.cut.layers
         what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
-        ends = (" + embedding" if cost.cut.first else "") + (modules + " + head" if cost.cut.last else "")
-        forward, of_input, of_weight = (flops(part) for part in (cost.forward, cost.input, cost.weight))
+        ends = (" + embedding" if cost.cut.first else "") + (
+            modules + " + head" if cost.cut.last else ""
+        )
+        forward, of_input, of_weight = (
+            flops(part) for part in (cost.forward, cost.input, cost.weight)
+        )
         share = f"{cost.forward / total:.1%}"
         memory = size(kept[stage].activations) if kept else "not known"
         place = str(stage), str(made.rank_of_stage[stage]), what + ends
@@ -267,7 +336,8 @@ def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept
 
 def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
     """Yield the lines of the report."""
-    ranks, width = len(case.schedule.programs), shutil.get_terminal_size((120, 40)).columns
+    ranks = len(case.schedule.programs)
+    width = shutil.get_terminal_size((120, 40)).columns
     yield _title(case)
     if case.table:
         yield from ("", *case.table)
@@ -279,36 +349,53 @@ def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
 
 
 def _title(case: _Case) -> str:
-    ranks, stages = len(case.schedule.programs), len(case.schedule.rank_of_stage)
+    ranks = len(case.schedule.programs)
+    stages = len(case.schedule.rank_of_stage)
     what = f"{case.name}, {case.kind}" if case.kind not in ("", case.name) else case.name
     a_rank = f" x {stages // ranks} stages" if stages > ranks else ""
     return f"{what}: {ranks} ranks{a_rank}, {case.schedule.microbatches} micro-batches"
 
 
 def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
-    s, panel = case.sizes, Panel("", predicted, case.sizes.p)
+    s = case.sizes
+    panel = Panel("", predicted, case.sizes.p)
     book = TEXTBOOK.get(case.kind)
     work = sum(span.end - span.start for span in panel.computed) / s.p
     held = max(_held(case))
     said = f" (textbook {book.bubble.value(s):.1%} = {book.bubble.text})" if book else ""
-    yield f"bubble  {bubble(predicted):.1%}{said}: the longest time that a rank waits during its work, over that work"
-    yield f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the mean work of a rank"
+    yield (
+        f"bubble  {bubble(predicted):.1%}{said}: the longest time that a rank waits during its "
+        "work, over that work"
+    )
+    yield (
+        f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the "
+        "mean work of a rank"
+    )
     said = f" (textbook {book.held.value(s):.3g} = {book.held.text})" if book else ""
-    yield f"memory  {held:.3g}{said}: the most micro-batches whose activations a rank holds at once, for all its stages"
+    yield (
+        f"memory  {held:.3g}{said}: the most micro-batches whose activations a rank holds at "
+        "once, for all its stages"
+    )
     if case.fits:
         yield f"device  {case.fits}"
 
 
 def _held(case: _Case) -> list[float]:
-    """Return the micro-batches whose activations each rank holds at most; those of one of two stages are a half."""
+    """Return the micro-batches whose activations each rank holds at most; those of one of two
+    stages are a half."""
     return [count / case.sizes.v for count in in_flight(case.schedule)]
 
 
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("rank", "stages", "waits", "holds", *(KINDS_OF_BYTES if case.bytes else ()))]
-    waits, holds = idle(predicted), _held(case)
+    rows: list[tuple[str, ...]] = [
+        ("rank", "stages", "waits", "holds", *(KINDS_OF_BYTES if case.bytes else ()))
+    ]
+    waits = idle(predicted)
+    holds = _held(case)
     for rank in range(len(case.schedule.programs)):
-        stages = " ".join(str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank)
+        stages = " ".join(
+            str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank
+        )
         sizes = [words for one in case.bytes[rank : rank + 1] for words in _sizes(one)]
         rows.append((str(rank), stages, f"{waits[rank]:.1%}", f"{holds[rank]:.4g}", *sizes))
     return rows
@@ -331,8 +418,8 @@ def _write(case: _Case, predicted: Sequence[Span], path: Path) -> None:
 
 
 def _panels(case: _Case, predicted: Sequence[Span]) -> list[Panel]:
-    """Return the panel of the predicted timeline and, if there is one, of the measured timeline on the same scale, in
-    ms.
+    """Return the panel of the predicted timeline and, if there is one, of the measured timeline on
+    the same scale, in ms.
     """
     ranks = len(case.schedule.programs)
     headings, *rows = _rank_table(case, predicted)
@@ -340,7 +427,10 @@ def _panels(case: _Case, predicted: Sequence[Span]) -> list[Panel]:
     if not case.measured:
         return [Panel("predicted", predicted, ranks, case.unit, facts)]
     measured = _scaled(case.measured, 1e3)
-    busy = [sum(s.end - s.start for s in Panel("", spans, ranks).computed) for spans in (measured, predicted)]
+    busy = [
+        sum(s.end - s.start for s in Panel("", spans, ranks).computed)
+        for spans in (measured, predicted)
+    ]
     waits = {"waits": [f"{share:.1%}" for share in idle(measured)]}
     title = f"bubble {bubble(predicted):.1%}", f"bubble {bubble(measured):.1%}"
     return [

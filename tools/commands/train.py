@@ -1,7 +1,8 @@
 """`megaprec train RUN.toml [table.key=value ...]`: pretrain a model and leave a run folder.
 
-Started by hand, the command checks all that can be checked beforehand, prepares the data and starts local ranks.
-Started by torchrun, Slurm or itself, it is one rank of the world that it joins. The run file is the same in both cases.
+Started by hand, the command checks all that can be checked beforehand, prepares the data and starts
+local ranks. Started by torchrun, Slurm or itself, it is one rank of the world that it joins. The
+run file is the same in both cases.
 """
 
 import argparse
@@ -80,19 +81,28 @@ from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
 from tools.training.validation_sets import open_validation
 
-LATE = 60.0  # seconds after which NFS shows a new file to other hosts, unless it is told otherwise (acdirmax)
+# seconds after which NFS shows a new file to other hosts, unless it is told otherwise (acdirmax)
+LATE = 60.0
 MANY = 1000  # feed-forwards; a model that has more takes seconds to build
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `train` to the commands."""
     parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
-    parser.add_argument("file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+        "file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)"
     )
     parser.add_argument(
-        "--export-hf", metavar="DIR", help="after training, export the model to this folder in Hugging Face format"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help="keys that differ from the file",
+    )
+    parser.add_argument(
+        "--export-hf",
+        metavar="DIR",
+        help="after training, export the model to this folder in Hugging Face format",
     )
     add_strict(parser)
     parser.add_argument(
@@ -105,7 +115,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="skip the comparison with transformers of the model of train.init_from and of --export-hf",
+        help=(
+            "skip the comparison with transformers of the model of train.init_from and of "
+            "--export-hf"
+        ),
     )
     parser.set_defaults(run=main)
 
@@ -113,7 +126,8 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     spare_output()
-    config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
+    config = load_run(args.file, args.overrides)
+    export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
     if joined_world():
@@ -125,7 +139,11 @@ def main(args: argparse.Namespace) -> int:
     _open_checked(config, args.allow)
     _tell_plan(config)
     if (blocks := config.model.layers * max(1, config.model.experts)) > MANY:
-        print(f"building a model of {blocks:,} feed-forwards, which takes a while", file=sys.stderr, flush=True)
+        print(
+            f"building a model of {blocks:,} feed-forwards, which takes a while",
+            file=sys.stderr,
+            flush=True,
+        )
     if not args.no_verify:
         _verify(config, export)
     if config.world_size == 1:
@@ -144,13 +162,28 @@ def _tell_plan(config: RunConfig) -> None:
 
 
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
-    """Check everything before anything is written, then open or build the data and check that the run can resume."""
+    """Check everything before anything is written, then open or build the data and check that the
+    run can resume."""
 
     def resumable(config: RunConfig) -> None:
         check_resumable(config, allowed=allowed)
 
-    checks = (_device, _check_machine, _check_native, check_fp8, _check_folders, check_sources, resumable)
-    check_all(config, *checks, _check_initial, lambda config: require_trackers(config.log.to), require_harness)
+    checks = (
+        _device,
+        _check_machine,
+        _check_native,
+        check_fp8,
+        _check_folders,
+        check_sources,
+        resumable,
+    )
+    check_all(
+        config,
+        *checks,
+        _check_initial,
+        lambda config: require_trackers(config.log.to),
+        require_harness,
+    )
     corpus = open_corpus(config, allowed)
     check_resumable(config, corpus, allowed)
     check_tokens(config, corpus, allowed)
@@ -172,25 +205,32 @@ def _check_folders(config: RunConfig) -> None:
     require_room(config.checkpoint_folder)
     for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
         if os.path.lexists(path) and not path.is_file():
-            raise UserError(f"{path} is not a file, but the records of steps are written there: move it away")
+            raise UserError(
+                f"{path} is not a file, but the records of steps are written there: move it away"
+            )
     resolved = Path(config.train.folder) / "run.toml"
     if os.path.lexists(resolved) and not resolved.is_file():
-        raise UserError(f"{resolved} is not a file, but the run's keys are written there: move it away")
+        raise UserError(
+            f"{resolved} is not a file, but the run's keys are written there: move it away"
+        )
     if _lock(config).exists():
         with _training(config):
             pass
 
 
 def _check_outside(config: RunConfig) -> None:
-    """Raise UserError if the run folder lies in a folder of text: its records would be read as text the next time."""
-    data, folder = config.data, Path(config.train.folder).resolve()
+    """Raise UserError if the run folder lies in a folder of text: its records would be read as text
+    the next time."""
+    data = config.data
+    folder = Path(config.train.folder).resolve()
     named = [(f"data.blend[{n}].source", one.source) for n, one in enumerate(data.blend)]
     named = named or [("data.source", data.source)]
     named += [(f"data.validation {one.name}", one.source) for one in data.validation]
     for key, name in named:
         if name != "python" and Path(name).is_dir() and folder.is_relative_to(Path(name).resolve()):
             raise UserError(
-                f'train.folder = "{config.train.folder}" lies in {key} = "{name}", where its records would be read as '
+                f'train.folder = "{config.train.folder}" lies in {key} = "{name}", where its '
+                "records would be read as "
                 "text: give a folder outside"
             )
 
@@ -200,7 +240,8 @@ def _training(config: RunConfig) -> AbstractContextManager[None]:
 
     def refuse() -> None:
         raise UserError(
-            f'train.folder = "{config.train.folder}": another process trains there now; wait for it, stop it, or give '
+            f'train.folder = "{config.train.folder}": another process trains there now; wait '
+            "for it, stop it, or give "
             "another folder"
         )
 
@@ -218,17 +259,22 @@ def _check_initial(config: RunConfig) -> None:
 
 
 def _verify(config: RunConfig, export: Path | None) -> None:
-    """Raise UserError if transformers computes other logits than megaprec for the initial or the exported model."""
+    """Raise UserError if transformers computes other logits than megaprec for the initial or the
+    exported model."""
     lines = []
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
     if export:
-        lines.append(check_config(to_hugging_face(config.sized_model, "float32"), f"--export-hf {export}"))
+        lines.append(
+            check_config(to_hugging_face(config.sized_model, "float32"), f"--export-hf {export}")
+        )
     for line in filter(None, lines):
         print(line)
 
 
-def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], verify: bool) -> int:
+def _run_rank(
+    config: RunConfig, export: Path | None, allowed: Collection[str], verify: bool
+) -> int:
     require_fresh_store(config)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config = in_this_world(config)
@@ -238,15 +284,20 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
-    position, folder = Position(), Path(config.train.folder)
+    position = Position()
+    folder = Path(config.train.folder)
     parallel = config.parallel
     minutes = longest_wait(parallel.timeout) / 60
     with (
         world(device, minutes, note_failure) as store,
         ExitStack() as held,
-        watching(folder, store, position, parallel.timeout, parallel.tensor * parallel.copies) as dog,
+        watching(
+            folder, store, position, parallel.timeout, parallel.tensor * parallel.copies
+        ) as dog,
     ):
-        mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, device, parallel.context)
+        mesh = make_mesh(
+            parallel.pipeline, parallel.data, parallel.tensor, device, parallel.context
+        )
         tell_ended(store)
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
         begin = partial(_begin, config, store, held, allowed, export, verify)
@@ -270,9 +321,15 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
 
 
 def _begin(
-    config: RunConfig, store: dist.Store, held: ExitStack, allowed: Collection[str], export: Path | None, verify: bool
+    config: RunConfig,
+    store: dist.Store,
+    held: ExitStack,
+    allowed: Collection[str],
+    export: Path | None,
+    verify: bool,
 ) -> dict[str, Any]:
-    """Return the paths that rank 0 names (`prepare`), after a restart only if the ranks are to train again."""
+    """Return the paths that rank 0 names (`prepare`), after a restart only if the ranks are to
+    train again."""
     require_wanted(store)
     named = prepare(config, held, allowed, export, verify)
     record_restart(config)
@@ -291,17 +348,20 @@ def _plots(config: RunConfig) -> list[Path]:
 
 def _device(config: RunConfig) -> str:
     """Return the device, cpu or cuda, which is the same for all ranks of a machine."""
-    wanted, ranks = config.train.device, _local_ranks(config)
+    wanted = config.train.device
+    ranks = _local_ranks(config)
     there = ranks if has_own_device() else torch.cuda.device_count()
     if wanted == "cuda" and there < ranks:
         raise UserError(
-            f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are needed: use "auto" or "cpu"'
+            f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are '
+            'needed: use "auto" or "cpu"'
         )
     return "cuda" if wanted != "cpu" and there >= ranks else "cpu"
 
 
 def _check_machine(config: RunConfig) -> None:
-    """Raise UserError if this machine cannot run its ranks; for a device that is not there `_device` does."""
+    """Raise UserError if this machine cannot run its ranks; for a device that is not there
+    `_device` does."""
     try:
         device = _device(config)
     except UserError:
@@ -310,10 +370,12 @@ def _check_machine(config: RunConfig) -> None:
 
 
 def _check_native(config: RunConfig) -> None:
-    """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a CPU."""
+    """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a
+    CPU."""
     if config.optimizer.native and _device(config) != "cpu":
         raise UserError(
-            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices here: remove it, '
+            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA '
+            "devices here: remove it, "
             'or set train.device = "cpu"'
         )
 
@@ -332,7 +394,8 @@ def prepare(
     export: Path | None = None,
     verify: bool = False,
 ) -> dict[str, Any]:
-    """Check the run, build missing data and return the paths that all ranks open, "" for those that it does without.
+    """Check the run, build missing data and return the paths that all ranks open, "" for those that
+    it does without.
 
     The run folder is locked until `held` is closed. allowed: see `check_resumable`.
     """
@@ -345,7 +408,8 @@ def prepare(
         held.enter_context(_training(config))
     except OSError as error:
         raise UserError(
-            f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
+            f'train.folder = "{config.train.folder}": cannot be written to '
+            f"({error.strerror}); give another"
         ) from error
     forget_records(Path(config.train.folder))
     for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
@@ -354,7 +418,10 @@ def prepare(
     differ = {found.what for found in differences(store, config, corpus)} if store else set[str]()
     differ |= {"tokenizer" for _ in other_tokens(config, corpus)}
     for what in sorted(set(allowed) - differ):
-        print(f"note       --allow {what}: not needed, for the checkpoint has the same one, or there is no checkpoint")
+        print(
+            f"note       --allow {what}: not needed, for the checkpoint has the same one, or "
+            "there is no checkpoint"
+        )
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
@@ -367,7 +434,8 @@ def prepare(
 def _missing(needed: Sequence[Path]) -> list[Path]:
     """Return the files that are not there.
 
-    On another host than that of rank 0, which has just named or made them, a network filesystem may show them late.
+    On another host than that of rank 0, which has just named or made them, a network filesystem may
+    show them late.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     of_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -383,17 +451,28 @@ def _missing(needed: Sequence[Path]) -> list[Path]:
 
 
 def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
-    """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks a file of them."""
-    tokenizer, checkpoint = (Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint"))
+    """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks
+    a file of them."""
+    tokenizer, checkpoint = (
+        Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint")
+    )
     prefixes = [Path(prefix) for prefix in named["prefixes"]]
     pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
     needed = (*pairs, tokenizer, checkpoint and checkpoint / INDEX)
     if missing := _missing([path for path in needed if path]):
         here = socket.gethostname()
-        raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
+        raise UserError(
+            *(
+                f"{p} is not on {here}: it must be on a filesystem that all ranks share"
+                for p in missing
+            )
+        )
     corpus = open_made(config, prefixes, tokenizer)
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
-        looked_at(config, corpus)  # checks the files of this machine; rank 0 has checked those of the first
+        # checks the files of this machine; rank 0 has checked those of the first
+        looked_at(config, corpus)
     identity = named["identity"] and Identity.model_validate(named["identity"])
     validation = open_validation(config, cache_of(config), corpus.begin)
-    return replace(corpus, identity=identity, notes=tuple(named["notes"]), validation=validation), checkpoint
+    return replace(
+        corpus, identity=identity, notes=tuple(named["notes"]), validation=validation
+    ), checkpoint

@@ -1,6 +1,8 @@
-"""Settings under which the bits of a run would depend on its layout although `train.numerics = "canonical"`.
+"""Settings under which the bits of a run would depend on its layout although `train.numerics =
+"canonical"`.
 
-The rules about sums over data-parallel ranks are the optimizer's; the others are about what each rank computes.
+The rules about sums over data-parallel ranks are the optimizer's; the others are about what each
+rank computes.
 """
 
 from collections.abc import Iterator
@@ -19,11 +21,14 @@ SAME = 'train.numerics = "canonical"'
 
 
 def virtual_ranks(train: Train, parallel: Parallel) -> Iterator[str]:
-    """Yield a problem unless the processes of the tensor-parallel axis share the virtual ranks evenly."""
+    """Yield a problem unless the processes of the tensor-parallel axis share the virtual ranks
+    evenly."""
     if train.numerics == "canonical" and train.canonical_shards % parallel.tensor:
         yield (
-            f"parallel.tensor {parallel.tensor} does not divide train.canonical_shards {train.canonical_shards}: set "
-            "train.canonical_shards to a multiple of parallel.tensor in all layouts that are to be equal"
+            f"parallel.tensor {parallel.tensor} does not divide train.canonical_shards "
+            f"{train.canonical_shards}: set "
+            "train.canonical_shards to a multiple of parallel.tensor in all layouts that are "
+            "to be equal"
         )
 
 
@@ -35,47 +40,75 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
     widths = {f"model.{key}": width for key, width in model.ffn_widths.items()}
     cuts = {"train.seq_length": train.seq_length, "model.heads": model.heads, **widths}
     if uneven := [f"{key} {size}" for key, size in cuts.items() if size % shards]:
-        yield f"train.canonical_shards {shards} does not divide {', '.join(uneven)}, which it cuts: change one of them"
+        yield (
+            f"train.canonical_shards {shards} does not divide {', '.join(uneven)}, which it cuts: "
+            "change one of them"
+        )
     if model.kv_heads % shards and shards % model.kv_heads:
         yield (
-            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must divide the other, because "
+            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must "
+            "divide the other, because "
             "each shard has key and value heads of its own or shares one"
         )
 
 
-def unequal_settings(train: Train, model: ModelConfig, precision: Precision, fp8: FP8, data: Data) -> Iterator[str]:
-    """Yield a problem for each setting whose results depend on the layout, or that does not know virtual ranks."""
+def unequal_settings(
+    train: Train, model: ModelConfig, precision: Precision, fp8: FP8, data: Data
+) -> Iterator[str]:
+    """Yield a problem for each setting whose results depend on the layout, or that does not know
+    virtual ranks."""
     if train.numerics != "canonical":
         return
     if not train.threads:
         yield (
-            f"{SAME} needs train.threads: with train.threads = 0 the number of threads depends on the number of ranks, "
-            "and sums inside a product depend on the number of threads; set train.threads = 1, for example"
+            f"{SAME} needs train.threads: with train.threads = 0 the number of threads "
+            "depends on the number of ranks, "
+            "and sums inside a product depend on the number of threads; set train.threads = "
+            "1, for example"
         )
     if model.factory:
-        yield f'{SAME} knows the built-in families only, not model.factory "{model.factory}": remove one of them'
+        yield (
+            f'{SAME} knows the built-in families only, not model.factory "{model.factory}": '
+            "remove one of them"
+        )
     if model.mtp_layers:
-        yield f"{SAME} and model.mtp_layers = {model.mtp_layers}: virtual ranks do not compute these modules; set 0"
+        yield (
+            f"{SAME} and model.mtp_layers = {model.mtp_layers}: virtual ranks do not compute "
+            "these modules; set 0"
+        )
     if train.sentinel:
-        yield f"{SAME} and train.sentinel = {train.sentinel}: the sentinel does not know virtual ranks; set 0"
+        yield (
+            f"{SAME} and train.sentinel = {train.sentinel}: the sentinel does not know virtual "
+            "ranks; set 0"
+        )
     if train.compile != "off":
-        yield f'{SAME} and train.compile = "{train.compile}": its rounding is up to the compiler; set "off"'
+        yield (
+            f'{SAME} and train.compile = "{train.compile}": its rounding is up to the compiler; '
+            'set "off"'
+        )
     if data.lm_eval:
-        yield f"{SAME} and data.lm_eval: tasks are not computed by virtual ranks; evaluate exported checkpoints instead"
+        yield (
+            f"{SAME} and data.lm_eval: tasks are not computed by virtual ranks; evaluate exported "
+            "checkpoints instead"
+        )
     yield from _narrow_pipeline(precision, fp8)
     if fp8.kind != "none":
         yield from _layout_of_scales(fp8)
 
 
 def unequal_sums(train: Train, parallel: Parallel, precision: Precision, fp8: FP8) -> Iterator[str]:
-    """Yield a problem for each setting under which the sums over data ranks would depend on their number."""
+    """Yield a problem for each setting under which the sums over data ranks would depend on their
+    number."""
     if train.numerics != "canonical":
         return
     try:
         plan = plan_of(precision, fp8)
     except UserError:
         return  # another rule reports it
-    yield from (f"{SAME}, parallel.data = {parallel.data}: {line}" for line in conflicts(plan, parallel.data))
+    yield from (
+        f"{SAME}, parallel.data = {parallel.data}: {line}"
+        for line in conflicts(plan, parallel.data)
+    )
 
 
 def _narrow_pipeline(precision: Precision, fp8: FP8) -> Iterator[str]:
@@ -85,17 +118,30 @@ def _narrow_pipeline(precision: Precision, fp8: FP8) -> Iterator[str]:
         return  # another rule reports it
     if torch.promote_types(plan.pipeline, plan.residual) != plan.pipeline:
         yield (
-            f'{SAME} and precision.pipeline = "{precision.pipeline}": stages would round what they send each other, so '
+            f'{SAME} and precision.pipeline = "{precision.pipeline}": stages would round what '
+            "they send each other, so "
             "results would depend on parallel.pipeline; leave precision.pipeline out"
         )
 
 
 def _layout_of_scales(fp8: FP8) -> Iterator[str]:
     if fp8.history == "te":
-        yield f'{SAME} and fp8.history = "te": scales depend on the order of micro-batches; set fp8.history = "step"'
+        yield (
+            f'{SAME} and fp8.history = "te": scales depend on the order of micro-batches; set '
+            'fp8.history = "step"'
+        )
     if not fp8.reduce_amax:
-        yield f"{SAME} and fp8.reduce_amax = false: scales depend on parallel.data; set fp8.reduce_amax = true"
+        yield (
+            f"{SAME} and fp8.reduce_amax = false: scales depend on parallel.data; set "
+            "fp8.reduce_amax = true"
+        )
     if fp8.backend != "torch":
-        yield f'{SAME} and fp8.backend = "{fp8.backend}": its sums are not known to be fixed; set fp8.backend = "torch"'
+        yield (
+            f'{SAME} and fp8.backend = "{fp8.backend}": its sums are not known to be fixed; set '
+            'fp8.backend = "torch"'
+        )
     if fp8.shadow_every:
-        yield f"{SAME} and fp8.shadow_every = {fp8.shadow_every}: the comparison does not know virtual ranks; set 0"
+        yield (
+            f"{SAME} and fp8.shadow_every = {fp8.shadow_every}: the comparison does not know "
+            "virtual ranks; set 0"
+        )

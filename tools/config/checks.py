@@ -1,7 +1,7 @@
 """Rules between the tables of a run file, each a function of the tables that it reads.
 
-A table that could not be read skips only the checks that need it, so one pass reports all problems. Every problem is a
-line with the key, its value, the reason and the nearest values that are allowed.
+A table that could not be read skips only the checks that need it, so one pass reports all problems.
+Every problem is a line with the key, its value, the reason and the nearest values that are allowed.
 """
 
 import inspect
@@ -46,7 +46,8 @@ def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
 
 
 def sized(model: ModelConfig, data: Data) -> ModelConfig:
-    """Return the model with a vocabulary: data.vocab_size where model.vocab leaves the size to the tokenizer."""
+    """Return the model with a vocabulary: data.vocab_size where model.vocab leaves the size to the
+    tokenizer."""
     return model if model.vocab else model.with_vocab(data.vocab_size)
 
 
@@ -68,13 +69,17 @@ def make_rule(optimizer: Optimizer) -> UpdateRule:
     own = {"betas": optimizer.betas, "eps": optimizer.eps} if name in ("adamw", "muon") else {}
     if name == "muon" and (twice := sorted(own.keys() & optimizer.options.keys())):
         raise UserError(
-            *(f"optimizer.options {key}: give optimizer.{key} for muon's AdamW, ns_eps for muon" for key in twice)
+            *(
+                f"optimizer.options {key}: give optimizer.{key} for muon's AdamW, ns_eps for muon"
+                for key in twice
+            )
         )
     return rule(optimizer.name, own | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
-    """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says. Raises UserError."""
+    """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says.
+    Raises UserError."""
     run = train.steps * (train.global_batch if lr.unit == "samples" else 1)
     return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, lr.length or run, lr.decay)
 
@@ -83,7 +88,10 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
     try:
         lr_schedule(lr, train)
     except UserError as error:
-        yield from (f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}" for problem in error.problems)
+        yield from (
+            f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}"
+            for problem in error.problems
+        )
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
@@ -105,17 +113,20 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
         return
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
-            'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute = "none" or '
+            'fp8.history "te" updates scales before a layer is recomputed: set '
+            'parallel.recompute = "none" or '
             '"selective", or fp8.history = "step"'
         )
     if model.latent and "attention" in parallel.recompute_modules:
         yield (
-            'fp8.history "te" updates scales before the projections of model.latent are recomputed: leave "attention" '
+            'fp8.history "te" updates scales before the projections of model.latent are '
+            'recomputed: leave "attention" '
             'out of parallel.recompute_modules, or set fp8.history = "step"'
         )
     if fp8.shadow_every:
         yield (
-            f'fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which fp8.history "te" gives '
+            f"fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which "
+            'fp8.history "te" gives '
             'other scales: set 0, or fp8.history = "step"'
         )
 
@@ -123,7 +134,8 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
 def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
     if train.sentinel and fp8.kind != "none" and fp8.history == "te":
         yield (
-            f'train.sentinel = {train.sentinel} computes a micro-batch again, which fp8.history "te" gives other '
+            f"train.sentinel = {train.sentinel} computes a micro-batch again, which "
+            'fp8.history "te" gives other '
             'scales: set 0, or fp8.history = "step"'
         )
 
@@ -131,7 +143,8 @@ def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
 def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
     if train.compile != "off" and model.factory:
         yield (
-            f'train.compile = "{train.compile}" knows the built-in families only, not model.factory "{model.factory}": '
+            f'train.compile = "{train.compile}" knows the built-in families only, not '
+            f'model.factory "{model.factory}": '
             "remove one of them"
         )
 
@@ -141,18 +154,24 @@ def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
         return
     if optimizer.name.lower() != "adamw" or train.device == "cuda":
         yield (
-            f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on train.device {train.device!r}: "
+            f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on "
+            f"train.device {train.device!r}: "
             "leave it out"
         )
 
 
-def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data) -> Iterator[str]:
-    """Yield a problem for each pattern without a parameter; parameters of a custom model are known to the ranks
-    only.
+def _patterns(
+    optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data
+) -> Iterator[str]:
+    """Yield a problem for each pattern without a parameter; parameters of a custom model are known
+    to the ranks only.
     """
     groups = [group.pattern for group in optimizer.groups]
     said = optimizer.options.get("by_adamw", []) if optimizer.name.lower() == "muon" else []
-    by_adamw = [pattern for pattern in said if isinstance(pattern, str)] if isinstance(said, list) else []
+    if isinstance(said, list):
+        by_adamw = [pattern for pattern in said if isinstance(pattern, str)]
+    else:
+        by_adamw = []
     if model.factory or not (groups or precision.keep_fp32 or by_adamw):
         return
     names = [*logical_shapes(sized(model, data))]
@@ -165,27 +184,34 @@ def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, da
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
-    size, copies = parallel.zero_size, parallel.copies
+    size = parallel.zero_size
+    copies = parallel.copies
     if size and copies % size:
         would = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
         among = f"parallel.data {parallel.data}"
-        among += f" x parallel.context {parallel.context} = {copies}" if parallel.context > 1 else ""
+        among += (
+            f" x parallel.context {parallel.context} = {copies}" if parallel.context > 1 else ""
+        )
         yield f"parallel.zero_size {size} does not divide {among}: {would} would"
     if size > 1 and not parallel.zero:
-        yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove one of them"
+        yield (
+            f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove "
+            "one of them"
+        )
 
 
 def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
     if parallel.elastic and not checkpoint.resume:
         yield (
-            "parallel.elastic = true goes on from a checkpoint when ranks come or go, but checkpoint.resume = false: "
+            "parallel.elastic = true goes on from a checkpoint when ranks come or go, but "
+            "checkpoint.resume = false: "
             "remove one of them"
         )
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
-    """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than ranks are
-    copied.
+    """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than
+    ranks are copied.
     """
 
     def fits(tensor: int) -> bool:
@@ -197,7 +223,9 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     if not fits(parallel.tensor):
         widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
         sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
-        sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}" if model.mtp_layers else ""
+        sizes += (
+            f" and, with model.mtp_layers, model.hidden {model.hidden}" if model.mtp_layers else ""
+        )
         would = ", ".join(str(n) for n in range(1, model.heads + 1) if fits(n))
         yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
 
@@ -206,27 +234,34 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         would = nearest_multiples(train.seq_length, parallel.tensor)
         yield (
-            f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor {parallel.tensor}, "
+            f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor "
+            f"{parallel.tensor}, "
             f"as parallel.sequence needs: {would} would be"
         )
 
 
 def _recompute(parallel: Parallel) -> Iterator[str]:
     """Yield a problem if keys of one kind of recompute are given with another, or twice."""
-    p, kind = parallel, f'parallel.recompute "{parallel.recompute}"'
+    p = parallel
+    kind = f'parallel.recompute "{parallel.recompute}"'
     if p.recompute_modules and p.recompute != "selective":
         yield (
-            f'parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "selective", '
+            f"parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "
+            '"selective", '
             f"but {kind}: remove one of them"
         )
     for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
         if value and p.recompute != "full":
-            yield (f'parallel.recompute_{key} {value} is for parallel.recompute "full", but {kind}: remove one of them')
+            yield (
+                f'parallel.recompute_{key} {value} is for parallel.recompute "full", but '
+                f"{kind}: remove one of them"
+            )
     if p.recompute == "selective" and not p.recompute_modules:
         yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
     if p.recompute_layers and p.recompute_fraction:
         yield (
-            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction {p.recompute_fraction:g} "
+            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction "
+            f"{p.recompute_fraction:g} "
             "are two ways to say the same: remove one of them"
         )
 
@@ -237,7 +272,9 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
     if asked <= 1 or parallel.recompute != "full":
         return
     try:
-        stages = stage_count(parallel, max(1, train.global_batch // (train.micro_batch * parallel.data)))
+        stages = stage_count(
+            parallel, max(1, train.global_batch // (train.micro_batch * parallel.data))
+        )
     except UserError:
         return  # `_stages` reports it
     most = max(parallel.cuts, default=model.layers - stages + 1)
@@ -245,7 +282,8 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
         of = f"model.layers = {model.layers}"
         of += f" in {stages} stages" if stages > 1 else ""
         yield (
-            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at most {most}, or "
+            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at "
+            f"most {most}, or "
             "parallel.recompute_fraction = 1.0 for all"
         )
 
@@ -254,16 +292,21 @@ def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
     """Yield a problem if a module of multi-token prediction would have no token to predict."""
     if model.mtp_layers >= train.seq_length:
         yield (
-            f"model.mtp_layers = {model.mtp_layers}: module number {train.seq_length} has nothing to predict within "
+            f"model.mtp_layers = {model.mtp_layers}: module number {train.seq_length} has "
+            "nothing to predict within "
             f"train.seq_length = {train.seq_length}; give fewer modules or longer samples"
         )
 
 
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
-    """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and layers."""
+    """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and
+    layers."""
     microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
     if parallel.pipeline > model.layers:  # before a schedule is built for all of them
-        yield (f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: a stage needs a layer")
+        yield (
+            f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: "
+            "a stage needs a layer"
+        )
         return
     try:
         stages = stage_count(parallel, microbatches)
@@ -271,12 +314,16 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         yield from error.problems
         return
     pipeline = f"parallel.pipeline {parallel.pipeline}"
-    made = pipeline if stages == parallel.pipeline else f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
+    if stages == parallel.pipeline:
+        made = pipeline
+    else:
+        made = f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
     if stages > model.layers:
         yield f"{made} is more than model.layers {model.layers}: a stage needs a layer"
     elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
         yield (
-            f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into {len(parallel.cuts)}, "
+            f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into "
+            f"{len(parallel.cuts)}, "
             f"but {made} and model.layers is {model.layers}"
         )
 
@@ -285,15 +332,18 @@ def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
     unit = train.micro_batch * parallel.data
     if train.global_batch % unit:
         yield (
-            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
-            f"parallel.data {parallel.data} = {unit}: {nearest_multiples(train.global_batch, unit)} would be"
+            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch "
+            f"{train.micro_batch} x "
+            f"parallel.data {parallel.data} = {unit}: "
+            f"{nearest_multiples(train.global_batch, unit)} would be"
         )
 
 
 def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
         yield (
-            f"train.seq_length {train.seq_length} is more than model.max_positions {model.max_positions}: "
+            f"train.seq_length {train.seq_length} is more than model.max_positions "
+            f"{model.max_positions}: "
             "lower the first or raise the second"
         )
 
@@ -308,7 +358,10 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
 
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
-        yield f'data.source "{data.source}" and data.blend both name the training data: remove one of them'
+        yield (
+            f'data.source "{data.source}" and data.blend both name the training data: remove one '
+            "of them"
+        )
     try:
         shares([one.weight for one in data.blend] or [1])
     except UserError as error:
@@ -318,33 +371,51 @@ def _blend(data: Data) -> Iterator[str]:
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not data.held_out and not data.validation and not data.lm_eval:
         yield (
-            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set it to 0.02, for "
+            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is "
+            "0: set it to 0.02, for "
             "example, or name sets in data.validation"
         )
     names = [one.name for one in data.validation]
     for name in dict.fromkeys(names):
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
-            yield f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or "-"'
+            yield (
+                f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or '
+                '"-"'
+            )
         elif names.count(name) > 1:
-            yield f'data.validation: {names.count(name)} sets have the name "{name}": give each its own'
+            yield (
+                f'data.validation: {names.count(name)} sets have the name "{name}": give each its '
+                "own"
+            )
 
 
 def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
     if not data.lm_eval:
         given = [key for key in ("lm_eval_folder", "lm_eval_limit") if getattr(data, key)]
-        yield from (f"data.{key} does nothing without data.lm_eval: name tasks there" for key in given)
+        yield from (
+            f"data.{key} does nothing without data.lm_eval: name tasks there" for key in given
+        )
         return
     if not train.eval_every:
-        yield "data.lm_eval is evaluated every train.eval_every steps, which is 0: give a number of steps"
+        yield (
+            "data.lm_eval is evaluated every train.eval_every steps, which is 0: give a number "
+            "of steps"
+        )
     if model.factory:
         yield "data.lm_eval is for built-in model families, not for model.factory: remove it"
     if fp8.kind != "none":
-        yield "data.lm_eval evaluates batches of many shapes, which products in FP8 do not allow: remove it"
+        yield (
+            "data.lm_eval evaluates batches of many shapes, which products in FP8 do not allow: "
+            "remove it"
+        )
 
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
     if model.factory and log.sample:
-        yield f'log.sample needs a built-in family, not model.factory "{model.factory}": remove one of them'
+        yield (
+            f'log.sample needs a built-in family, not model.factory "{model.factory}": remove one '
+            "of them"
+        )
 
 
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
@@ -361,13 +432,17 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
 
 def _shadow(fp8: FP8) -> Iterator[str]:
     if fp8.shadow_every and fp8.kind == "none":
-        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to compare; set 0'
+        yield (
+            f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to '
+            "compare; set 0"
+        )
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
         yield (
-            f'precision.scaling = "{precision.scaling}", precision.loss_scale = {precision.loss_scale:g}: '
+            f'precision.scaling = "{precision.scaling}", precision.loss_scale = '
+            f"{precision.loss_scale:g}: "
             "a constant scale needs a loss_scale, any other has none"
         )
 
@@ -383,7 +458,10 @@ def _scale(precision: Precision) -> Iterator[str]:
         make_scaler(loss_scaling(precision))
     except UserError as error:
         key = "loss_scale" if precision.loss_scale else "initial_scale"
-        yield from (f"precision.{key} = {getattr(precision, key):g}: {problem}" for problem in error.problems)
+        yield from (
+            f"precision.{key} = {getattr(precision, key):g}: {problem}"
+            for problem in error.problems
+        )
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -18,14 +18,23 @@ from tools.config.settings import Parallel, Train
 def cut_sequences(
     model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8, data: Data
 ) -> Iterator[str]:
-    """Yield a problem for each setting under which a sequence cannot be cut over parallel.context ranks."""
+    """Yield a problem for each setting under which a sequence cannot be cut over parallel.context
+    ranks."""
     if parallel.context == 1:
         return
-    here, cut = f"parallel.context = {parallel.context}", parallel.tensor if parallel.sequence else 1
+    here = f"parallel.context = {parallel.context}"
+    cut = parallel.tensor if parallel.sequence else 1
     with suppress(UserError):  # another rule reports a plan that cannot be
-        plan, canonical = plan_of(precision, fp8), train.numerics == "canonical"
+        plan = plan_of(precision, fp8)
+        canonical = train.numerics == "canonical"
         yield from context_problems(model, plan, parallel.context, train.seq_length, cut, canonical)
     if train.sentinel:
-        yield f"{here} and train.sentinel = {train.sentinel}: the sentinel does not know cut sequences; set 0"
+        yield (
+            f"{here} and train.sentinel = {train.sentinel}: the sentinel does not know cut "
+            "sequences; set 0"
+        )
     if data.lm_eval:
-        yield f"{here} and data.lm_eval: tasks have texts of any length; evaluate exported checkpoints instead"
+        yield (
+            f"{here} and data.lm_eval: tasks have texts of any length; evaluate exported "
+            "checkpoints instead"
+        )

@@ -13,13 +13,18 @@ class Blended(Table):
     """One text or data set of a blend."""
 
     source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
-    weight: float = Field(gt=0, description="Share of the samples, relative to the sum of all weights.")
+    weight: float = Field(
+        gt=0, description="Share of the samples, relative to the sum of all weights."
+    )
 
 
 class Validated(Table):
     """One named set that the run evaluates."""
 
-    name: str = Field(min_length=1, description="Name of the set in the log and in metrics.jsonl, as eval_loss/NAME.")
+    name: str = Field(
+        min_length=1,
+        description="Name of the set in the log and in metrics.jsonl, as eval_loss/NAME.",
+    )
     source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
 
 
@@ -29,45 +34,62 @@ class Data(Table):
     source: FilePath = Field(
         default="python",
         min_length=1,
-        description='Training data: "python" (the source of Python\'s standard library), a text file, a folder, '
+        description='Training data: "python" (the source of Python\'s standard library), a text file, a '
+        "folder, "
         "a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx pair.",
     )
     blend: tuple[Blended, ...] = Field(
         default=(),
         strict=False,
         description="Several data sets in place of data.source, each with the weight of its share: "
-        '[{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]; empty: data.source alone.',
+        '[{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]; empty: '
+        "data.source alone.",
     )
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Name of the field of a .jsonl line or of an object in a .json list, or the column of a .parquet "
+        description="Name of the field of a .jsonl line or of an object in a .json list, or the column "
+        "of a .parquet "
         "file, that holds the text.",
     )
     tokenizer: FilePath = Field(
         default="",
-        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: PREFIX.model beside a "
+        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: "
+        "PREFIX.model beside a "
         ".bin and .idx pair if it exists; for text a tokenizer is trained.",
     )
     begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MOST)] = Field(
         default="auto",
-        description='Id of the token before each document in training: "auto": that of the weights of train.init_from, '
-        'if they have one; "none": no token is put there. A data set whose documents have it already is taken as it '
+        description='Id of the token before each document in training: "auto": that of the weights of '
+        "train.init_from, "
+        'if they have one; "none": no token is put there. A data set whose documents have it '
+        "already is taken as it "
         "is.",
     )
     vocab_size: int = Field(
-        default=4096, gt=0, le=MOST, description="Vocabulary size, in tokens, of the tokenizer that is trained."
+        default=4096,
+        gt=0,
+        le=MOST,
+        description="Vocabulary size, in tokens, of the tokenizer that is trained.",
     )
-    max_chars: int = Field(default=0, ge=0, description="Number of characters of the text to use; 0: all of it.")
-    workers: int = Field(default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core.")
+    max_chars: int = Field(
+        default=0, ge=0, description="Number of characters of the text to use; 0: all of it."
+    )
+    workers: int = Field(
+        default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core."
+    )
     held_out: float = Field(
-        default=0.02, ge=0, lt=1, description="Fraction of the data kept out of training, for evaluation."
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Fraction of the data kept out of training, for evaluation.",
     )
     validation: tuple[Validated, ...] = Field(
         default=(),
         strict=False,
         description="Further sets to evaluate, each with a loss of its own: "
-        '[{name = "wiki", source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: the held-out part alone.',
+        '[{name = "wiki", source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: '
+        "the held-out part alone.",
     )
     lm_eval: tuple[str, ...] = Field(
         default=(),
@@ -75,27 +97,40 @@ class Data(Table):
         description='Tasks of lm-evaluation-harness to evaluate: ["arc_easy", "my_task"]; empty: none.',
     )
     lm_eval_folder: FilePath = Field(
-        default="", description="Folder of own tasks (.yaml) for data.lm_eval; empty: those of the harness alone."
+        default="",
+        description="Folder of own tasks (.yaml) for data.lm_eval; empty: those of the harness alone.",
     )
     lm_eval_limit: int = Field(
-        default=0, ge=0, le=MOST, description="Number of documents of each task of data.lm_eval to use; 0: all."
+        default=0,
+        ge=0,
+        le=MOST,
+        description="Number of documents of each task of data.lm_eval to use; 0: all.",
     )
-    shuffle: bool = Field(default=True, description="Shuffle the samples of each epoch; false: samples in file order.")
+    shuffle: bool = Field(
+        default=True, description="Shuffle the samples of each epoch; false: samples in file order."
+    )
     reset_attention_mask: bool = Field(
         default=False,
-        description="Restrict attention to the token's own document, where several documents share a sample.",
+        description=(
+            "Restrict attention to the token's own document, where several documents share a "
+            "sample."
+        ),
     )
     reset_position_ids: bool = Field(
         default=False, description="Restart position ids at 0 with each document of a sample."
     )
     eod_mask_loss: bool = Field(
         default=False,
-        description="Leave the first token of each document out of the loss: the tokens before it belong to "
+        description="Leave the first token of each document out of the loss: the tokens before it belong "
+        "to "
         "another document.",
     )
     cache: FilePath = Field(
         default="",
-        description="Folder for the trained tokenizer and the token files; empty: the folder data in train.folder.",
+        description=(
+            "Folder for the trained tokenizer and the token files; empty: the folder data in "
+            "train.folder."
+        ),
     )
 
     @property
@@ -104,5 +139,6 @@ class Data(Table):
         return [one.source for one in self.blend] or [self.source]
 
     def has_text(self) -> bool:
-        """Return True if any training data is text, for which a tokenizer is needed, and not tokens already."""
+        """Return True if any training data is text, for which a tokenizer is needed, and not tokens
+        already."""
         return not all(beside(Path(one), ".idx").is_file() for one in self.sources)

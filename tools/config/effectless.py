@@ -1,8 +1,9 @@
-"""Keys of a run file that change nothing beside its other keys: one note for each reason, before the first step.
+"""Keys of a run file that change nothing beside its other keys: one note for each reason, before
+the first step.
 
-`NEEDS` says when such a key has an effect, and which keys decide it. Only what the user wrote is told, and only if it
-differs from the default, which claims nothing. Keys that are refused in such runs are in `tools.config.checks`, those
-without effect on the data in `tools.training.doubts`.
+`NEEDS` says when such a key has an effect, and which keys decide it. Only what the user wrote is
+told, and only if it differs from the default, which claims nothing. Keys that are refused in such
+runs are in `tools.config.checks`, those without effect on the data in `tools.training.doubts`.
 """
 
 import inspect
@@ -53,7 +54,8 @@ class Tables:
     @property
     def stages(self) -> int:
         """The number of stages of the pipeline."""
-        p, train = self.parallel, self.train
+        p = self.parallel
+        train = self.train
         return stage_count(p, train.global_batch // (train.micro_batch * p.data))
 
 
@@ -66,10 +68,26 @@ class Need:
     deciders: str
 
 
-_OF_FP8 = [name for name in FP8.model_fields if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY]
-_SCALES = "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis hysteresis_refill"
-PERIODS = ("train.eval_every", "train.sentinel", "fp8.shadow_every", "log.timeline", "log.digests")  # in steps
-_OF_EXPERTS = "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
+_OF_FP8 = [
+    name
+    for name in FP8.model_fields
+    if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY
+]
+_SCALES = (
+    "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis "
+    "hysteresis_refill"
+)
+# in steps
+PERIODS = (
+    "train.eval_every",
+    "train.sentinel",
+    "fp8.shadow_every",
+    "log.timeline",
+    "log.digests",
+)
+_OF_EXPERTS = (
+    "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
+)
 
 
 def _within(key: str) -> Need:
@@ -86,15 +104,20 @@ def _only_of_head(init: InitialStd) -> bool:
 
 
 def _recomputes(run: Tables) -> bool:
-    """Return True if a stage can have so many layers that the fraction, which is rounded down, takes one."""
-    p, most = run.parallel, run.model.layers - run.stages + 1
+    """Return True if a stage can have so many layers that the fraction, which is rounded down,
+    takes one."""
+    p = run.parallel
+    most = run.model.layers - run.stages + 1
     return p.recompute != "full" or p.recompute_layers > 0 or int(most * p.recompute_fraction) > 0
 
 
 def _decays(optimizer: Optimizer) -> bool:
     """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
     kind: Any = getattr(torch.optim, optimizer.name, None)
-    return optimizer.name.lower() in ("adamw", "sgd", "muon") or "weight_decay" in inspect.signature(kind).parameters
+    return (
+        optimizer.name.lower() in ("adamw", "sgd", "muon")
+        or "weight_decay" in inspect.signature(kind).parameters
+    )
 
 
 NEEDS: tuple[Need, ...] = (
@@ -105,22 +128,40 @@ NEEDS: tuple[Need, ...] = (
         lambda run: not _all_turn_by_window(run.model),
         "model.window_rope_base model.window_layers",
     ),
-    Need(f"{_OF_EXPERTS} model.router_correction_speed", lambda run: run.model.experts > 0, "model.experts"),
+    Need(
+        f"{_OF_EXPERTS} model.router_correction_speed",
+        lambda run: run.model.experts > 0,
+        "model.experts",
+    ),
     Need("model.router_correction_speed", lambda run: run.model.router.correction, "model.router"),
     Need(
         "model.dropout_at",
         lambda run: run.model.dropout > 0 or run.model.embedding_dropout > 0,
         "model.dropout",
     ),
-    Need("model.embedding_dropout", lambda run: run.model.dropout_at != "stream", "model.dropout_at"),
+    Need(
+        "model.embedding_dropout", lambda run: run.model.dropout_at != "stream", "model.dropout_at"
+    ),
     Need("model.init_std model.init", lambda run: not run.train.init_from, "train.init_from"),
-    Need("model.init", lambda run: not (run.model.tied and _only_of_head(run.model.init)), "model.tied"),
-    Need("model.window", lambda run: run.model.window < run.model.max_positions, "model.max_positions"),
+    Need(
+        "model.init",
+        lambda run: not (run.model.tied and _only_of_head(run.model.init)),
+        "model.tied",
+    ),
+    Need(
+        "model.window",
+        lambda run: run.model.window < run.model.max_positions,
+        "model.max_positions",
+    ),
     Need("model.mtp_loss_weight", lambda run: run.model.mtp_layers > 0, "model.mtp_layers"),
     Need("parallel.context_by", lambda run: run.parallel.context > 1, "parallel.context"),
     Need("parallel.sequence", lambda run: run.train.numerics == "fast", "train.numerics"),
     Need("parallel.sequence", lambda run: run.parallel.tensor > 1, "parallel.tensor"),
-    Need("parallel.schedule parallel.chunks", lambda run: not run.parallel.schedule_file, "parallel.schedule_file"),
+    Need(
+        "parallel.schedule parallel.chunks",
+        lambda run: not run.parallel.schedule_file,
+        "parallel.schedule_file",
+    ),
     Need("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
     Need("precision.reduce", lambda run: run.parallel.copies > 1, "parallel.data parallel.context"),
     Need(
@@ -135,9 +176,19 @@ NEEDS: tuple[Need, ...] = (
         lambda run: run.precision.scaling == "dynamic",
         "precision.scaling",
     ),
-    Need("precision.hysteresis_refill", lambda run: run.precision.hysteresis > 1, "precision.hysteresis"),
-    Need("precision.patience", lambda run: run.precision.on_nonfinite == "skip", "precision.on_nonfinite"),
-    Need(" ".join(f"fp8.{name}" for name in _OF_FP8), lambda run: run.fp8.kind != "none", "fp8.kind"),
+    Need(
+        "precision.hysteresis_refill",
+        lambda run: run.precision.hysteresis > 1,
+        "precision.hysteresis",
+    ),
+    Need(
+        "precision.patience",
+        lambda run: run.precision.on_nonfinite == "skip",
+        "precision.on_nonfinite",
+    ),
+    Need(
+        " ".join(f"fp8.{name}" for name in _OF_FP8), lambda run: run.fp8.kind != "none", "fp8.kind"
+    ),
     Need(
         "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
         lambda run: run.fp8.kind == "delayed",
@@ -147,7 +198,11 @@ NEEDS: tuple[Need, ...] = (
     Need("fp8.reduce_over", lambda run: run.fp8.reduce_amax, "fp8.reduce_amax"),
     Need("fp8.power_2_scales", lambda run: run.fp8.kind != "mx", "fp8.kind"),
     Need("fp8.calibrate", lambda run: not run.fp8.calibrating, "fp8.calibrating"),
-    Need("fp8.shadow_loss_gap fp8.shadow_cosine", lambda run: run.fp8.shadow_every > 0, "fp8.shadow_every"),
+    Need(
+        "fp8.shadow_loss_gap fp8.shadow_cosine",
+        lambda run: run.fp8.shadow_every > 0,
+        "fp8.shadow_every",
+    ),
     Need(
         "optimizer.betas optimizer.eps",
         lambda run: run.optimizer.name.lower() in ("adamw", "muon"),
@@ -164,19 +219,25 @@ NEEDS: tuple[Need, ...] = (
 
 
 def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
-    """Yield a line for each reason by which keys have no effect. written: the dotted keys that the user gave.
+    """Yield a line for each reason by which keys have no effect. written: the dotted keys that the
+    user gave.
 
     A model of model.factory may read any key of [model].
     """
     told = set[str]()
     for need in NEEDS:
-        idle = [key for key in need.keys.split() if key in written and key not in told and _differs(run, key)]
+        idle = [
+            key
+            for key in need.keys.split()
+            if key in written and key not in told and _differs(run, key)
+        ]
         if run.model.factory:
             idle = [key for key in idle if not key.startswith("model.")]
         if not idle or need.holds(run):
             continue
         told.update(idle)
-        many, deciders = len(idle) > 1, need.deciders.split()
+        many = len(idle) > 1
+        deciders = need.deciders.split()
         said = ", ".join(f"{key} = {toml(run.get(key))}" for key in idle)
         why = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
         out = f"leave {'them' if many else 'it'} out, or change {' or '.join(deciders)}"
@@ -186,18 +247,29 @@ def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
 
 
 def _idle_groups(run: Tables) -> Iterator[str]:
-    """Yield a line for each group, and each factor of one, that changes nothing; names of custom models are unknown."""
-    optimizer, taken = run.optimizer, set[str]()
+    """Yield a line for each group, and each factor of one, that changes nothing; names of custom
+    models are unknown."""
+    optimizer = run.optimizer
+    taken = set[str]()
     known = len(optimizer.groups) > 1 and not run.model.factory
     names = [*logical_shapes(sized(run.model, run.data))] if known else []
-    without = "weight_decay = 0, of which it is a factor" if _decays(optimizer) else f"name = {toml(optimizer.name)}"
+    if _decays(optimizer):
+        without = "weight_decay = 0, of which it is a factor"
+    else:
+        without = f"name = {toml(optimizer.name)}"
     for group in optimizer.groups:
         here = f'optimizer.groups: pattern "{group.pattern}"'
         own = {name for name in names if fnmatchcase(name, group.pattern)}
         if own and own <= taken:
-            yield f"{here} has no effect: earlier patterns match all its parameters, and the first counts; move it up"
+            yield (
+                f"{here} has no effect: earlier patterns match all its parameters, and the first "
+                "counts; move it up"
+            )
         elif group.weight_decay and not (optimizer.weight_decay and _decays(optimizer)):
-            yield f"{here}: weight_decay = {group.weight_decay} has no effect with optimizer.{without}: leave it out"
+            yield (
+                f"{here}: weight_decay = {group.weight_decay} has no effect with "
+                f"optimizer.{without}: leave it out"
+            )
         taken |= own
 
 
@@ -205,5 +277,9 @@ def _differs(run: Tables, key: str) -> bool:
     """Return True if the key has another value than if it were left out."""
     table, name = key.split(".")
     values: BaseModel = getattr(run, table)
-    usual = type(values).model_fields[name].get_default(call_default_factory=True, validated_data=dict(values))
+    usual = (
+        type(values)
+        .model_fields[name]
+        .get_default(call_default_factory=True, validated_data=dict(values))
+    )
     return run.get(key) != usual

@@ -1,4 +1,5 @@
-"""Every key of a run file with its default and its help, by table: the text of `megaprec keys` and of its parts."""
+"""Every key of a run file with its default and its help, by table: the text of `megaprec keys` and
+of its parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +38,11 @@ def key_tables() -> Iterator[KeyTable]:
     for table, kind in tables_of_a_run().items():
         first = [Key("model.preset", "none", PRESET)] if kind is ModelConfig else []
         fields = ((f"{table}.{name}", field) for name, field in kind.model_fields.items())
-        keys = [Key(key, _default(field), field.description or "") for key, field in fields if key not in PLAN_ONLY]
+        keys = [
+            Key(key, _default(field), field.description or "")
+            for key, field in fields
+            if key not in PLAN_ONLY
+        ]
         yield KeyTable(table, (kind.__doc__ or "").splitlines()[0], (*first, *keys))
 
 

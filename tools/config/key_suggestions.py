@@ -1,8 +1,9 @@
 """Suggestions for unknown keys of a run file.
 
-Users of other trainers try the names that they know, and the letters of `lr` are far from `lr.peak`. A name from the
-settings of Megatron-LM, DeepSpeed or Hugging Face is therefore answered with the key that has its meaning, or with the
-reason why there is none, and any other unknown key with the known key that is spelled most like it.
+Users of other trainers try the names that they know, and the letters of `lr` are far from
+`lr.peak`. A name from the settings of Megatron-LM, DeepSpeed or Hugging Face is therefore answered
+with the key that has its meaning, or with the reason why there is none, and any other unknown key
+with the known key that is spelled most like it.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -71,10 +72,11 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 def unknown(given: Mapping[str, Given], known: Mapping[str, FieldInfo | None]) -> Iterator[str]:
     """Yield one line for each unknown key, and a single line for all keys of an unknown table.
 
-    known: all keys, as "table.name", with their fields if they have one; of two that are equally similar, the first is
-    suggested.
+    known: all keys, as "table.name", with their fields if they have one; of two that are equally
+    similar, the first is suggested.
     """
-    tables, reported = dict.fromkeys(key.partition(".")[0] for key in known), set[str]()
+    tables = dict.fromkeys(key.partition(".")[0] for key in known)
+    reported = set[str]()
     for key, entry in given.items():
         table, dot, name = key.partition(".")
         if not dot and table in tables:
@@ -84,13 +86,19 @@ def unknown(given: Mapping[str, Given], known: Mapping[str, FieldInfo | None]) -
             yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{answer}"
         elif dot and table not in tables:
             if table not in reported:
-                yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
+                yield (
+                    f"[{table}] ({entry.origin}): no such "
+                    f"table{did_you_mean(table, tables, '[{}]')}"
+                )
             reported.add(table)
         elif (whole := key.rpartition(".")[0]) in known:
             inner = f"{{{key.rpartition('.')[2]} = {toml(entry.value)}, ...}}"
             yield f"{key} ({entry.origin}): {whole} {_whole(whole, known[whole], inner)}"
         elif key not in known:
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_meant(table, name or key, known)}"
+            yield (
+                f"{key} = {toml(entry.value)} ({entry.origin}): no such "
+                f"key{_meant(table, name or key, known)}"
+            )
 
 
 def _whole(key: str, field: FieldInfo | None, inner: str) -> str:
@@ -107,8 +115,8 @@ def _of(table: str, known: Collection[str]) -> list[str]:
 
 
 def _meant(table: str, name: str, known: Collection[str]) -> str:
-    """Return a hint at the key that `name` means elsewhere, or why there is none; otherwise at the most similar key,
-    preferably of `table`.
+    """Return a hint at the key that `name` means elsewhere, or why there is none; otherwise at the
+    most similar key, preferably of `table`.
     """
     word = name.partition(".")[0]
     keys = {key.partition(".")[2]: key for key in (*known, *_of(table, known))}

@@ -1,13 +1,14 @@
-"""Other layouts of a run: the [parallel] table for given axes, and the largest layout that fits fewer ranks.
+"""Other layouts of a run: the [parallel] table for given axes, and the largest layout that fits
+fewer ranks.
 
-A layout is the run with another [parallel] table. Keys of that table stay as they are if they can; those of `TIED` are
-left out, as few as possible, if the rules of the run file forbid them with the new axes. Experts are spread over as
-many of the ranks that the run asks for as the new axes allow.
+A layout is the run with another [parallel] table. Keys of that table stay as they are if they can;
+those of `TIED` are left out, as few as possible, if the rules of the run file forbid them with the
+new axes. Experts are spread over as many of the ranks that the run asks for as the new axes allow.
 
-The largest layout keeps the replica as large as the ranks allow, for a smaller one needs more memory per rank: first
-the given tensor x pipeline x context, with as many replicas as the ranks and the global batch allow; or the largest
-smaller tensor x pipeline x context, of those of equal size the one with most tensor-parallel ranks, then with the
-longest pipeline, and again as many replicas.
+The largest layout keeps the replica as large as the ranks allow, for a smaller one needs more
+memory per rank: first the given tensor x pipeline x context, with as many replicas as the ranks and
+the global batch allow; or the largest smaller tensor x pipeline x context, of those of equal size
+the one with most tensor-parallel ranks, then with the longest pipeline, and again as many replicas.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,8 @@ ALONE = Parallel()
 
 @dataclass(frozen=True)
 class Fitting:
-    """A layout that the run can have. parallel: the whole table. left_out: keys of the run that it lacks."""
+    """A layout that the run can have. parallel: the whole table. left_out: keys of the run that it
+    lacks."""
 
     parallel: Parallel
     left_out: tuple[str, ...] = ()
@@ -45,32 +47,45 @@ def problems(config: RunConfig, parallel: Parallel) -> list[str]:
 
 
 def fitted(config: RunConfig, said: Mapping[str, Any]) -> Fitting | None:
-    """Return the layout with the keys of `said`; axes that it does not name are 1, other keys are the run's own.
+    """Return the layout with the keys of `said`; axes that it does not name are 1, other keys are
+    the run's own.
 
     None if the run cannot have it.
     """
     own = config.parallel.model_dump()
     axes = {**dict.fromkeys(AXES, 1), **said}
-    wanted = {**own, **nearest(config.parallel, axes["tensor"], axes["data"] * axes["context"]), **axes}
+    wanted = {
+        **own,
+        **nearest(config.parallel, axes["tensor"], axes["data"] * axes["context"]),
+        **axes,
+    }
     tied = [key for key in TIED if own[key] and key not in said]
-    for left_out in (keys for number in range(len(tied) + 1) for keys in combinations(tied, number)):
-        parallel = Parallel.model_validate({**wanted, **{key: getattr(ALONE, key) for key in left_out}})
+    for left_out in (
+        keys for number in range(len(tied) + 1) for keys in combinations(tied, number)
+    ):
+        parallel = Parallel.model_validate(
+            {**wanted, **{key: getattr(ALONE, key) for key in left_out}}
+        )
         if not problems(config, parallel):
             return Fitting(parallel, left_out)
     return None
 
 
 def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
-    """Return the largest layout of at most `ranks` ranks, the run's own if it fits; None if there is none."""
+    """Return the largest layout of at most `ranks` ranks, the run's own if it fits; None if there
+    is none."""
     if config.world_size <= ranks:
         return Fitting(config.parallel)
-    made = (fitted(config, dict(zip(AXES, axes, strict=True))) for axes in _largest_first(config, ranks))
+    made = (
+        fitted(config, dict(zip(AXES, axes, strict=True))) for axes in _largest_first(config, ranks)
+    )
     return next((fitting for fitting in made if fitting), None)
 
 
 def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield sizes of AXES with at most `ranks` ranks whose replicas take whole micro-batches."""
-    p, micro_batches = config.parallel, config.train.global_batch // config.train.micro_batch
+    p = config.parallel
+    micro_batches = config.train.global_batch // config.train.micro_batch
     most = (range(1, size + 1) for size in (p.tensor, p.pipeline, p.context))
     replicas = [axes for axes in product(*most) if prod(axes) <= ranks]
     for axes in sorted(replicas, key=lambda axes: (prod(axes), axes), reverse=True):
@@ -101,7 +116,8 @@ def in_words(parallel: Parallel) -> str:
     experts = f", experts over {parallel.expert}" if parallel.expert > 1 else ""
     if 0 < parallel.expert_tensor != parallel.tensor:
         experts = (
-            f"{experts or ', experts'} in {parallel.expert_tensor} slice{'' if parallel.expert_tensor == 1 else 's'}"
+            f"{experts or ', experts'} in {parallel.expert_tensor} "
+            f"slice{'' if parallel.expert_tensor == 1 else 's'}"
         )
     return f"{named} = {count} rank{'' if count == 1 else 's'}{experts}"
 
@@ -112,4 +128,6 @@ def in_keys(parallel: Parallel) -> str:
 
 
 def _sizes(parallel: Parallel) -> list[tuple[str, int]]:
-    return [(axis, size) for axis in AXES if (size := getattr(parallel, axis)) > 1 or axis != "context"]
+    return [
+        (axis, size) for axis in AXES if (size := getattr(parallel, axis)) > 1 or axis != "context"
+    ]

@@ -1,7 +1,9 @@
-"""The native keys of [precision] and [fp8] to and from a plan, and other systems' tables to native keys.
+"""The native keys of [precision] and [fp8] to and from a plan, and other systems' tables to native
+keys.
 
-A run file states its precision natively or in one dialect, such as `[precision.nxd]`. A dialect is resolved when the
-file is read and stored as native keys, each with the dialect's key as its origin; later code sees native keys only.
+A run file states its precision natively or in one dialect, such as `[precision.nxd]`. A dialect is
+resolved when the file is read and stored as native keys, each with the dialect's key as its origin;
+later code sees native keys only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,7 @@ from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
 from tools.config.settings import Parallel
 from tools.console.toml import Given, toml
 
+# key of [precision] -> field of LossScaling
 SCALING = {
     "scaling": "kind",
     "initial_scale": "initial",
@@ -28,17 +31,24 @@ SCALING = {
     "growth_interval": "growth_interval",
     "hysteresis": "hysteresis",
     "hysteresis_refill": "hysteresis_refill",
-}  # key of [precision] -> field of LossScaling
+}
 BESIDE = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
 """Native keys that no dialect has words for."""
-FP8_KEYS = tuple(f.name for f in fields(FP8Recipe) if f.name in FP8.model_fields)  # not functions, which no file has
+# not functions, which no file has
+FP8_KEYS = tuple(f.name for f in fields(FP8Recipe) if f.name in FP8.model_fields)
 _DEVIANT: Mapping[str, tuple[str, ...]] = {
     "remainders": ("precision.masters",),
     "sensitive": (),
-    "scaling": ("precision.scaling", "precision.loss_scale", *(f"precision.{key}" for key in SCALING)),
+    "scaling": (
+        "precision.scaling",
+        "precision.loss_scale",
+        *(f"precision.{key}" for key in SCALING),
+    ),
     "fp8": tuple(f"fp8.{name}" for name in FP8_KEYS),
 }
-KEYS: Mapping[str, tuple[str, ...]] = {name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS}
+KEYS: Mapping[str, tuple[str, ...]] = {
+    name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS
+}
 """The native keys that decide each field of a plan."""
 FOLLOWS = {
     "parameters": "compute",
@@ -54,19 +64,29 @@ FOLLOWS = {
 def loss_scaling(precision: Precision) -> LossScaling:
     """Return the loss scaling of [precision]."""
     chosen = {field: getattr(precision, key) for key, field in SCALING.items()}
-    chosen |= {"initial": precision.loss_scale or precision.initial_scale, "maximum": precision.max_scale or None}
+    chosen |= {
+        "initial": precision.loss_scale or precision.initial_scale,
+        "maximum": precision.max_scale or None,
+    }
     return LossScaling(**chosen)
 
 
 def recipe_of(fp8: FP8) -> FP8Recipe | None:
-    """Return the recipe that [fp8] asks for; None without FP8. Raises UserError, whose problems name keys of [fp8]."""
-    return None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
+    """Return the recipe that [fp8] asks for; None without FP8. Raises UserError, whose problems
+    name keys of [fp8]."""
+    if fp8.kind == "none":
+        return None
+    return FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
 
 
 def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
-    """Return the plan of both tables, without origins (`with_origins` adds them). Raises UserError."""
-    p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
-    held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED}
+    """Return the plan of both tables, without origins (`with_origins` adds them). Raises
+    UserError."""
+    p = precision
+    wide = "fp64" if precision.compute == "fp64" else "fp32"
+    held = {
+        name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED
+    }
     return plan(
         p.compute,
         loss_scaling(p),
@@ -90,7 +110,8 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
 
 
 def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPlan:
-    """Return `plan` with the key that decided each field. places: origins of the native keys that were given."""
+    """Return `plan` with the key that decided each field. places: origins of the native keys that
+    were given."""
     origin = {}
     for name in KEYS:
         decider = name
@@ -103,7 +124,9 @@ def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPla
 
 def _origin(key: str, place: str) -> str:
     """Return the key that decided a native key: itself with its origin, or the key of a dialect."""
-    return f"{key} ({place})" if place == "command line" or place.startswith("file ") else place
+    if place == "command line" or place.startswith("file "):
+        return f"{key} ({place})"
+    return place
 
 
 def native(plan: PrecisionPlan) -> dict[str, Any]:
@@ -116,7 +139,12 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
     keys: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
     keys |= {key: dtype_name(getattr(plan, key)) for key in _NAMED}
     keys |= {key: name(getattr(plan, key)) for key in ("gradients", "reduce", "moments", *_WIDENED)}
-    keys["masters"] = "split" if plan.remainders else "fp32" if plan.masters == wide else "none"
+    if plan.remainders:
+        keys["masters"] = "split"
+    elif plan.masters == wide:
+        keys["masters"] = "fp32"
+    else:
+        keys["masters"] = "none"
     keys |= {key: getattr(plan.scaling, field) for key, field in SCALING.items()}
     keys |= {"max_scale": plan.scaling.maximum or 0.0}
     if plan.scaling.kind == "constant":
@@ -131,8 +159,10 @@ _PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_ch
 
 
 def take_plan_only(given: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:
-    """Remove the keys of `PLAN_ONLY` from `given`. Returns notes on those with their default, problems of others."""
-    notes, problems = list[str](), list[str]()
+    """Remove the keys of `PLAN_ONLY` from `given`. Returns notes on those with their default,
+    problems of others."""
+    notes = list[str]()
+    problems = list[str]()
     for key, why in PLAN_ONLY.items():
         entry = given.pop(key, None)
         if entry is None:
@@ -146,7 +176,8 @@ def take_plan_only(given: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]
 
 
 def take_renamed(given: dict[str, Given]) -> tuple[str, ...]:
-    """Replace log.tensorboard, which runs of earlier versions have saved, by log.to in `given`. Returns notes."""
+    """Replace log.tensorboard, which runs of earlier versions have saved, by log.to in `given`.
+    Returns notes."""
     entry = given.get("log.tensorboard")
     if entry is None or not isinstance(entry.value, bool):
         return ()
@@ -155,14 +186,21 @@ def take_renamed(given: dict[str, Given]) -> tuple[str, ...]:
     if "log.to" in given:
         return (f"{said}: this key has no effect beside log.to; remove it",)
     given["log.to"] = Given(["tensorboard"] if entry.value else [], entry.origin)
-    return (f"{said}: read as log.to = {toml(given['log.to'].value)}, which names all trackers; write that instead",)
+    return (
+        (
+            f"{said}: read as log.to = {toml(given['log.to'].value)}, which names all trackers; "
+            "write that instead"
+        ),
+    )
 
 
-def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
+def resolve_dialect(
+    given: dict[str, Given], known: frozenset[str] | None
+) -> tuple[tuple[str, ...], list[str]]:
     """Replace the tables of a dialect in `given` by native keys.
 
-    known: all keys of a run file; a decision without such a key is then a problem. Returns notes on how the dialect was
-    understood, and problems.
+    known: all keys of a run file; a decision without such a key is then a problem. Returns notes on
+    how the dialect was understood, and problems.
     """
     found = {name: _take(given, name) for name in DIALECTS}
     found = {name: leaves for name, leaves in found.items() if leaves is not None}
@@ -183,7 +221,9 @@ def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tu
         whole = f"[precision.{name}] describes the model; keep one of them"
         problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {whole}")
     for key, decision in resolved.settings.items():
-        problems += _settle(given, key, Given(decision.value, decision.origin), decision.given, known)
+        problems += _settle(
+            given, key, Given(decision.value, decision.origin), decision.given, known
+        )
     origins: dict[str, str] = {}
     for field, keys in KEYS.items():
         for key in keys:
@@ -194,8 +234,10 @@ def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tu
 
 
 def _take(given: dict[str, Given], name: str) -> dict[str, Given] | None:
-    """Remove the keys of [precision.<name>] from `given` and return them by dotted path; None if there are none."""
-    table, leaves = f"precision.{name}", dict[str, Given]()
+    """Remove the keys of [precision.<name>] from `given` and return them by dotted path; None if
+    there are none."""
+    table = f"precision.{name}"
+    leaves = dict[str, Given]()
     keys = [key for key in given if key == table or key.startswith(f"{table}.")]
     for key in keys:
         entry = given.pop(key)
@@ -231,7 +273,10 @@ def _native_beside(given: Mapping[str, Given], name: str) -> Iterator[str]:
     native_keys = {key for keys in KEYS.values() for key in keys} - set(BESIDE)
     for key, entry in given.items():
         if key in native_keys:
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): [precision.{name}] decides it; keep one of them"
+            yield (
+                f"{key} = {toml(entry.value)} ({entry.origin}): [precision.{name}] decides it; "
+                "keep one of them"
+            )
 
 
 def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -> None:
@@ -245,8 +290,8 @@ def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -
 def _settle(
     given: dict[str, Given], key: str, said: Given, explicit: bool, known: frozenset[str] | None
 ) -> Iterator[str]:
-    """Add a dialect's decision on a run-file key to `given`; only a key that the dialect's user has written can
-    contradict it.
+    """Add a dialect's decision on a run-file key to `given`; only a key that the dialect's user has
+    written can contradict it.
     """
     own = given.get(key)
     if known is not None and key not in known:
@@ -255,6 +300,7 @@ def _settle(
         given[key] = said
     elif explicit and own.value != said.value:
         yield (
-            f"{key} = {toml(own.value)} ({own.origin}) contradicts {said.origin}, which says {toml(said.value)}: "
+            f"{key} = {toml(own.value)} ({own.origin}) contradicts {said.origin}, which says "
+            f"{toml(said.value)}: "
             "keep one of them"
         )

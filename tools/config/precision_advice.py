@@ -1,7 +1,7 @@
 """Advice on a plan: rules that see the plan and, if there is one, its run.
 
-A rule returns a line for the user, or "" if there is nothing to say. Advice never stops a run: settings that are wrong,
-not only unwise, have been refused before.
+A rule returns a line for the user, or "" if there is nothing to say. Advice never stops a run:
+settings that are wrong, not only unwise, have been refused before.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,24 @@ def _constant_scale(scene: Scene) -> str:
     plan = scene.plan
     if plan.compute != torch.float16 or plan.scaling.kind != "constant":
         return ""
-    return f"constant loss scale {plan.scaling.initial:g}: it cannot follow gradients that grow or shrink"
+    return (
+        f"constant loss scale {plan.scaling.initial:g}: it cannot follow gradients that grow or "
+        "shrink"
+    )
 
 
 def _high_first_scale(scene: Scene) -> str:
     scaling = scene.plan.scaling
-    if scaling.kind != "dynamic" or scaling.initial < 2.0**24 or scene.plan.compute != torch.float16:
+    if (
+        scaling.kind != "dynamic"
+        or scaling.initial < 2.0**24
+        or scene.plan.compute != torch.float16
+    ):
         return ""
-    return f"the loss scale starts at {scaling.initial:g}: expect some skipped first steps until it has come down"
+    return (
+        f"the loss scale starts at {scaling.initial:g}: expect some skipped first steps until it "
+        "has come down"
+    )
 
 
 def _narrow_sums(scene: Scene) -> str:
@@ -55,7 +65,8 @@ def _narrow_sums(scene: Scene) -> str:
     if plan.gradients not in HALVES or scene.microbatches <= MANY:
         return ""
     return (
-        f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} micro-batches: "
+        f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} "
+        "micro-batches: "
         "late ones are rounded away; add them up in fp32"
     )
 
@@ -66,7 +77,8 @@ def _narrow_reduction(scene: Scene) -> str:
         return ""
     how = "may overflow" if plan.reduce == torch.float16 else "loses bits"
     return (
-        f"gradients are summed over {scene.replicas} replicas in {dtype_name(plan.reduce)}, which {how}; reduce in fp32"
+        f"gradients are summed over {scene.replicas} replicas in {dtype_name(plan.reduce)}, which "
+        f"{how}; reduce in fp32"
     )
 
 
@@ -76,7 +88,8 @@ def _no_masters(scene: Scene) -> str:
         return ""
     share = 4096 if plan.masters == torch.float16 else 512
     return (
-        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates below 1/{share} of a "
+        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates "
+        f"below 1/{share} of a "
         "weight are lost; keep fp32 masters, or round bf16 stochastically"
     )
 
@@ -91,34 +104,49 @@ def _idle_stochastic_rounding(scene: Scene) -> str:
 def _narrow_moments(scene: Scene) -> str:
     if scene.plan.moments != torch.bfloat16:
         return ""
-    return "bf16 moments cannot hold a change of less than 1/512: with beta2 of 0.998 or more the second never falls"
+    return (
+        "bf16 moments cannot hold a change of less than 1/512: with beta2 of 0.998 or more the "
+        "second never falls"
+    )
 
 
 def _masters_not_saved(scene: Scene) -> str:
     plan = scene.plan
     if plan.masters_in_checkpoint or plan.masters.itemsize <= plan.parameters.itemsize:
         return ""
-    return f"checkpoints leave out the masters: a resumed run starts from {dtype_name(plan.parameters)} weights"
+    return (
+        "checkpoints leave out the masters: a resumed run starts from "
+        f"{dtype_name(plan.parameters)} weights"
+    )
 
 
 def _narrow_buffers(scene: Scene) -> str:
     if scene.plan.buffers not in HALVES:
         return ""
-    return f"{dtype_name(scene.plan.buffers)} buffers: rotary angles of distant positions fall together; keep them fp32"
+    return (
+        f"{dtype_name(scene.plan.buffers)} buffers: rotary angles of distant positions fall "
+        "together; keep them fp32"
+    )
 
 
 def _wide_pipeline(scene: Scene) -> str:
     plan = scene.plan
     if plan.pipeline.itemsize <= plan.parameters.itemsize:
         return ""
-    return f"stages send {dtype_name(plan.pipeline)} though layers hold {dtype_name(plan.parameters)}: more traffic"
+    return (
+        f"stages send {dtype_name(plan.pipeline)} though layers hold "
+        f"{dtype_name(plan.parameters)}: more traffic"
+    )
 
 
 def _narrow_pipeline(scene: Scene) -> str:
     plan = scene.plan
     if plan.pipeline.itemsize >= plan.compute.itemsize:
         return ""
-    return f"stages send {dtype_name(plan.pipeline)}, narrower than the {dtype_name(plan.compute)} that they compute in"
+    return (
+        f"stages send {dtype_name(plan.pipeline)}, narrower than the {dtype_name(plan.compute)} "
+        "that they compute in"
+    )
 
 
 def _idle_tf32(scene: Scene) -> str:
@@ -126,7 +154,8 @@ def _idle_tf32(scene: Scene) -> str:
     if not plan.tf32 or plan.compute == torch.float32:
         return ""
     return (
-        f"tf32 concerns fp32 products, and these are {dtype_name(plan.compute)}: it changes only what is kept in fp32"
+        f"tf32 concerns fp32 products, and these are {dtype_name(plan.compute)}: it changes only "
+        "what is kept in fp32"
     )
 
 
@@ -138,16 +167,26 @@ def _ignored_overflow(scene: Scene) -> str:
 
 def _short_history(scene: Scene) -> str:
     recipe = scene.plan.fp8
-    if recipe is None or recipe.kind != "delayed" or (recipe.history_length > 1 and recipe.amax_algo == "max"):
+    if (
+        recipe is None
+        or recipe.kind != "delayed"
+        or (recipe.history_length > 1 and recipe.amax_algo == "max")
+    ):
         return ""
-    return "FP8 scales follow the last pass alone: one quiet micro-batch lets the next saturate; look back further"
+    return (
+        "FP8 scales follow the last pass alone: one quiet micro-batch lets the next saturate; "
+        "look back further"
+    )
 
 
 def _uncast_inputs(scene: Scene) -> str:
     plan = scene.plan
     if plan.cast_inputs != "none" or plan.compute == torch.float32:
         return ""
-    return f"inputs are not cast: a model that is given fp32 has to cast it to {dtype_name(plan.compute)} itself"
+    return (
+        "inputs are not cast: a model that is given fp32 has to cast it to "
+        f"{dtype_name(plan.compute)} itself"
+    )
 
 
 RULES: tuple[Callable[[Scene], str], ...] = (

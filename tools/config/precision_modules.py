@@ -16,9 +16,11 @@ ROLES = ("compute", "parameter", "gradient", "reduce", "master", "moment")
 
 @dataclass(frozen=True)
 class Row:
-    """One module, or equal modules of several layers: "layers.0-5.attention". dtypes: dtype name by role.
+    """One module, or equal modules of several layers: "layers.0-5.attention". dtypes: dtype name by
+    role.
 
-    bytes: by role, of the whole model; moments count twice. Roles without memory of their own are missing.
+    bytes: by role, of the whole model; moments count twice. Roles without memory of their own are
+        missing.
     """
 
     name: str
@@ -28,7 +30,8 @@ class Row:
 
 def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
     """Yield a row per module, equal ones of all layers together, in the order of the model."""
-    tensors = defaultdict[tuple[str, tuple[str, ...]], dict[int, int]](dict)  # (module, dtypes) -> layer -> elements
+    # (module, dtypes) -> layer -> elements
+    tensors = defaultdict[tuple[str, tuple[str, ...]], dict[int, int]](dict)
     for name, shape in logical_shapes(config).items():
         module, layer = _module(name)
         dtypes = tuple(_dtypes(plan, name, layer, config.layers).values())
@@ -42,9 +45,12 @@ def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
 
 
 def _module(name: str) -> tuple[str, int]:
-    """Return ("layers.*.attention", 3) for "layers.3.attention.query.weight"; other modules have layer -1."""
+    """Return ("layers.*.attention", 3) for "layers.3.attention.query.weight"; other modules have
+    layer -1."""
     first, *rest = name.split(".")
-    return (f"{first}.*.{rest[1]}", int(rest[0])) if first == "layers" else (first, -1)
+    if first == "layers":
+        return (f"{first}.*.{rest[1]}", int(rest[0]))
+    return (first, -1)
 
 
 def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
@@ -80,13 +86,20 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
 def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
     """Return True if this is the weight of a linear layer whose products are in FP8."""
     assert plan.fp8 is not None
-    linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router", "shared_gate"))
-    return linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating
+    linear = name.endswith(".weight") and not any(
+        other in name for other in ("norm", "router", "shared_gate")
+    )
+    return (
+        linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating
+    )
 
 
 def _row(plan: PrecisionPlan, name: str, elements: int, dtypes: dict[str, str]) -> Row:
     sizes = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "16 bits": 2, "fp8": 1}
     taken = {role: elements * sizes[dtypes[role]] for role in ("parameter", "gradient")}
-    taken["master"] = 0 if dtypes["master"] == dtypes["parameter"] else elements * sizes[dtypes["master"]]
+    if dtypes["master"] == dtypes["parameter"]:
+        taken["master"] = 0
+    else:
+        taken["master"] = elements * sizes[dtypes["master"]]
     taken["moment"] = 2 * elements * sizes[dtypes["moment"]]
     return Row(name, dtypes, taken)

@@ -1,7 +1,9 @@
-"""The tables [precision] and [fp8] of a run file: every key with its type, default, unit and a sentence of help.
+"""The tables [precision] and [fp8] of a run file: every key with its type, default, unit and a
+sentence of help.
 
-`PLAN_ONLY` are fields that a `PrecisionPlan` has and other systems' tables set, but no run computes with. They are
-fields of the tables, for a plan passes through them unchanged, and are not keys of a run file.
+`PLAN_ONLY` are fields that a `PrecisionPlan` has and other systems' tables set, but no run computes
+with. They are fields of the tables, for a plan passes through them unchanged, and are not keys of a
+run file.
 """
 
 from collections.abc import Mapping
@@ -25,19 +27,24 @@ PLAN_ONLY: Mapping[str, str] = {
 
 def _not_fp8(compute: object) -> object:
     if compute == "fp8":
-        raise UserError('compute = "fp8": FP8 products are set by fp8.kind, beside precision.compute = "bf16"')
+        raise UserError(
+            'compute = "fp8": FP8 products are set by fp8.kind, beside precision.compute = "bf16"'
+        )
     return compute
 
 
 class Precision(Table):
-    """Dtypes and loss scaling: these keys, or one table in the words of another system (docs/migrating.md)."""
+    """Dtypes and loss scaling: these keys, or one table in the words of another system
+    (docs/migrating.md)."""
 
     compute: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], BeforeValidator(_not_fp8)] = Field(
-        default="fp32", description="Dtype of matrix products and activations; fp64 is for parity checks."
+        default="fp32",
+        description="Dtype of matrix products and activations; fp64 is for parity checks.",
     )
     parameters: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["compute"],
-        description="Dtype of the model's weights; if wider than precision.compute, weights are cast for each "
+        description="Dtype of the model's weights; if wider than precision.compute, weights are cast for "
+        "each "
         "product; default: precision.compute.",
     )
     keep_fp32: tuple[str, ...] = Field(
@@ -55,14 +62,17 @@ class Precision(Table):
     )
     masters: Literal["fp32", "split", "none"] = Field(
         default="fp32",
-        description="Master weights of the optimizer. fp32: a copy in FP32; split: the bf16 weight and the 16 bits "
+        description="Master weights of the optimizer. fp32: a copy in FP32; split: the bf16 weight and "
+        "the 16 bits "
         "that FP32 has more; none: the optimizer updates the model's weights.",
     )
     masters_in_checkpoint: bool = Field(
-        default=True, description="Save master weights in checkpoints; false: save the model's weights only."
+        default=True,
+        description="Save master weights in checkpoints; false: save the model's weights only.",
     )
     moments: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Dtype of the optimizer's moments (AdamW's two running averages)."
+        default="fp32",
+        description="Dtype of the optimizer's moments (AdamW's two running averages).",
     )
     rounding: Literal["nearest", "stochastic"] = Field(
         default=default_of(PrecisionPlan, "rounding"),
@@ -74,7 +84,10 @@ class Precision(Table):
     )
     pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["residual"],
-        description="Dtype of the tensors that pipeline stages send each other; default: precision.residual.",
+        description=(
+            "Dtype of the tensors that pipeline stages send each other; default: "
+            "precision.residual."
+        ),
     )
     attention: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["compute"],
@@ -83,7 +96,8 @@ class Precision(Table):
     )
     scores: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="Dtype to which attention scores and probabilities are rounded; fp32: not rounded, as in a fused "
+        description="Dtype to which attention scores and probabilities are rounded; fp32: not rounded, "
+        "as in a fused "
         "attention kernel.",
     )
     buffers: Literal["fp32", "bf16", "fp16"] = Field(
@@ -92,34 +106,54 @@ class Precision(Table):
     output: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Dtype of the logits that the model returns and the loss reads."
     )
-    cast_inputs: Literal["none", "root", "inner", "all"] = Field(default=default_of(PrecisionPlan, "cast_inputs"))
-    tf32: bool = Field(
-        default=default_of(PrecisionPlan, "tf32"), description="Allow TF32 in matrix products of fp32 tensors."
+    cast_inputs: Literal["none", "root", "inner", "all"] = Field(
+        default=default_of(PrecisionPlan, "cast_inputs")
     )
-    loss_scale: float = Field(default=0.0, ge=0, description="Constant loss scale; 0: none, precision.scaling decides.")
+    tf32: bool = Field(
+        default=default_of(PrecisionPlan, "tf32"),
+        description="Allow TF32 in matrix products of fp32 tensors.",
+    )
+    loss_scale: float = Field(
+        default=0.0, ge=0, description="Constant loss scale; 0: none, precision.scaling decides."
+    )
     scaling: Literal["none", "constant", "dynamic"] = Field(
         default_factory=lambda known: (
-            "constant" if known["loss_scale"] else "dynamic" if known["compute"] == "fp16" else "none"
+            "constant"
+            if known["loss_scale"]
+            else "dynamic"
+            if known["compute"] == "fp16"
+            else "none"
         ),
-        description="Loss scaling; default: constant if precision.loss_scale is given, otherwise dynamic if "
+        description="Loss scaling; default: constant if precision.loss_scale is given, otherwise dynamic "
+        "if "
         "precision.compute is fp16, otherwise none.",
     )
     initial_scale: float = Field(
-        default=default_of(LossScaling, "initial"), gt=0, description="Dynamic loss scale of the first step."
+        default=default_of(LossScaling, "initial"),
+        gt=0,
+        description="Dynamic loss scale of the first step.",
     )
-    min_scale: float = Field(default=default_of(LossScaling, "minimum"), gt=0, description="Lowest dynamic loss scale.")
+    min_scale: float = Field(
+        default=default_of(LossScaling, "minimum"), gt=0, description="Lowest dynamic loss scale."
+    )
     max_scale: float = Field(
-        default=default_of(LossScaling, "maximum") or 0.0, ge=0, description="Highest dynamic loss scale; 0: 2^127."
+        default=default_of(LossScaling, "maximum") or 0.0,
+        ge=0,
+        description="Highest dynamic loss scale; 0: 2^127.",
     )
     hysteresis_refill: Literal["growth", "good_step"] = Field(
         default=default_of(LossScaling, "hysteresis_refill"),
-        description="When the overflows that precision.hysteresis tolerates are restored. growth: when the loss scale "
+        description="When the overflows that precision.hysteresis tolerates are restored. growth: when "
+        "the loss scale "
         "grows, as in Megatron-LM; good_step: after each step without overflow.",
     )
     growth_factor: float = Field(
         default=default_of(LossScaling, "growth_factor"),
         gt=1,
-        description="Factor by which the loss scale grows after precision.growth_interval steps without overflow.",
+        description=(
+            "Factor by which the loss scale grows after precision.growth_interval steps without "
+            "overflow."
+        ),
     )
     backoff_factor: float = Field(
         default=default_of(LossScaling, "backoff_factor"),
@@ -139,7 +173,8 @@ class Precision(Table):
     )
     on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default=default_of(PrecisionPlan, "on_nonfinite"),
-        description="What happens if the loss or a gradient is inf or NaN. skip: skip the update; raise: skip it and "
+        description="What happens if the loss or a gradient is inf or NaN. skip: skip the update; raise: "
+        "skip it and "
         "stop the run; ignore: apply the update.",
     )
     trace_overflows: bool = Field(
@@ -149,23 +184,30 @@ class Precision(Table):
     patience: int = Field(
         default=default_of(OverflowMonitor, "patience"),
         gt=0,
-        description="Number of consecutive skipped steps, at the lowest loss scale or with a loss that is inf or NaN, "
+        description="Number of consecutive skipped steps, at the lowest loss scale or with a loss that "
+        "is inf or NaN, "
         "after which the run stops.",
     )
 
 
 class FP8(Table):
-    """FP8 matrix products of linear layers: recipe, which weights, comparison with precision.compute."""
+    """FP8 matrix products of linear layers: recipe, which weights, comparison with
+    precision.compute."""
 
     kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx"] = Field(
         default="none",
-        description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax (largest magnitude) of "
-        "earlier passes; current: one per tensor, from the tensor itself; rowwise: one per row; blockwise: one per "
+        description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax (largest "
+        "magnitude) of "
+        "earlier passes; current: one per tensor, from the tensor itself; rowwise: one per "
+        "row; blockwise: one per "
         "block of 128; mx: one per 32 elements.",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default=default_of(FP8Recipe, "format"),
-        description="FP8 formats. hybrid: E5M2 for gradients, E4M3 for weights and activations; e4m3: E4M3 for all.",
+        description=(
+            "FP8 formats. hybrid: E5M2 for gradients, E4M3 for weights and activations; e4m3: "
+            "E4M3 for all."
+        ),
     )
     margin: int = Field(
         default=default_of(FP8Recipe, "margin"),
@@ -180,29 +222,39 @@ class FP8(Table):
     )
     amax_algo: Literal["max", "most_recent"] = Field(
         default=default_of(FP8Recipe, "amax_algo"),
-        description="Amax of the history that sets a delayed scale: the largest (max) or the latest (most_recent).",
+        description=(
+            "Amax of the history that sets a delayed scale: the largest (max) or the latest "
+            "(most_recent)."
+        ),
     )
     history: Literal["step", "te"] = Field(
         default=default_of(FP8Recipe, "history"),
-        description="When delayed scales are updated. step: after each step; te: after each micro-batch, as in "
+        description="When delayed scales are updated. step: after each step; te: after each micro-batch, "
+        "as in "
         "Transformer Engine.",
     )
     reduce_amax: bool = Field(
         default=default_of(FP8Recipe, "reduce_amax"),
-        description="Share the amaxes of delayed scales among replicas, by their maximum; false: each replica has its "
+        description="Share the amaxes of delayed scales among replicas, by their maximum; false: each "
+        "replica has its "
         "own scales.",
     )
     reduce_over: Literal["world", "stage"] = Field(
         default=default_of(FP8Recipe, "reduce_over"),
-        description="Ranks over which fp8.reduce_amax takes the maximum: all ranks (world), or those of one pipeline "
+        description="Ranks over which fp8.reduce_amax takes the maximum: all ranks (world), or those of "
+        "one pipeline "
         "stage (stage). The scales are the same, for no two stages share a tensor.",
     )
     power_2_scales: bool = Field(
-        default=default_of(FP8Recipe, "power_2_scales"), description="Round scales down to powers of two."
+        default=default_of(FP8Recipe, "power_2_scales"),
+        description="Round scales down to powers of two.",
     )
     parameters: bool = Field(
         default=default_of(FP8Recipe, "parameters"),
-        description="Hold the weights of FP8 products in FP8 only; the master weights are their only wide copy.",
+        description=(
+            "Hold the weights of FP8 products in FP8 only; the master weights are their only "
+            "wide copy."
+        ),
     )
     weight_gradients: bool = Field(
         default=default_of(FP8Recipe, "weight_gradients"),
@@ -228,12 +280,15 @@ class FP8(Table):
     )
     pad: bool = Field(
         default=default_of(FP8Recipe, "pad"),
-        description="Pad misaligned weights with zeros; false: compute their products in precision.compute.",
+        description=(
+            "Pad misaligned weights with zeros; false: compute their products in precision.compute."
+        ),
     )
     calibrate: int = Field(
         default=default_of(FP8Recipe, "calibrate"),
         ge=0,
-        description="Number of steps at the start of the run that record amaxes for delayed scales and compute in "
+        description="Number of steps at the start of the run that record amaxes for delayed scales and "
+        "compute in "
         "precision.compute.",
     )
     calibrating: bool = Field(
@@ -242,26 +297,30 @@ class FP8(Table):
     )
     backend: Literal["torch", "transformer_engine"] = Field(
         default=default_of(FP8Recipe, "backend"),
-        description="Library that casts and multiplies. torch: PyTorch's kernels; transformer_engine: for the kinds "
+        description="Library that casts and multiplies. torch: PyTorch's kernels; transformer_engine: "
+        "for the kinds "
         "delayed and current, on a GPU, if installed.",
     )
     shadow_every: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between comparisons, in which one micro-batch is also computed without FP8; "
+        description="Number of steps between comparisons, in which one micro-batch is also computed "
+        "without FP8; "
         "0: never.",
     )
     shadow_loss_gap: float = Field(
         default=0.01,
         gt=0,
-        description="Relative difference between the losses with and without FP8 above which a comparison raises an "
+        description="Relative difference between the losses with and without FP8 above which a "
+        "comparison raises an "
         "alarm.",
     )
     shadow_cosine: float = Field(
         default=0.9,
         gt=-1,
         lt=1,
-        description="Cosine between a weight's gradients with and without FP8 below which a comparison raises an "
+        description="Cosine between a weight's gradients with and without FP8 below which a comparison "
+        "raises an "
         "alarm.",
     )
 

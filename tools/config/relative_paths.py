@@ -1,5 +1,5 @@
-"""A path in a run file is relative to the working directory. Many expect it to be relative to the run file, so the
-error that a file is not found says if it lies there.
+"""A path in a run file is relative to the working directory. Many expect it to be relative to the
+run file, so the error that a file is not found says if it lies there.
 """
 
 from pathlib import Path
@@ -11,17 +11,26 @@ STANDARD_LIBRARY = "python"  # a text that is no file
 
 
 def beside_run_file(origin: str, name: str) -> str:
-    """Return what to add to the error that `name` is not found: whether it lies beside the run file that names it.
+    """Return what to add to the error that `name` is not found: whether it lies beside the run file
+    that names it.
 
-    origin: of the value `name`, as in `RunConfig.origin`. Empty if it is found, and if no other place was meant: the
-    run file is in the working directory, or the path is absolute or from the command line.
+    origin: of the value `name`, as in `RunConfig.origin`. Empty if it is found, and if no other
+    place was meant: the run file is in the working directory, or the path is absolute or from the
+    command line.
     """
     folder = Path(origin.removeprefix(FROM_FILE)).parent
     from_elsewhere = origin.startswith(FROM_FILE) and folder.resolve() != Path.cwd()
-    if not from_elsewhere or name == STANDARD_LIBRARY or name.startswith(("/", "~")) or _is_there(Path(name)):
+    if (
+        not from_elsewhere
+        or name == STANDARD_LIBRARY
+        or name.startswith(("/", "~"))
+        or _is_there(Path(name))
+    ):
         return ""
     if _is_there(folder / name):
-        return f"; {folder / name} is there: a path in a run file is relative to the working directory"
+        return (
+            f"; {folder / name} is there: a path in a run file is relative to the working directory"
+        )
     return f"; nor is there {folder / name}, beside the run file"
 
 

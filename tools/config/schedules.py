@@ -1,4 +1,5 @@
-"""The pipeline schedule of [parallel]: built by its kind for the run's micro-batches, or read from a file."""
+"""The pipeline schedule of [parallel]: built by its kind for the run's micro-batches, or read from
+a file."""
 
 import sys
 from functools import lru_cache
@@ -24,7 +25,8 @@ TELLING = 4096  # forward passes of a schedule whose building takes so long that
 
 @lru_cache(maxsize=8)
 def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Return the schedule for stages of equal cost. It is built once, and announced if that takes some seconds."""
+    """Return the schedule for stages of equal cost. It is built once, and announced if that takes
+    some seconds."""
     if (passes := pipeline * microbatches * (chunks or 1)) > TELLING and not schedule_problems(
         kind, pipeline, microbatches, chunks
     ):
@@ -33,7 +35,8 @@ def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Sche
 
 
 def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
-    """Return the schedule of [parallel], planned for this cost. Raises UserError that names the keys."""
+    """Return the schedule of [parallel], planned for this cost. Raises UserError that names the
+    keys."""
     p = parallel
     if not p.schedule_file:
         if problems := chunk_problems(p.schedule, p.chunks):
@@ -45,17 +48,21 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
     check(made)
     here = f"parallel.schedule_file {p.schedule_file}"
     if len(made.programs) != p.pipeline:
-        raise UserError(f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}")
+        raise UserError(
+            f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}"
+        )
     if made.microbatches != microbatches:
         raise UserError(
-            f"{here}: has {made.microbatches} micro-batches, but train.global_batch over train.micro_batch x "
+            f"{here}: has {made.microbatches} micro-batches, but train.global_batch over "
+            "train.micro_batch x "
             f"parallel.data is {microbatches}"
         )
     return made
 
 
 def read_schedule(path: str) -> Schedule:
-    """Read a schedule from a text file without checking that it can run. Raises UserError that names the file."""
+    """Read a schedule from a text file without checking that it can run. Raises UserError that
+    names the file."""
     try:
         return Schedule.parse(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +73,8 @@ def read_schedule(path: str) -> Schedule:
 
 
 def stage_count(parallel: Parallel, microbatches: int) -> int:
-    """Return the number of stages. Raises UserError, as `pipeline_schedule` does; only a file's schedule is made."""
+    """Return the number of stages. Raises UserError, as `pipeline_schedule` does; only a file's
+    schedule is made."""
     p = parallel
     if p.schedule_file:
         return len(pipeline_schedule(p, microbatches).rank_of_stage)

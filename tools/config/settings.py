@@ -1,8 +1,10 @@
-"""The tables of a run file but [model], [data], [precision] and [fp8]: every key with its type, default, unit and help.
+"""The tables of a run file but [model], [data], [precision] and [fp8]: every key with its type,
+default, unit and help.
 
-A key stands once; reading, checking, `megaprec keys` and the saved run file all come from these fields. Defaults of
-the optimizer are read from its classes. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 is not
-a whole number and "true" is not true.
+A key stands once; reading, checking, `megaprec keys` and the saved run file all come from these
+fields. Defaults of the optimizer are read from its classes. `[model]` is
+`models.config.ModelConfig`. Values are read strictly: 8.0 is not a whole number and "true" is not
+true.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,10 +19,14 @@ from tools.config.table import MOST, MOST_RANKS, MOST_STEPS, FilePath, Table, de
 
 
 class Parallel(Table):
-    """Layout: tensor x pipeline x context x data ranks, pipeline schedule, activation checkpointing, ZeRO-1."""
+    """Layout: tensor x pipeline x context x data ranks, pipeline schedule, activation
+    checkpointing, ZeRO-1."""
 
     tensor: int = Field(
-        default=1, gt=0, le=MOST_RANKS, description="Number of tensor-parallel ranks, which share each layer."
+        default=1,
+        gt=0,
+        le=MOST_RANKS,
+        description="Number of tensor-parallel ranks, which share each layer.",
     )
     pipeline: int = Field(
         default=1,
@@ -32,44 +38,52 @@ class Parallel(Table):
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of data-parallel replicas of the model, each with its own samples. If a run file names "
-        "neither this nor parallel.tensor nor parallel.pipeline, it is the number of ranks that torchrun or Slurm "
+        description="Number of data-parallel replicas of the model, each with its own samples. If a run "
+        "file names "
+        "neither this nor parallel.tensor nor parallel.pipeline, it is the number of ranks "
+        "that torchrun or Slurm "
         "starts.",
     )
     context: int = Field(
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of context-parallel ranks, which share each sequence: each computes its part of the "
+        description="Number of context-parallel ranks, which share each sequence: each computes its part "
+        "of the "
         "tokens.",
     )
     context_by: Literal["ring", "gather"] = Field(
         default="ring",
-        description="Attention of sequences that parallel.context cuts. ring: keys and values go round the ranks; "
+        description="Attention of sequences that parallel.context cuts. ring: keys and values go round "
+        "the ranks; "
         "gather: each rank gathers those of the whole sequence, for one layer at a time.",
     )
     expert: int = Field(
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of ranks over which the experts of each layer are spread, of the data x tensor ranks of a "
+        description="Number of ranks over which the experts of each layer are spread, of the data x "
+        "tensor ranks of a "
         "stage; tokens travel to their experts.",
     )
     expert_tensor: int = Field(
         default=0,
         ge=0,
         le=MOST_RANKS,
-        description="Number of slices of each expert over tensor-parallel ranks, a divisor of parallel.tensor: with 1 "
+        description="Number of slices of each expert over tensor-parallel ranks, a divisor of "
+        "parallel.tensor: with 1 "
         "experts are whole; 0: parallel.tensor.",
     )
     sequence: bool = Field(
         default=False,
-        description="Sequence parallelism: shard activations along the sequence over the tensor-parallel ranks, "
+        description="Sequence parallelism: shard activations along the sequence over the tensor-parallel "
+        "ranks, "
         "outside of the matrix products.",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
         default="1f1b",
-        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per rank), or one of the "
+        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per rank), or "
+        "one of the "
         "zero-bubble schedules zb-h1, zb-h2 and zb-v.",
     )
     chunks: int = Field(
@@ -80,7 +94,8 @@ class Parallel(Table):
     )
     schedule_file: FilePath = Field(
         default="",
-        description="Text file with a pipeline schedule, used instead of parallel.schedule and parallel.chunks; "
+        description="Text file with a pipeline schedule, used instead of parallel.schedule and "
+        "parallel.chunks; "
         "empty: none.",
     )
     cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
@@ -96,70 +111,87 @@ class Parallel(Table):
     recompute_modules: tuple[Module, ...] = Field(
         default_factory=lambda known: ("attention",) if known["recompute"] == "selective" else (),
         strict=False,
-        description='Modules that parallel.recompute = "selective" recomputes in every layer, of ["attention", '
+        description='Modules that parallel.recompute = "selective" recomputes in every layer, of '
+        '["attention", '
         '"activation", "norm"]; default: ["attention"].',
     )
     recompute_layers: int = Field(
         default=0,
         ge=0,
         le=10_000,
-        description='Number of layers, counted from the start of each stage, that parallel.recompute = "full" '
+        description="Number of layers, counted from the start of each stage, that parallel.recompute = "
+        '"full" '
         "recomputes; 0: parallel.recompute_fraction decides.",
     )
     recompute_fraction: float = Field(
-        default_factory=lambda known: float(known["recompute"] == "full" and not known["recompute_layers"]),
+        default_factory=lambda known: float(
+            known["recompute"] == "full" and not known["recompute_layers"]
+        ),
         ge=0,
         le=1,
-        description='Fraction of the layers, counted from the start of each stage, that parallel.recompute = "full" '
+        description="Fraction of the layers, counted from the start of each stage, that "
+        'parallel.recompute = "full" '
         "recomputes; default: 1.0 unless parallel.recompute_layers is given.",
     )
     zero: bool = Field(
         default=True,
-        description="ZeRO-1: shard master weights and moments over the replicas, and over the context-parallel "
+        description="ZeRO-1: shard master weights and moments over the replicas, and over the "
+        "context-parallel "
         "ranks of each; false: each holds all.",
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",
-        description="Overlap gradient reduction with the backward pass and weight gathering with the forward pass; "
+        description="Overlap gradient reduction with the backward pass and weight gathering with the "
+        "forward pass; "
         "auto: on GPUs, with several replicas.",
     )
     bucket: int = Field(
         default=default_of(ParallelAMPOptimizer, "bucket"),
         ge=0,
-        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 million, or a million "
+        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 million, "
+        "or a million "
         "for each replica if that is more.",
     )
     zero_size: int = Field(
         default=default_of(ParallelAMPOptimizer, "zero_size"),
         ge=0,
         le=MOST_RANKS,
-        description="Number of neighboring ranks with equal weights (replicas, and the context-parallel ranks of each) "
+        description="Number of neighboring ranks with equal weights (replicas, and the context-parallel "
+        "ranks of each) "
         "over which ZeRO-1 shards one copy of the optimizer state; 0: all of them.",
     )
     elastic: bool = Field(
         default=False,
-        description="Train in the largest layout that fits if fewer ranks are there than [parallel] needs, and in the "
+        description="Train in the largest layout that fits if fewer ranks are there than [parallel] "
+        "needs, and in the "
         "given layout once enough are there again; false: refuse another number of ranks.",
     )
     timeout: float = Field(
         default=60.0,
         gt=0,
         le=86_400,
-        description="Time limit of a step, in seconds beyond the slowest step so far; then the run ends and names the "
-        "rank that hangs. Loading, the first step, evaluations and saves may take 10 minutes, or this if it is longer; "
+        description="Time limit of a step, in seconds beyond the slowest step so far; then the run ends "
+        "and names the "
+        "rank that hangs. Loading, the first step, evaluations and saves may take 10 "
+        "minutes, or this if it is longer; "
         "a rank without a heartbeat ends them after this.",
     )
 
     def overlaps(self, device: str) -> bool:
-        """Return True if replicas communicate during the passes. device: type of the ranks' devices.
+        """Return True if replicas communicate during the passes. device: type of the ranks'
+        devices.
 
-        On a CPU the ranks compute and communicate on the same cores, so "auto" does not overlap there.
+        On a CPU the ranks compute and communicate on the same cores, so "auto" does not overlap
+        there.
         """
-        return device == "cuda" and self.copies > 1 if self.overlap == "auto" else self.overlap
+        if self.overlap == "auto":
+            return device == "cuda" and self.copies > 1
+        return self.overlap
 
     @property
     def copies(self) -> int:
-        """The number of ranks with equal weights, over which gradients are summed: data x context."""
+        """The number of ranks with equal weights, over which gradients are summed: data x
+        context."""
         return self.data * self.context
 
     @property
@@ -172,10 +204,13 @@ class Group(Table):
     """Parameters with another learning rate or weight decay than the rest."""
 
     pattern: str = Field(
-        min_length=1, description="Pattern of logical names, with * and ?; the first pattern that matches counts."
+        min_length=1,
+        description="Pattern of logical names, with * and ?; the first pattern that matches counts.",
     )
     lr: float | None = Field(default=None, ge=0, description="Factor of the learning rate.")
-    weight_decay: float | None = Field(default=None, ge=0, description="Factor of optimizer.weight_decay.")
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="Factor of optimizer.weight_decay."
+    )
 
 
 class Optimizer(Table):
@@ -184,17 +219,24 @@ class Optimizer(Table):
     name: str = Field(
         default="adamw",
         min_length=1,
-        description="Update rule: adamw, sgd, muon, or an elementwise optimizer class of torch.optim such as RAdam.",
+        description=(
+            "Update rule: adamw, sgd, muon, or an elementwise optimizer class of torch.optim "
+            "such as RAdam."
+        ),
     )
     options: dict[str, Any] = Field(
         default={},
-        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; adamw, also as a part "
+        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; adamw, "
+        "also as a part "
         "of muon, has optimizer.betas and optimizer.eps instead.",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=default_of(AdamW, "betas"),
         strict=False,
-        description="Decay rates of AdamW's first and second moment, per step; of muon for what AdamW updates.",
+        description=(
+            "Decay rates of AdamW's first and second moment, per step; of muon for what AdamW "
+            "updates."
+        ),
     )
     eps: float = Field(
         default=default_of(AdamW, "eps"),
@@ -204,7 +246,8 @@ class Optimizer(Table):
     weight_decay: float = Field(
         default=default_of(ParallelAMPOptimizer, "weight_decay"),
         ge=0,
-        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, times the learning "
+        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, times the "
+        "learning "
         "rate.",
     )
     groups: tuple[Group, ...] = Field(
@@ -226,11 +269,14 @@ class Optimizer(Table):
     )
     native: bool = Field(
         default=default_of(ParallelAMPOptimizer, "native"),
-        description="Run adamw with a C kernel where master weights are fp32; CPU only, needs a C compiler.",
+        description=(
+            "Run adamw with a C kernel where master weights are fp32; CPU only, needs a C compiler."
+        ),
     )
     validation: Literal["before", "after"] = Field(
         default="before",
-        description="When ranks agree that a step is finite. before: before the update; after: during the next step, "
+        description="When ranks agree that a step is finite. before: before the update; after: during "
+        "the next step, "
         "and the update is undone if it was wrong.",
     )
 
@@ -238,87 +284,126 @@ class Optimizer(Table):
 class LR(Table):
     """Learning-rate schedule."""
 
-    peak: float = Field(default=3e-4, gt=0, description="Highest learning rate, reached at the end of the warmup.")
+    peak: float = Field(
+        default=3e-4, gt=0, description="Highest learning rate, reached at the end of the warmup."
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, or wsd (warmup, "
+        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, or "
+        "wsd (warmup, "
         "stable, decay).",
     )
     warmup: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="Length of the linear warmup from 0 to lr.peak, in lr.unit."
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="Length of the linear warmup from 0 to lr.peak, in lr.unit.",
     )
-    final: float = Field(default=0.0, ge=0, description="Learning rate at the end of the schedule, and after it.")
+    final: float = Field(
+        default=0.0, ge=0, description="Learning rate at the end of the schedule, and after it."
+    )
     decay: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="Length of the decay of wsd at the end of the schedule, in lr.unit."
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="Length of the decay of wsd at the end of the schedule, in lr.unit.",
     )
     length: int = Field(
         default=0,
         ge=0,
         le=MOST_STEPS,
-        description="Length of the schedule, warmup included, in lr.unit, after which the rate is lr.final; 0: the "
+        description="Length of the schedule, warmup included, in lr.unit, after which the rate is "
+        "lr.final; 0: the "
         "length of the run.",
     )
-    unit: Literal["steps", "samples"] = Field(default="steps", description="Unit of lr.warmup, lr.decay and lr.length.")
+    unit: Literal["steps", "samples"] = Field(
+        default="steps", description="Unit of lr.warmup, lr.decay and lr.length."
+    )
 
 
 class Train(Table):
     """Length of the run, batch sizes, first weights, evaluation, folder and device."""
 
-    steps: int = Field(gt=0, le=MOST_STEPS, description="Number of optimizer steps, skipped ones included.")
-    global_batch: int = Field(gt=0, le=MOST, description="Number of sequences per step, over all replicas.")
-    micro_batch: int = Field(gt=0, le=MOST, description="Number of sequences per forward pass of one replica.")
+    steps: int = Field(
+        gt=0, le=MOST_STEPS, description="Number of optimizer steps, skipped ones included."
+    )
+    global_batch: int = Field(
+        gt=0, le=MOST, description="Number of sequences per step, over all replicas."
+    )
+    micro_batch: int = Field(
+        gt=0, le=MOST, description="Number of sequences per forward pass of one replica."
+    )
     seq_length: int = Field(gt=0, le=MOST, description="Sequence length, in tokens.")
     init_from: FilePath = Field(
         default="",
-        description="Folder of a checkpoint, in any format that megaprec reads, from which the run takes its first "
+        description="Folder of a checkpoint, in any format that megaprec reads, from which the run takes "
+        "its first "
         "weights, [model] and tokenizer; empty: random weights.",
     )
-    seed: int = Field(default=1234, ge=0, description="Random seed of weights, dropout and sample order.")
+    seed: int = Field(
+        default=1234, ge=0, description="Random seed of weights, dropout and sample order."
+    )
     numerics: Literal["fast", "canonical"] = Field(
         default="fast",
-        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order in every layout, so "
+        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order in "
+        "every layout, so "
         "that all layouts give the same bits (docs/canonical.md).",
     )
     canonical_shards: int = Field(
         default=2,
         gt=0,
         le=1024,
-        description="Number of pieces that every layer is cut into if train.numerics is canonical: a multiple of "
-        "parallel.tensor in all layouts that are to be equal; 1 only serves layouts with parallel.tensor = 1.",
+        description="Number of pieces that every layer is cut into if train.numerics is canonical: a "
+        "multiple of "
+        "parallel.tensor in all layouts that are to be equal; 1 only serves layouts with "
+        "parallel.tensor = 1.",
     )
     eval_every: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between evaluations on the held-out data, data.validation and data.lm_eval; 0: "
+        description="Number of steps between evaluations on the held-out data, data.validation and "
+        "data.lm_eval; 0: "
         "never.",
     )
-    eval_batches: int = Field(default=4, gt=0, le=MOST, description="Number of global batches per evaluation.")
+    eval_batches: int = Field(
+        default=4, gt=0, le=MOST, description="Number of global batches per evaluation."
+    )
     sentinel: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between checks for hardware that computes wrongly: every such step, replicas "
+        description="Number of steps between checks for hardware that computes wrongly: every such step, "
+        "replicas "
         "compare their weights and compute one micro-batch of each other again; 0: never.",
     )
     compile: Literal["off", "leaves", "block"] = Field(
         default="off",
-        description="Compilation by torch before the first step, which changes rounding. leaves: norms, rotary "
-        "positions, gates, dropout and losses, each alone; block: all that lies between two matrix products of a layer "
+        description="Compilation by torch before the first step, which changes rounding. leaves: norms, "
+        "rotary "
+        "positions, gates, dropout and losses, each alone; block: all that lies between two "
+        "matrix products of a layer "
         "in one, and the other leaves; off: all is computed operator by operator.",
     )
     folder: FilePath = Field(
-        default="runs/default", min_length=1, description="Folder of the run: metrics, checkpoints and plots."
+        default="runs/default",
+        min_length=1,
+        description="Folder of the run: metrics, checkpoints and plots.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Device; auto: cuda if each local rank has a CUDA device, otherwise cpu."
+        default="auto",
+        description="Device; auto: cuda if each local rank has a CUDA device, otherwise cpu.",
     )
     threads: int = Field(
-        default=0, ge=0, description="CPU threads per rank; 0: the cores divided by the number of local ranks."
+        default=0,
+        ge=0,
+        description="CPU threads per rank; 0: the cores divided by the number of local ranks.",
     )
     restarts: int = Field(
         default=3,
         ge=0,
-        description="Number of times that `megaprec train` starts its local ranks again, from the newest checkpoint, "
-        "after one of them has crashed or was killed; 0: never. A fault that comes with certainty thus ends the run "
+        description="Number of times that `megaprec train` starts its local ranks again, from the newest "
+        "checkpoint, "
+        "after one of them has crashed or was killed; 0: never. A fault that comes with "
+        "certainty thus ends the run "
         "soon. For ranks of torchrun its --max-restarts counts.",
     )
 
@@ -327,24 +412,31 @@ class Checkpoint(Table):
     """Saving and resuming."""
 
     every: int = Field(
-        default=500, ge=0, description="Number of steps between checkpoints; 0: only at the end of the run."
+        default=500,
+        ge=0,
+        description="Number of steps between checkpoints; 0: only at the end of the run.",
     )
     keep: Annotated[int, Field(gt=0)] | Literal["all"] = Field(
         default=2,
-        description="Number of newest checkpoints to keep; older ones that this folder's runs have saved are deleted. "
+        description="Number of newest checkpoints to keep; older ones that this folder's runs have saved "
+        "are deleted. "
         '"all": none is deleted.',
     )
     keep_every: int = Field(
-        default=0, ge=0, description="Checkpoints of each multiple of this step are never deleted; 0: of none."
+        default=0,
+        ge=0,
+        description="Checkpoints of each multiple of this step are never deleted; 0: of none.",
     )
     background: bool = Field(
         default=True,
-        description="Write checkpoints beside the next steps, from a copy of the state in host memory; false: between "
+        description="Write checkpoints beside the next steps, from a copy of the state in host memory; "
+        "false: between "
         "steps, without a copy.",
     )
     resume: bool = Field(
         default=True,
-        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one from an "
+        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there "
+        "is one from an "
         "earlier run.",
     )
 
@@ -365,25 +457,35 @@ class Log(Table):
         '"my_tracker.py:function"]; empty: metrics.jsonl alone.',
     )
     plot: bool = Field(default=True, description="Draw training.png at the end of the run.")
-    plot_over: Literal["steps", "tokens"] = Field(default="steps", description="Horizontal axis of training.png.")
+    plot_over: Literal["steps", "tokens"] = Field(
+        default="steps", description="Horizontal axis of training.png."
+    )
     timeline: int = Field(
         default=0,
         ge=0,
-        description="Number of the step whose pipeline timeline is written to timeline.json, for Perfetto; 0: none.",
+        description=(
+            "Number of the step whose pipeline timeline is written to timeline.json, for "
+            "Perfetto; 0: none."
+        ),
     )
     digests: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between digests of weights, moments and loss scaler by logical tensor in "
+        description="Number of steps between digests of weights, moments and loss scaler by logical "
+        "tensor in "
         "digests.jsonl, which are the same in every layout; 0: none.",
     )
-    progress: bool = Field(default=True, description="Show a progress line if the output is a terminal.")
+    progress: bool = Field(
+        default=True, description="Show a progress line if the output is a terminal."
+    )
     peak_tflops: float = Field(
         default=0.0,
         ge=0,
-        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; 0: that of the GPU's "
+        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; 0: "
+        "that of the GPU's "
         "data sheet if it is known, otherwise no MFU.",
     )
     sample: str = Field(
-        default="", description="Prompt from which the model generates text at the end of the run; empty: none."
+        default="",
+        description="Prompt from which the model generates text at the end of the run; empty: none.",
     )

@@ -1,4 +1,5 @@
-"""Common parts of the tables of a run file: strict reading, paths that expand ~, defaults that a library states."""
+"""Common parts of the tables of a run file: strict reading, paths that expand ~, defaults that a
+library states."""
 
 import inspect
 import os
@@ -15,7 +16,8 @@ MOST_STEPS = 2**53  # up to here a float holds every whole number
 
 
 def _expanded(path: str) -> str:
-    """Return the path with ~ expanded. Raises ValueError if no file can have it, or no home folder is known."""
+    """Return the path with ~ expanded. Raises ValueError if no file can have it, or no home folder
+    is known."""
     if problem := path_problem(path) or home_problem(path):
         raise ValueError(problem)
     return os.path.expanduser(path)

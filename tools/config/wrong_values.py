@@ -27,7 +27,10 @@ def too_large(given: Mapping[str, Given]) -> Iterator[str]:
     """Yield a problem for each value with an integer that needs more than 64 bits."""
     for key, entry in given.items():
         if any(not -MOST - 1 <= number <= MOST for number in _integers(entry.value)):
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): an integer must lie between -2^63 and 2^63 - 1"
+            yield (
+                f"{key} = {toml(entry.value)} ({entry.origin}): an integer must lie between -2^63 "
+                "and 2^63 - 1"
+            )
 
 
 def _integers(value: Any) -> Iterator[int]:
@@ -39,9 +42,14 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def explained(
-    table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given], missing_too: bool
+    table: str,
+    kind: type[BaseModel],
+    error: ValidationError,
+    given: Mapping[str, Given],
+    missing_too: bool,
 ) -> Iterator[str]:
-    """Yield pydantic's findings in one table as lines that name key, value, origin and the values that are allowed.
+    """Yield pydantic's findings in one table as lines that name key, value, origin and the values
+    that are allowed.
 
     missing_too: report missing keys as well.
     """
@@ -60,8 +68,11 @@ def explained(
             yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {must}"
 
 
-def _alternatives_joined(kind: type[BaseModel], found: Sequence[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Yield the findings, those about a value that may have one of several types as one: pydantic has one for each."""
+def _alternatives_joined(
+    kind: type[BaseModel], found: Sequence[ErrorDetails]
+) -> Iterator[ErrorDetails]:
+    """Yield the findings, those about a value that may have one of several types as one: pydantic
+    has one for each."""
     for key, of_key in groupby(found, lambda one: one["loc"][:1]):
         field = kind.model_fields.get(str(key[0])) if key else None
         if field is None or get_origin(field.annotation) not in (Union, UnionType):
@@ -73,14 +84,18 @@ def _alternatives_joined(kind: type[BaseModel], found: Sequence[ErrorDetails]) -
 
 
 def _like(kind: type[BaseModel], found: ErrorDetails) -> str:
-    """Return an example of a key that holds a table or a list, if its value is none or has items of another kind."""
+    """Return an example of a key that holds a table or a list, if its value is none or has items of
+    another kind."""
     field = kind.model_fields[str(found["loc"][0])]
     example = inside_of(field, "[" if get_origin(field.annotation) is tuple else "{")
-    return f", like {example}" if example and found["type"] in ("model_type", "tuple_type") else ""
+    if example and found["type"] in ("model_type", "tuple_type"):
+        return f", like {example}"
+    return ""
 
 
 def inside_of(field: FieldInfo, bracket: str) -> str:
-    """Return the example of a table ("{") or a list ("[") in the description of a key, or a list's default; else ""."""
+    """Return the example of a table ("{") or a list ("[") in the description of a key, or a list's
+    default; else ""."""
     pattern = r"such as (\{.*?\})" if bracket == "{" else r"(\[.*\])"
     if example := re.search(pattern, field.description or ""):
         return example[1]
@@ -97,18 +112,31 @@ def _must(found: ErrorDetails) -> str:
     place = inside[0] if inside else None
     if _is_field(inside):
         message = f"{inside[1]} {message}"
-    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
+    if place is None:
+        where = ""
+    elif isinstance(place, int):
+        where = f"value {place + 1} "
+    else:
+        where = f"{place} "
     if found["type"] == "literal_error":
-        expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+        expected = (
+            str(found.get("ctx", {}).get("expected", ""))
+            .replace("'", "")
+            .replace(" or ", ", ")
+            .split(", ")
+        )
         message += did_you_mean(str(found["input"]), expected)
     return where + message
 
 
 def _lacks(inside: Sequence[int | str]) -> str:
-    """Return the line about a missing value at a place inside a value: a key of a table, or an item of a list."""
+    """Return the line about a missing value at a place inside a value: a key of a table, or an item
+    of a list."""
     if _is_field(inside):
         return f"value {inside[0] + 1} lacks {inside[1]}"
-    return f"it lacks {inside[0]}" if isinstance(inside[0], str) else "too few values"
+    if isinstance(inside[0], str):
+        return f"it lacks {inside[0]}"
+    return "too few values"
 
 
 def _is_field(inside: Sequence[int | str]) -> TypeGuard[tuple[int, str]]:

@@ -33,7 +33,8 @@ def tell_left_out(source: Source) -> None:
 
 @contextmanager
 def _shown(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
-    """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise not at all."""
+    """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise
+    not at all."""
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     # Releases of rich before 15 print an empty line also after a bar that is disabled.
     with bar if console.is_terminal else nullcontext():
@@ -42,12 +43,15 @@ def _shown(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
 
 @contextmanager
 def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
-    """Show, on stderr, the progress of tokenizing a text; yields the callback of `megaprec.data.build`."""
+    """Show, on stderr, the progress of tokenizing a text; yields the callback of
+    `megaprec.data.build`."""
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = (words, BarColumn(BAR), TaskProgressColumn(), TimeRemainingColumn(compact=True))
     if not console.is_terminal:
-        console.print(f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True
+        )
     tell_left_out(source)
     with _shown(console, *columns) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
@@ -59,10 +63,13 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
             now = time.monotonic()
             parts = [f"{documents:,} documents", f"{tokens:,} tokens"]
             if first is None:
-                first, before = (documents, chars, tokens), now
+                first = (documents, chars, tokens)
+                before = now
             else:
                 parts.append(f"{(tokens - first[2]) / max(now - before, 1e-3):,.0f} tokens/s")
-            bar.update(task, completed=chars, description=fitting(parts, console.width - BAR - BESIDE))
+            bar.update(
+                task, completed=chars, description=fitting(parts, console.width - BAR - BESIDE)
+            )
             if not console.is_terminal and now - said > PLAIN_SECONDS:
                 said = now
                 line = f"{chars / 1e6:,.0f} M characters  {'  '.join(parts)}"
@@ -72,22 +79,31 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
 
 
 class Steps:
-    """A bar over the steps of a run on stdout, the last line; other lines are printed above it and stay."""
+    """A bar over the steps of a run on stdout, the last line; other lines are printed above it and
+    stay."""
 
     def __init__(self, done: int, total: int) -> None:
-        room = BarColumn(bar_width=None, table_column=Column(ratio=1))  # takes the width that the words leave
-        columns = (TextColumn("step {task.completed}/{task.total}"), room, TextColumn("{task.fields[said]}"))
-        self._bar, self._total = Progress(*columns, console=Console(), expand=True), total
+        # takes the width that the words leave
+        room = BarColumn(bar_width=None, table_column=Column(ratio=1))
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            room,
+            TextColumn("{task.fields[said]}"),
+        )
+        self._bar = Progress(*columns, console=Console(), expand=True)
+        self._total = total
         self._task = self._bar.add_task("", total=total, completed=done, said="")
         self._bar.start()
 
     def update(self, step: int, said: list[str]) -> None:
-        """Show how far the run is. said: parts, of which the last ones that leave `BAR` columns are shown."""
+        """Show how far the run is. said: parts, of which the last ones that leave `BAR` columns are
+        shown."""
         room = self._bar.console.width - len(f"step {step}/{self._total}") - BAR - 2
         self._bar.update(self._task, completed=step, said=fitting(said, room))
 
     def say(self, line: str) -> None:
-        """Print a line above the bar, broken between its parts, which are separated by two spaces."""
+        """Print a line above the bar, broken between its parts, which are separated by two
+        spaces."""
         shown = wrapped_parts(line, self._bar.console.width)
         self._bar.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
@@ -97,7 +113,8 @@ class Steps:
 
 @contextmanager
 def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
-    """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just moved and a word."""
+    """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just
+    moved and a word."""
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = (words, BarColumn(BAR), DownloadColumn(), TimeRemainingColumn(compact=True))
@@ -108,16 +125,21 @@ def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
 
 @contextmanager
 def scoring(name: str) -> Iterator[Callable[[int], None]]:
-    """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the tokens just done."""
+    """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the
+    tokens just done."""
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     with _shown(console, words) as bar:
-        task, began, done = bar.add_task(f"evaluating {name}", total=None), time.monotonic(), 0
+        task = bar.add_task(f"evaluating {name}", total=None)
+        began = time.monotonic()
+        done = 0
 
         def on_tokens(tokens: int) -> None:
             nonlocal done
             done += tokens
             speed = done / max(time.monotonic() - began, 1e-3)
-            bar.update(task, description=f"evaluating {name}  {done:,} tokens  {speed:,.0f} tokens/s")
+            bar.update(
+                task, description=f"evaluating {name}  {done:,} tokens  {speed:,.0f} tokens/s"
+            )
 
         yield on_tokens

@@ -1,8 +1,10 @@
-"""Standard output and standard error that may fail: a full disk, a reader that has gone, a stream that was closed.
+"""Standard output and standard error that may fail: a full disk, a reader that has gone, a stream
+that was closed.
 
-A command whose output is lost ends with one line. To a run its output is not worth the training: metrics.jsonl has all
-of it. So it goes on, with a warning on stderr; if the reader of a pipe is gone, it ends as if its terminal were closed.
-What cannot be written on stderr is dropped, for there is no other place to tell it.
+A command whose output is lost ends with one line. To a run its output is not worth the training:
+metrics.jsonl has all of it. So it goes on, with a warning on stderr; if the reader of a pipe is
+gone, it ends as if its terminal were closed. What cannot be written on stderr is dropped, for there
+is no other place to tell it.
 """
 
 import errno
@@ -38,7 +40,8 @@ class _Output(_Error):
     _told = _left = False
 
     def _failed(self, error: OSError) -> None:
-        first, self._told = not self._told, True
+        first = not self._told
+        self._told = True
         if first and not self.spared:
             error.filename = "standard output"
             raise error
@@ -48,19 +51,30 @@ class _Output(_Error):
             self._leave()
         elif first:
             error.filename = "standard output"
-            print(f"warning    {file_error(error)}; training goes on without it", file=sys.stderr, flush=True)
+            print(
+                f"warning    {file_error(error)}; training goes on without it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _leave(self) -> None:
         """Stop the run as a closed terminal does, once it listens to that."""
         if not self._left and callable(signal.getsignal(signal.SIGHUP)):
             self._left = True
-            print("note: nobody reads standard output any more: training stops", file=sys.stderr, flush=True)
+            print(
+                "note: nobody reads standard output any more: training stops",
+                file=sys.stderr,
+                flush=True,
+            )
             signal.raise_signal(signal.SIGHUP)
 
 
 def guard_streams() -> None:
-    """Take over standard output and standard error. What they cannot encode is escaped; a closed one is /dev/null."""
-    for number in range(3):  # else the next file that is opened would be a standard stream of child processes
+    """Take over standard output and standard error. What they cannot encode is escaped; a closed
+    one is /dev/null."""
+    for number in range(
+        3
+    ):  # else the next file that is opened would be a standard stream of child processes
         try:
             os.fstat(number)
         except OSError:
@@ -70,7 +84,8 @@ def guard_streams() -> None:
 
 
 def _guarded(stream: TextIO | None, number: int, kind: type[_Error]) -> TextIO:
-    """Return the stream over a file of this kind; as it is if it is not the process's own stream of this number."""
+    """Return the stream over a file of this kind; as it is if it is not the process's own stream of
+    this number."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
@@ -80,10 +95,14 @@ def _guarded(stream: TextIO | None, number: int, kind: type[_Error]) -> TextIO:
         stream.reconfigure(errors="backslashreplace")
         return stream
     stream.flush()
-    own, through, lines = kind(number, "w", closefd=False), stream.write_through, stream.line_buffering
+    own = kind(number, "w", closefd=False)
+    through = stream.write_through
+    lines = stream.line_buffering
     own.before = stream  # which closes the file when it is no longer referred to
     below: Any = own if through else io.BufferedWriter(own)
-    return io.TextIOWrapper(below, stream.encoding, "backslashreplace", line_buffering=lines, write_through=through)
+    return io.TextIOWrapper(
+        below, stream.encoding, "backslashreplace", line_buffering=lines, write_through=through
+    )
 
 
 def _raw(stream: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Tables as wide as the terminal, or of at most 120 columns in a pipe or a file; or one JSON document instead."""
+"""Tables as wide as the terminal, or of at most 120 columns in a pipe or a file; or one JSON
+document instead."""
 
 import argparse
 from collections.abc import Callable
@@ -19,7 +20,8 @@ def table_console() -> Console:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout. A word that is wider than its column goes on in the next line: nothing is cut off."""
+    """Print a table on stdout. A word that is wider than its column goes on in the next line:
+    nothing is cut off."""
     for column in table.columns:
         column.overflow = "fold"
         column.no_wrap = False
@@ -28,11 +30,16 @@ def print_table(table: Table) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json` to a command that prints a table."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document in place of tables and lines")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document in place of tables and lines"
+    )
 
 
-def put(args: argparse.Namespace, document: Callable[[], dict[str, Any]], show: Callable[[], object]) -> int:
-    """Print `document` as the only line on stdout if `--json` is given, otherwise call `show`. Returns exit code 0.
+def put(
+    args: argparse.Namespace, document: Callable[[], dict[str, Any]], show: Callable[[], object]
+) -> int:
+    """Print `document` as the only line on stdout if `--json` is given, otherwise call `show`.
+    Returns exit code 0.
 
     Numbers that are not finite become the strings "inf", "-inf" and "nan", as in metrics.jsonl.
     """

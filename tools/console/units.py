@@ -1,4 +1,5 @@
-"""Sizes, speeds, durations and counts in units that suit them: 1.5 GiB, 312 TFLOP/s, 2.4 h, 1 rank."""
+"""Sizes, speeds, durations and counts in units that suit them: 1.5 GiB, 312 TFLOP/s, 2.4 h, 1
+rank."""
 
 
 def size(count: float) -> str:
@@ -13,7 +14,9 @@ def counted(number: int, what: str, plural: str = "s") -> str:
 
 def flops(count: float) -> str:
     """Return a number of floating-point operations: 3.21 MFLOP, 1.25 TFLOP."""
-    return _scaled(count, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
+    return _scaled(
+        count, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP")
+    )
 
 
 def duration(seconds: float) -> str:
@@ -21,16 +24,25 @@ def duration(seconds: float) -> str:
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= (1 if unit == "s" else 2) * length:
             return f"{_short(seconds / length)} {unit}"
-    return f"{_short(seconds * 1e6)} µs" if 0 < seconds < 1e-4 else f"{_short(seconds * 1e3)} ms"
+    if 0 < seconds < 1e-4:
+        return f"{_short(seconds * 1e6)} µs"
+    return f"{_short(seconds * 1e3)} ms"
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while count >= 999.5 and power < len(units) - 1:
-        count, power = count / base, power + 1
-    return f"{count:.0f} {units[0]}" if power == 0 else f"{_short(count)} {units[power]}"
+        count = count / base
+        power = power + 1
+    if power == 0:
+        return f"{count:.0f} {units[0]}"
+    return f"{_short(count)} {units[power]}"
 
 
 def _short(value: float) -> str:
     """Return a number in three digits; more if it is above 1,000."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    if value >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

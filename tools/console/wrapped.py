@@ -10,7 +10,8 @@ TIED = "\N{NO-BREAK SPACE}"
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print lines on `file` (default: stdout), each broken to the width of the terminal if it is one."""
+    """Print lines on `file` (default: stdout), each broken to the width of the terminal if it is
+    one."""
     stream = file or sys.stdout
     if stream.isatty():
         text = "\n".join(wrapped(line, get_terminal_size().columns) for line in text.split("\n"))
@@ -18,18 +19,24 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def wrapped(line: str, width: int, indent: int = INDENT) -> str:
-    """Return a line broken at spaces; what follows is indented. Longer words, such as paths, stay whole."""
+    """Return a line broken at spaces; what follows is indented. Longer words, such as paths, stay
+    whole."""
     if len(line) <= width:
         return line
-    lines = textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(lines)
 
 
 def wrapped_parts(line: str, width: int) -> str:
-    """Return a line whose parts are separated by two spaces, broken between parts only as long as they fit."""
+    """Return a line whose parts are separated by two spaces, broken between parts only as long as
+    they fit."""
     if len(line) <= width:
         return line
-    parts = (part if len(part) > width - INDENT else part.replace(" ", TIED) for part in line.split("  "))
+    parts = (
+        part if len(part) > width - INDENT else part.replace(" ", TIED) for part in line.split("  ")
+    )
     return wrapped("  ".join(parts), width).replace(TIED, " ")
 
 

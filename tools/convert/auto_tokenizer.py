@@ -1,7 +1,9 @@
-"""The check that transformers' AutoTokenizer splits texts as the tokenizer.json of an exported folder says.
+"""The check that transformers' AutoTokenizer splits texts as the tokenizer.json of an exported
+folder says.
 
-AutoTokenizer goes by `tokenizer_class` of tokenizer_config.json and by `model_type` of config.json. Many of its classes
-put their own pre-tokenizer in place of that of the file, and which ones do differs between versions.
+AutoTokenizer goes by `tokenizer_class` of tokenizer_config.json and by `model_type` of config.json.
+Many of its classes put their own pre-tokenizer in place of that of the file, and which ones do
+differs between versions.
 """
 
 import json
@@ -14,7 +16,8 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from tools.convert.hf.vocabulary import PROBE, main_file, write_tokenizer
 from tools.convert.quiet import quiet_transformers, why_missing
 
-# Numbers, spaces, letters of both cases, signs and lines, which pre-tokenizers treat in different ways.
+# Numbers, spaces, letters of both cases, signs and lines, which pre-tokenizers treat in different
+# ways.
 TEXTS = (
     "In 1984 there were 1234567 of 12,345.678 or 0x7fff, 3.14159 and 007.",
     "  two spaces   three\ttab\n\n\nlines \r\n end  ",
@@ -26,8 +29,11 @@ TEXTS = (
 )
 
 
-def auto_tokenizer_line(files: Sequence[Path], config: Mapping[str, Any], begin: int | None, name: str) -> str:
-    """Return a line on AutoTokenizer in a folder with this config.json and these files of a tokenizer; "" for none.
+def auto_tokenizer_line(
+    files: Sequence[Path], config: Mapping[str, Any], begin: int | None, name: str
+) -> str:
+    """Return a line on AutoTokenizer in a folder with this config.json and these files of a
+    tokenizer; "" for none.
 
     begin: id of the token that begins a document. name: of the folder, as the line names it.
     """
@@ -43,12 +49,17 @@ def auto_tokenizer_line(files: Sequence[Path], config: Mapping[str, Any], begin:
                 problem = next(_differences(transformers, folder, written), "")
                 version = transformers.__version__
         except ImportError as missing:
-            return f"{name}: its tokenizer was not compared with transformers, which {why_missing(missing)}"
+            return (
+                f"{name}: its tokenizer was not compared with transformers, which "
+                f"{why_missing(missing)}"
+            )
     if not problem:
         return f"{name}: AutoTokenizer splits {len(TEXTS)} texts as its tokenizer.json says"
     return (
-        f"warning: {name}: AutoTokenizer of transformers {version} {problem.replace(f'{folder}', name)}; load the "
-        f"tokenizer by PreTrainedTokenizerFast.from_pretrained({name!r}), which goes by tokenizer.json alone"
+        f"warning: {name}: AutoTokenizer of transformers {version} "
+        f"{problem.replace(f'{folder}', name)}; load the "
+        f"tokenizer by PreTrainedTokenizerFast.from_pretrained({name!r}), which goes by "
+        "tokenizer.json alone"
     )
 
 
@@ -65,9 +76,15 @@ def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterato
         ours = written.encode(text)
         theirs = tokenizer.encode(text, add_special_tokens=False)
         if theirs != ours:
-            at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+            at = next(
+                (n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+                0,
+            )
             shown = written.decode(ours[at : at + 4])
-            yield f"splits texts otherwise than tokenizer.json says, from {shown!r} on in {text[:40]!r}"
+            yield (
+                f"splits texts otherwise than tokenizer.json says, from {shown!r} on in "
+                f"{text[:40]!r}"
+            )
             return
     if written.eos is not None and tokenizer.eos_token_id != written.eos:
         yield f"ends documents by token {tokenizer.eos_token_id}, and not by {written.eos}"

@@ -1,6 +1,7 @@
 """Recognizing the format of a folder, and opening it.
 
-Every reader looks for its own files. A folder that two readers recognize is refused, for it is ambiguous.
+Every reader looks for its own files. A folder that two readers recognize is refused, for it is
+ambiguous.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from tools.convert.systems.nxd import find_nxd, open_nxd
 
 @dataclass(frozen=True)
 class Format:
-    """A format that can be read. find: returns the checkpoint's folder if a folder has the format. marks: files
-    that show it.
+    """A format that can be read. find: returns the checkpoint's folder if a folder has the format.
+    marks: files that show it.
     """
 
     name: str
@@ -39,21 +40,35 @@ FORMATS = {
     "megaprec": Format("megaprec", checkpoint_at, open_native, "checkpoint.json"),
     "hf": Format("Hugging Face", find_hf, open_hf, "config.json"),
     "megatron": Format(
-        "Megatron-LM", find_megatron, open_megatron, "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata"
+        "Megatron-LM",
+        find_megatron,
+        open_megatron,
+        "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata",
     ),
-    "colossalai": Format("Colossal-AI", find_colossalai, open_colossalai, "pytorch_model-00001.bin and its index"),
+    "colossalai": Format(
+        "Colossal-AI", find_colossalai, open_colossalai, "pytorch_model-00001.bin and its index"
+    ),
     "internevo": Format("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
     "nemo": Format("NeMo", find_nemo, open_nemo, "weights/ and context/"),
-    "nxd": Format("NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"),
+    "nxd": Format(
+        "NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"
+    ),
 }
 MOST_INSIDE = 100  # folders of a folder that are looked into, to name those that may be meant
-WITH_VOCAB = ("megatron", "nemo")  # the formats that may leave the vocabulary's size without padding unsaid
+# the formats that may leave the vocabulary's size without padding unsaid
+WITH_VOCAB = (
+    "megatron",
+    "nemo",
+)
 WITH_CONFIG = ("hf", "colossalai")  # the formats whose config.json is one of transformers
 TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
 def open_intact(
-    path: Path, vocab: int | None = None, weights_only: bool = False, model: ModelConfig | None = None
+    path: Path,
+    vocab: int | None = None,
+    weights_only: bool = False,
+    model: ModelConfig | None = None,
 ) -> Source:
     """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
     if checkpoint := checkpoint_at(path):
@@ -63,21 +78,28 @@ def open_intact(
 
 
 def open_source(
-    path: Path, vocab: int | None = None, weights_only: bool = False, model: ModelConfig | None = None
+    path: Path,
+    vocab: int | None = None,
+    weights_only: bool = False,
+    model: ModelConfig | None = None,
 ) -> Source:
     """Open a folder of any format.
 
-    vocab: vocabulary size without padding, if a Megatron or NeMo checkpoint does not state it. weights_only: ignore the
-    optimizer state of a Megatron checkpoint; UserError for other formats. model: that of a Megatron checkpoint that
-    does not say it; UserError for others.
+    vocab: vocabulary size without padding, if a Megatron or NeMo checkpoint does not state it.
+    weights_only: ignore the optimizer state of a Megatron checkpoint; UserError for other formats.
+    model: that of a Megatron checkpoint that does not say it; UserError for others.
     """
     kind, found = format_of(path)
     if kind == "megatron":
         return open_megatron(found, vocab, weights_only, model)
     if model is not None:
-        raise UserError(f"--config is for Megatron checkpoints without args, and {path} is none: leave it out")
+        raise UserError(
+            f"--config is for Megatron checkpoints without args, and {path} is none: leave it out"
+        )
     if weights_only:
-        raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
+        raise UserError(
+            f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out"
+        )
     if kind == "nemo":
         return open_nemo(found, vocab)
     return FORMATS[kind].open(found)
@@ -91,15 +113,19 @@ def check_vocab(vocab: int | None, *paths: Path) -> None:
         formats = " and ".join(FORMATS[kind].name for kind in WITH_VOCAB)
         raise UserError(
             f"--vocab is for folders of {formats}, and {' and '.join(map(str, paths))} "
-            f"{'are' if len(paths) > 1 else 'is'} of another format, which states its vocabulary: leave it out"
+            f"{'are' if len(paths) > 1 else 'is'} of another format, which states its "
+            "vocabulary: leave it out"
         )
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return the format of a folder and the folder of the checkpoint. Raises UserError for none and for several."""
+    """Return the format of a folder and the folder of the checkpoint. Raises UserError for none and
+    for several."""
     if not path.is_dir():
         refuse_older(path)
-        raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
+        raise UserError(
+            f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model"
+        )
     require_fetched(path)
     known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
     if "colossalai" in known:
@@ -127,7 +153,12 @@ def _inside(path: Path) -> str:
     for folder in sorted(path.iterdir())[:MOST_INSIDE]:
         if folder.is_dir() and any(_has(one, folder) for one in FORMATS.values()):
             found.append(folder.name)
-    have = " and others have" if found[3:] else " have" if found[1:] else " has"
+    if found[3:]:
+        have = " and others have"
+    elif found[1:]:
+        have = " have"
+    else:
+        have = " has"
     return f", but its {', '.join(found[:3])}{have} one: give that" if found else ""
 
 

@@ -1,7 +1,7 @@
 """Loading the weights of a model folder of any format as the first weights of a run, in any layout.
 
-Every rank reads what it holds: rows of a tensor that is stored in megaprec's form, the whole tensor if it must be
-rearranged or assembled first.
+Every rank reads what it holds: rows of a tensor that is stored in megaprec's form, the whole tensor
+if it must be rearranged or assembled first.
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ from tools.convert.native import native_model, special_ids
 class Initial:
     """A model of train.init_from, without its weights. origin: the file that says it.
 
-    tokenizer: its file, None if there is none. begin: id of the token before documents in the training of the weights,
-    None if the folder names none.
+    tokenizer: its file, None if there is none. begin: id of the token before documents in the
+    training of the weights, None if the folder names none.
     """
 
     model: ModelConfig
@@ -67,7 +67,8 @@ def initial_model(folder: Path) -> Initial:
 
 
 def open_initial(folder: Path) -> Source:
-    """Open the folder of train.init_from and check everything except the values. Raises UserError."""
+    """Open the folder of train.init_from and check everything except the values. Raises
+    UserError."""
     source = open_weights(folder)
     check_tokenizer(source.tokenizer, source.model.vocab)
     return source
@@ -81,8 +82,9 @@ def open_weights(folder: Path) -> Source:
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
 
-    Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or infinite. Collective over
-    the world. Raises UserError, before anything is changed, if a file of the checkpoint is damaged.
+    Rank 0 prints the folder's notes, and a warning for tensors with numbers that are NaN or
+    infinite. Collective over the world. Raises UserError, before anything is changed, if a file of
+    the checkpoint is damaged.
     """
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
@@ -97,12 +99,15 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
 
 
 def _told(source: Source, wrong: Mapping[str, int]) -> list[str]:
-    """Return a line for each tensor with such numbers. wrong: their number by slice, as of `Slices.wrong`."""
+    """Return a line for each tensor with such numbers. wrong: their number by slice, as of
+    `Slices.wrong`."""
     counts = Counter[str]()
     for slice_of, number in wrong.items():
         counts[slice_of.partition(" ")[0]] += number
     seen = NotFinite()
-    seen.counts = {key: (number, prod(source.shapes[key])) for key, number in sorted(counts.items())}
+    seen.counts = {
+        key: (number, prod(source.shapes[key])) for key, number in sorted(counts.items())
+    }
     return seen.lines(())
 
 
@@ -113,7 +118,8 @@ class Slices:
     """
 
     def __init__(self, source: Source) -> None:
-        self.source, self.wrong = source, dict[str, int]()
+        self.source = source
+        self.wrong = dict[str, int]()
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`."""
@@ -122,7 +128,8 @@ class Slices:
             has = f"holds {part.name} of {list(there)}" if there else f"does not hold {part.name}"
             raise UserError(f"{self.source.path} {has}, but the model has it of {list(part.shape)}")
         row = prod(part.local[1:])
-        top, bottom = first // row, -(-last // row)
+        top = first // row
+        bottom = -(-last // row)
         above = part.start if part.dim == 0 else 0
         rows = self.source.rows(key, above + top, above + bottom)
         if part.dim:

@@ -42,8 +42,11 @@ from tools.convert.train_state import (
     tokenizer_files,
 )
 
-SCALES = "fp8/"  # prefix of scales and amax histories, which belong to products, not to logical tensors
-MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
+SCALES = (
+    "fp8/"  # prefix of scales and amax histories, which belong to products, not to logical tensors
+)
+MODEL_FILE = "model-00000.safetensors"
+OPTIMIZER_FILE = "optimizer-00000.safetensors"
 
 
 def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
@@ -55,7 +58,8 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
 
 
 def special_ids(store: Store) -> dict[str, Any]:
-    """Return bos_token_id and the like of a checkpoint: of the folder that it was converted from, or of its run."""
+    """Return bos_token_id and the like of a checkpoint: of the folder that it was converted from,
+    or of its run."""
     converted = read_ids(store, "special_ids")
     documents = read_documents(store)
     if converted or not documents:
@@ -64,14 +68,19 @@ def special_ids(store: Store) -> dict[str, Any]:
 
 
 def open_native(path: Path) -> Source:
-    """Open a checkpoint. Raises UserError if it is damaged or does not hold the model that it describes."""
+    """Open a checkpoint. Raises UserError if it is damaged or does not hold the model that it
+    describes."""
     store = Store(path)
     model = read_model(store)
     require_builtin(model, "conversion")
     index = store.index
     logical = {key: entry for key, entry in index["tensors"].items() if not key.startswith(SCALES)}
     _check(path, model, store, logical)
-    files = {name: safetensors_in(store.file(name)) for name in index["files"] if name.endswith(".safetensors")}
+    files = {
+        name: safetensors_in(store.file(name))
+        for name in index["files"]
+        if name.endswith(".safetensors")
+    }
     origins = [
         Origin(
             key,
@@ -101,16 +110,21 @@ def open_native(path: Path) -> Source:
 
 
 def _check(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
-    by_muon = store.shapes(MUON_MOMENTUM).keys()  # these have no other moment, and what is left has none of Muon
+    by_muon = store.shapes(
+        MUON_MOMENTUM
+    ).keys()  # these have no other moment, and what is left has none of Muon
     for kind in dict.fromkeys(key.split("/", 1)[0] for key in logical):
         if shapes := store.shapes(kind):
             wanted = {n: s for n, s in logical_shapes(model).items() if _has(kind, n, n in by_muon)}
             found = [Match(n, (n,), SAME, "whole", s) for n, s in wanted.items()]
-            check_tensors(path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
+            check_tensors(
+                path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()}
+            )
 
 
 def _has(kind: str, name: str, by_muon: bool) -> bool:
-    """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates the tensor."""
+    """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates
+    the tensor."""
     return kind == "weight" or (not is_correction(name) and (kind == MUON_MOMENTUM) == by_muon)
 
 
@@ -138,7 +152,9 @@ def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> l
     return [whole]
 
 
-def _rows(store: Store, key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int) -> Tensor:
+def _rows(
+    store: Store, key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int
+) -> Tensor:
     entry = store.index["tensors"][key]
     if [chunk["shape"] for chunk in entry["chunks"]] == [entry["shape"]]:
         stored = files[entry["chunks"][0]["file"]].get(_name(key))
@@ -149,13 +165,15 @@ def _rows(store: Store, key: str, files: dict[str, dict[str, Stored]], top: int,
 
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:
-    """Return a target with all tensors of `source`: weights in `dtype` or their own dtype, moments unchanged."""
+    """Return a target with all tensors of `source`: weights in `dtype` or their own dtype, moments
+    unchanged."""
     names = list(logical_shapes(source.model))
     dtypes = {
         f"{kind}/{name}": source.dtype_in(f"{kind}/{name}", dtype if kind == "weight" else None)
         for kind in source.kinds
         for name in names
-        if kind == "weight" or f"{kind}/{name}" in source.shapes  # Muon keeps a moment of matrices, AdamW two of others
+        if kind == "weight"
+        or f"{kind}/{name}" in source.shapes  # Muon keeps a moment of matrices, AdamW two of others
     }
     size = sum(prod(source.shapes[key]) * kind.itemsize for key, kind in dtypes.items())
 
@@ -165,7 +183,13 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
             tensors = {_name(key): (dtypes[key], source.shapes[key]) for key in inside}
             starts = reserve_safetensors(folder / file, tensors, write)
             writes += [
-                Write(key, (key,), _only, (Place(file, starts[_name(key)], bind(_as, dtypes[key])),), straight=True)
+                Write(
+                    key,
+                    (key,),
+                    _only,
+                    (Place(file, starts[_name(key)], bind(_as, dtypes[key])),),
+                    straight=True,
+                )
                 for key in inside
             ]
         return writes
@@ -175,7 +199,9 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
             (folder / file.name).write_bytes(read_whole(file))
         _write_index(folder, source, dtypes)
 
-    return Target({"to": "megaprec", "dtype": str(dtype)}, size, dtypes, reserve, finish, open_native)
+    return Target(
+        {"to": "megaprec", "dtype": str(dtype)}, size, dtypes, reserve, finish, open_native
+    )
 
 
 def _files(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:

@@ -1,13 +1,15 @@
-"""The check that a config.json was understood: the model of transformers and megaprec's compute the same logits.
+"""The check that a config.json was understood: the model of transformers and megaprec's compute the
+same logits.
 
-Real weights would show it too (`verify`), but take long for a large model. Here a config.json is made small first:
-fewer layers, heads and features, windows and lengths reduced alike, layers of each kind kept, and what divides what in
-the sizes of attention. Both models get the same random weights, through a folder that transformers writes, and the same
-tokens, more than any window or length. In float64 two models that compute the same differ by rounding alone; the effect
-of a single misread key is far larger.
+Real weights would show it too (`verify`), but take long for a large model. Here a config.json is
+made small first: fewer layers, heads and features, windows and lengths reduced alike, layers of
+each kind kept, and what divides what in the sizes of attention. Both models get the same random
+weights, through a folder that transformers writes, and the same tokens, more than any window or
+length. In float64 two models that compute the same differ by rounding alone; the effect of a single
+misread key is far larger.
 
-The config.json as it is, with all its sizes, is given to transformers' own class too, which makes a model of tensors
-without memory: it must accept the sizes, and have as many parameters as ours.
+The config.json as it is, with all its sizes, is given to transformers' own class too, which makes a
+model of tensors without memory: it must accept the sizes, and have as many parameters as ours.
 """
 
 import json
@@ -32,16 +34,25 @@ from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
-LAYERS, HEAD, FFN, VOCAB, EXPERTS, LENGTH = 4, 16, 48, 64, 4, 48
+LAYERS = 4
+HEAD = 16
+FFN = 48
+VOCAB = 64
+EXPERTS = 4
+LENGTH = 48
 ORIGINAL = "original_max_position_embeddings"
-OF_WEIGHTS = ("quantization_config", "initial_context_length")  # of the published ones, not of the model computed
+# of the published ones, not of the model computed
+OF_WEIGHTS = (
+    "quantization_config",
+    "initial_context_length",
+)
 CORRECTION = "e_score_correction_bias"
 Json = Mapping[str, Any]
 
 
 def check_config(config: Json, name: str) -> str:
-    """Return a line on the difference of both models. Raises UserError if they are not the same; `name` names the
-    config.
+    """Return a line on the difference of both models. Raises UserError if they are not the same;
+    `name` names the config.
 
     Without transformers the line says that nothing was compared, and why.
     """
@@ -55,23 +66,30 @@ def check_config(config: Json, name: str) -> str:
     ours = from_hugging_face(config).alone.num_parameters
     if theirs != ours:
         raise UserError(
-            f"{name}: transformers makes another model of it: it has {theirs:,} parameters, and ours {ours:,}"
+            f"{name}: transformers makes another model of it: it has {theirs:,} parameters, "
+            f"and ours {ours:,}"
             f"{if_untested()}; --no-verify goes on all the same"
         )
     if not apart <= BOUND:
         raise UserError(
-            f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "
+            f"{name}: transformers computes another model: the logits of a small one differ "
+            f"by {apart:.3g} of the "
             f"largest{if_untested()}; --no-verify goes on all the same"
         )
-    return f"{name}: a small model of this kind computes what that of transformers does (float64, within {apart:.1g})"
+    return (
+        f"{name}: a small model of this kind computes what that of transformers does (float64, "
+        f"within {apart:.1g})"
+    )
 
 
 def verify_initial(folder: Path) -> str:
-    """Return a line on the check of the folder's config.json; empty for formats that have none. Raises UserError if
-    models differ.
+    """Return a line on the check of the folder's config.json; empty for formats that have none.
+    Raises UserError if models differ.
     """
     kind, found = format_of(folder)
-    return check_config(read_config(found), f"train.init_from: {found / CONFIG}") if kind in WITH_CONFIG else ""
+    if kind in WITH_CONFIG:
+        return check_config(read_config(found), f"train.init_from: {found / CONFIG}")
+    return ""
 
 
 def reduced(config: Json) -> dict[str, Any]:
@@ -89,7 +107,8 @@ def _without_weights(config: Json) -> dict[str, Any]:
 
 
 def _hidden(model: ModelConfig, heads: int, head_dim: int) -> int:
-    """Return a small number of features: as many as all heads have, another multiple of heads, or none, as `model`."""
+    """Return a small number of features: as many as all heads have, another multiple of heads, or
+    none, as `model`."""
     if model.hidden == model.heads * model.head_dim:
         return heads * head_dim
     other = heads * (head_dim + 2)
@@ -97,7 +116,8 @@ def _hidden(model: ModelConfig, heads: int, head_dim: int) -> int:
 
 
 def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return small numbers of features, layers, heads and experts. Missing keys stay missing if that has a meaning."""
+    """Return small numbers of features, layers, heads and experts. Missing keys stay missing if
+    that has a meaning."""
     grouped = config.get("num_key_value_heads") is not None
     kv_heads = min(model.kv_heads, 2)
     heads = kv_heads * min(model.heads // model.kv_heads, 2)
@@ -118,16 +138,21 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return small numbers of experts, in groups of the same number, and layers without experts of each kind."""
+    """Return small numbers of experts, in groups of the same number, and layers without experts of
+    each kind."""
     keys = ("num_local_experts", "n_routed_experts", "num_experts")
     first_k = "first_k_dense_replace" in DEFAULTS[config["model_type"]]
     usual = "n_routed_experts" if first_k else "num_experts"
     key = next((key for key in keys if config.get(key) is not None), usual)
     least = max(EXPERTS, model.experts_per_token + 1)
-    sizes: dict[str, Any] = {key: min(model.experts, model.router.at_least(least, model.experts_per_token))}
+    sizes: dict[str, Any] = {
+        key: min(model.experts, model.router.at_least(least, model.experts_per_token))
+    }
     if "moe_intermediate_size" in DEFAULTS[config["model_type"]]:
         sizes["moe_intermediate_size"] = FFN
-    kinds = _spread([n in model.dense_layers for n in range(model.layers)], min(model.layers, LAYERS))
+    kinds = _spread(
+        [n in model.dense_layers for n in range(model.layers)], min(model.layers, LAYERS)
+    )
     dense = [n for n, one in enumerate(kinds) if one]
     if first_k:
         sizes["first_k_dense_replace"] = len(dense)
@@ -139,7 +164,8 @@ def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
 def _latents(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return small latents, and the widths that follow from them where the file states them."""
     sizes = model.latent
-    turning, still = min(sizes.rope_dim, HEAD // 2), min(sizes.nope_dim, HEAD // 2)
+    turning = min(sizes.rope_dim, HEAD // 2)
+    still = min(sizes.nope_dim, HEAD // 2)
     follow = {"head_dim": turning, "qk_head_dim": turning + still}
     return {
         "q_lora_rank": min(sizes.query_rank, HEAD) or None,
@@ -159,7 +185,8 @@ def turns(model: ModelConfig, head_dim: int) -> bool:
 
 def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return lengths in tokens, all reduced alike, and the layers with a window."""
-    longest, layers = min(model.max_positions, LENGTH), min(model.layers, LAYERS)
+    longest = min(model.max_positions, LENGTH)
+    layers = min(model.layers, LAYERS)
 
     def shrunk(length: int, least: int) -> int:
         return min(length, max(least, length * longest // model.max_positions))
@@ -175,14 +202,19 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         lengths["sliding_window"] = shrunk(model.window, 5)
     if types := config.get("layer_types"):
         lengths["layer_types"] = _spread(types, layers)
-    elif model.window and config.get("use_sliding_window") and not config["model_type"].endswith("_moe"):
+    elif (
+        model.window
+        and config.get("use_sliding_window")
+        and not config["model_type"].endswith("_moe")
+    ):
         has = [not model.window_layers or n in model.window_layers for n in range(model.layers)]
         lengths["max_window_layers"] = _spread(has, layers).index(True)
     return lengths
 
 
 def _spread(kinds: list[Any], layers: int) -> list[Any]:
-    """Return the kinds of so many layers, spread as `kinds` are, with the kinds that would be missing at the end."""
+    """Return the kinds of so many layers, spread as `kinds` are, with the kinds that would be
+    missing at the end."""
     chosen = [kinds[n * len(kinds) // layers] for n in range(layers)]
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
     return chosen[: layers - len(missing)] + missing
@@ -190,16 +222,19 @@ def _spread(kinds: list[Any], layers: int) -> list[Any]:
 
 @cache
 def parameters(config: str) -> int:
-    """Return the number of parameters of transformers' model of a config.json, made of tensors without memory.
+    """Return the number of parameters of transformers' model of a config.json, made of tensors
+    without memory.
 
-    Corrections of routers count, which are buffers there. Raises UserError if its class makes no model of it, and
-    ImportError without transformers.
+    Corrections of routers count, which are buffers there. Raises UserError if its class makes no
+    model of it, and ImportError without transformers.
     """
     with quiet_transformers() as transformers:
         try:
             settings = transformers.AutoConfig.for_model(**json.loads(config))
             with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+                model = transformers.AutoModelForCausalLM.from_config(
+                    settings, attn_implementation="eager"
+                )
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
     corrections = [one for name, one in model.named_buffers() if name.endswith(CORRECTION)]
@@ -209,15 +244,16 @@ def parameters(config: str) -> int:
 def _no_model(error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:300]
     return UserError(
-        f"transformers makes no model of config.json ({type(error).__name__}: {reason}){if_untested()}; "
+        f"transformers makes no model of config.json ({type(error).__name__}: "
+        f"{reason}){if_untested()}; "
         "--no-verify goes on all the same"
     )
 
 
 @cache
 def difference(config: str) -> float:
-    """Return the largest difference of float64 logits, relative to the largest logit. ImportError without
-    transformers.
+    """Return the largest difference of float64 logits, relative to the largest logit. ImportError
+    without transformers.
     """
     given = json.loads(config)
     model = from_hugging_face(given)
@@ -238,7 +274,8 @@ def difference(config: str) -> float:
 
 @torch.no_grad()
 def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
-    """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it saves in `folder`."""
+    """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it
+    saves in `folder`."""
     with quiet_transformers() as transformers, _float32_is_float64():
         try:
             model = _made(transformers, config)
@@ -248,7 +285,9 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
         try:
             model.save_pretrained(folder)
         except Exception as error:  # the library of safetensors has one of its own for a full disk
-            raise UserError(f"a small model cannot be written to {folder} ({error}); --no-verify needs none") from error
+            raise UserError(
+                f"a small model cannot be written to {folder} ({error}); --no-verify needs none"
+            ) from error
     return logits
 
 
@@ -263,7 +302,8 @@ def _made(transformers: Any, config: Json) -> Any:
 
 
 def _draw(model: Any) -> None:
-    """Draw weights such that every tensor matters; embeddings are small, so that the epsilon of norms matters too."""
+    """Draw weights such that every tensor matters; embeddings are small, so that the epsilon of
+    norms matters too."""
     dice = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
@@ -276,8 +316,8 @@ def _draw(model: Any) -> None:
 
 @contextmanager
 def _float32_is_float64() -> Iterator[None]:
-    """Within the context torch.float32 is float64, for transformers computes norms, angles and softmax in
-    torch.float32.
+    """Within the context torch.float32 is float64, for transformers computes norms, angles and
+    softmax in torch.float32.
     """
     before = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
     torch.float32 = torch.float = torch.float64  # pyright: ignore[reportAttributeAccessIssue]

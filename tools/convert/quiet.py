@@ -1,6 +1,8 @@
-"""The package transformers at work without its own warnings and progress bars: a line of ours says what came of it.
+"""The package transformers at work without its own warnings and progress bars: a line of ours says
+what came of it.
 
-If it failed, that line ends with the version of transformers, unless it is one that megaprec is tested with.
+If it failed, that line ends with the version of transformers, unless it is one that megaprec is
+tested with.
 """
 
 import importlib
@@ -13,12 +15,14 @@ from megaprec.tested_versions import untested
 
 
 def if_untested() -> str:
-    """Return the end of a line on what failed: the version of transformers, empty if it is a tested one."""
+    """Return the end of a line on what failed: the version of transformers, empty if it is a tested
+    one."""
     return "".join(f"; {said}" for said in untested("transformers"))
 
 
 def why_missing(problem: ImportError) -> str:
-    """Return what to say of the package after "transformers": it is not installed, or why it cannot be imported."""
+    """Return what to say of the package after "transformers": it is not installed, or why it cannot
+    be imported."""
     if isinstance(problem, ModuleNotFoundError) and problem.name == "transformers":
         return "is not installed: pip install transformers"
     return f"cannot be imported ({' '.join(str(problem).split())[:300]}){if_untested()}"
@@ -26,12 +30,14 @@ def why_missing(problem: ImportError) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """Give the package, which is silent within the context. Raises ImportError if it cannot be imported."""
+    """Give the package, which is silent within the context. Raises ImportError if it cannot be
+    imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = importlib.import_module("transformers")
         logging = importlib.import_module("transformers.utils.logging")
-        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        verbosity = logging.get_verbosity()
+        bars = logging.is_progress_bar_enabled()
         logging.set_verbosity(logging.CRITICAL)
         logging.disable_progress_bar()
         try:

@@ -1,5 +1,5 @@
-"""The parts of a checkpoint besides tensors: progress of the run, state of the overflow monitor, model and
-tokenizer.
+"""The parts of a checkpoint besides tensors: progress of the run, state of the overflow monitor,
+model and tokenizer.
 """
 
 from collections.abc import Collection
@@ -20,11 +20,12 @@ from tools.convert.hf.config import make_model
 
 @dataclass(frozen=True)
 class TrainState:
-    """The progress of a run. A skipped step consumes its samples, but does not advance the learning rate.
+    """The progress of a run. A skipped step consumes its samples, but does not advance the learning
+    rate.
 
-    Samples and tokens are counted, for a resumed run may have another batch size or sequence length. samples: the place
-    in the data, of which a run with another sequence length keeps the tokens. skipped_tokens: those
-    of skipped steps.
+    Samples and tokens are counted, for a resumed run may have another batch size or sequence
+    length. samples: the place in the data, of which a run with another sequence length keeps the
+    tokens. skipped_tokens: those of skipped steps.
     """
 
     step: int = 0
@@ -45,7 +46,8 @@ class TrainState:
 
 
 def newest(folder: Path) -> Store | None:
-    """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged one."""
+    """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged
+    one."""
     path = latest(folder)
     if path is None:
         return None
@@ -53,14 +55,18 @@ def newest(folder: Path) -> Store | None:
         store = Store(path)
     except UserError as error:
         raise UserError(*error.problems, f"{path} is damaged: {remedy(path)}") from error
-    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))  # loading checks those
+    # loading checks those
+    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))
     return store
 
 
 def kept(store: Store, key: str) -> Any:
     """Return the value stored as `key`. Raises UserError for a checkpoint of another program."""
     if key not in store.index:
-        raise UserError(f'{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "{key}"')
+        raise UserError(
+            f"{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "
+            f'"{key}"'
+        )
     return store.index[key]
 
 
@@ -81,13 +87,15 @@ def read_watch(store: Store) -> dict[str, Any]:
 
 
 def read_model(store: Store) -> ModelConfig:
-    """Return the model. Raises UserError if it is damaged; keys that the checkpoint lacks have their defaults."""
+    """Return the model. Raises UserError if it is damaged; keys that the checkpoint lacks have
+    their defaults."""
     _require_known(store, "model", kept(store, "model"), ModelConfig.model_fields)
     return make_model(kept(store, "model"), f"{store.path}/{INDEX}")
 
 
 def read_tokenizer(store: Store) -> Path | None:
-    """Return the file of the tokenizer, if there is one. Raises UserError if it is named but missing."""
+    """Return the file of the tokenizer, if there is one. Raises UserError if it is named but
+    missing."""
     name = kept(store, "tokenizer")
     if not isinstance(name, str):
         raise _damaged(store, "tokenizer")
@@ -95,16 +103,20 @@ def read_tokenizer(store: Store) -> Path | None:
 
 
 def tokenizer_files(store: Store) -> list[str]:
-    """Return the names of the tokenizer's file, if there is one, and of the settings that were saved beside it.
+    """Return the names of the tokenizer's file, if there is one, and of the settings that were
+    saved beside it.
 
     Raises UserError if the checkpoint does not say whether there is one.
     """
     tokenizer = read_tokenizer(store)
-    return [tokenizer.name, *(name for name in SETTINGS if name in store.index["files"])] if tokenizer else []
+    if tokenizer:
+        return [tokenizer.name, *(name for name in SETTINGS if name in store.index["files"])]
+    return []
 
 
 def read_table(store: Store, key: str) -> dict[str, Any]:
-    """Return the table stored as `key`, empty if there is none. Raises UserError if it is no table."""
+    """Return the table stored as `key`, empty if there is none. Raises UserError if it is no
+    table."""
     saved = store.index.get(key) or {}
     if not isinstance(saved, dict):
         raise _damaged(store, key)
@@ -112,20 +124,27 @@ def read_table(store: Store, key: str) -> dict[str, Any]:
 
 
 def read_ids(store: Store, key: str) -> dict[str, int | list[int] | None]:
-    """Return the table of token ids stored as `key`, empty if there is none: an id or several, as in config.json.
+    """Return the table of token ids stored as `key`, empty if there is none: an id or several, as
+    in config.json.
 
     Raises UserError if it holds something else.
     """
     saved = read_table(store, key)
     for value in saved.values():
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if isinstance(value, list):
+            ids = value
+        elif value is None:
+            ids = []
+        else:
+            ids = [value]
         if not all(type(one) is int and abs(one) < 2**31 for one in ids):  # -1 stands for none
             raise _damaged(store, key)
     return saved
 
 
 def read_documents(store: Store) -> dict[str, int | None]:
-    """Return the ids "begin" and "end" of the tokens around documents in the run's training; empty if not recorded.
+    """Return the ids "begin" and "end" of the tokens around documents in the run's training; empty
+    if not recorded.
 
     Raises UserError if they are damaged.
     """
@@ -140,8 +159,11 @@ def read_documents(store: Store) -> dict[str, int | None]:
     return ids
 
 
-def _table(store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()) -> dict[str, Any]:
-    """Return the table stored as `key`, if it has the keys of `like` with values of the same types."""
+def _table(
+    store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the table stored as `key`, if it has the keys of `like` with values of the same
+    types."""
     saved = kept(store, key)
     _require_known(store, key, saved, like)
     fits = all(type(value) is type(like[name]) and _counts(value) for name, value in saved.items())
@@ -162,4 +184,6 @@ def _counts(value: Any) -> bool:
 
 
 def _damaged(store: Store, key: str) -> UserError:
-    return UserError(f'{store.path} is damaged: "{key}" in its {INDEX} is not as it was written: restore it')
+    return UserError(
+        f'{store.path} is damaged: "{key}" in its {INDEX} is not as it was written: restore it'
+    )

@@ -1,8 +1,8 @@
 """The check of a conversion: both folders compute the same logits for the same tokens.
 
-A rearrangement in the wrong order keeps shapes, norms and much of the behaviour, so only FP32 logits within a tight
-bound prove a conversion. A Hugging Face folder is run by transformers, code that is independent of megaprec; any other
-checkpoint by megaprec's model.
+A rearrangement in the wrong order keeps shapes, norms and much of the behaviour, so only FP32
+logits within a tight bound prove a conversion. A Hugging Face folder is run by transformers, code
+that is independent of megaprec; any other checkpoint by megaprec's model.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,19 @@ from tools.convert.hf.folder import in_fp8
 from tools.convert.initial import Slices
 from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 
-BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
+# of the largest difference, for logits of size 1; relative to the largest logit where that is more
+BOUND = 1e-5
 TOKENS = 64
 SAMPLES = 2
 
 Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
 
 
-def compare_logits(first: Path, second: Path, vocab: int | None = None, model: ModelConfig | None = None) -> str:
-    """Return a line on the difference of the logits of two folders. Raises UserError if the models differ.
+def compare_logits(
+    first: Path, second: Path, vocab: int | None = None, model: ModelConfig | None = None
+) -> str:
+    """Return a line on the difference of the logits of two folders. Raises UserError if the models
+    differ.
 
     vocab, model: of the first folder, if it does not say them.
     """
@@ -45,8 +49,12 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None, model: M
     other = logits(second, ids, torch.float32, vocab)
     for path, found in ((first, one), (second, other)):
         if not found.isfinite().all():
-            raise UserError(f"the logits of {path} are NaN or infinite, so --verify logits has nothing to compare")
-    apart, largest = (one - other).abs().max().item(), one.abs().max().item()
+            raise UserError(
+                f"the logits of {path} are NaN or infinite, so --verify logits has nothing to "
+                "compare"
+            )
+    apart = (one - other).abs().max().item()
+    largest = one.abs().max().item()
     if not apart <= BOUND * max(1.0, largest):
         raise UserError(
             f"{first} and {second} are not the same model: FP32 logits differ by up to {apart:.3g} "
@@ -62,28 +70,37 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None, model: M
         if in_fp8(path)
     ]
     return (
-        f"logits of {ids.numel()} tokens: FP32 differ by at most {apart:.3g} (largest {largest:.3g}, bound {BOUND:g}), "
+        f"logits of {ids.numel()} tokens: FP32 differ by at most {apart:.3g} (largest "
+        f"{largest:.3g}, bound {BOUND:g}), "
         f"in bf16 {agree:.1%} of the likeliest tokens agree{''.join(ours)}"
     )
 
 
 def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
-    """Raise UserError if a conversion to `dtype` rounds weights, so that logits cannot be the same."""
+    """Raise UserError if a conversion to `dtype` rounds weights, so that logits cannot be the
+    same."""
     for key in source.keys("weight"):
-        own, wanted = source.dtype(key), source.dtype_in(key, dtype)
+        own = source.dtype(key)
+        wanted = source.dtype_in(key, dtype)
         if torch.promote_types(own, wanted) != wanted:
             before, after = (str(one).removeprefix("torch.") for one in (own, wanted))
             raise UserError(
-                f"--verify logits compares the same weights, and --dtype rounds {key} from {before} to {after}: "
+                f"--verify logits compares the same weights, and --dtype rounds {key} from "
+                f"{before} to {after}: "
                 "leave one of the two out"
             )
 
 
 @torch.no_grad()
 def logits(
-    path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None, model: ModelConfig | None = None
+    path: Path,
+    ids: Tensor,
+    dtype: torch.dtype,
+    vocab: int | None = None,
+    model: ModelConfig | None = None,
 ) -> Tensor:
-    """Return FP32 logits [b, s, vocab], computed in `dtype`. vocab, model: of `path`, if it does not say them."""
+    """Return FP32 logits [b, s, vocab], computed in `dtype`. vocab, model: of `path`, if it does
+    not say them."""
     if _is_theirs(path):
         forward = _theirs(format_of(path)[1], dtype)
     else:
@@ -102,14 +119,19 @@ def _theirs(path: Path, dtype: torch.dtype) -> Forward:
         with quiet_transformers() as transformers:
             return _loaded(transformers, path, dtype)
     except ImportError as problem:
-        raise UserError(f"--verify logits needs the package transformers, which {why_missing(problem)}") from problem
+        raise UserError(
+            f"--verify logits needs the package transformers, which {why_missing(problem)}"
+        ) from problem
 
 
 def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
-    """Return the model that transformers loads. Raises UserError if it cannot, whatever the reason."""
+    """Return the model that transformers loads. Raises UserError if it cannot, whatever the
+    reason."""
     try:
         settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        settings._experts_implementation = "eager"  # torch's grouped products know only widths of 16 bytes
+        settings._experts_implementation = (
+            "eager"  # torch's grouped products know only widths of 16 bytes
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, config=settings, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
@@ -118,7 +140,8 @@ def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
     except Exception as error:  # a library that reads the files of others has many kinds
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{path} is not loaded by transformers ({type(error).__name__}: {reason}){if_untested()}"
+            f"{path} is not loaded by transformers ({type(error).__name__}: "
+            f"{reason}){if_untested()}"
         ) from error
     model.eval()
     return lambda ids: model(ids).logits
@@ -139,10 +162,12 @@ def load_stage(source: Source, compute: str = "fp32") -> Stage:
 
 @torch.no_grad()
 def read_weights(stage: Stage, source: Source) -> None:
-    """Copy the weights of `source` into a stage, in the dtype that its plan has for them. It reads what it holds."""
+    """Copy the weights of `source` into a stage, in the dtype that its plan has for them. It reads
+    what it holds."""
     slices = Slices(source)
     for parameter in stage.parameters():
-        wide, counts = stage.context.plan.sensitive, layout_of(parameter).balancing is not None
+        wide = stage.context.plan.sensitive
+        counts = layout_of(parameter).balancing is not None
         parameter.data = parameter.data.to(wide if counts else stage.context.plan.parameters)
         for part, first, last in layout_of(parameter).spans():
             parameter.view(-1)[first:last] = slices.read_range("weight", part, 0, last - first)

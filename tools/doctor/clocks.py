@@ -1,8 +1,8 @@
 """Clocks: each host's against rank 0's, against its own files, and against time that passes.
 
-Rank 0 is asked for the time, and half of the way there and back is the error of the answer. Of several answers the one
-with the shortest way counts. Wrong clocks do no harm to numbers, but logs, records of failures and caches of data are
-compared by their times.
+Rank 0 is asked for the time, and half of the way there and back is the error of the answer. Of
+several answers the one with the shortest way counts. Wrong clocks do no harm to numbers, but logs,
+records of failures and caches of data are compared by their times.
 """
 
 import time
@@ -28,7 +28,8 @@ def wall() -> float:
 
 
 def readings(place: Place) -> dict[str, Any]:
-    """Return how far this host's clock is from rank 0's, from that of its installed files, and from steady time."""
+    """Return how far this host's clock is from rank 0's, from that of its installed files, and from
+    steady time."""
     return {
         "rank": place.rank,
         "host": place.host,
@@ -46,17 +47,20 @@ def _jumped() -> float:
 
 
 def _ahead() -> float:
-    """Return how far the wall clock is ahead of steady time: of several looks at both the quickest one counts."""
+    """Return how far the wall clock is ahead of steady time: of several looks at both the quickest
+    one counts."""
     looks = list[tuple[float, float]]()
     for _ in range(ASKED):
-        start, now = time.monotonic(), wall()
+        start = time.monotonic()
+        now = wall()
         end = time.monotonic()
         looks.append((end - start, now - (start + end) / 2))
     return min(looks)[1]
 
 
 def _against_first(place: Place) -> dict[str, float]:
-    """Return {"offset": seconds ahead of rank 0's clock, "error": ...} on the first rank of each other host."""
+    """Return {"offset": seconds ahead of rank 0's clock, "error": ...} on the first rank of each
+    other host."""
     firsts = place.firsts()[1:]
     if place.rank == 0:
         for rank in firsts:
@@ -75,7 +79,9 @@ def _serve(rank: int) -> None:
 def _ask() -> dict[str, float]:
     found = list[tuple[float, float]]()
     for _ in range(ASKED):
-        answer, before, start = torch.zeros(1, dtype=torch.float64), wall(), time.monotonic()
+        answer = torch.zeros(1, dtype=torch.float64)
+        before = wall()
+        start = time.monotonic()
         dist.send(torch.zeros(1, dtype=torch.float64), 0)
         dist.recv(answer, 0)
         way = time.monotonic() - start
@@ -91,13 +97,20 @@ def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     jumped = {one["host"]: one for one in answers if abs(one["jumped"]) > MOST}
     for one in off:
         way = "ahead of" if one["offset"] > 0 else "behind"
-        said = f"the clock of {one['host']} is {abs(one['offset']):.1f} s {way} that of {answers[0]['host']}"
+        said = (
+            f"the clock of {one['host']} is {abs(one['offset']):.1f} s {way} that of "
+            f"{answers[0]['host']}"
+        )
         yield wrong("clocks", said, REMEDY, offset_s=one["offset"], error_s=one["error"])
     for host, one in behind.items():
-        said = f"the clock of {host} is {one['behind_files']:.0f} s behind the time of installed files"
+        said = (
+            f"the clock of {host} is {one['behind_files']:.0f} s behind the time of installed files"
+        )
         yield wrong("clocks", said, REMEDY)
     for host, one in jumped.items():
-        yield wrong("clocks", f"the clock of {host} was set by {one['jumped']:+.1f} s meanwhile", REMEDY)
+        yield wrong(
+            "clocks", f"the clock of {host} was set by {one['jumped']:+.1f} s meanwhile", REMEDY
+        )
     if not (off or behind or jumped):
         yield _well(answers)
 
@@ -107,5 +120,8 @@ def _well(answers: Sequence[dict[str, Any]]) -> Finding:
     if not asked:
         return ok("clocks", "one host only: its clock runs steadily and is not behind its files")
     worst = max(asked, key=lambda one: abs(one["offset"]))
-    said = f"{len(asked) + 1} hosts agree within {max(abs(worst['offset']), worst['error']) * 1e3:.1f} ms"
+    said = (
+        f"{len(asked) + 1} hosts agree within "
+        f"{max(abs(worst['offset']), worst['error']) * 1e3:.1f} ms"
+    )
     return ok("clocks", said, offset_s=worst["offset"], error_s=worst["error"])

@@ -1,8 +1,9 @@
 """Semantics of the filesystem that checkpoints and data need, on one host.
 
-Checkpoints and data sets are complete or absent because a rename replaces a name at once, fsync outlasts a power cut,
-and a lock keeps a second run away. A filesystem without these works for months and then loses the only copy. So each
-is tried: while one thread renames, another opens the name all the time, and must find one of both contents each time.
+Checkpoints and data sets are complete or absent because a rename replaces a name at once, fsync
+outlasts a power cut, and a lock keeps a second run away. A filesystem without these works for
+months and then loses the only copy. So each is tried: while one thread renames, another opens the
+name all the time, and must find one of both contents each time.
 """
 
 import fcntl
@@ -42,40 +43,65 @@ def probe(place: Place) -> dict[str, Any]:
     """Try the folder's filesystem on the first rank of each host; the others return nothing."""
     if place.local:
         return {}
-    return {"host": place.host, "folder": str(place.folder), **tried(place.folder, place.bytes_needed)}
+    return {
+        "host": place.host,
+        "folder": str(place.folder),
+        **tried(place.folder, place.bytes_needed),
+    }
 
 
 def tried(folder: Path, needed: int, disk: Disk | None = None) -> dict[str, Any]:
-    """Return {"problems": [said, remedy] pairs, ...numbers}. Creates a hidden folder, and removes it."""
-    disk, own = disk or Disk(), folder / f".megaprec_doctor_{os.uname().nodename}_{os.getpid()}"
+    """Return {"problems": [said, remedy] pairs, ...numbers}. Creates a hidden folder, and removes
+    it."""
+    disk = disk or Disk()
+    own = folder / f".megaprec_doctor_{os.uname().nodename}_{os.getpid()}"
     try:
         own.mkdir(parents=True)
     except OSError as error:
-        return {"problems": [[file_error(error), "give another folder by --folder or train.folder"]]}
+        return {
+            "problems": [[file_error(error), "give another folder by --folder or train.folder"]]
+        }
     try:
         found: dict[str, Any] = {"kind": filesystem_of(own), "free": disk.free(own)}
         found["problems"] = [*_room(found["free"], needed), *_problems(own, disk, found)]
         return found
     except OSError as error:
-        return {"problems": [[file_error(error), "give another folder by --folder or train.folder"]]}
+        return {
+            "problems": [[file_error(error), "give another folder by --folder or train.folder"]]
+        }
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
 
 def _room(free: int, needed: int) -> Iterator[list[str]]:
     if free < max(needed, LEAST):
-        least = f"the run's checkpoints take {size(needed)}" if needed > LEAST else f"at least {size(LEAST)} are needed"
-        yield [f"{size(free)} free, but {least}", "free some room, lower checkpoint.keep, or give another folder"]
+        if needed > LEAST:
+            least = f"the run's checkpoints take {size(needed)}"
+        else:
+            least = f"at least {size(LEAST)} are needed"
+        yield [
+            f"{size(free)} free, but {least}",
+            "free some room, lower checkpoint.keep, or give another folder",
+        ]
 
 
 def _problems(own: Path, disk: Disk, found: dict[str, Any]) -> Iterator[list[str]]:
     if seen := torn_renames(own, disk):
-        yield [f"rename is not atomic: a reader found {seen}", "use a POSIX filesystem, not an object store's mount"]
+        yield [
+            f"rename is not atomic: a reader found {seen}",
+            "use a POSIX filesystem, not an object store's mount",
+        ]
     if why := _folder_rename(own, disk):
-        yield [f"a folder cannot be renamed ({why})", "use a POSIX filesystem, not an object store's mount"]
+        yield [
+            f"a folder cannot be renamed ({why})",
+            "use a POSIX filesystem, not an object store's mount",
+        ]
     found["fsync_s"], why = _sync_seconds(own, disk)
     if why:
-        yield [f"fsync fails ({why}): checkpoints would not outlast a power cut", "mount it so that fsync works"]
+        yield [
+            f"fsync fails ({why}): checkpoints would not outlast a power cut",
+            "mount it so that fsync works",
+        ]
     if why := _lock(own, disk):
         yield [f"locks do not hold: {why}", "mount it with locks (NFS: no nolock; Lustre: flock)"]
     found["clock_s"] = _file_time(own)
@@ -86,7 +112,9 @@ def _problems(own: Path, disk: Disk, found: dict[str, Any]) -> Iterator[list[str
 
 def torn_renames(own: Path, disk: Disk) -> str:
     """Return what a reader saw that was neither the old nor the new content, "" if nothing."""
-    target, over, seen = own / "name", Event(), list[str]()
+    target = own / "name"
+    over = Event()
+    seen = list[str]()
     contents = [bytes([letter]) * CONTENT for letter in b"ab"]
     target.write_bytes(contents[0])
 
@@ -118,11 +146,14 @@ def _folder_rename(own: Path, disk: Disk) -> str:
         disk.rename(own / ".partial", own / "whole")
     except OSError as error:
         return error.strerror or str(error)
-    return "" if (own / "whole" / "file").is_file() and not (own / ".partial").exists() else "its files stay behind"
+    if (own / "whole" / "file").is_file() and not (own / ".partial").exists():
+        return ""
+    return "its files stay behind"
 
 
 def _sync_seconds(own: Path, disk: Disk) -> tuple[float, str]:
-    """Return the median seconds of a small file's fsync, and why the flush of a file or a folder failed."""
+    """Return the median seconds of a small file's fsync, and why the flush of a file or a folder
+    failed."""
     seconds = []
     try:
         for number in range(SYNCS):
@@ -153,17 +184,22 @@ def _lock(own: Path, disk: Disk) -> str:
 
 
 def _file_time(own: Path) -> float:
-    """Return the seconds from this host's clock to the time that the filesystem gives a new file."""
+    """Return the seconds from this host's clock to the time that the filesystem gives a new
+    file."""
     before = time.time()
     (own / "now").write_bytes(b"a")
-    made, after = (own / "now").stat().st_mtime, time.time()
+    made = (own / "now").stat().st_mtime
+    after = time.time()
     return min(0.0, made - before) + max(0.0, made - after)
 
 
 def filesystem_of(folder: Path) -> str:
-    """Return the type of the filesystem, such as ext4, nfs4 or tmpfs; "" where the system does not list mounts."""
+    """Return the type of the filesystem, such as ext4, nfs4 or tmpfs; "" where the system does not
+    list mounts."""
     try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+        mounts = [
+            line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        ]
     except OSError:
         return ""
     here = str(folder.resolve())
@@ -180,6 +216,15 @@ def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     if not any(one["problems"] for one in hosts):
         one = max(hosts, key=lambda host: host["fsync_s"])
         lost = "; it is in memory, and a power cut empties it" if one["kind"] in MEMORY else ""
-        said = f"{one['folder']} ({one['kind'] or 'type not known'}{lost}): rename, fsync and locks hold, "
-        said += f"fsync {duration(one['fsync_s'])}, {size(min(host['free'] for host in hosts))} free"
-        yield ok("disk", said, **{key: one[key] for key in ("folder", "kind", "fsync_s", "free", "clock_s")})
+        said = (
+            f"{one['folder']} ({one['kind'] or 'type not known'}{lost}): rename, fsync and locks "
+            "hold, "
+        )
+        said += (
+            f"fsync {duration(one['fsync_s'])}, {size(min(host['free'] for host in hosts))} free"
+        )
+        yield ok(
+            "disk",
+            said,
+            **{key: one[key] for key in ("folder", "kind", "fsync_s", "free", "clock_s")},
+        )

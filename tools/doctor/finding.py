@@ -1,15 +1,18 @@
 """The finding of one check: ok, wrong with what to mend, or not tried with the reason.
 
-A verdict never stands for another. A check that could not be carried out is "not tried", whatever its result would
-probably be. It counts in the exit code only if the machine needs the thing for what was asked: a laptop without a GPU
-is well, but a layout that could not be tried is no layout that works.
+A verdict never stands for another. A check that could not be carried out is "not tried", whatever
+its result would probably be. It counts in the exit code only if the machine needs the thing for
+what was asked: a laptop without a GPU is well, but a layout that could not be tried is no layout
+that works.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-OK, WRONG, NOT_TRIED = "ok", "wrong", "not tried"
+OK = "ok"
+WRONG = "wrong"
+NOT_TRIED = "not tried"
 CODES = {OK: 0, WRONG: 1, NOT_TRIED: 2}
 
 
@@ -17,8 +20,8 @@ CODES = {OK: 0, WRONG: 1, NOT_TRIED: 2}
 class Finding:
     """One line of the verdict. check: what was looked at. said: what was seen, or why nothing was.
 
-    remedy: what to do, if something is wrong. needed: a check that was not tried counts in the exit code. facts:
-    numbers for `--json`.
+    remedy: what to do, if something is wrong. needed: a check that was not tried counts in the exit
+    code. facts: numbers for `--json`.
     """
 
     check: str
@@ -48,4 +51,6 @@ def verdict(findings: Sequence[Finding]) -> str:
     """Return the worst verdict: wrong, then not tried where that counts, otherwise ok."""
     if any(one.verdict == WRONG for one in findings):
         return WRONG
-    return NOT_TRIED if any(one.verdict == NOT_TRIED and one.needed for one in findings) else OK
+    if any(one.verdict == NOT_TRIED and one.needed for one in findings):
+        return NOT_TRIED
+    return OK

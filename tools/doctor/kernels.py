@@ -1,7 +1,8 @@
-"""Kernels that exist on this device: each is called on small tensors and compared with plain products.
+"""Kernels that exist on this device: each is called on small tensors and compared with plain
+products.
 
-A name in torch says little: a kernel may refuse this device, or compute wrongly on it. A kernel that is not here is no
-fault where the code does without; it is one if the run asks for it.
+A name in torch says little: a kernel may refuse this device, or compute wrongly on it. A kernel
+that is not here is no fault where the code does without; it is one if the run asks for it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,9 @@ from tools.doctor.place import Place
 
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 TOLERANCE = 0.02  # relative, of bf16 products
-HERE, ABSENT, FAULTY = "here", "absent", "faulty"
+HERE = "here"
+ABSENT = "absent"
+FAULTY = "faulty"
 Tried = tuple[str, str]  # HERE, ABSENT or FAULTY, and why
 
 
@@ -46,7 +49,8 @@ def _flash(device: torch.device) -> Tried:
 
 def _grouped(device: torch.device) -> Tried:
     """Return if torch's grouped products, one for each expert, are right."""
-    a, b = _numbers((64, 32), 0, device), _numbers((2, 32, 48), 1, device)
+    a = _numbers((64, 32), 0, device)
+    b = _numbers((2, 32, 48), 1, device)
     ends = torch.tensor([16, 64], dtype=torch.int32, device=device)
     right = torch.cat([a[:16].double() @ b[0].double(), a[16:].double() @ b[1].double()])
     return _compared(lambda: torch._grouped_mm(a, b, offs=ends), right)
@@ -70,7 +74,9 @@ def _chosen(kind: Any, device: torch.device) -> Tried:
 
 
 def _numbers(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        device, torch.bfloat16
+    )
 
 
 def _compared(kernel: Callable[[], Tensor], right: Tensor) -> Tried:
@@ -103,14 +109,22 @@ def _kernel(name: str, hosts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     absent = [host for host, (state, _) in states.items() if state == ABSENT]
     for host in faulty:
         yield wrong(
-            "kernels", f"{name} on {host}: {states[host][1]}", "update torch and the driver; report it to torch"
+            "kernels",
+            f"{name} on {host}: {states[host][1]}",
+            "update torch and the driver; report it to torch",
         )
     if faulty:
         return
     if absent and len(absent) < len(states):
-        said = f"{name} are not on {', '.join(absent)}, but on the others: ranks would compute differently"
+        said = (
+            f"{name} are not on {', '.join(absent)}, but on the others: ranks would compute "
+            "differently"
+        )
         yield wrong("kernels", said, "install the same torch and driver, and use GPUs of one kind")
     elif absent:
         yield not_tried("kernels", f"{name}: not on this device: {states[absent[0]][1]}")
     else:
-        yield ok("kernels", f"{name}: here, and right on this {'GPU' if hosts[0]['device'] == 'cuda' else 'CPU'}")
+        yield ok(
+            "kernels",
+            f"{name}: here, and right on this {'GPU' if hosts[0]['device'] == 'cuda' else 'CPU'}",
+        )

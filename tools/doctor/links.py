@@ -1,7 +1,9 @@
-"""Links between ranks along each axis of the mesh: order of messages, latency, bandwidth, and sums that are right.
+"""Links between ranks along each axis of the mesh: order of messages, latency, bandwidth, and sums
+that are right.
 
-Neighbours on an axis are measured in pairs, and no rank is in two pairs at once: a slow link is then slow by itself,
-and not because of another. Afterwards all ranks of the axis sum and gather, two at a time, as training does.
+Neighbours on an axis are measured in pairs, and no rank is in two pairs at once: a slow link is
+then slow by itself, and not because of another. Afterwards all ranks of the axis sum and gather,
+two at a time, as training does.
 """
 
 import statistics
@@ -25,17 +27,22 @@ from tools.doctor.place import Place
 NUMBERED = 32  # messages whose order is checked
 ROUNDS = 20  # small messages there and back
 TRIES = 4  # measurements of the bandwidth of a link that seems broken
-SMALL, LARGE = 2**18, 2**22  # floats of a message for bandwidth: 1 MiB first, then 16 MiB if that takes no second
+# floats of a message for bandwidth: 1 MiB first, then 16 MiB if that takes no second
+SMALL = 2**18
+LARGE = 2**22
 LEAST = {"cpu": 20e6, "cuda": 1e9}  # bytes a second of a link that is not broken
 SLOWEST = {"cpu": 0.05, "cuda": 0.005}  # seconds of a small message on a link that is not broken
 FACTOR = 6.0  # by which a link may be slower than the median of the others of its kind
-REMEDY = "look at the cable, the network card and the switch port of both hosts (ethtool, ibstat, dmesg)"
+REMEDY = (
+    "look at the cable, the network card and the switch port of both hosts (ethtool, ibstat, dmesg)"
+)
 LOCAL = "look at what else runs there (top), and at CPU limits of the container"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two neighbours on an axis, seen from one of them. peer: the other's rank in the group. first: it sends first."""
+    """Two neighbours on an axis, seen from one of them. peer: the other's rank in the group. first:
+    it sends first."""
 
     axis: Axis
     peer: int
@@ -61,9 +68,12 @@ class Pair:
 
 
 def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
-    """Return the axes of more than one rank. On CUDA with groups of NCCL. Collective over the world."""
+    """Return the axes of more than one rank. On CUDA with groups of NCCL. Collective over the
+    world."""
     axes = [axis for axis in (Axis.of(mesh, name) for name in AXES) if axis.size > 1]
-    return [replace(axis, group=_nccl_group(mesh, axis.name)) for axis in axes] if device == "cuda" else axes
+    if device == "cuda":
+        return [replace(axis, group=_nccl_group(mesh, axis.name)) for axis in axes]
+    return axes
 
 
 def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
@@ -72,7 +82,8 @@ def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 
 
 def measure(place: Place) -> list[dict[str, Any]]:
-    """Return the record of each link of this rank that begins here, and of the collectives of each axis."""
+    """Return the record of each link of this rank that begins here, and of the collectives of each
+    axis."""
     found = []
     for axis in axes_of(make_mesh(*place.layout), place.device):
         for turn in (0, 1):
@@ -82,7 +93,8 @@ def measure(place: Place) -> list[dict[str, Any]]:
 
 
 def _pair(place: Place, axis: Axis, turn: int) -> Iterator[dict[str, Any]]:
-    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of ranks 1 and 2, 3 and 4, ..."""
+    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of ranks 1 and 2, 3 and 4,
+    ..."""
     first = axis.rank % 2 == turn
     peer = axis.rank + (1 if first else -1)
     if not 0 <= peer < axis.size:
@@ -92,7 +104,13 @@ def _pair(place: Place, axis: Axis, turn: int) -> Iterator[dict[str, Any]]:
     found = _guarded(lambda: {"order": order(pair), **speeds(pair)})
     if first:
         hosts = [place.host, place.host_of(other)]
-        yield {"axis": axis.name, "device": place.device, "ranks": [place.rank, other], "hosts": hosts, **found}
+        yield {
+            "axis": axis.name,
+            "device": place.device,
+            "ranks": [place.rank, other],
+            "hosts": hosts,
+            **found,
+        }
 
 
 def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -103,7 +121,8 @@ def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def order(pair: Pair) -> str:
-    """Send numbered messages one way, then back; return what is wrong with their order, "" if nothing."""
+    """Send numbered messages one way, then back; return what is wrong with their order, "" if
+    nothing."""
     wrong_ones = ""
     for mine in (pair.first, not pair.first):
         for number in range(NUMBERED):
@@ -118,7 +137,8 @@ def order(pair: Pair) -> str:
 
 
 def speeds(pair: Pair) -> dict[str, float]:
-    """Return the seconds of a small message and the bytes a second of a large one, both at their best."""
+    """Return the seconds of a small message and the bytes a second of a large one, both at their
+    best."""
     small, medium = (torch.zeros(n, device=pair.device) for n in (2, SMALL))
     pair.there_and_back(small)
     latency = min(pair.there_and_back(small) for _ in range(ROUNDS))
@@ -146,19 +166,32 @@ def _collectives(place: Place, axis: Axis) -> dict[str, Any]:
     def both() -> dict[str, Any]:
         ones = torch.full((1000,), float(axis.rank + 1), device=place.device)
         own = torch.full((3,), axis.rank, device=place.device, dtype=torch.int64)
-        sum_, gathered = axis.start_sum_(ones), axis.start_gather(own)
+        sum_ = axis.start_sum_(ones)
+        gathered = axis.start_gather(own)
         whole = gathered()
         sum_()
         right = bool((ones == axis.size * (axis.size + 1) / 2).all())
         in_order = whole.tolist() == [rank for rank in range(axis.size) for _ in range(3)]
-        return {"right": right, "in_order": in_order, "sum_s": min(_summed(place, axis) for _ in range(2))}
+        return {
+            "right": right,
+            "in_order": in_order,
+            "sum_s": min(_summed(place, axis) for _ in range(2)),
+        }
 
     found = _guarded(both)
-    return {"axis": axis.name, "size": axis.size, "collective": True, "rank": place.rank, "host": place.host, **found}
+    return {
+        "axis": axis.name,
+        "size": axis.size,
+        "collective": True,
+        "rank": place.rank,
+        "host": place.host,
+        **found,
+    }
 
 
 def _summed(place: Place, axis: Axis) -> float:
-    large, start = torch.zeros(SMALL, device=place.device), time.perf_counter()
+    large = torch.zeros(SMALL, device=place.device)
+    start = time.perf_counter()
     axis.sum_(large)
     if place.device == "cuda":
         torch.cuda.synchronize()
@@ -180,23 +213,32 @@ def judge(answers: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
 def _links(axis: str, links: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     whole = [link for link in links if "error" not in link]
     for link in links:
-        between, remedy = _between(axis, link), LOCAL if _local(link) else REMEDY
+        between = _between(axis, link)
+        remedy = LOCAL if _local(link) else REMEDY
         if "error" in link:
             yield wrong(f"links {axis}", f"{between}: {link['error']}", remedy, **link)
         elif link["order"]:
-            yield wrong(f"links {axis}", f"{between}: messages out of order: {link['order']}", remedy, **link)
+            yield wrong(
+                f"links {axis}",
+                f"{between}: messages out of order: {link['order']}",
+                remedy,
+                **link,
+            )
         elif why := slow(link, [one for one in whole if _local(one) == _local(link)]):
             yield wrong(f"links {axis}", f"{between}: {why}", remedy, **link)
 
 
 def slow(link: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
-    """Return why a link is too slow, by itself or beside at least two others of its kind; "" if it is not."""
-    rate, latency = link["bytes_per_s"], link["latency_s"]
+    """Return why a link is too slow, by itself or beside at least two others of its kind; "" if it
+    is not."""
+    rate = link["bytes_per_s"]
+    latency = link["latency_s"]
     if rate < LEAST[link["device"]]:
         return f"{size(rate)}/s, and less than {size(LEAST[link['device']])}/s is a broken link"
     if latency > SLOWEST[link["device"]]:
         return (
-            f"a small message takes {duration(latency)}, and more than {duration(SLOWEST[link['device']])} is too long"
+            f"a small message takes {duration(latency)}, and more than "
+            f"{duration(SLOWEST[link['device']])} is too long"
         )
     if len(alike) > 2:
         usual = statistics.median(one["bytes_per_s"] for one in alike)
@@ -210,7 +252,9 @@ def _local(link: dict[str, Any]) -> bool:
 
 
 def _between(axis: str, link: dict[str, Any]) -> str:
-    one, other = (f"rank {rank} on {host}" for rank, host in zip(link["ranks"], link["hosts"], strict=True))
+    one, other = (
+        f"rank {rank} on {host}" for rank, host in zip(link["ranks"], link["hosts"], strict=True)
+    )
     return f"{one} and {other}"
 
 
@@ -220,15 +264,25 @@ def _sums(axis: str, sums: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         if "error" in one:
             yield wrong(f"links {axis}", f"{who}: sums of the axis fail: {one['error']}", REMEDY)
         elif not one["right"] or not one["in_order"]:
-            what = "a sum is wrong" if not one["right"] else "gathered parts are not in the order of ranks"
-            yield wrong(f"links {axis}", f"{who}: {what}", "look at versions of NCCL and drivers on all hosts")
+            if not one["right"]:
+                what = "a sum is wrong"
+            else:
+                what = "gathered parts are not in the order of ranks"
+            yield wrong(
+                f"links {axis}",
+                f"{who}: {what}",
+                "look at versions of NCCL and drivers on all hosts",
+            )
 
 
 def _well(axis: str, records: Sequence[dict[str, Any]]) -> Finding:
     links = [one for one in records if "collective" not in one]
-    latency, rate = max(one["latency_s"] for one in links), min(one["bytes_per_s"] for one in links)
+    latency = max(one["latency_s"] for one in links)
+    rate = min(one["bytes_per_s"] for one in links)
     seconds = max(one["sum_s"] for one in records if "collective" in one)
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
     said = f"{backend}, {counted(len(links), 'link')}: {duration(latency)} and {size(rate)}/s at "
     said += f"worst, messages in order; a sum of {size(4 * SMALL)} takes {duration(seconds)}"
-    return ok(f"links {axis}", said, latency_s=latency, bytes_per_s=rate, sum_s=seconds, links=list(links))
+    return ok(
+        f"links {axis}", said, latency_s=latency, bytes_per_s=rate, sum_s=seconds, links=list(links)
+    )

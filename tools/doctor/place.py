@@ -1,7 +1,7 @@
 """A rank among those that are checked, and the words that name it.
 
-Everything that ranks tell each other goes through the store, which answers although a rank hangs. Only the checks of
-links and clocks send messages between ranks, with a short time limit.
+Everything that ranks tell each other goes through the store, which answers although a rank hangs.
+Only the checks of links and clocks send messages between ranks, with a short time limit.
 """
 
 import json
@@ -18,7 +18,8 @@ SHOWN = 4  # ranks or hosts that a line names at most
 
 @dataclass(frozen=True)
 class Place:
-    """One rank. local: its index on its host. layout: pipeline, data and tensor ranks. device: cpu or cuda.
+    """One rank. local: its index on its host. layout: pipeline, data and tensor ranks. device: cpu
+    or cuda.
 
     folder: the folder whose filesystem is checked. bytes_needed: what the run will write there.
     """
@@ -39,7 +40,8 @@ class Place:
 
     def told(self, key: str, seconds: float) -> Any:
         """Return the JSON value of `key`, once it is there. Raises TimeoutError."""
-        deadline, name = time.monotonic() + seconds, f"doctor/{key}"
+        deadline = time.monotonic() + seconds
+        name = f"doctor/{key}"
         while not self.store.check([name]):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{key} was not told within {seconds:g} s")
@@ -47,7 +49,8 @@ class Place:
         return json.loads(self.store.get(name))
 
     def firsts(self) -> list[int]:
-        """Return the first rank of each host, in order of ranks. All ranks must have answered before."""
+        """Return the first rank of each host, in order of ranks. All ranks must have answered
+        before."""
         hosts = self.told("hosts", 10.0)
         return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
 
@@ -57,7 +60,8 @@ class Place:
 
 
 def named(ranks: Mapping[int, str]) -> str:
-    """Return "rank 3 on node1" or "ranks 3 and 4 on node1". ranks: rank -> its host, "" if it is not known."""
+    """Return "rank 3 on node1" or "ranks 3 and 4 on node1". ranks: rank -> its host, "" if it is
+    not known."""
     hosts = sorted({host or "a host that is not known" for host in ranks.values()})
     shown = [str(rank) for rank in sorted(ranks)]
     listed = _listed(shown)

@@ -1,8 +1,9 @@
 """Questions that every rank answers, and the rank that does not.
 
-A check has a part for each rank and a judge on rank 0. Each part runs in a thread with a time limit, and its answer
-goes through the store. So a rank that hangs in a message, in a system call or altogether costs its time limit and is
-named; the others go on. After a rank has not answered, no check is begun in which ranks wait for each other.
+A check has a part for each rank and a judge on rank 0. Each part runs in a thread with a time
+limit, and its answer goes through the store. So a rank that hangs in a message, in a system call or
+altogether costs its time limit and is named; the others go on. After a rank has not answered, no
+check is begun in which ranks wait for each other.
 """
 
 import time
@@ -22,9 +23,11 @@ Judge = Callable[[Sequence[Any]], Iterable[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A question. part: what each rank does and answers, a JSON value. judge: findings from the answers of all ranks.
+    """A question. part: what each rank does and answers, a JSON value. judge: findings from the
+    answers of all ranks.
 
-    together: ranks wait for each other in it. seconds: time limit of the part. needed: it counts if it is not tried.
+    together: ranks wait for each other in it. seconds: time limit of the part. needed: it counts if
+        it is not tried.
     """
 
     name: str
@@ -36,24 +39,31 @@ class Check:
 
 
 def conduct(checks: Sequence[Check], place: Place) -> tuple[list[Finding], bool]:
-    """Carry out the checks on this rank. Return the findings (on rank 0; none elsewhere) and if all ranks answered."""
-    findings, lost = list[Finding](), ""
+    """Carry out the checks on this rank. Return the findings (on rank 0; none elsewhere) and if all
+    ranks answered."""
+    findings = list[Finding]()
+    lost = ""
     for number, check in enumerate(checks):
         lost = _begun(place, number, lost)
         if lost and check.together:
             if place.rank == 0:
                 findings.append(not_tried(check.name, lost, check.needed))
             continue
-        place.tell(f"{number}/{place.rank}", {"host": place.host, **within(check.seconds, check.part, place)})
+        place.tell(
+            f"{number}/{place.rank}",
+            {"host": place.host, **within(check.seconds, check.part, place)},
+        )
         if place.rank == 0:
             answers = _collected(place, number, check.seconds)
             some, lost_now = _judged(check, place, answers)
-            findings, lost = [*findings, *some], lost or lost_now
+            findings = [*findings, *some]
+            lost = lost or lost_now
     return findings, not lost
 
 
 def _begun(place: Place, number: int, lost: str) -> str:
-    """Agree with rank 0 on beginning a check; return why ranks must not wait for each other, "" if they may."""
+    """Agree with rank 0 on beginning a check; return why ranks must not wait for each other, "" if
+    they may."""
     if place.rank == 0:
         place.tell(f"{number}/begin", lost)
         return lost
@@ -61,7 +71,8 @@ def _begun(place: Place, number: int, lost: str) -> str:
 
 
 def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not done in time."""
+    """Return {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not
+    done in time."""
     answer: dict[str, Any] = {}
 
     def answering() -> None:
@@ -78,7 +89,8 @@ def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> dict[st
 
 def _collected(place: Place, number: int, seconds: float) -> dict[int, dict[str, Any]]:
     """Return the answers that come before the time limit, by rank."""
-    answers, deadline = dict[int, dict[str, Any]](), time.monotonic() + seconds + GRACE
+    answers = dict[int, dict[str, Any]]()
+    deadline = time.monotonic() + seconds + GRACE
     for rank in range(place.size):
         try:
             answers[rank] = place.told(f"{number}/{rank}", max(0.0, deadline - time.monotonic()))
@@ -87,8 +99,11 @@ def _collected(place: Place, number: int, seconds: float) -> dict[int, dict[str,
     return answers
 
 
-def _judged(check: Check, place: Place, answers: Mapping[int, dict[str, Any]]) -> tuple[list[Finding], str]:
-    """Return the findings of a check, and why later checks must not wait for a rank, "" if they may."""
+def _judged(
+    check: Check, place: Place, answers: Mapping[int, dict[str, Any]]
+) -> tuple[list[Finding], str]:
+    """Return the findings of a check, and why later checks must not wait for a rank, "" if they
+    may."""
     silent = {rank: _host(place, rank) for rank in range(place.size) if rank not in answers}
     late = {rank: one["host"] for rank, one in answers.items() if "late" in one}
     if silent or late:
@@ -104,6 +119,7 @@ def _judged(check: Check, place: Place, answers: Mapping[int, dict[str, Any]]) -
 
 
 def _host(place: Place, rank: int) -> str:
-    """Return the host of a rank that is silent, if it has joined the world; see `parallel.joining`."""
+    """Return the host of a rank that is silent, if it has joined the world; see
+    `parallel.joining`."""
     key = f"host of rank {rank}"
     return place.store.get(key).decode() if place.store.check([key]) else ""

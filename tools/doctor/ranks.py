@@ -1,6 +1,8 @@
-"""The ranks that are checked: those of a launched world, or local ones that the command has started.
+"""The ranks that are checked: those of a launched world, or local ones that the command has
+started.
 
-First comes what a rank can tell without the others; then the ranks meet, and what needs all of them is tried.
+First comes what a rank can tell without the others; then the ranks meet, and what needs all of them
+is tried.
 """
 
 import os
@@ -28,8 +30,9 @@ MESSAGE = 12.0  # seconds that a message between ranks may take
 
 @dataclass(frozen=True)
 class Asked:
-    """The request of the command line. layout: pipeline, data and tensor ranks; zeros: one tensor rank for each local
-    rank, and a replica for each host. device: auto, cpu or cuda. bytes_needed: what the run writes to `folder`.
+    """The request of the command line. layout: pipeline, data and tensor ranks; zeros: one tensor
+    rank for each local rank, and a replica for each host. device: auto, cpu or cuda. bytes_needed:
+    what the run writes to `folder`.
     """
 
     layout: tuple[int, int, int] = (0, 0, 0)
@@ -39,7 +42,8 @@ class Asked:
 
 
 def take_part(asked: Asked) -> tuple[Place, list[Finding], bool]:
-    """Join the world and carry out all checks. Return the place of this rank, and what `conduct` returns.
+    """Join the world and carry out all checks. Return the place of this rank, and what `conduct`
+    returns.
 
     Raises UserError if not all ranks join.
     """
@@ -50,7 +54,17 @@ def take_part(asked: Asked) -> tuple[Place, list[Finding], bool]:
     if device == "cuda":
         torch.cuda.set_device(local if here > 1 else 0)
     layout = asked.layout if all(asked.layout) else (1, size // ranks, ranks)
-    place = Place(rank, size, local, socket.gethostname(), store, layout, device, asked.folder, asked.bytes_needed)
+    place = Place(
+        rank,
+        size,
+        local,
+        socket.gethostname(),
+        store,
+        layout,
+        device,
+        asked.folder,
+        asked.bytes_needed,
+    )
     return place, *conduct(CHECKS, place)
 
 
@@ -68,10 +82,15 @@ def _all_present(hosts: Sequence[Any]) -> Iterator[Finding]:
 
 
 def _meet(place: Place) -> bool:
-    """Form the world of all ranks, over gloo: the checks steer over CPUs, whatever the links are."""
+    """Form the world of all ranks, over gloo: the checks steer over CPUs, whatever the links
+    are."""
     with waiting_their_turn():
         dist.init_process_group(
-            "gloo", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=MESSAGE)
+            "gloo",
+            store=place.store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=MESSAGE),
         )
     dist.barrier()
     return True

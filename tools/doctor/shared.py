@@ -1,6 +1,8 @@
-"""The filesystem that all hosts share: is a file of one host seen by the others, whole, soon, and once locked, locked?
+"""The filesystem that all hosts share: is a file of one host seen by the others, whole, soon, and
+once locked, locked?
 
-Rank 0 writes a file, replaces it, and locks it. After each of these the first rank of every host says what it sees.
+Rank 0 writes a file, replaces it, and locks it. After each of these the first rank of every host
+says what it sees.
 """
 
 import fcntl
@@ -109,21 +111,31 @@ def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     yield from problems
     if not problems:
         worst = max(max(one["written_s"], one["replaced_s"]) for one in readers)
-        said = f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at the latest after "
+        said = (
+            f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at "
+            "the latest after "
+        )
         yield ok("shared disk", said + duration(worst), latest_s=worst)
 
 
 def _of(one: dict[str, Any], writer: dict[str, Any]) -> Iterator[Finding]:
     place = f"{one['folder']} on {one['host']}"
     if one["written_s"] is None:
-        yield wrong("shared disk", f"{place}: a file that {writer['host']} wrote there is not seen", SHARE)
+        yield wrong(
+            "shared disk", f"{place}: a file that {writer['host']} wrote there is not seen", SHARE
+        )
         return
     if one["replaced_s"] is None:
-        said = f"{place}: the old content is seen after {SEEN:g} s, although {writer['host']} has replaced the file"
+        said = (
+            f"{place}: the old content is seen after {SEEN:g} s, although {writer['host']} has "
+            "replaced the file"
+        )
         yield wrong("shared disk", said, "mount it with shorter caches (NFS: actimeo=1)")
     elif one["replaced_s"] > LATE:
         said = f"{place}: a replaced file is seen after {one['replaced_s']:.1f} s"
         yield wrong("shared disk", said, "mount it with shorter caches (NFS: actimeo=1)")
     if one["locked"] is False:
         said = f"{place}: a file that {writer['host']} has locked can be locked again"
-        yield wrong("shared disk", said, "mount it with locks across hosts (NFS: no nolock, Lustre: flock)")
+        yield wrong(
+            "shared disk", said, "mount it with locks across hosts (NFS: no nolock, Lustre: flock)"
+        )

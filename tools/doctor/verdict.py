@@ -53,7 +53,9 @@ def in_words(findings: Sequence[Finding]) -> str:
         return f"{count[WRONG]} thing{'s are' if count[WRONG] > 1 else ' is'} wrong"
     left = f", {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
     if verdict(findings) == NOT_TRIED:
-        needed = ", ".join(dict.fromkeys(one.check for one in findings if one.verdict == NOT_TRIED and one.needed))
+        needed = ", ".join(
+            dict.fromkeys(one.check for one in findings if one.verdict == NOT_TRIED and one.needed)
+        )
         return f"nothing is wrong, but {needed} could not be tried"
     return f"all is well: {counted(count[OK], 'check')} ok{left}"
 

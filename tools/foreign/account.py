@@ -1,9 +1,9 @@
 """The account of a file: every name that concerns precision is read, refused, or named in a note.
 
-The settings of the systems' classes, dicts and variables are collected as `Saying`s, one per place in the file. For
-each table of a system one saying may count: the one that is passed to a call, if only one is, or the only one that
-there is. Sayings that differ are refused with their lines, and so is a value that cannot be known. Names that no saying
-covers are named in a note.
+The settings of the systems' classes, dicts and variables are collected as `Saying`s, one per place
+in the file. For each table of a system one saying may count: the one that is passed to a call, if
+only one is, or the only one that there is. Sayings that differ are refused with their lines, and so
+is a value that cannot be known. Names that no saying covers are named in a note.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,9 +21,9 @@ from tools.foreign.values import Condition, Entry
 class Saying:
     """A place in the file that sets keys of a table.
 
-    name: of the object with the settings. conditions: unknown conditions that it depends on. handed_on: the object is
-    passed to a call. adds: it sets single keys, which complete those of another place. known: key -> (value, entry),
-    filled in by `settle`.
+    name: of the object with the settings. conditions: unknown conditions that it depends on.
+    handed_on: the object is passed to a call. adds: it sets single keys, which complete those of
+    another place. known: key -> (value, entry), filled in by `settle`.
     """
 
     spot: Spot
@@ -96,7 +96,9 @@ class Account:
             before = fields.setdefault(key, (value, entry))
             if before[0] != value:
                 lines = f"{before[0]} in line {before[1].line}, {value} in line {entry.line}"
-                self.refuse(entry.line, f"{key} of {saying.name} is given twice: {lines}; keep one of them")
+                self.refuse(
+                    entry.line, f"{key} of {saying.name} is given twice: {lines}; keep one of them"
+                )
 
     def _chosen(self, sayings: list[Saying]) -> dict[str, tuple[Any, Entry]]:
         handed_on = [saying for saying in sayings if saying.handed_on]
@@ -108,7 +110,9 @@ class Account:
             self.note(saying.line, f"{saying.name} is not handed on to anything: left out")
         if len(different) > 1:
             lines = ", ".join(f"{s.name} in line {s.line}" for s in different)
-            self.refuse(different[1].line, f"a second one, and they differ: {lines}; name one with --pick")
+            self.refuse(
+                different[1].line, f"a second one, and they differ: {lines}; name one with --pick"
+            )
         return different[0].known
 
     def _read(self, saying: Saying, refused: bool) -> None:
@@ -123,12 +127,17 @@ class Account:
             condition = saying.conditions[-1]
             why = f"depends on `{condition.text}` (line {condition.line}), which is not known"
             says = f"{assuming(condition.text, 'True')} or False says it"
-            remedy = says if is_expression(condition.text) else "give the part about precision alone"
+            if is_expression(condition.text):
+                remedy = says
+            else:
+                remedy = "give the part about precision alone"
             self.refuse(saying.line, f"{saying.name} {why}: {remedy}")
 
     def _unknown(self, saying: Saying, key: str, entry: Entry, why: str) -> None:
         if key in OPEN_KEYS | LAYOUT_KEYS:
-            if saying.spot[0] == "internevo":  # what is there but not known is not at its default either
+            if (
+                saying.spot[0] == "internevo"
+            ):  # what is there but not known is not at its default either
                 saying.known[key] = (UNKNOWN, entry)
             self.note(entry.line, f"{key} of {saying.name}: {why}: left to the run file")
         else:
@@ -140,12 +149,17 @@ class Account:
             dead = [mention for mention in self.left.values() if first <= mention.line <= last]
             self.take(*(mention.node for mention in dead))
             if dead:
-                self.note(first, f"not reached, because {why}: {', '.join(m.text for m in dead[:3])}")
+                self.note(
+                    first, f"not reached, because {why}: {', '.join(m.text for m in dead[:3])}"
+                )
 
     def close(self) -> None:
         """Name the mentions that are not accounted for."""
         for mention in sorted(self.left.values(), key=lambda mention: mention.line):
-            self.note(mention.line, f"{mention.text}: not read, for it belongs to no configuration known here")
+            self.note(
+                mention.line,
+                f"{mention.text}: not read, for it belongs to no configuration known here",
+            )
         self.left.clear()
 
 

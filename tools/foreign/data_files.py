@@ -29,7 +29,8 @@ class TooLarge(Exception):
 class Data:
     """A tree of settings.
 
-    things: the objects in it that `_target_` describes. behind: node of an interpolation -> node of the key it names.
+    things: the objects in it that `_target_` describes. behind: node of an interpolation -> node of
+        the key it names.
     """
 
     def __init__(self, maker: "_Tables", content: Any) -> None:
@@ -40,7 +41,8 @@ class Data:
         self._follow((self.table,))
 
     def _follow(self, tables: tuple[Table, ...]) -> None:
-        """Put values in the place of OmegaConf's `${a.b}` that name one. tables: the innermost is the last."""
+        """Put values in the place of OmegaConf's `${a.b}` that name one. tables: the innermost is
+        the last."""
         for key, entry in tables[-1].entries.items():
             value = entry.value
             if _is_interpolation(value) and (found := _named(value, tables)) is not None:
@@ -58,12 +60,14 @@ def _is_interpolation(value: Any) -> bool:
 def _named(value: Thing, tables: tuple[Table, ...], hops: int = 8) -> Entry | None:
     """Return the entry of the scalar that an interpolation stands for; None if the tree has none.
 
-    A part of a larger configuration says `${part.a}` of its own `a`: a first name that it does not have is left out.
+    A part of a larger configuration says `${part.a}` of its own `a`: a first name that it does not
+    have is left out.
     """
     match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value.text)
     if match is None or (up := len(match[1])) > len(tables) or not hops:
         return None
-    chain, path = [*tables[: len(tables) - up + 1]] if up else [tables[0]], match[2].split(".")
+    chain = [*tables[: len(tables) - up + 1]] if up else [tables[0]]
+    path = match[2].split(".")
     entry: Entry | None = None
     for name in path[1:] if not up and path[0] not in chain[0].entries else path:
         if entry is not None:
@@ -82,7 +86,8 @@ def _named(value: Thing, tables: tuple[Table, ...], hops: int = 8) -> Entry | No
 class _Tables:
     """Builder of tables from plain data; each key gets a node number, by which it is accounted for.
 
-    A table with `_target_`, Hydra's name of a class or function, is the thing that a call of it returns.
+    A table with `_target_`, Hydra's name of a class or function, is the thing that a call of it
+    returns.
     """
 
     def __init__(self) -> None:
@@ -97,8 +102,14 @@ class _Tables:
         function = External(name, imported=True)
         if table.get("_call_") is False:
             return function
-        given = {key: e for key, e in table.entries.items() if not str(key).startswith("_") and e.value is not None}
-        self.things.append(Thing(f"{name}(...)", table.line, function=function, arguments=Table(given, table.line)))
+        given = {
+            key: e
+            for key, e in table.entries.items()
+            if not str(key).startswith("_") and e.value is not None
+        }
+        self.things.append(
+            Thing(f"{name}(...)", table.line, function=function, arguments=Table(given, table.line))
+        )
         return self.things[-1]
 
     def of(self, value: Any) -> Any:
@@ -106,8 +117,15 @@ class _Tables:
         if self.count > MOST_VALUES:
             raise TooLarge
         if isinstance(value, dict):
-            return self.made(Table({key: Entry(self.of(inner), 0, self.number()) for key, inner in value.items()}, 1))
-        return Row({"items": tuple(self.of(item) for item in value)}) if isinstance(value, list) else value
+            return self.made(
+                Table(
+                    {key: Entry(self.of(inner), 0, self.number()) for key, inner in value.items()},
+                    1,
+                )
+            )
+        if isinstance(value, list):
+            return Row({"items": tuple(self.of(item) for item in value)})
+        return value
 
     def number(self) -> int:
         self.count += 1
@@ -133,7 +151,10 @@ class _YamlTables(_Tables):
             table = Table(line=line)
             own = [pair for pair in value.value if pair[0].tag != "tag:yaml.org,2002:merge"]
             self._require_once([key for key, _ in own])
-            for key, inner in [*(pair for pair in value.value if pair not in own), *own]:  # explicit keys win
+            for key, inner in [
+                *(pair for pair in value.value if pair not in own),
+                *own,
+            ]:  # explicit keys win
                 table.entries |= self._entries(key, inner)
             return self.made(table)
         if isinstance(value, yaml.SequenceNode):
@@ -143,7 +164,8 @@ class _YamlTables(_Tables):
         return _plain_scalar(self._scalar(value), line)
 
     def _scalar(self, node: Any) -> Any:
-        """Return the value of a scalar. Raises UserError for one that is none of its kind, or a number without end."""
+        """Return the value of a scalar. Raises UserError for one that is none of its kind, or a
+        number without end."""
         line = node.start_mark.line + 1
         try:
             value = self.constructor.construct_object(node)
@@ -156,7 +178,8 @@ class _YamlTables(_Tables):
         return value
 
     def _require_once(self, keys: Sequence[Any]) -> None:
-        """Raise UserError if a table has a key twice: programs differ in which of the two they take."""
+        """Raise UserError if a table has a key twice: programs differ in which of the two they
+        take."""
         lines: dict[str, int] = {}
         for key in keys:
             line = key.start_mark.line + 1
@@ -164,14 +187,19 @@ class _YamlTables(_Tables):
                 raise UserError(f"{self.path}, line {line}: a key that is a list or a table")
             if key.value in lines:
                 raise UserError(
-                    f"{self.path}, line {line}: {key.value} is given twice, first in line {lines[key.value]}; "
+                    f"{self.path}, line {line}: {key.value} is given twice, first in line "
+                    f"{lines[key.value]}; "
                     "keep one of them"
                 )
             lines[key.value] = line
 
     def _merged(self, value: Any) -> Mapping[Any, Entry]:
         """Return the entries of a table, or of several, of which the first wins."""
-        tables = [part for part in (value.items if isinstance(value, Row) else (value,)) if isinstance(part, Table)]
+        tables = [
+            part
+            for part in (value.items if isinstance(value, Row) else (value,))
+            if isinstance(part, Table)
+        ]
         return {name: entry for part in reversed(tables) for name, entry in part.entries.items()}
 
     def _entries(self, key: Any, inner: Any) -> Mapping[Any, Entry]:
@@ -204,10 +232,11 @@ def from_toml(text: str) -> Data | None:
 
 
 def from_yaml(path: Path, text: str) -> Data | None:
-    """Return the mapping of a YAML text; None if the text is not a mapping. Raises UserError for bad YAML or without
-    PyYAML.
+    """Return the mapping of a YAML text; None if the text is not a mapping. Raises UserError for
+    bad YAML or without PyYAML.
 
-    Only plain values are built. Aliases are counted, so that a small file cannot expand to a huge one.
+    Only plain values are built. Aliases are counted, so that a small file cannot expand to a huge
+    one.
     """
     if yaml is None:
         raise UserError(f"{path}: reading YAML needs PyYAML: pip install pyyaml")
@@ -215,13 +244,19 @@ def from_yaml(path: Path, text: str) -> Data | None:
     try:
         aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader))
         if aliases > MOST_ALIASES:
-            raise UserError(f"{path}: {aliases} aliases in YAML, more than the {MOST_ALIASES} that are followed")
+            raise UserError(
+                f"{path}: {aliases} aliases in YAML, more than the {MOST_ALIASES} that are followed"
+            )
         node = yaml.compose(text, loader)
-        return Data(_YamlTables(path), node) if isinstance(node, yaml.MappingNode) else None
+        if isinstance(node, yaml.MappingNode):
+            return Data(_YamlTables(path), node)
+        return None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from error
+        raise UserError(
+            f"{path}{line}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}"
+        ) from error
     except RecursionError as error:
         raise UserError(f"{path}: YAML that is nested too deeply") from error
 
@@ -231,7 +266,9 @@ def _plain_scalar(value: Any, line: int) -> Any:
     if isinstance(value, str) and ("${" in value or value == "???"):
         why = "must be filled in" if value == "???" else INTERPOLATED
         return Thing(value, line, why)
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return str(value)
 
 
 def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
@@ -251,4 +288,8 @@ def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
 def _shown(value: Any) -> str:
     if isinstance(value, Row):
         return "[...]"
-    return value.text if isinstance(value, Thing) else value.name if isinstance(value, External) else str(value)
+    if isinstance(value, Thing):
+        return value.text
+    if isinstance(value, External):
+        return value.name
+    return str(value)

@@ -1,9 +1,9 @@
 """The values of expressions, computed without running them.
 
-Literals, arithmetic, names, conditions, dicts, f-strings and common methods of dicts and lists are evaluated. Calls of
-functions of the file are left to `called_inside`; calls of other functions become things. A value that cannot be known
-is a `Thing` with the reason, never a default. An assumption ("--assume") gives a value to an expression that would
-otherwise be unknown.
+Literals, arithmetic, names, conditions, dicts, f-strings and common methods of dicts and lists are
+evaluated. Calls of functions of the file are left to `called_inside`; calls of other functions
+become things. A value that cannot be known is a `Thing` with the reason, never a default. An
+assumption ("--assume") gives a value to an expression that would otherwise be unknown.
 """
 
 import ast
@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tools.foreign.memory import PLACEHOLDER, Memory, either
-from tools.foreign.values import Class, Condition, Entry, External, Function, Partial, Row, Scope, Table, Thing, same
+from tools.foreign.values import (
+    Class,
+    Condition,
+    Entry,
+    External,
+    Function,
+    Partial,
+    Row,
+    Scope,
+    Table,
+    Thing,
+    same,
+)
 
 ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -38,7 +50,9 @@ COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.IsNot: operator.is_not,
 }
 PLAIN = (bool, int, float, str, bytes, type(None))
-LARGEST, LONGEST = 2.0**128, 1000  # numbers and texts past these are not worked out
+# numbers and texts past these are not worked out
+LARGEST = 2.0**128
+LONGEST = 1000
 STEPS = 100_000  # expressions that are looked at in all; a bound on functions that call each other
 ENVIRONMENT = ("os.environ", "environ")
 
@@ -50,16 +64,18 @@ class TooMuch(Exception):
 class Expressions(Memory, ABC):
     """Values of expressions in `scope`.
 
-    assumptions: text of an expression -> the expression to use instead. assumed: assumptions that were used. things:
-    results of external calls, in order. outside: values assigned to attributes of external names and to environment
-    variables. seen: id of a syntax node with a key or a call -> its value. assigned: ids of values that were given a
-    name. unreached: (first line, last line, reason) of code that never runs.
+    assumptions: text of an expression -> the expression to use instead. assumed: assumptions that
+    were used. things: results of external calls, in order. outside: values assigned to attributes
+    of external names and to environment variables. seen: id of a syntax node with a key or a call
+    -> its value. assigned: ids of values that were given a name. unreached: (first line, last line,
+    reason) of code that never runs.
     """
 
     def __init__(self, assumptions: Mapping[str, ast.expr]) -> None:
         super().__init__()
         self.scope = Scope()
-        self.assumptions, self.assumed = assumptions, set[str]()
+        self.assumptions = assumptions
+        self.assumed = set[str]()
         self.things: list[Thing] = []
         self.outside = Table()
         self.seen: dict[int, Any] = {}
@@ -90,7 +106,8 @@ class Expressions(Memory, ABC):
         if text not in self.assumptions:
             return found
         self.assumed.add(text)
-        self.things = [thing for thing in self.things if thing is not found]  # its settings are not asked for
+        # its settings are not asked for
+        self.things = [thing for thing in self.things if thing is not found]
         given = self.value(self.assumptions[text])
         if id(node) in self.seen:
             self.seen[id(node)] = given
@@ -103,7 +120,9 @@ class Expressions(Memory, ABC):
     # expressions, by the name of their syntax node
 
     def _constant(self, node: ast.Constant) -> Any:
-        return self.unknown(node, "stands for something left out") if node.value is ... else node.value
+        if node.value is ...:
+            return self.unknown(node, "stands for something left out")
+        return node.value
 
     def _name(self, node: ast.Name) -> Any:
         scope = self.scope.find(node.id)
@@ -119,7 +138,9 @@ class Expressions(Memory, ABC):
             entry = self.outside.entries.get(full)
             return entry.value if entry else External(full, base.imported)
         if isinstance(base, Class):
-            return base.scope.names.get(name, self.unknown(node, f"{base.name} has no {name} in this file"))
+            return base.scope.names.get(
+                name, self.unknown(node, f"{base.name} has no {name} in this file")
+            )
         if isinstance(base, Table) and name in base.entries:
             return self.held(base.entries[name], node)
         if isinstance(base, Thing) and name == "__dict__":
@@ -128,8 +149,13 @@ class Expressions(Memory, ABC):
             entry = base.attributes.get(name) or base.arguments.entries.get(name)
             if entry is None:
                 why = "" if base.function else base.why or "is not in the file"
-                entry = Entry(Thing(f"{base.text}.{name}", node.lineno, why or "is not in the file"), node.lineno)
-                base.attributes[name] = entry  # to look at it changes nothing, so that no branch takes it back
+                entry = Entry(
+                    Thing(f"{base.text}.{name}", node.lineno, why or "is not in the file"),
+                    node.lineno,
+                )
+                base.attributes[name] = (
+                    entry  # to look at it changes nothing, so that no branch takes it back
+                )
             return self.held(entry, node)
         return self.unknown(node, "is not worked out")
 
@@ -137,19 +163,28 @@ class Expressions(Memory, ABC):
         """Return the value of an entry, unless something may have set another since."""
         if entry.doubt is None:
             return entry.value
-        text = entry.doubt.text if isinstance(entry.doubt, Thing) else getattr(entry.doubt, "name", "a dict")
+        if isinstance(entry.doubt, Thing):
+            text = entry.doubt.text
+        else:
+            text = getattr(entry.doubt, "name", "a dict")
         return self.unknown(node, f"may be set by `{text}`")
 
     def fields_of(self, base: Thing, node: ast.expr) -> Table:
-        """Return `vars(base)`, or base.__dict__: a change of it is one of a field, and it may have other fields."""
+        """Return `vars(base)`, or base.__dict__: a change of it is one of a field, and it may have
+        other fields."""
         more = self.unknown(node, "may change any field")
         base.arguments.open.append(more)
         return Table(base.attributes, node.lineno, [more])
 
     def _subscript(self, node: ast.Subscript) -> Any:
-        base, key = self.value(node.value), self.value(node.slice)
+        base = self.value(node.value)
+        key = self.value(node.slice)
         if isinstance(base, External):
-            if base.name in ENVIRONMENT and isinstance(key, str) and f"env {key}" in self.outside.entries:
+            if (
+                base.name in ENVIRONMENT
+                and isinstance(key, str)
+                and f"env {key}" in self.outside.entries
+            ):
                 return self.outside.entries[f"env {key}"].value
             return self.unknown(node, "is not in the file")
         if isinstance(base, Table) and isinstance(key, str) and key in base.entries:
@@ -176,14 +211,16 @@ class Expressions(Memory, ABC):
         items: list[Any] = []
         for item in node.elts:
             found = self.value(item.value if isinstance(item, ast.Starred) else item)
-            items += found.items if isinstance(item, ast.Starred) and isinstance(found, Row) else [found]
+            items += (
+                found.items if isinstance(item, ast.Starred) and isinstance(found, Row) else [found]
+            )
         return Row({"items": tuple(items)})
 
     _list = _tuple = _row
 
     def _set(self, node: ast.Set) -> Any:
-        """Return a set; one undefined name in braces is a placeholder of documentation for an argument of the
-        reader.
+        """Return a set; one undefined name in braces is a placeholder of documentation for an
+        argument of the reader.
         """
         row = self._row(node)
         lone = row.items[0] if len(row.items) == 1 else None
@@ -200,7 +237,8 @@ class Expressions(Memory, ABC):
         return self.unknown(node, reason_of(value))
 
     def _binop(self, node: ast.BinOp) -> Any:
-        left, right = self.value(node.left), self.value(node.right)
+        left = self.value(node.left)
+        right = self.value(node.right)
         if isinstance(node.op, ast.BitOr) and isinstance(left, Table):
             both = Table(dict(left.entries), node.lineno, list(left.open))
             self.merge_into(both, right)
@@ -208,7 +246,9 @@ class Expressions(Memory, ABC):
         if isinstance(node.op, ast.Add) and isinstance(left, Row) and isinstance(right, Row):
             return Row({"items": left.items + right.items})
         worked_out = calculated(node.op, left, right)
-        return self.unknown(node, reason_of(left, right)) if worked_out is None else worked_out
+        if worked_out is None:
+            return self.unknown(node, reason_of(left, right))
+        return worked_out
 
     def _boolop(self, node: ast.BoolOp) -> Any:
         stops = isinstance(node.op, ast.Or)
@@ -222,7 +262,8 @@ class Expressions(Memory, ABC):
         return self.value(node.values[-1])
 
     def _compare(self, node: ast.Compare) -> Any:
-        left, right = self.value(node.left), self.value(node.comparators[0])
+        left = self.value(node.left)
+        right = self.value(node.comparators[0])
         if len(node.ops) > 1 or not (isinstance(left, PLAIN) and isinstance(right, (*PLAIN, Row))):
             return self.unknown(node, reason_of(left, right))
         return self._compared(node, left, right)
@@ -244,24 +285,39 @@ class Expressions(Memory, ABC):
         truth = self.condition(node.test)
         if isinstance(truth, bool):
             dead = node.orelse if truth else node.body
-            self.unreached.append((dead.lineno, dead.end_lineno or dead.lineno, f"`{shortened(node.test)}` is {truth}"))
+            self.unreached.append(
+                (
+                    dead.lineno,
+                    dead.end_lineno or dead.lineno,
+                    f"`{shortened(node.test)}` is {truth}",
+                )
+            )
             return self.value(node.body if truth else node.orelse)
         made = list[Any]()
         for branch in (node.body, node.orelse):
             self.conditions.append(truth)
             made.append(self.value(branch))
             self.conditions.pop()
-        return made[0] if same(*made) else either(made[0], made[1], truth, shortened(node))
+        if same(*made):
+            return made[0]
+        return either(made[0], made[1], truth, shortened(node))
 
     def condition(self, test: ast.expr) -> bool | Condition:
         """Return the truth of a condition, or the condition itself if it is unknown."""
         truth = truth_of(self.value(test))
-        return Condition(shortened(test, 200), test.lineno) if truth is None else truth
+        if truth is None:
+            return Condition(shortened(test, 200), test.lineno)
+        return truth
 
     def _joinedstr(self, node: ast.JoinedStr) -> Any:
-        parts = [self.value(p.value) if isinstance(p, ast.FormattedValue) else self.value(p) for p in node.values]
+        parts = [
+            self.value(p.value) if isinstance(p, ast.FormattedValue) else self.value(p)
+            for p in node.values
+        ]
         known = all(isinstance(part, PLAIN) for part in parts)
-        return "".join(map(str, parts)) if known else self.unknown(node, reason_of(*parts))
+        if known:
+            return "".join(map(str, parts))
+        return self.unknown(node, reason_of(*parts))
 
     def _namedexpr(self, node: ast.NamedExpr) -> Any:
         value = self.value(node.value)
@@ -279,11 +335,17 @@ class Expressions(Memory, ABC):
 
 
 def calculated(kind: ast.operator, left: Any, right: Any) -> Any:
-    """Return the result of arithmetic on numbers, or of adding texts; None for anything else or if it is too large."""
+    """Return the result of arithmetic on numbers, or of adding texts; None for anything else or if
+    it is too large."""
     calculate = ARITHMETIC.get(type(kind))
     if isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str):
         return left + right if len(left) + len(right) <= LONGEST else None
-    if calculate is None or not is_number(left) or not is_number(right) or (type(kind) in GROWING and right > 1024):
+    if (
+        calculate is None
+        or not is_number(left)
+        or not is_number(right)
+        or (type(kind) in GROWING and right > 1024)
+    ):
         return None
     try:
         result = calculate(left, right)
@@ -303,15 +365,27 @@ def truth_of(value: Any) -> bool | None:
         return bool(value)
     if isinstance(value, Table):
         certain = any(not _may_lack(entry.value) for entry in value.entries.values())
-        return True if certain else None if value.open or value.entries else False
+        if certain:
+            return True
+        if value.open or value.entries:
+            return None
+        return False
     if isinstance(value, Row):
-        return True if not all(map(_may_lack, value.items)) else None if value.items else False
+        if not all(map(_may_lack, value.items)):
+            return True
+        if value.items:
+            return None
+        return False
     return True if isinstance(value, Function | Class | Partial) else None
 
 
 def _may_lack(value: Any) -> bool:
     """Return True if a value exists only in one of two branches."""
-    return isinstance(value, Thing) and value.why.startswith("depends on") and len(value.alternatives) < 2
+    return (
+        isinstance(value, Thing)
+        and value.why.startswith("depends on")
+        and len(value.alternatives) < 2
+    )
 
 
 def reason_of(*values: Any) -> str:
@@ -320,7 +394,9 @@ def reason_of(*values: Any) -> str:
     if unknown is not None and unknown.why:
         return f"hangs on `{unknown.text}`, which {unknown.why}"
     lone = next((v for v in values if isinstance(v, External)), None)
-    return "is not worked out" if lone is None else f"hangs on `{lone.name}`, which is not in the file"
+    if lone is None:
+        return "is not worked out"
+    return f"hangs on `{lone.name}`, which is not in the file"
 
 
 def shortened(node: ast.AST, longest: int = 100) -> str:

@@ -1,4 +1,5 @@
-"""Collecting the precision settings of a Python file from the objects and names found by following it."""
+"""Collecting the precision settings of a Python file from the objects and names found by following
+it."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,10 +29,13 @@ from tools.foreign.values import Class, Entry, External, Function, Partial, Row,
 
 
 class Gatherer:
-    """One pass over the objects of a file. picked: ids of the objects that --pick limits it to; None: all."""
+    """One pass over the objects of a file. picked: ids of the objects that --pick limits it to;
+    None: all."""
 
     def __init__(self, found: Statements, account: Account, picked: frozenset[int] | None) -> None:
-        self.found, self.account, self.picked = found, account, picked
+        self.found = found
+        self.account = account
+        self.picked = picked
         self.handed_on, self.alive = _uses(found)
         self.tables = Tables(account, self._is_meant)
         self.nones: list[tuple[Spot, int, str]] = []
@@ -48,7 +52,13 @@ class Gatherer:
         for scope in self.found.scopes:
             self.tables.search(self._as_table(scope))
         self._environment()
-        self.account.take(*(thing.node for thing in self.found.things if thing.function and is_dtype(thing.function)))
+        self.account.take(
+            *(
+                thing.node
+                for thing in self.found.things
+                if thing.function and is_dtype(thing.function)
+            )
+        )
         self._clipping()
         self._refuse_unused()
         self._refuse_parts()
@@ -63,7 +73,8 @@ class Gatherer:
         elif function.last == "set_fp32_attr_to_module":
             self.account.take(thing.node)
             why = (
-                "a mark in a model of your own counts when the model is made; precision.keep_fp32 says it of any model"
+                "a mark in a model of your own counts when the model is made; "
+                "precision.keep_fp32 says it of any model"
             )
             self.account.note(thing.line, f"{thing.text}: {why}")
         elif function.last == "TrainingArguments":
@@ -72,7 +83,10 @@ class Gatherer:
             return
         elif elsewhere:
             self.account.take(thing.node)
-            why = f"{function.last} comes from {elsewhere}: what it does is not known here{assumed(thing.text)}"
+            why = (
+                f"{function.last} comes from {elsewhere}: what it does is not known "
+                f"here{assumed(thing.text)}"
+            )
             self.account.refuse(thing.line, why)
         elif maker is not None:
             self._made(thing, function, maker)
@@ -99,7 +113,9 @@ class Gatherer:
         if function.name.startswith("megatron.bridge") or "library" in own:
             own = bridge_fields(own)
         if own or maker.spot not in (COLOSSALAI, NEMO):
-            spot, name, adds = maker.spot or NEMO, f"{function.last}(...)", maker.single or bool(extra)
+            spot = maker.spot or NEMO
+            name = f"{function.last}(...)"
+            adds = maker.single or bool(extra)
             handed_on = id(thing) in self.handed_on
             self.account.add(Saying(spot, own, thing.line, name, thing.conditions, handed_on, adds))
 
@@ -108,24 +124,54 @@ class Gatherer:
         fields = fields_of(thing, ())
         if "fsdp" not in fields or not self._is_meant(thing):
             return
-        on = {name: fields[name] for name in ("bf16", "fp16") if name in fields and fields[name].value is not False}
+        on = {
+            name: fields[name]
+            for name in ("bf16", "fp16")
+            if name in fields and fields[name].value is not False
+        }
         self.tables.read.add(id(thing))
-        self.account.take(thing.node, *(fields[name].node for name in ("bf16", "fp16") if name in fields))
+        self.account.take(
+            thing.node, *(fields[name].node for name in ("bf16", "fp16") if name in fields)
+        )
         dtypes = {"bf16": "bfloat16", "fp16": "float16"}
         for name, entry in on.items():
             value = dtypes[name] if entry.value is True else entry.value
-            policy = {key: replace(entry, value=value) for key in ("param_dtype", "reduce_dtype", "buffer_dtype")}
-            self.account.add(Saying(SMP_POLICY, policy, entry.line, "TrainingArguments(...)", thing.conditions, True))
-            if value == "float16":  # Accelerate, which the Trainer uses, makes torch's scaler with torch's defaults
-                self.account.add(Saying(SMP_SCALER, {}, entry.line, "TrainingArguments(...)", thing.conditions, True))
+            policy = {
+                key: replace(entry, value=value)
+                for key in ("param_dtype", "reduce_dtype", "buffer_dtype")
+            }
+            self.account.add(
+                Saying(
+                    SMP_POLICY, policy, entry.line, "TrainingArguments(...)", thing.conditions, True
+                )
+            )
+            if (
+                value == "float16"
+            ):  # Accelerate, which the Trainer uses, makes torch's scaler with torch's defaults
+                self.account.add(
+                    Saying(
+                        SMP_SCALER, {}, entry.line, "TrainingArguments(...)", thing.conditions, True
+                    )
+                )
         clip = fields.get("max_grad_norm", Entry(1.0, thing.line))
-        self.account.add(Saying(("smp", ""), {"max_grad_norm": clip}, thing.line, "TrainingArguments(...)", adds=True))
+        self.account.add(
+            Saying(
+                ("smp", ""),
+                {"max_grad_norm": clip},
+                thing.line,
+                "TrainingArguments(...)",
+                adds=True,
+            )
+        )
 
     def _leave_out(self, thing: Thing, function: External, maker: Maker) -> None:
         """Name a call that does not count, and strike its arguments."""
         self.account.take(*(entry.node for entry in fields_of(thing, maker.order).values()))
         if maker.spot is not None:
-            why = "replaced before it is used" if id(thing) not in self.alive else "not what --pick names"
+            if id(thing) not in self.alive:
+                why = "replaced before it is used"
+            else:
+                why = "not what --pick names"
             self.account.note(thing.line, f"{function.last}(...): {why}: left out")
 
     def _own(self, fields: dict[str, Entry], maker: Maker, thing: Thing) -> dict[str, Entry]:
@@ -134,7 +180,9 @@ class Gatherer:
         remarked = {name: fields[name] for name in maker.remarks if name in fields}
         for why in dict.fromkeys(maker.remarks[name] for name in remarked):
             names = [name for name in remarked if maker.remarks[name] == why]
-            self.account.note(remarked[names[0]].line or thing.line, f"{', '.join(names)}: not used, for {why}")
+            self.account.note(
+                remarked[names[0]].line or thing.line, f"{', '.join(names)}: not used, for {why}"
+            )
         for name, entry in fields.items():
             if name in remarked:
                 self.account.take(entry.node)
@@ -145,8 +193,10 @@ class Gatherer:
         return own
 
     def _table_argument(self, spot: Spot, entry: Entry, name: str, holder: Thing) -> None:
-        """Read an argument that is a table: a dict, an object with settings, the name of a recipe, or None."""
-        value, line = entry.value, entry.line or holder.line
+        """Read an argument that is a table: a dict, an object with settings, the name of a recipe,
+        or None."""
+        value = entry.value
+        line = entry.line or holder.line
         self.account.take(entry.node)
         values = value.items if isinstance(value, Row) else (value,)
         if value is None and holder.function is not None:
@@ -158,10 +208,16 @@ class Gatherer:
                 self._say_name(spot, item, Entry(item, line, entry.node), name)
             elif isinstance(item, Thing) and not self._says_itself(item):
                 if item.function is None or item.why:
-                    whose = f"{name} of {holder.function.last if holder.function else holder.text}(...)"
-                    self.account.add(Saying(spot, {name: Entry(item, line)}, line, whose, handed_on=True))
+                    whose = (
+                        f"{name} of {holder.function.last if holder.function else holder.text}(...)"
+                    )
+                    self.account.add(
+                        Saying(spot, {name: Entry(item, line)}, line, whose, handed_on=True)
+                    )
             elif isinstance(item, External) and not item.imported:
-                self.account.add(Saying(spot, {name: Entry(item, line)}, line, f"{name} of {holder.text}"))
+                self.account.add(
+                    Saying(spot, {name: Entry(item, line)}, line, f"{name} of {holder.text}")
+                )
 
     def _say_name(self, spot: Spot, text: str, entry: Entry, name: str) -> None:
         if spot == NEMO:
@@ -170,7 +226,9 @@ class Gatherer:
             fields = {key: replace(entry, value=value)}
             self.account.add(Saying(spot, fields, entry.line, f'{name} "{text}"', handed_on=True))
         elif spot == ("colossalai", "fp16"):
-            self.account.add(Saying(COLOSSALAI, {"mixed_precision": entry}, entry.line, name, adds=True))
+            self.account.add(
+                Saying(COLOSSALAI, {"mixed_precision": entry}, entry.line, name, adds=True)
+            )
         else:
             self.account.refuse(entry.line, f'{name} = "{text}": must be a table')
 
@@ -178,7 +236,8 @@ class Gatherer:
         return thing.function is not None and maker_of(thing.function)[0] is not None
 
     def _extra_of_trainer(self, thing: Thing, fields: dict[str, Entry]) -> dict[str, Entry]:
-        """Read fields of the precision plugin that are given to a trainer, as in NeMo's documentation."""
+        """Read fields of the precision plugin that are given to a trainer, as in NeMo's
+        documentation."""
         known = set(nemo.MegatronMixedPrecision.model_fields) - {"precision", "recipe", "v1"}
         extra = {name: entry for name, entry in fields.items() if name in known}
         for name, entry in fields.items():
@@ -186,7 +245,10 @@ class Gatherer:
                 self.account.note(thing.line, f"{name}: `{entry.value.text}` {entry.value.why}")
         if extra:
             names = ", ".join(extra)
-            self.account.note(thing.line, f"{names}: read as fields of the precision plugin; nl.Trainer has none such")
+            self.account.note(
+                thing.line,
+                f"{names}: read as fields of the precision plugin; nl.Trainer has none such",
+            )
         return extra
 
     # variables
@@ -207,33 +269,52 @@ class Gatherer:
 
     def _imports(self, packages: tuple[str, ...]) -> bool:
         names = self.found.scopes[0].names.values()
-        return any(isinstance(v, External) and v.imported and v.name.startswith(packages) for v in names)
+        return any(
+            isinstance(v, External) and v.imported and v.name.startswith(packages) for v in names
+        )
 
     def _as_table(self, scope: Scope) -> Table:
         """Return the names of a scope as a table; those of the module with their places."""
         table = Table()
         for name, value in scope.names.items():
-            node, line = self.found.top_names.get(str(name), (0, 0)) if scope is self.found.scopes[0] else (0, 0)
+            if scope is self.found.scopes[0]:
+                node, line = self.found.top_names.get(str(name), (0, 0))
+            else:
+                node, line = (0, 0)
             table.entries[name] = Entry(value, line, node)
         return table
 
     def _refuse_unused(self) -> None:
-        """Refuse settings that are made and then not passed on: FSDP(model, mixed_precision=None)."""
+        """Refuse settings that are made and then not passed on: FSDP(model,
+        mixed_precision=None)."""
         for spot, line, text in self.nones:
-            made = next((s for s in self.account.sayings if s.spot == spot and not s.handed_on and not s.adds), None)
+            made = next(
+                (
+                    s
+                    for s in self.account.sayings
+                    if s.spot == spot and not s.handed_on and not s.adds
+                ),
+                None,
+            )
             if made is not None:
-                self.account.refuse(line, f"{text}, though {made.name} is made in line {made.line}: which is meant?")
+                self.account.refuse(
+                    line, f"{text}, though {made.name} is made in line {made.line}: which is meant?"
+                )
 
     def _refuse_parts(self) -> None:
-        """Refuse tables and classes of a system without the one that has its dtype, which is then in another file."""
+        """Refuse tables and classes of a system without the one that has its dtype, which is then
+        in another file."""
         for spot, what in WITH_DTYPE.items():
             own = [saying for saying in self.account.sayings if saying.spot[0] == spot[0]]
-            if own and all(saying.adds or saying.spot[1].partition(".")[0] not in ("", "v1") for saying in own):
+            if own and all(
+                saying.adds or saying.spot[1].partition(".")[0] not in ("", "v1") for saying in own
+            ):
                 why = f"{what}, which says the dtype, is not in this file: give both in one"
                 self.account.refuse(own[0].line, f"{own[0].name}: {why}")
 
     def _clipping(self) -> None:
-        """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""
+        """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)` and torch's
+        function."""
         if not any(saying.spot in (SMP_POLICY, SMP_POLICY2) for saying in self.account.sayings):
             return
         for thing in self.found.things:
@@ -242,7 +323,9 @@ class Gatherer:
                 fields = fields_of(thing, ("max_norm",) if of_model else ("parameters", "max_norm"))
                 self.account.take(thing.node, *(entry.node for entry in fields.values()))
                 own = {"max_grad_norm": fields["max_norm"]} if "max_norm" in fields else {}
-                self.account.add(Saying(("smp", ""), own, thing.line, "clip_grad_norm_(...)", adds=True))
+                self.account.add(
+                    Saying(("smp", ""), own, thing.line, "clip_grad_norm_(...)", adds=True)
+                )
 
     # uses
 
@@ -251,7 +334,8 @@ class Gatherer:
         return id(value) in self.alive and (self.picked is None or id(value) in self.picked)
 
     def _strike_holders(self) -> None:
-        """Strike names whose values are objects that were read or are followed, or were replaced later."""
+        """Strike names whose values are objects that were read or are followed, or were replaced
+        later."""
         for entry in self.found.replaced:
             self.account.take(entry.node, *(inner.node for inner in _entries_within(entry.value)))
         for node in list(self.account.left):
@@ -277,7 +361,8 @@ def _entries_within(value: Any) -> list[Entry]:
 
 
 def _uses(found: Statements) -> tuple[set[int], set[int]]:
-    """Return ids of the objects that are passed to a call, and of those that are not replaced before they are used."""
+    """Return ids of the objects that are passed to a call, and of those that are not replaced
+    before they are used."""
     handed_on: set[int] = set()
     for thing in found.things:
         entries = [*thing.positional, *thing.arguments.entries.values(), *thing.attributes.values()]
@@ -307,7 +392,11 @@ def _inside(value: Any, seen: set[int] | None = None) -> set[int]:
         elif isinstance(value, Table):
             waiting += [entry.value for entry in value.entries.values()]
         elif isinstance(value, Thing):
-            entries = [*value.positional, *value.arguments.entries.values(), *value.attributes.values()]
+            entries = [
+                *value.positional,
+                *value.arguments.entries.values(),
+                *value.attributes.values(),
+            ]
             waiting += [entry.value for entry in entries] + list(value.alternatives)
     return seen
 

@@ -1,7 +1,8 @@
 """Assignments of a foreign file to its names, dicts and objects, which can be undone.
 
-A branch under an unknown condition is followed, taken back, and merged with the other one. If something unknown is
-written into a dict, such as a file that is loaded, the keys that it had are doubtful; those written later are certain.
+A branch under an unknown condition is followed, taken back, and merged with the other one. If
+something unknown is written into a dict, such as a file that is loaded, the keys that it had are
+doubtful; those written later are certain.
 """
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
@@ -15,12 +16,15 @@ PLACEHOLDER = "is a placeholder of documentation, read as nothing"
 
 
 class Memory:
-    """Writing that can be undone. replaced: entries that were overwritten. conditions: those of the branch."""
+    """Writing that can be undone. replaced: entries that were overwritten. conditions: those of the
+    branch."""
 
     def __init__(self) -> None:
         self.replaced: list[Entry] = []
         self.conditions: list[Condition] = []
-        self._logs: list[dict[tuple[int, Hashable], tuple[MutableMapping[Hashable, Any], Hashable, Any]]] = []
+        self._logs: list[
+            dict[tuple[int, Hashable], tuple[MutableMapping[Hashable, Any], Hashable, Any]]
+        ] = []
 
     def write(self, place: MutableMapping[Hashable, Any], key: Hashable, value: Any) -> None:
         """Assign place[key] such that a branch can be undone."""
@@ -36,8 +40,11 @@ class Memory:
             self.write(place, key, None)
             del place[key]
 
-    def attempt(self, follow: Callable[[], str], condition: Condition | None) -> tuple[str, dict[Any, Any]]:
-        """Follow a branch and undo it. Returns the word by which it left the block, and the assignments of the branch.
+    def attempt(
+        self, follow: Callable[[], str], condition: Condition | None
+    ) -> tuple[str, dict[Any, Any]]:
+        """Follow a branch and undo it. Returns the word by which it left the block, and the
+        assignments of the branch.
 
         condition: the condition of the branch; None for a loop, which is assumed to run.
         """
@@ -47,7 +54,9 @@ class Memory:
         left = follow()
         self.conditions = before
         log = self._logs.pop()
-        written = {where: (place, key, place.get(key, _ABSENT)) for where, (place, key, _) in log.items()}
+        written = {
+            where: (place, key, place.get(key, _ABSENT)) for where, (place, key, _) in log.items()
+        }
         for place, key, before in log.values():
             _restore(place, key, before)
         return left, written
@@ -59,10 +68,12 @@ class Memory:
         return key not in place
 
     def merge(self, one: Mapping[Any, Any], other: Mapping[Any, Any], condition: Condition) -> None:
-        """Write the values on which two branches agree, and things that depend on the condition where they differ."""
+        """Write the values on which two branches agree, and things that depend on the condition
+        where they differ."""
         for where, (place, key, _) in {**one, **other}.items():
             now = place.get(key, _ABSENT)
-            a, b = one.get(where, (0, 0, now))[2], other.get(where, (0, 0, now))[2]
+            a = one.get(where, (0, 0, now))[2]
+            b = other.get(where, (0, 0, now))[2]
             if a is _ABSENT and b is _ABSENT:
                 self.erase(place, key)
             else:
@@ -98,7 +109,10 @@ def _restore(place: MutableMapping[Hashable, Any], key: Hashable, before: Any) -
 
 def _either_items(a: tuple[Any, ...], b: tuple[Any, ...], condition: Condition) -> tuple[Any, ...]:
     """Return the common beginning of two versions of a list, and the rest as one thing."""
-    shared = next((i for i, pair in enumerate(zip(a, b, strict=False)) if not same(*pair)), min(len(a), len(b)))
+    shared = next(
+        (i for i, pair in enumerate(zip(a, b, strict=False)) if not same(*pair)),
+        min(len(a), len(b)),
+    )
     return (*a[:shared], either(a[shared:] or _ABSENT, b[shared:] or _ABSENT, condition, "items"))
 
 
@@ -108,7 +122,12 @@ def either(a: Any, b: Any, condition: Condition, name: str) -> Any:
         return _either_items(a, b, condition)
     entry = next((v for v in (a, b) if isinstance(v, Entry)), None)
     doubted = next((v for v in (a, b) if isinstance(v, Entry) and v.doubt is not None), None)
-    if doubted is not None and isinstance(a, Entry) and isinstance(b, Entry) and same(a.value, b.value):
+    if (
+        doubted is not None
+        and isinstance(a, Entry)
+        and isinstance(b, Entry)
+        and same(a.value, b.value)
+    ):
         return doubted
     values = tuple(v.value if isinstance(v, Entry) else v for v in (a, b) if v is not _ABSENT)
     why = f"depends on `{condition.text}` (line {condition.line})"

@@ -1,8 +1,8 @@
 """Other forms of NeMo's precision: Megatron-Bridge, and the default plugins of recipes.
 
-A recipe of NeMo (`llm.llama3_8b.pretrain_recipe()`) has a precision plugin at `trainer.plugins`, one of Megatron-Bridge
-at `mixed_precision`; single fields of it may be assigned afterwards. The default plugins are defined in
-nemo/collections/llm/recipes and megatron/bridge/recipes.
+A recipe of NeMo (`llm.llama3_8b.pretrain_recipe()`) has a precision plugin at `trainer.plugins`,
+one of Megatron-Bridge at `mixed_precision`; single fields of it may be assigned afterwards. The
+default plugins are defined in nemo/collections/llm/recipes and megatron/bridge/recipes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,16 +27,24 @@ BY_MODEL: Mapping[str, str] = {
 }
 OVERWRITTEN = ("DistributedDataParallelConfig", "OptimizerConfig", "MegatronStrategy")
 ECHOED = ("grad_reduce_in_fp32", "pipeline_dtype", "params_dtype", "autocast_dtype")
-ECHOED += tuple(key for key in nemo.MegatronMixedPrecision.model_fields if key.startswith(("fp8", "fp4")))
+ECHOED += tuple(
+    key for key in nemo.MegatronMixedPrecision.model_fields if key.startswith(("fp8", "fp4"))
+)
 UNSURE = ("hyena",)
 """Models whose recipes take an argument that changes precision in ways of their own."""
 
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
-    own = {BRIDGE_KEYS.get(key, key): entry for key, entry in fields.items() if key not in (*FLAGS, "library")}
+    own = {
+        BRIDGE_KEYS.get(key, key): entry
+        for key, entry in fields.items()
+        if key not in (*FLAGS, "library")
+    }
     window = own.get("fp16_loss_scale_window")
-    if window is not None and isinstance(window.value, float) and window.value.is_integer():  # a float there
+    if (
+        window is not None and isinstance(window.value, float) and window.value.is_integer()
+    ):  # a float there
         own["fp16_loss_scale_window"] = replace(window, value=int(window.value))
     line = next((entry.line for entry in fields.values() if entry.line), 0)
     flags = {key: fields[key] for key in FLAGS if key in fields and fields[key].value is not False}
@@ -51,18 +59,23 @@ def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
             own.setdefault("fp8", Entry("e4m3", line))  # NeMo's recipe of this name is hybrid
     elif "fp8" in own and own["fp8"].value is not None:
         own.setdefault("fp8_recipe", Entry("tensorwise", line))
-    elif "fp8_recipe" in own and own["fp8_recipe"].value == "tensorwise":  # its default, which changes nothing
+    elif (
+        "fp8_recipe" in own and own["fp8_recipe"].value == "tensorwise"
+    ):  # its default, which changes nothing
         own.pop("fp8_recipe")
     return own
 
 
 def held_plugins(things: Iterable[Thing], is_meant: Callable[[Any], bool]) -> Iterator[Saying]:
-    """Yield a saying for each recipe whose plugin was not replaced: its default plugin with the assigned fields."""
+    """Yield a saying for each recipe whose plugin was not replaced: its default plugin with the
+    assigned fields."""
     for thing in things:
         function = thing.function
         if function is None or not is_meant(thing):
             continue
-        if function.last in RECIPES and not (function.imported and not function.name.startswith("nemo")):
+        if function.last in RECIPES and not (
+            function.imported and not function.name.startswith("nemo")
+        ):
             yield from _of_recipe(thing, function)
         elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
             yield from _of_bridge(thing)
@@ -74,7 +87,9 @@ def echo_of(thing: Thing, function: External) -> Saying | None:
     """
     if function.last not in OVERWRITTEN and not function.last.endswith("ModelProvider"):
         return None
-    said = {str(key): entry for key, entry in {**thing.arguments.entries, **thing.attributes}.items()}
+    said = {
+        str(key): entry for key, entry in {**thing.arguments.entries, **thing.attributes}.items()
+    }
     echoed = {key: entry for key, entry in said.items() if key in (*FLAGS, *ECHOED, *BRIDGE_KEYS)}
     return Saying(NEMO, echoed, thing.line, function.last) if echoed else None
 
@@ -90,9 +105,13 @@ def note_overwritten(account: Account, plugin: Mapping[str, tuple[Any, Entry]]) 
         for key, entry in echo.fields.items():
             if key.startswith("fp8") and not fields.get("fp8"):
                 continue  # without fp8 nothing hangs on it
-            value, meant = _echoed(entry.value), _meant(key, fields)
+            value = _echoed(entry.value)
+            meant = _meant(key, fields)
             if value is not None and value != meant:
-                account.note(entry.line, f"{key} = {value} of {echo.name}: the precision plugin overwrites it: {meant}")
+                account.note(
+                    entry.line,
+                    f"{key} = {value} of {echo.name}: the precision plugin overwrites it: {meant}",
+                )
 
 
 def _echoed(value: Any) -> Any:
@@ -100,7 +119,9 @@ def _echoed(value: Any) -> Any:
         value = plain(value)
     except Unreadable as why:
         return f"unknown ({why})"
-    return value.removeprefix("torch.").replace("half", "float16") if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value.removeprefix("torch.").replace("half", "float16")
+    return value
 
 
 def _meant(key: str, fields: Mapping[str, Any]) -> Any:
@@ -132,7 +153,9 @@ def _of_recipe(recipe: Thing, function: External) -> Iterator[Saying]:
 def _default_plugin(recipe: Thing, model: str) -> dict[str, Entry]:
     """Return the plugin that a recipe makes unless its `precision` names another."""
     if model.startswith(UNSURE):
-        why = "the precision of this recipe follows from its arguments: assign recipe.trainer.plugins"
+        why = (
+            "the precision of this recipe follows from its arguments: assign recipe.trainer.plugins"
+        )
         return {"recipe": Entry(Thing(recipe.text, recipe.line, why), recipe.line)}
     asked = recipe.arguments.entries.get("precision")
     if asked is None:
@@ -142,7 +165,9 @@ def _default_plugin(recipe: Thing, model: str) -> dict[str, Entry]:
 
 def _named(precision: Any) -> Any:
     try:
-        return {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed"}.get(str(plain(precision)), precision)
+        return {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed"}.get(
+            str(plain(precision)), precision
+        )
     except Unreadable:
         return precision
 
@@ -152,9 +177,14 @@ def _of_bridge(config: Thing) -> Iterator[Saying]:
     if plugin is not None and plugin.node:
         fields = _replaced(plugin, "mixed_precision")
     else:
-        fields = {"recipe": Entry("bf16_mixed", config.line)} | _assigned(plugin.value if plugin else None)
+        fields = {"recipe": Entry("bf16_mixed", config.line)} | _assigned(
+            plugin.value if plugin else None
+        )
     fields |= {"library": Entry("bridge", config.line)} if fields else {}
-    optimizer = {**_assigned(_attribute(config, "optimizer")), **_assigned(_attribute(config, "ddp"))}
+    optimizer = {
+        **_assigned(_attribute(config, "optimizer")),
+        **_assigned(_attribute(config, "ddp")),
+    }
     own = bridge_fields(fields) if fields else {}
     own |= {key: entry for key, entry in optimizer.items() if key in OPTIMIZER_KEYS}
     if own:
@@ -169,13 +199,16 @@ def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
     values = value.items if isinstance(value, Row) else (value,)
     if isinstance(value, str):
         return {"recipe": plugin}
-    if all(isinstance(v, Thing) and v.function and maker_of(v.function)[0] is not None for v in values):
+    if all(
+        isinstance(v, Thing) and v.function and maker_of(v.function)[0] is not None for v in values
+    ):
         return {}
     return {name: plugin}
 
 
 def _entry(value: Any, name: str) -> Entry | None:
-    """Return the entry of an assigned or accessed attribute, or of an argument; None if there is neither."""
+    """Return the entry of an assigned or accessed attribute, or of an argument; None if there is
+    neither."""
     if not isinstance(value, Thing):
         return None
     return value.attributes.get(name) or value.arguments.entries.get(name)

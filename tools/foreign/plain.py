@@ -16,8 +16,22 @@ NOT_PYTHON = ("${", "???", "!")
 LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
 """Keys of layouts only: where their value is not known, nothing about precision is lost."""
 OPEN_KEYS = frozenset(
-    {"num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size", "hidden_size", "num_layers"}
-    | {"mlp_ratio", "checkpoint", "num_chunks", "max_position_embeddings", "reduce_bucket_size", "multiple_of"}
+    {
+        "num_attention_heads",
+        "num_kv_attention_heads",
+        "embed_split_hidden",
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+    }
+    | {
+        "mlp_ratio",
+        "checkpoint",
+        "num_chunks",
+        "max_position_embeddings",
+        "reduce_bucket_size",
+        "multiple_of",
+    }
     | {"tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"}
 )
 """Keys of models, layouts and clipping: where their value is not known, the run file's own counts."""
@@ -46,7 +60,8 @@ def plain(value: Any) -> Any:
 
 
 def _of_external(value: External) -> str:
-    """Return a dtype, a member of an enumeration or the like by its name; the world's process group is "world"."""
+    """Return a dtype, a member of an enumeration or the like by its name; the world's process group
+    is "world"."""
     if value.name.endswith(WORLD_GROUPS):
         return "world"
     if not value.imported and "." not in value.name:
@@ -61,7 +76,11 @@ def _of_thing(value: Thing) -> Any:
             return options[0]
     if value.function and value.function.last in VALUES:
         return _recipe(value, value.function.last)
-    if value.function and not (value.why or value.positional or value.arguments.entries) and is_dtype(value.function):
+    if (
+        value.function
+        and not (value.why or value.positional or value.arguments.entries)
+        and is_dtype(value.function)
+    ):
         return value.function.name  # torch.bfloat16(), as the documentation of one system has it
     why = value.why or "comes of a call that is not run"
     can_assume = not value.why.startswith("depends on") and not value.text.startswith(NOT_PYTHON)
@@ -69,7 +88,8 @@ def _of_thing(value: Thing) -> Any:
 
 
 def assumed(text: str) -> str:
-    """Return the advice to assume a value for an expression; "" for a text that is none, being truncated."""
+    """Return the advice to assume a value for an expression; "" for a text that is none, being
+    truncated."""
     return f"; {assuming(text, '...')} gives it" if is_expression(text) else ""
 
 
@@ -78,7 +98,9 @@ def assuming(text: str, value: str) -> str:
     said = f"{text}={value}"
     if "'" not in said:
         return f"--assume '{said}'"
-    return f"--assume {shlex.quote(said)}" if set(said) & set('"$`\\!') else f'--assume "{said}"'
+    if set(said) & set('"$`\\!'):
+        return f"--assume {shlex.quote(said)}"
+    return f'--assume "{said}"'
 
 
 def is_expression(text: str) -> bool:
@@ -120,14 +142,17 @@ def _of_entries(entries: Mapping[Any, Entry]) -> dict[str, Any]:
 
 
 def fields_of(value: Thing, order: tuple[str, ...]) -> dict[str, Entry]:
-    """Return the arguments of a call by name, overwritten by assignments to attributes of its result."""
+    """Return the arguments of a call by name, overwritten by assignments to attributes of its
+    result."""
     fields = dict(zip(order, value.positional, strict=False))
     extra = value.positional[len(order) :]
     fields |= {f"argument {len(order) + i + 1}": entry for i, entry in enumerate(extra)}
     fields |= {str(key): entry for key, entry in value.arguments.entries.items()}
     for i, opened in enumerate(value.arguments.open):
         fields[f"**{getattr(opened, 'text', 'dict')}"] = Entry(opened, value.line, -i)
-    assigned = {str(key): entry for key, entry in value.attributes.items() if not _is_only_read(entry)}
+    assigned = {
+        str(key): entry for key, entry in value.attributes.items() if not _is_only_read(entry)
+    }
     return fields | assigned
 
 

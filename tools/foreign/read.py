@@ -1,7 +1,8 @@
-"""Reading the precision settings of another system's file, as tables of a run file with the line of every value.
+"""Reading the precision settings of another system's file, as tables of a run file with the line of
+every value.
 
-Nothing in the file is run. Python is followed as text; JSON, TOML and YAML are plain data. Every name in it that
-concerns precision is read, refused with its line, or named in a note.
+Nothing in the file is run. Python is followed as text; JSON, TOML and YAML are plain data. Every
+name in it that concerns precision is read, refused with its line, or named in a note.
 """
 
 import ast
@@ -14,7 +15,14 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import read_text
 from tools.console.toml import Given
 from tools.foreign.account import Account
-from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml, mentions_in_data
+from tools.foreign.data_files import (
+    Data,
+    TooLarge,
+    from_json,
+    from_toml,
+    from_yaml,
+    mentions_in_data,
+)
 from tools.foreign.expressions import TooMuch
 from tools.foreign.gather import Gatherer, reachable
 from tools.foreign.mentions import bears_on_precision, mentions_in
@@ -26,14 +34,19 @@ from tools.foreign.values import Entry
 from tools.foreign.whose import whose_file
 from tools.foreign.yaml_forms import note_composed, read_flat, read_forms
 
-LARGEST, MOST_PARTS = 256 * 1024, 20_000  # bytes, commas and brackets; what has more would take seconds to read
-KNOWN = "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = dict(dtype=...), bf16_mixed()"
+# bytes, commas and brackets; what has more would take seconds to read
+LARGEST = 256 * 1024
+MOST_PARTS = 20_000
+KNOWN = (
+    "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = "
+    "dict(dtype=...), bf16_mixed()"
+)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """The result of reading a file. given: keys of a run file, in the tables of one or more dialects. notes:
-    settings that were not read, and why.
+    """The result of reading a file. given: keys of a run file, in the tables of one or more
+    dialects. notes: settings that were not read, and why.
     """
 
     given: Mapping[str, Given]
@@ -43,8 +56,9 @@ class Foreign:
 def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Foreign:
     """Read the precision settings of a file.
 
-    assume: values of expressions that the file leaves open, "args.bf16=True". pick: the variable to read, if the file
-    describes several runs. Raises UserError if the file cannot be read or understood, or has no such settings.
+    assume: values of expressions that the file leaves open, "args.bf16=True". pick: the variable to
+    read, if the file describes several runs. Raises UserError if the file cannot be read or
+    understood, or has no such settings.
     """
     text = _text(path)
     assumptions = dict(_assumption(item) for item in assume)
@@ -69,7 +83,9 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
             raise UserError(kind.of(path))
         whose = f"{kind.whose}, which " if kind is not None else ""
         unread = [f"not read: {note}" for note in account.notes[:3]]
-        raise UserError(f"{path}: {whose}says nothing of precision in any system's words, like {KNOWN}", *unread)
+        raise UserError(
+            f"{path}: {whose}says nothing of precision in any system's words, like {KNOWN}", *unread
+        )
     return Foreign(_given(path, fields, account), tuple(dict.fromkeys(account.notes)))
 
 
@@ -77,13 +93,17 @@ def _text(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > LARGEST:
-            raise UserError(f"{path}: {size} bytes, more than any configuration has: is it the right one?")
+            raise UserError(
+                f"{path}: {size} bytes, more than any configuration has: is it the right one?"
+            )
         text = read_text(path, LARGEST)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason})") from error
     if sum(text.count(sign) for sign in ",([{") > MOST_PARTS:
-        raise UserError(f"{path}: more values than a configuration has: give the part about precision")
+        raise UserError(
+            f"{path}: more values than a configuration has: give the part about precision"
+        )
     return text
 
 
@@ -127,7 +147,9 @@ def _account_of_data(path: Path, text: str, data: Data) -> Account:
     return account
 
 
-def _account_of_python(path: Path, text: str, assumptions: Mapping[str, ast.expr], pick: str) -> Account:
+def _account_of_python(
+    path: Path, text: str, assumptions: Mapping[str, ast.expr], pick: str
+) -> Account:
     tree = _parsed(path, text)
     _require_keys_once(path, tree)
     account = Account(str(path), mentions_in(tree))
@@ -144,7 +166,9 @@ def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
     if not name:
         return None
     values = [scope.names[name] for scope in found.scopes if name in scope.names]
-    values += [value for scope in found.scopes if scope.path == name for value in scope.names.values()]
+    values += [
+        value for scope in found.scopes if scope.path == name for value in scope.names.values()
+    ]
     if not values:
         known = [str(key) for scope in found.scopes for key in scope.names]
         raise UserError(f"--pick {name}: {path} has no such name{did_you_mean(name, known)}")
@@ -153,13 +177,20 @@ def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
 
 def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
     """Refuse star imports, which may define any name, unless the file itself sets the dtype."""
-    known = any("dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings)
+    known = any(
+        "dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             if known:
-                account.note(node.lineno, f"from {node.module} import *: what it brings is not read")
+                account.note(
+                    node.lineno, f"from {node.module} import *: what it brings is not read"
+                )
             else:
-                why = "it may bring the precision, which is not in this file: write it here, or give that file"
+                why = (
+                    "it may bring the precision, which is not in this file: write it here, or "
+                    "give that file"
+                )
                 account.refuse(node.lineno, f"from {node.module} import *: {why}")
 
 
@@ -176,13 +207,18 @@ def _parsed(path: Path, text: str) -> ast.Module:
 
 
 def _require_keys_once(path: Path, tree: ast.Module) -> None:
-    """Raise UserError for a call that has an argument twice, which Python refuses too, or a dict a key of precision."""
+    """Raise UserError for a call that has an argument twice, which Python refuses too, or a dict a
+    key of precision."""
     for node in ast.walk(tree):
         words: list[tuple[object, int]] = []
         if isinstance(node, ast.Call):
             words = [(word.arg, word.lineno) for word in node.keywords if word.arg]
         elif isinstance(node, ast.Dict):
-            keys = [key for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            keys = [
+                key
+                for key in node.keys
+                if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            ]
             words = [(key.value, key.lineno) for key in keys if bears_on_precision(str(key.value))]
         seen = set[object]()
         for name, line in words:
@@ -197,7 +233,10 @@ def _why_not_python(path: Path, text: str, error: Exception) -> str:
         return f"{path}: not {formats}: nested too deeply, or holds null bytes"
     line = f", line {error.lineno}" if error.lineno else ""
     lost = len(text) > 200 and text.count("\n") < 3 and text.count("import ") > 1
-    hint = "; several statements stand on one line: were line breaks lost in copying?" if lost else ""
+    if lost:
+        hint = "; several statements stand on one line: were line breaks lost in copying?"
+    else:
+        hint = ""
     return f"{path}{line}: not {formats}: {error.msg}{hint}"
 
 
@@ -205,13 +244,16 @@ def _assumption(item: str) -> tuple[str, ast.expr]:
     """Return expression and value of "args.bf16=True", the expression as Python writes it."""
     signs = [i for i, sign in enumerate(item) if sign == "="]
     for place in reversed(signs):  # the last that is not one of a comparison
-        name, value = item[:place].strip(), item[place + 1 :].strip()
+        name = item[:place].strip()
+        value = item[place + 1 :].strip()
         if is_expression(name) and is_expression(value):
             return ast.unparse(ast.parse(name, mode="eval")), ast.parse(value, mode="eval").body
     raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True")
 
 
-def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account) -> dict[str, Given]:
+def _given(
+    path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account
+) -> dict[str, Given]:
     """Return the tables as dotted keys, each with file and line."""
     given: dict[str, Given] = {}
     for (system, table), values in fields.items():
@@ -224,7 +266,8 @@ def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], a
 
 
 def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Given]:
-    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, if the file does not state it."""
+    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, if the file does
+    not state it."""
     own = [key for key in given if key.startswith("precision.nxd")]
     key = "precision.nxd.optimizer_config"
     typed = given.get("precision.nxd.precision_type")
@@ -234,8 +277,11 @@ def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Give
     if needed:
         first = needed[0].removeprefix("precision.nxd.")
         account.notes.append(
-            f"optimizer_config is not in the file: ZeRO-1 is taken to be on, as {first} = true needs it"
+            f"optimizer_config is not in the file: ZeRO-1 is taken to be on, as {first} = "
+            "true needs it"
         )
         return {f"{key}.zero_one_enabled": Given(True, given[needed[0]].origin)}
-    account.notes.append("optimizer_config is not in the file: NxD leaves ZeRO-1 off unless told otherwise")
+    account.notes.append(
+        "optimizer_config is not in the file: NxD leaves ZeRO-1 off unless told otherwise"
+    )
     return {f"{key}.zero_one_enabled": Given(False, "NxD's default")}

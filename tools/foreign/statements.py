@@ -1,8 +1,9 @@
 """Following the statements of a configuration file as far as possible without running it.
 
-Assignments, functions, classes and conditions are followed. If a condition is unknown, both branches are followed, and
-values on which they disagree are unknown afterwards. A loop over a known list is unrolled; the body of any other loop
-is followed once. A function that the file does not call is followed with unknown arguments.
+Assignments, functions, classes and conditions are followed. If a condition is unknown, both
+branches are followed, and values on which they disagree are unknown afterwards. A loop over a known
+list is unrolled; the body of any other loop is followed once. A function that the file does not
+call is followed with unknown arguments.
 """
 
 import ast
@@ -12,7 +13,18 @@ from typing import Any
 
 from tools.foreign.calls import Calls
 from tools.foreign.expressions import calculated, shortened
-from tools.foreign.values import Class, Condition, Entry, External, Function, Row, Scope, Table, Thing, same
+from tools.foreign.values import (
+    Class,
+    Condition,
+    Entry,
+    External,
+    Function,
+    Row,
+    Scope,
+    Table,
+    Thing,
+    same,
+)
 
 DEEPEST = 12  # calls within calls
 LONGEST_LOOP = 64
@@ -21,7 +33,8 @@ LONGEST_LOOP = 64
 class Statements(Calls):
     """Follower of the statements of a module.
 
-    scopes: every scope, as it was when it was left. top_names: node and line of the module's assignments.
+    scopes: every scope, as it was when it was left. top_names: node and line of the module's
+        assignments.
     """
 
     def __init__(self, tree: ast.Module, assumptions: Mapping[str, ast.expr]) -> None:
@@ -37,9 +50,12 @@ class Statements(Calls):
                 self._follow_uncalled(function)
 
     def block(self, body: Sequence[ast.stmt]) -> str:
-        """Follow statements; return the word by which they left the block: return, raise, break, continue, or none."""
+        """Follow statements; return the word by which they left the block: return, raise, break,
+        continue, or none."""
         for i, statement in enumerate(body):
-            if isinstance(statement, ast.If) and not isinstance(truth := self._truth(statement.test), bool):
+            if isinstance(statement, ast.If) and not isinstance(
+                truth := self._truth(statement.test), bool
+            ):
                 left = self._either_way(statement, truth, body[i + 1 :])
                 if left is not None:
                     return left
@@ -83,13 +99,20 @@ class Statements(Calls):
                 self.top_names[target.id] = (id(target), target.lineno)
             self.write(scope.names, target.id, value)
         elif isinstance(target, ast.Attribute):
-            self.assign_attribute(self.value(target.value), target.attr, Entry(value, target.lineno, id(target)))
+            self.assign_attribute(
+                self.value(target.value), target.attr, Entry(value, target.lineno, id(target))
+            )
         elif isinstance(target, ast.Subscript):
             self._assign_item(target, self.value(target.value), self.value(target.slice), value)
         elif isinstance(target, ast.Tuple | ast.List):
-            parts = value.items if isinstance(value, Row) and len(value.items) == len(target.elts) else None
+            if isinstance(value, Row) and len(value.items) == len(target.elts):
+                parts = value.items
+            else:
+                parts = None
             for i, part in enumerate(target.elts):
-                unknown = Thing(shortened(part), part.lineno, "is a part of something that is not in the file")
+                unknown = Thing(
+                    shortened(part), part.lineno, "is a part of something that is not in the file"
+                )
                 self._assign_to(part, parts[i] if parts is not None else unknown)
 
     def _assign_item(self, target: ast.Subscript, base: Any, key: Any, value: Any) -> None:
@@ -97,13 +120,18 @@ class Statements(Calls):
             self.assign_attribute(base, key, Entry(value, target.lineno, id(target)))
         elif isinstance(base, Row):
             known = type(key) is int and -len(base.items) <= key < len(base.items)
-            unknown = tuple(Thing(shortened(target), target.lineno, "is one of a list") for _ in base.items)
+            unknown = tuple(
+                Thing(shortened(target), target.lineno, "is one of a list") for _ in base.items
+            )
             items = list(base.items if known else unknown)
             if known:
                 items[key] = value
             self.write(base.slots, "items", tuple(items))
         elif isinstance(base, Table):
-            self.open_up(base, Thing(shortened(target), target.lineno, "is set under a key that is not known"))
+            self.open_up(
+                base,
+                Thing(shortened(target), target.lineno, "is set under a key that is not known"),
+            )
 
     def _delete_(self, node: ast.Delete) -> None:
         for target in node.targets:
@@ -112,12 +140,20 @@ class Statements(Calls):
     def _import_(self, node: ast.Import) -> None:
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
-            self.write(self.scope.names, name, External(alias.name if alias.asname else name, imported=True))
+            self.write(
+                self.scope.names,
+                name,
+                External(alias.name if alias.asname else name, imported=True),
+            )
 
     def _importfrom_(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")
         for alias in node.names:
-            self.write(self.scope.names, alias.asname or alias.name, External(f"{module}.{alias.name}", imported=True))
+            self.write(
+                self.scope.names,
+                alias.asname or alias.name,
+                External(f"{module}.{alias.name}", imported=True),
+            )
 
     # blocks
 
@@ -129,11 +165,14 @@ class Statements(Calls):
         self._pass_over(node.orelse if truth else node.body, f"`{shortened(node.test)}` is {truth}")
         return self.block(node.body if truth else node.orelse)
 
-    def _either_way(self, node: ast.If, condition: Condition, rest: Sequence[ast.stmt]) -> str | None:
-        """Follow both branches of an unknown condition; return None if the statements after it are still to be
-        followed.
+    def _either_way(
+        self, node: ast.If, condition: Condition, rest: Sequence[ast.stmt]
+    ) -> str | None:
+        """Follow both branches of an unknown condition; return None if the statements after it are
+        still to be followed.
 
-        If one branch leaves the block, the statements after it belong to the other branch alone. An error ends the
+        If one branch leaves the block, the statements after it belong to the other branch alone. An
+        error ends the
         program: the statements after it are certain.
         """
         left, written = self.attempt(lambda: self.block(node.body), condition)
@@ -151,7 +190,11 @@ class Statements(Calls):
         return after
 
     def _main_guard(self, test: ast.expr) -> bool:
-        return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+        return (
+            isinstance(test, ast.Compare)
+            and isinstance(test.left, ast.Name)
+            and test.left.id == "__name__"
+        )
 
     def _pass_over(self, body: Sequence[ast.stmt], why: str) -> None:
         if body:
@@ -161,8 +204,13 @@ class Statements(Calls):
         items = self.value(node.iter)
         if isinstance(items, Row) and len(items.items) <= LONGEST_LOOP:
             return self._unrolled(node, items.items)
-        self._assign_to(node.target, Thing(shortened(node.target), node.lineno, "changes in a loop"))
-        self._loop(node.body, Condition(f"for {shortened(node.target)} in {shortened(node.iter)}", node.lineno))
+        self._assign_to(
+            node.target, Thing(shortened(node.target), node.lineno, "changes in a loop")
+        )
+        self._loop(
+            node.body,
+            Condition(f"for {shortened(node.target)} in {shortened(node.iter)}", node.lineno),
+        )
 
         return ""
 
@@ -183,9 +231,12 @@ class Statements(Calls):
         self.block(node.orelse)
 
     def _loop(self, body: Sequence[ast.stmt], condition: Condition) -> None:
-        """Follow the body of a loop once, as for each training step; values that it changes are unknown afterwards."""
+        """Follow the body of a loop once, as for each training step; values that it changes are
+        unknown afterwards."""
         _, written = self.attempt(lambda: self.block(body), None)
-        self.merge(written, {where: new for where, new in written.items() if self.is_new(new)}, condition)
+        self.merge(
+            written, {where: new for where, new in written.items() if self.is_new(new)}, condition
+        )
 
     def _if_body(self, body: Sequence[ast.stmt], condition: Condition) -> None:
         _, written = self.attempt(lambda: self.block(body), condition)
@@ -211,13 +262,17 @@ class Statements(Calls):
 
     def _match_(self, node: ast.Match) -> None:
         for case in node.cases:
-            self._if_body(case.body, Condition(f"match {shortened(node.subject)}", case.pattern.lineno))
+            self._if_body(
+                case.body, Condition(f"match {shortened(node.subject)}", case.pattern.lineno)
+            )
 
     # functions and classes
 
     def _functiondef_(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         made = Function(node.name, node, self.scope)
-        made.defaults = {name: self.value(default) for name, default in _defaults(node.args).items()}
+        made.defaults = {
+            name: self.value(default) for name, default in _defaults(node.args).items()
+        }
         self.write(self.scope.names, node.name, made)
         self.functions.append(made)
 
@@ -225,13 +280,18 @@ class Statements(Calls):
 
     def _classdef_(self, node: ast.ClassDef) -> None:
         scope = Scope(node.name, self.scope, is_class=True)
-        self.write(self.scope.names, node.name, made := Class(node.name, scope, Thing("self", node.lineno)))
+        self.write(
+            self.scope.names, node.name, made := Class(node.name, scope, Thing("self", node.lineno))
+        )
         self.scopes.append(scope)
-        before, self.scope = self.scope, scope
+        before = self.scope
+        self.scope = scope
         self.block(node.body)
         self.scope = before
         made.prototype.attributes = _members(made, made.prototype, node.lineno)
-        for function in (f for f in scope.names.values() if isinstance(f, Function) and not _is_static(f)):
+        for function in (
+            f for f in scope.names.values() if isinstance(f, Function) and not _is_static(f)
+        ):
             function.owner = made.prototype
 
     def _return_(self, node: ast.Return) -> str:
@@ -276,19 +336,27 @@ class Statements(Calls):
     def _is_decorated(self, function: Function) -> bool:
         """Return True if a function of the file decorates this one."""
         decorators: Iterable[ast.expr] = getattr(function.node, "decorator_list", ())
-        return any(isinstance(self.value(d), Function) for d in decorators if isinstance(d, ast.Name))
+        return any(
+            isinstance(self.value(d), Function) for d in decorators if isinstance(d, ast.Name)
+        )
 
-    def _instance(self, kind: Class, positional: tuple[Entry, ...], arguments: Table, line: int) -> Thing:
-        """Return an instance: members of the class, fields given by keyword as for a dataclass, then its `__init__`."""
+    def _instance(
+        self, kind: Class, positional: tuple[Entry, ...], arguments: Table, line: int
+    ) -> Thing:
+        """Return an instance: members of the class, fields given by keyword as for a dataclass,
+        then its `__init__`."""
         made = Thing(f"{kind.name}(...)", line, function=External(kind.name), positional=positional)
-        made.arguments, made.conditions = arguments, tuple(self.conditions)
+        made.arguments = arguments
+        made.conditions = tuple(self.conditions)
         made.attributes = _members(kind, made, line)
         start = kind.scope.names.get("__init__")
         if isinstance(start, Function):
             self.called_inside(replace(start, owner=made), positional, arguments, line)
             start.called = True
         else:
-            fields = [name for name, value in kind.scope.names.items() if not isinstance(value, Function)]
+            fields = [
+                name for name, value in kind.scope.names.items() if not isinstance(value, Function)
+            ]
             made.attributes |= dict(zip(fields, positional, strict=False)) | arguments.entries
             after = kind.scope.names.get("__post_init__")
             if isinstance(after, Function):
@@ -296,33 +364,55 @@ class Statements(Calls):
                 after.called = True
         return made
 
-    def _bind(self, function: Function, scope: Scope, positional: tuple[Entry, ...], arguments: Table) -> None:
-        """Bind arguments in the scope of a call, with defaults for missing ones, and things for unknown ones."""
+    def _bind(
+        self, function: Function, scope: Scope, positional: tuple[Entry, ...], arguments: Table
+    ) -> None:
+        """Bind arguments in the scope of a call, with defaults for missing ones, and things for
+        unknown ones."""
         spec = function.node.args
         names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
-        given: dict[str, Any] = dict(zip(names, [function.owner] if function.owner else [], strict=False))
+        given: dict[str, Any] = dict(
+            zip(names, [function.owner] if function.owner else [], strict=False)
+        )
         given |= zip(names[len(given) :], [entry.value for entry in positional], strict=False)
-        unsure_of = {key: Thing(str(key), function.node.lineno, "may be given by **") for key in arguments.entries}
-        spread = {str(k): e.value if e.doubt is None else unsure_of[k] for k, e in arguments.entries.items()}
-        given |= {name: spread.pop(name) for name in list(spread) if name in (*names, *_words(spec))}
+        unsure_of = {
+            key: Thing(str(key), function.node.lineno, "may be given by **")
+            for key in arguments.entries
+        }
+        spread = {
+            str(k): e.value if e.doubt is None else unsure_of[k]
+            for k, e in arguments.entries.items()
+        }
+        given |= {
+            name: spread.pop(name) for name in list(spread) if name in (*names, *_words(spec))
+        }
         for name, default in _defaults(spec).items():
             if name not in given:
                 unsure = bool(arguments.open)
-                usual = function.defaults[name] if name in function.defaults else self.value(default)
-                given[name] = Thing(name, function.node.lineno, "may be given by **") if unsure else usual
+                if name in function.defaults:
+                    usual = function.defaults[name]
+                else:
+                    usual = self.value(default)
+                if unsure:
+                    given[name] = Thing(name, function.node.lineno, "may be given by **")
+                else:
+                    given[name] = usual
         for name in (*names, *_words(spec)):
             why = f"is an argument of {function.name}() that is not in the file"
             scope.names[name] = given.get(name, Thing(name, function.node.lineno, why))
         if spec.kwarg:
             rest = {k: e for k, e in arguments.entries.items() if k in spread}
-            scope.names[spec.kwarg.arg] = Table(dict(rest), function.node.lineno, list(arguments.open))
+            scope.names[spec.kwarg.arg] = Table(
+                dict(rest), function.node.lineno, list(arguments.open)
+            )
         if spec.vararg:
             extra = tuple(entry.value for entry in positional[len(names) - bool(function.owner) :])
             scope.names[spec.vararg.arg] = Row({"items": extra})
 
     def _follow_uncalled(self, function: Function) -> None:
         """Follow a function that is never called; its defaults do not count as its arguments."""
-        scope, spec = Scope(function.name, function.scope), function.node.args
+        scope = Scope(function.name, function.scope)
+        spec = function.node.args
         for argument in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs):
             default = _defaults(spec).get(argument.arg)
             hint = f", by default {shortened(default)}," if default is not None else ""
@@ -335,7 +425,9 @@ class Statements(Calls):
             unknown = Thing(f"**{spec.kwarg.arg}", function.node.lineno, "is not in the file")
             scope.names[spec.kwarg.arg] = Table({}, function.node.lineno, [unknown])
         if spec.vararg:
-            scope.names[spec.vararg.arg] = Thing(f"*{spec.vararg.arg}", function.node.lineno, "is not in the file")
+            scope.names[spec.vararg.arg] = Thing(
+                f"*{spec.vararg.arg}", function.node.lineno, "is not in the file"
+            )
         self._run(function, scope)
 
     def _given_for(self, name: str, unknown: Thing) -> Any:
@@ -348,7 +440,8 @@ class Statements(Calls):
     def _run(self, function: Function, scope: Scope) -> Any:
         """Follow the body of a function in its scope; return its value."""
         self.scopes.append(scope)
-        before, self.scope = self.scope, scope
+        before = self.scope
+        self.scope = scope
         self._running.append(function.node)
         self._returned.append([])
         if isinstance(function.node, ast.Lambda):

@@ -20,7 +20,8 @@ class Tables:
     """
 
     def __init__(self, account: Account, is_meant: Callable[[Any], bool]) -> None:
-        self.account, self.is_meant = account, is_meant
+        self.account = account
+        self.is_meant = is_meant
         self.read: set[int] = set()
 
     def search(self, table: Table, depth: int = 0) -> None:
@@ -39,17 +40,21 @@ class Tables:
                 self.account.take(entry.node)
                 self.say(spot, entry.value, str(key), handed_on=depth > 0)
                 self._loose(spot[0], table)
-        if table.line and MASTERS & {str(key) for key in table.entries}:  # NxD's, without its telling name
+        if table.line and MASTERS & {
+            str(key) for key in table.entries
+        }:  # NxD's, without its telling name
             self.say(NXD, table, "the dict", handed_on=False)
 
     def _refuse_old_zero(self, entry: Entry) -> None:
-        """Refuse `zero = dict(...)` of Colossal-AI before its plugins: it puts the whole model into FP16."""
+        """Refuse `zero = dict(...)` of Colossal-AI before its plugins: it puts the whole model into
+        FP16."""
         assert isinstance(entry.value, Table)
         self._strike_within(entry.value)
         self.account.take(entry.node)
         self.account.refuse(
             entry.line,
-            "zero = dict(...): Colossal-AI's ZeRO before its plugins, with FP16 weights and a loss scale of its own, "
+            "zero = dict(...): Colossal-AI's ZeRO before its plugins, with FP16 weights and "
+            "a loss scale of its own, "
             "is not read; say the same with LowLevelZeroPlugin(...) or GeminiPlugin(...)",
         )
 
@@ -79,8 +84,12 @@ class Tables:
 
 
 def _followed(spot: Spot, entry: Entry) -> Entry:
-    """Return the entry without its value if it only states the default, as NxD's documentation does."""
-    is_default = isinstance(entry.value, Thing) and entry.value.text == "optimizer_config['zero_one_enabled']"
+    """Return the entry without its value if it only states the default, as NxD's documentation
+    does."""
+    is_default = (
+        isinstance(entry.value, Thing)
+        and entry.value.text == "optimizer_config['zero_one_enabled']"
+    )
     return replace(entry, value=None) if spot == NXD and is_default else entry
 
 

@@ -1,10 +1,12 @@
-"""Values that the names of a configuration file can have, as far as they are known without running it.
+"""Values that the names of a configuration file can have, as far as they are known without running
+it.
 
-Numbers, text, True, False and None are themselves. A dict is a `Table` and a list a `Row`. A name from outside of the
-file is an `External`, with import aliases resolved: torch.bfloat16. A `Thing` is any object that the file does not
-spell out: the result of an external call, a function's argument, a value that depends on an unknown condition. A thing
-remembers the call that made it and later assignments to its attributes, for recipes are changed that way:
-`recipe.trainer.plugins.fp8 = "hybrid"`.
+Numbers, text, True, False and None are themselves. A dict is a `Table` and a list a `Row`. A name
+from outside of the file is an `External`, with import aliases resolved: torch.bfloat16. A `Thing`
+is any object that the file does not spell out: the result of an external call, a function's
+argument, a value that depends on an unknown condition. A thing remembers the call that made it and
+later assignments to its attributes, for recipes are changed that way: `recipe.trainer.plugins.fp8 =
+"hybrid"`.
 """
 
 import ast
@@ -15,7 +17,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class External:
-    """A name from outside of the file. imported: the file imports it; otherwise it is not defined there."""
+    """A name from outside of the file. imported: the file imports it; otherwise it is not defined
+    there."""
 
     name: str
     imported: bool = False
@@ -30,8 +33,8 @@ class External:
 class Entry:
     """A value under a key, and the place where it was given.
 
-    node: id of the syntax node of the key, by which it is accounted for; 0: none. doubt: what may have set the key
-    since, such as a dict that is not known; None: nothing.
+    node: id of the syntax node of the key, by which it is accounted for; 0: none. doubt: what may
+    have set the key since, such as a dict that is not known; None: nothing.
     """
 
     value: Any
@@ -78,9 +81,10 @@ class Condition:
 class Thing:
     """An object that the file does not spell out.
 
-    text: source text. why: reason why it is unknown; empty for the result of an external call. function, positional,
-    arguments: of the call that made it. attributes: assigned later, or accessed. conditions: unknown conditions under
-    which it is made. alternatives: possible values, if they are known.
+    text: source text. why: reason why it is unknown; empty for the result of an external call.
+        function, positional,
+    arguments: of the call that made it. attributes: assigned later, or accessed. conditions:
+    unknown conditions under which it is made. alternatives: possible values, if they are known.
     """
 
     text: str
@@ -99,7 +103,8 @@ class Thing:
 class Scope:
     """The names of a module, function or class.
 
-    path: its name for messages, empty for the module's. declared: names that are global or nonlocal there.
+    path: its name for messages, empty for the module's. declared: names that are global or nonlocal
+        there.
     """
 
     path: str = ""
@@ -109,7 +114,8 @@ class Scope:
     declared: dict[str, "Scope"] = field(default_factory=dict)
 
     def find(self, name: str) -> "Scope | None":
-        """Return the innermost scope that defines `name`; a class scope is visible only from itself."""
+        """Return the innermost scope that defines `name`; a class scope is visible only from
+        itself."""
         scope: Scope | None = self.declared.get(name, self)
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
@@ -120,8 +126,8 @@ class Scope:
 
 @dataclass(eq=False)
 class Function:
-    """A function of the file, or a lambda. owner: the instance whose method it is. defaults: their values at its
-    definition.
+    """A function of the file, or a lambda. owner: the instance whose method it is. defaults: their
+    values at its definition.
     """
 
     name: str
@@ -134,7 +140,8 @@ class Function:
 
 @dataclass(eq=False)
 class Class:
-    """A class of the file. prototype: an instance with unknown arguments, for methods that are never called."""
+    """A class of the file. prototype: an instance with unknown arguments, for methods that are
+    never called."""
 
     name: str
     scope: Scope
@@ -143,7 +150,8 @@ class Class:
 
 @dataclass(eq=False)
 class Partial:
-    """A function of the file with some arguments: functools.partial(build, dtype=torch.bfloat16)."""
+    """A function of the file with some arguments: functools.partial(build,
+    dtype=torch.bfloat16)."""
 
     function: "Function | Class"
     positional: tuple[Entry, ...]
@@ -156,4 +164,6 @@ def same(a: Any, b: Any) -> bool:
         return a.doubt is b.doubt and same(a.value, b.value)
     if isinstance(a, Row) and isinstance(b, Row):
         return len(a.items) == len(b.items) and all(map(same, a.items, b.items))
-    return a is b or (type(a) is type(b) and not isinstance(a, Table | Thing | Function | Class) and bool(a == b))
+    return a is b or (
+        type(a) is type(b) and not isinstance(a, Table | Thing | Function | Class) and bool(a == b)
+    )

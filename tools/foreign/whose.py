@@ -1,6 +1,8 @@
-"""The system that a configuration or a launch script belongs to, by the names in it: whose file it is.
+"""The system that a configuration or a launch script belongs to, by the names in it: whose file it
+is.
 
-A door that takes another system's file asks here first, so that its refusal names that system and what to do instead.
+A door that takes another system's file asks here first, so that its refusal names that system and
+what to do instead.
 """
 
 import ast
@@ -14,8 +16,12 @@ from tools.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
 from tools.foreign.values import Table, Thing
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
-KEYS = "its keys are not read: write a run file (megaprec init FOLDER begins one for a folder of text)"
-HF_FOLDER = "train.init_from=FOLDER begins with the weights of its folder, from which [model] follows"
+KEYS = (
+    "its keys are not read: write a run file (megaprec init FOLDER begins one for a folder of text)"
+)
+HF_FOLDER = (
+    "train.init_from=FOLDER begins with the weights of its folder, from which [model] follows"
+)
 SHOWN = "megaprec precision show FILE reads its precision"
 TARGET = re.compile(r"['\"]?_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)")
 
@@ -24,8 +30,9 @@ TARGET = re.compile(r"['\"]?_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)")
 class Kind:
     """A kind of file.
 
-    whose: its name in a message. marks: sets of names, one of which the file has whole; a name of a table within a
-    table is written with a dot. way: what to do here. shown: `megaprec precision show` reads it.
+    whose: its name in a message. marks: sets of names, one of which the file has whole; a name of a
+    table within a table is written with a dot. way: what to do here. shown: `megaprec precision
+    show` reads it.
     """
 
     whose: str
@@ -73,13 +80,24 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a configuration of Axolotl",
-        ("base_model datasets", "base_model sequence_len", "base_model adapter", "base_model micro_batch_size"),
-        _keys("base_model=train.init_from", "sequence_len=train.seq_length", "learning_rate=lr.peak"),
+        (
+            "base_model datasets",
+            "base_model sequence_len",
+            "base_model adapter",
+            "base_model micro_batch_size",
+        ),
+        _keys(
+            "base_model=train.init_from", "sequence_len=train.seq_length", "learning_rate=lr.peak"
+        ),
     ),
     Kind(
         "a configuration of LLaMA-Factory",
         ("finetuning_type", "model_name_or_path stage", "model_name_or_path cutoff_len"),
-        _keys("model_name_or_path=train.init_from", "cutoff_len=train.seq_length", "learning_rate=lr.peak"),
+        _keys(
+            "model_name_or_path=train.init_from",
+            "cutoff_len=train.seq_length",
+            "learning_rate=lr.peak",
+        ),
     ),
     Kind(
         "a configuration of accelerate",
@@ -111,7 +129,13 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a configuration of torchtitan",
-        ("training parallelism", "job training", "training.local_batch_size", "training.seq_len", "model.flavor"),
+        (
+            "training parallelism",
+            "job training",
+            "training.local_batch_size",
+            "training.seq_len",
+            "model.flavor",
+        ),
         _keys(
             "model.flavor=model.preset",
             "training.steps=train.steps",
@@ -123,16 +147,29 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a configuration of nanotron",
         ("tokens.train_steps", "parallelism tokens", "model.model_config"),
-        _keys("tokens.train_steps=train.steps", "tokens.sequence_length=train.seq_length", "parallelism=[parallel]"),
+        _keys(
+            "tokens.train_steps=train.steps",
+            "tokens.sequence_length=train.seq_length",
+            "parallelism=[parallel]",
+        ),
     ),
     Kind(
         "a configuration of MosaicML's Composer or OLMo",
         ("max_duration", "global_train_batch_size", "device_train_microbatch_size"),
-        _keys("global_train_batch_size=train.global_batch", "max_seq_len=train.seq_length", "optimizer.lr=lr.peak"),
+        _keys(
+            "global_train_batch_size=train.global_batch",
+            "max_seq_len=train.seq_length",
+            "optimizer.lr=lr.peak",
+        ),
     ),
     Kind(
         "a configuration of litgpt",
-        ("train.max_tokens", "train.lr_warmup_steps", "out_dir train eval", "checkpoint_dir train eval"),
+        (
+            "train.max_tokens",
+            "train.lr_warmup_steps",
+            "out_dir train eval",
+            "checkpoint_dir train eval",
+        ),
         _keys(
             "train.global_batch_size=train.global_batch",
             "train.micro_batch_size=train.micro_batch",
@@ -152,7 +189,12 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a configuration of nanoGPT",
-        ("block_size batch_size", "block_size n_layer", "n_embd n_head", "block_size learning_rate"),
+        (
+            "block_size batch_size",
+            "block_size n_layer",
+            "n_embd n_head",
+            "block_size learning_rate",
+        ),
         _keys(
             "n_layer=model.layers",
             "n_embd=model.hidden",
@@ -163,22 +205,38 @@ KINDS: tuple[Kind, ...] = (
             "max_iters=train.steps",
         ),
     ),
-    Kind("a configuration of veRL", ("actor_rollout_ref",), "reinforcement learning has no trainer here"),
+    Kind(
+        "a configuration of veRL",
+        ("actor_rollout_ref",),
+        "reinforcement learning has no trainer here",
+    ),
     Kind(
         "a configuration of Megatron-Bridge",
         ("_target_ megatron.bridge",),
-        f"{SHOWN}, and its arguments are read without _target_: a table of names such as train_iters",
+        (
+            f"{SHOWN}, and its arguments are read without _target_: a table of names such as "
+            "train_iters"
+        ),
         shown=True,
     ),
     Kind(
         "a recipe of NeMo 2",
         ("_target_ nemo",),
-        f"{SHOWN} (docs/migrating.md); {_keys('trainer.max_steps=train.steps', 'model.config=[model]')}",
+        (
+            f"{SHOWN} (docs/migrating.md); "
+            f"{_keys('trainer.max_steps=train.steps', 'model.config=[model]')}"
+        ),
         shown=True,
     ),
     Kind(
         "a configuration of NeMo",
-        ("exp_manager", "trainer model", "trainer.devices", "trainer.precision", "model.megatron_amp_O2"),
+        (
+            "exp_manager",
+            "trainer model",
+            "trainer.devices",
+            "trainer.precision",
+            "model.megatron_amp_O2",
+        ),
         f"{SHOWN} (docs/migrating.md); "
         + _keys(
             "trainer.max_steps=train.steps",
@@ -217,7 +275,8 @@ KINDS: tuple[Kind, ...] = (
 
 
 def whose(names: Iterable[str]) -> Kind | None:
-    """Return the kind of a file with these names; None if it is not known. Dashes count as underscores."""
+    """Return the kind of a file with these names; None if it is not known. Dashes count as
+    underscores."""
     have = {name.removeprefix("--").replace("-", "_") for name in names}
     for kind in (*KINDS, RUN, DEEPSPEED):
         if any(set(mark.split()) <= have for mark in _plain_marks(kind)):
@@ -250,7 +309,8 @@ def names_in(table: Table) -> set[str]:
 
 
 def whose_file(path: Path, text: str) -> Kind | None:
-    """Return the kind of a file of data or Python, by its suffix; None if it is not known or cannot be read."""
+    """Return the kind of a file of data or Python, by its suffix; None if it is not known or cannot
+    be read."""
     suffix = path.suffix.lower()
     if suffix == ".py":
         return whose(_names_in_python(text))

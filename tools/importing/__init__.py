@@ -1,1 +1,2 @@
-"""Run files from command lines of Megatron-LM and configurations of DeepSpeed, which are read and never run."""
+"""Run files from command lines of Megatron-LM and configurations of DeepSpeed, which are read and
+never run."""

@@ -6,17 +6,21 @@ from typing import Any
 
 from tools.console.toml import Given
 
-MEGATRON, DEEPSPEED = "Megatron-LM's default", "DeepSpeed's default"
-NO_RANKS, NO_HALF = "the number of ranks is not in the arguments", "neither --bf16 nor --fp16"
+MEGATRON = "Megatron-LM's default"
+DEEPSPEED = "DeepSpeed's default"
+NO_RANKS = "the number of ranks is not in the arguments"
+NO_HALF = "neither --bf16 nor --fp16"
 ASSUMED = frozenset({MEGATRON, DEEPSPEED, NO_RANKS, NO_HALF})
 """Origins of values that the user has not given, which another source may replace."""
 
 
 @dataclass
 class Draft:
-    """keys: dotted keys in the order in which they are written. settled: keys that the user gives, which end problems.
+    """keys: dotted keys in the order in which they are written. settled: keys that the user gives,
+    which end problems.
 
-    notes: what differs, or is left to know. problems: lines for the user; with one there is no run file.
+    notes: what differs, or is left to know. problems: lines for the user; with one there is no run
+        file.
     """
 
     settled: Mapping[str, Given]

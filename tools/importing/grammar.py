@@ -1,8 +1,9 @@
 """The arguments of a command line, by the grammar of Megatron-LM's parser.
 
-`--name value`, `--name=value`, flags, and several values up to the next argument. The last one counts if an argument
-is repeated. Abbreviations are refused, as Megatron-LM refuses them. Every word is accounted for: it is part of an
-argument that is read, of one that has no meaning here, or of a problem.
+`--name value`, `--name=value`, flags, and several values up to the next argument. The last one
+counts if an argument is repeated. Abbreviations are refused, as Megatron-LM refuses them. Every
+word is accounted for: it is part of an argument that is read, of one that has no meaning here, or
+of a problem.
 """
 
 import re
@@ -23,10 +24,13 @@ FLAGS = {"true": True, "false": False}
 
 @dataclass
 class Arguments:
-    """The arguments that were given. values: of those that are read, by the name that Megatron-LM keeps them under.
+    """The arguments that were given. values: of those that are read, by the name that Megatron-LM
+    keeps them under.
 
-    shown: how each of these was given, and place where. idle: arguments without a meaning here, as they were given.
-    dropped: names that are left out because the user says so. left_out: those that were found, as they were given.
+    shown: how each of these was given, and place where. idle: arguments without a meaning here, as
+        they were given.
+    dropped: names that are left out because the user says so. left_out: those that were found, as
+        they were given.
     tried: the names of all arguments that were given, right or wrong.
     """
 
@@ -49,7 +53,8 @@ class Arguments:
         return name in self.values
 
     def origin(self, *names: str) -> str:
-        """Return how arguments were given, those of them that were; otherwise that it is Megatron-LM's default."""
+        """Return how arguments were given, those of them that were; otherwise that it is
+        Megatron-LM's default."""
         given = [self.shown[name] for name in names if name in self.shown]
         return " ".join(given) if given else MEGATRON
 
@@ -61,7 +66,9 @@ class Arguments:
 
     def take(self, name: str, words: Sequence[Word], place: str, joined: bool = False) -> None:
         """Add one argument with its values. joined: its value was given as --name=value."""
-        said = " ".join([f"{option(name)}{'=' if joined else ' '}{words[0].text}" if words else option(name)])
+        said = " ".join(
+            [f"{option(name)}{'=' if joined else ' '}{words[0].text}" if words else option(name)]
+        )
         said = " ".join([said, *(word.text for word in words[1:])])
         where = f" ({place})" if place else ""
         self.tried |= {name, READ[name].sets} if name in READ else {name}
@@ -131,7 +138,8 @@ def read_words(words: Sequence[Word], arguments: Arguments) -> None:
 
 
 def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> None:
-    """Add the arguments of a YAML file. Names are those typed or those that Megatron-LM keeps; flags are true or false.
+    """Add the arguments of a YAML file. Names are those typed or those that Megatron-LM keeps;
+    flags are true or false.
 
     A value of null counts as not given.
     """
@@ -148,19 +156,27 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
         elif form == "flag":
             _take_flag(name, typed, key, value, arguments, place)
         elif value is not None:
-            items = value if isinstance(value, list | tuple) else str(value).split() if form == "values" else [value]
+            if isinstance(value, list | tuple):
+                items = value
+            elif form == "values":
+                items = str(value).split()
+            else:
+                items = [value]
             if form == "value" and isinstance(value, list | dict):
                 items = [",".join(map(str, value))]
             arguments.take(typed, [Word(str(item), place) for item in items], place)
 
 
 def is_known(name: str) -> bool:
-    """Return True if Megatron-LM has the argument, typed with dashes or not, or keeps a value under the name."""
+    """Return True if Megatron-LM has the argument, typed with dashes or not, or keeps a value under
+    the name."""
     word = name.replace("-", "_")
     return _form(word) is not None or any(row.sets == word for row in READ.values())
 
 
-def _take_flag(name: str, typed: str, key: str, value: Any, arguments: Arguments, place: str) -> None:
+def _take_flag(
+    name: str, typed: str, key: str, value: Any, arguments: Arguments, place: str
+) -> None:
     on = FLAGS.get(str(value).lower())
     if value is None:
         return
@@ -192,7 +208,10 @@ def _unknown(word: Word) -> str:
     if not word.text.startswith("-"):
         return "no argument takes this value"
     known = [option(name) for name in (*READ, *megatron_idle.SHAPES, *megatron_refused.SHAPES)]
-    return f"no such argument of Megatron-LM is known here{did_you_mean(word.text.partition('=')[0], known)}"
+    return (
+        "no such argument of Megatron-LM is known "
+        f"here{did_you_mean(word.text.partition('=')[0], known)}"
+    )
 
 
 def _typed(text: str, kind: type) -> Any:
@@ -203,7 +222,9 @@ def _typed(text: str, kind: type) -> Any:
         number = kind(text) if len(text) < 100 else None
     except ValueError:
         return None
-    return None if number is None or number != number or abs(number) >= 2**63 else number
+    if number is None or number != number or abs(number) >= 2**63:
+        return None
+    return number
 
 
 def _words_for(kind: type) -> str:

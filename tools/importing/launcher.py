@@ -10,18 +10,23 @@ SIZES = {"nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes"}
 def program(words: Sequence[str]) -> int | None:
     """Return the index of the program among the words of a command, if arguments follow it."""
     at = next((i for i, word in enumerate(words) if PROGRAM.fullmatch(word)), None)
-    return at if at is not None and any(word.startswith("--") for word in words[at + 1 :]) else None
+    if at is not None and any(word.startswith("--") for word in words[at + 1 :]):
+        return at
+    return None
 
 
 def ranks(words: Sequence[str]) -> int | None:
-    """Return the number of ranks that the options of torchrun or deepspeed start; None if they do not say it."""
+    """Return the number of ranks that the options of torchrun or deepspeed start; None if they do
+    not say it."""
     sizes = dict[str, str]()
     for name, value in _pairs(words):
         if name.lstrip("-") in SIZES:
             sizes[name.lstrip("-").replace("-", "_")] = value
     local = sizes.get("nproc_per_node", sizes.get("num_gpus", ""))
     nodes = sizes.get("nnodes", sizes.get("num_nodes", "1"))
-    return int(local) * int(nodes) if local.isdecimal() and nodes.isdecimal() and len(local + nodes) < 12 else None
+    if local.isdecimal() and nodes.isdecimal() and len(local + nodes) < 12:
+        return int(local) * int(nodes)
+    return None
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:

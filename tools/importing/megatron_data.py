@@ -27,12 +27,17 @@ def add_data(a: Arguments, draft: Draft) -> None:
             draft.put(f"data.{name}", True, a.origin(name))
     if a.get("eod_mask_loss") and "calculate_per_token_loss" not in a.idle:
         draft.notes.append(
-            "--eod-mask-loss without --calculate-per-token-loss: Megatron-LM averages the means of micro-batches, here "
+            "--eod-mask-loss without --calculate-per-token-loss: Megatron-LM averages the "
+            "means of micro-batches, here "
             "all counted tokens of a step have the same weight"
         )
     _add_tokenizer(a, draft)
     vocab = draft.value("model.vocab")
-    if draft.value("data.tokenizer") is None and isinstance(vocab, int) and 0 < vocab < Data().vocab_size:
+    if (
+        draft.value("data.tokenizer") is None
+        and isinstance(vocab, int)
+        and 0 < vocab < Data().vocab_size
+    ):
         draft.put("data.vocab_size", vocab, "as model.vocab")
 
 
@@ -42,7 +47,8 @@ def _add_paths(a: Arguments, draft: Draft) -> None:
         needed = draft.needs("data.source") and draft.needs("data.blend")
         if needed and not {"data_path", "mock_data", "train_data_path"} & a.tried:
             draft.problems.append(
-                "--data-path is missing: the prefix of a .bin and .idx pair, or data.source=... beside"
+                "--data-path is missing: the prefix of a .bin and .idx pair, or "
+                "data.source=... beside"
             )
         return
     if len(paths) == 1:
@@ -53,7 +59,10 @@ def _add_paths(a: Arguments, draft: Draft) -> None:
         if draft.needs("data.blend"):
             a.refuse("give the weight of each data set before its path (data.blend)", "data_path")
         return
-    blend = [{"source": path, "weight": weight} for weight, path in zip(weights, paths[1::2], strict=True)]
+    blend = [
+        {"source": path, "weight": weight}
+        for weight, path in zip(weights, paths[1::2], strict=True)
+    ]
     draft.put("data.blend", blend, a.origin("data_path"))
 
 
@@ -66,14 +75,17 @@ def _weight(text: str) -> float | None:
 
 
 def _add_tokenizer(a: Arguments, draft: Draft) -> None:
-    """Add the tokenizer, or the size of the vocabulary where Megatron-LM reads it from other files."""
-    kind, path = a.get("tokenizer_type"), a.get("tokenizer_model")
+    """Add the tokenizer, or the size of the vocabulary where Megatron-LM reads it from other
+    files."""
+    kind = a.get("tokenizer_type")
+    path = a.get("tokenizer_model")
     if not draft.needs("data.tokenizer"):
         return
     if not draft.needs("model.vocab"):
         if path:
             draft.notes.append(
-                f"{a.shown['tokenizer_model']}: not read, for model.vocab is given; data.tokenizer reads it"
+                f"{a.shown['tokenizer_model']}: not read, for model.vocab is given; "
+                "data.tokenizer reads it"
             )
         return
     if kind in SENTENCEPIECE and path:
@@ -82,30 +94,47 @@ def _add_tokenizer(a: Arguments, draft: Draft) -> None:
         file = path if path.endswith(".json") else f"{path.rstrip('/')}/tokenizer.json"
         draft.put("data.tokenizer", file, a.origin("tokenizer_model"))
         if file != path:
-            draft.notes.append(f"data.tokenizer = {file}: if {path} is a name on the hub, download it first")
+            draft.notes.append(
+                f"data.tokenizer = {file}: if {path} is a name on the hub, download it first"
+            )
     elif kind == "NullTokenizer" and a.get("vocab_size"):
         vocab = a.get("vocab_size")
-        draft.put("model.vocab", vocab + 1, f"{a.origin('vocab_size')}, and one token that ends a document")
+        draft.put(
+            "model.vocab",
+            vocab + 1,
+            f"{a.origin('vocab_size')}, and one token that ends a document",
+        )
         draft.notes.append(
-            f"NullTokenizer: Megatron-LM adds a token up to core_v0.16; for newer ones give model.vocab={vocab}"
+            "NullTokenizer: Megatron-LM adds a token up to core_v0.16; for newer ones give "
+            f"model.vocab={vocab}"
         )
     elif kind in (None, "GPT2BPETokenizer") and a.get("vocab_file"):
         _add_vocabulary(a, draft)
     elif a.get("vocab_size") or a.get("padded_vocab_size"):
         if kind is not None:
-            draft.notes.append(f"{a.shown['tokenizer_type']}: no tokenizer is read; token files need model.vocab alone")
-    elif not {"vocab_size", "padded_vocab_size", "vocab_file", "tokenizer_model"} & a.tried or kind is not None:
+            draft.notes.append(
+                f"{a.shown['tokenizer_type']}: no tokenizer is read; token files need "
+                "model.vocab alone"
+            )
+    elif (
+        not {"vocab_size", "padded_vocab_size", "vocab_file", "tokenizer_model"} & a.tried
+        or kind is not None
+    ):
         _refuse_vocabulary(a, draft)
 
 
 def _refuse_vocabulary(a: Arguments, draft: Draft) -> None:
     """Add the problem that nothing says how many tokens there are."""
-    if "tokenizer_type" in a.shown and a.get("tokenizer_type") not in ("HuggingFaceTokenizer", *SENTENCEPIECE):
+    if "tokenizer_type" in a.shown and a.get("tokenizer_type") not in (
+        "HuggingFaceTokenizer",
+        *SENTENCEPIECE,
+    ):
         what = f"{a.shown['tokenizer_type']}: there is no such tokenizer here"
     else:
         what = "the size of the vocabulary is not in the arguments"
     draft.problems.append(
-        f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face tokenizer.json) or, for tokens "
+        f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face "
+        "tokenizer.json) or, for tokens "
         "that are on disk, model.vocab=N beside them"
     )
 
@@ -120,14 +149,16 @@ def _add_vocabulary(a: Arguments, draft: Draft) -> None:
         return
     if not isinstance(words, dict) or not words:
         a.refuse(
-            "cannot be read here, and says how many tokens there are: give model.vocab=N (GPT-2's are 50257) or "
+            "cannot be read here, and says how many tokens there are: give model.vocab=N "
+            "(GPT-2's are 50257) or "
             "data.tokenizer=tokenizer.json beside the arguments",
             "vocab_file",
         )
         return
     draft.put("model.vocab", len(words), f"the tokens of {path}")
     draft.notes.append(
-        f"model.vocab = {len(words)}, from {path}: token files need no tokenizer; for text, generation and export "
+        f"model.vocab = {len(words)}, from {path}: token files need no tokenizer; for text, "
+        "generation and export "
         "give a tokenizer.json (data.tokenizer)"
     )
 
@@ -135,7 +166,8 @@ def _add_vocabulary(a: Arguments, draft: Draft) -> None:
 def add_run(a: Arguments, draft: Draft) -> None:
     """Add evaluation, folder, checkpoints and log lines."""
     evaluates = a.get("eval_iters") and draft.value("data.held_out")
-    every, steps = a.get("eval_interval"), draft.value("train.steps") or math.inf
+    every = a.get("eval_interval")
+    steps = draft.value("train.steps") or math.inf
     if not evaluates:
         draft.put("train.eval_every", 0, a.origin("eval_interval", "eval_iters"))
     elif every > steps:
@@ -159,7 +191,8 @@ def add_run(a: Arguments, draft: Draft) -> None:
 
 
 def _add_keeping(a: Arguments, draft: Draft) -> None:
-    """Add the checkpoints that are kept: all, or the newest and those of each multiple of an interval.
+    """Add the checkpoints that are kept: all, or the newest and those of each multiple of an
+    interval.
 
     Megatron-LM's save_checkpoint deletes the checkpoint before, unless its iteration is a multiple.
     """
@@ -181,14 +214,20 @@ def _add_load(a: Arguments, draft: Draft) -> None:
         return
     if a.get("load") == a.get("save") and not a.get("pretrained_checkpoint"):
         draft.notes.append(
-            f"{a.shown['load']}: a run resumes from its own newest checkpoint there; train.init_from={path} "
+            f"{a.shown['load']}: a run resumes from its own newest checkpoint there; "
+            f"train.init_from={path} "
             "begins with the weights of one of Megatron-LM"
         )
     elif a.get("finetune") or a.get("no_load_optim") or a.get("pretrained_checkpoint"):
-        draft.put("train.init_from", path, a.origin("pretrained_checkpoint", "load", "finetune", "no_load_optim"))
+        draft.put(
+            "train.init_from",
+            path,
+            a.origin("pretrained_checkpoint", "load", "finetune", "no_load_optim"),
+        )
     else:
         a.refuse(
-            f"to begin with its weights give train.init_from={path} beside the arguments; to go on with its optimizer "
+            f"to begin with its weights give train.init_from={path} beside the arguments; to "
+            "go on with its optimizer "
             "state too, convert it first (docs/converting.md)",
             "load",
         )

@@ -1,7 +1,8 @@
 """The model of Megatron-LM's arguments: [model] of a run file.
 
-What the arguments mean together is known in one place, `tools.convert.megatron.layout.model_of`, which reads the same
-arguments from a checkpoint. Here they are completed as Megatron-LM's `validate_args` does before it saves them.
+What the arguments mean together is known in one place, `tools.convert.megatron.layout.model_of`,
+which reads the same arguments from a checkpoint. Here they are completed as Megatron-LM's
+`validate_args` does before it saves them.
 """
 
 import ast
@@ -19,9 +20,13 @@ from tools.importing.grammar import Arguments
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 OF_MODEL = frozenset(
-    name for row in READ.values() if row.keys and row.keys[0].startswith("model.") for name in [row.sets]
+    name
+    for row in READ.values()
+    if row.keys and row.keys[0].startswith("model.")
+    for name in [row.sets]
 )
-PATTERN, LONGEST = re.compile(r"[\s,\d\[\]()+*]{1,500}"), 10_000
+PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
+LONGEST = 10_000
 BALANCED = {"aux_loss": "each micro-batch", "global_aux_loss": "the global batch"}
 NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows it
 
@@ -29,7 +34,9 @@ NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows 
 def add_model(arguments: Arguments, draft: Draft) -> None:
     """Add the keys of [model]."""
     missing = [name for name in REQUIRED if not arguments.has(name)]
-    if missing == list(REQUIRED) and any(key in draft.settled for key in ("model.preset", "train.init_from")):
+    if missing == list(REQUIRED) and any(
+        key in draft.settled for key in ("model.preset", "train.init_from")
+    ):
         return
     for name in missing:
         if name not in arguments.tried:
@@ -52,7 +59,8 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
     kind = args["moe_router_load_balancing_type"]
     if model.experts and model.router_aux_loss and kind in BALANCED:
         draft.notes.append(
-            f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each sample, as seq_aux_loss "
+            f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each "
+            "sample, as seq_aux_loss "
             f"does, not {BALANCED[kind]}"
         )
 
@@ -60,17 +68,26 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
 def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: arguments.get(name) for name in OF_MODEL}
-    args |= {name: DEFAULTS[name] for name in IN_CHECKPOINTS.split() if name in DEFAULTS and name not in args}
+    args |= {
+        name: DEFAULTS[name]
+        for name in IN_CHECKPOINTS.split()
+        if name in DEFAULTS and name not in args
+    }
     for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
         if args[name] is not None and args[name] < 1:
             raise UserError(f"{arguments.origin(name)}: give a number from 1 on")
     heads = args["num_attention_heads"]
     if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
-        raise UserError(f"{said}: must be a multiple of --num-attention-heads {heads}, or give --kv-channels")
+        raise UserError(
+            f"{said}: must be a multiple of --num-attention-heads {heads}, or give --kv-channels"
+        )
     if args["ffn_hidden_size"] is None:
         hidden = args["hidden_size"]
-        args["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if args["swiglu"] else 4 * hidden
+        if args["swiglu"]:
+            args["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64
+        else:
+            args["ffn_hidden_size"] = 4 * hidden
     args["num_experts"] = args["num_experts"] or None
     args["window_size"] = _pair(args["window_size"])
     for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
@@ -78,7 +95,10 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         values = args[name]
         if len(values) != 1:
-            raise UserError(f"{option(name)} {' '.join(map(str, values))}: one value for all losses is possible here")
+            raise UserError(
+                f"{option(name)} {' '.join(map(str, values))}: one value for all losses is "
+                "possible here"
+            )
         args[name] = values[0]
     return args
 
@@ -129,8 +149,11 @@ def _number(node: ast.expr) -> int:
 
 
 def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
-    """Return the fields that a run file has to state: those given, and those that differ from our defaults."""
-    chosen = {key: value for key, value in model.model_dump().items() if key in model.model_fields_set}
+    """Return the fields that a run file has to state: those given, and those that differ from our
+    defaults."""
+    chosen = {
+        key: value for key, value in model.model_dump().items() if key in model.model_fields_set
+    }
     if not arguments.has("vocab_size") and not arguments.has("padded_vocab_size"):
         chosen.pop("vocab")
     needed = dict[str, Any]()
@@ -144,7 +167,9 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
 
 def _follows(needed: dict[str, Any], key: str) -> Any:
     """Return the value that a key has if it is not given, after the keys before it."""
-    known = {"layers": 1, "hidden": 64, "heads": 1} | {k: v for k, v in needed.items() if k != "init"}
+    known = {"layers": 1, "hidden": 64, "heads": 1} | {
+        k: v for k, v in needed.items() if k != "init"
+    }
     try:
         return ModelConfig.model_validate(known).model_dump()[key]
     except ValueError:
@@ -154,7 +179,12 @@ def _follows(needed: dict[str, Any], key: str) -> Any:
 def _origin(key: str, arguments: Arguments) -> str:
     names = [row.sets for row in READ.values() if f"model.{key}" in row.keys]
     if key == "family":
-        names = ["num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"]
+        names = [
+            "num_experts",
+            "multi_latent_attention",
+            "moe_router_score_function",
+            "softmax_type",
+        ]
         names += ["position_embedding_type", "use_rotary_position_embeddings"]
     return arguments.origin(*dict.fromkeys(names))
 

@@ -27,7 +27,10 @@ def add_length(a: Arguments, draft: Draft) -> None:
     """Add the length of the run and the batch."""
     draft.put("train.seq_length", a.get("seq_length"), a.origin("seq_length"))
     draft.put("train.micro_batch", a.get("micro_batch_size"), a.origin("micro_batch_size"))
-    for name, key in (("seq_length", "train.seq_length"), ("micro_batch_size", "train.micro_batch")):
+    for name, key in (
+        ("seq_length", "train.seq_length"),
+        ("micro_batch_size", "train.micro_batch"),
+    ):
         if not a.has(name):
             del draft.keys[key]
             if draft.needs(key) and name not in a.tried:
@@ -47,12 +50,15 @@ def _add_steps(a: Arguments, draft: Draft) -> None:
         draft.put("train.steps", samples // batch, a.origin("train_samples"))
         if samples % batch:
             draft.notes.append(
-                f"--train-samples {samples} are {samples // batch} steps; the last part of a batch is left out"
+                f"--train-samples {samples} are {samples // batch} steps; the last part of a "
+                "batch is left out"
             )
     elif a.has("train_iters"):
         draft.put("train.steps", a.get("train_iters"), a.origin("train_iters"))
     elif draft.needs("train.steps") and not {"train_iters", "train_samples"} & a.tried:
-        draft.problems.append("--train-iters or --train-samples is missing, which Megatron-LM needs")
+        draft.problems.append(
+            "--train-iters or --train-samples is missing, which Megatron-LM needs"
+        )
 
 
 def add_rate(a: Arguments, draft: Draft) -> None:
@@ -64,11 +70,15 @@ def add_rate(a: Arguments, draft: Draft) -> None:
     style = a.get("lr_decay_style")
     if style not in STYLES:
         if draft.needs("lr.schedule"):
-            a.refuse(f"the schedules here are {', '.join(STYLES.values())} (lr.schedule)", "lr_decay_style")
+            a.refuse(
+                f"the schedules here are {', '.join(STYLES.values())} (lr.schedule)",
+                "lr_decay_style",
+            )
         return
     draft.put("lr.schedule", STYLES[style], a.origin("lr_decay_style"))
     draft.put("lr.final", a.get("min_lr"), a.origin("min_lr"))
-    steps, batch = draft.value("train.steps"), draft.value("train.global_batch")
+    steps = draft.value("train.steps")
+    batch = draft.value("train.global_batch")
     if isinstance(steps, int) and isinstance(batch, int) and steps > 0 and batch > 0:
         _add_lengths(a, draft, steps, batch)
     if style == "WSD":
@@ -76,7 +86,8 @@ def add_rate(a: Arguments, draft: Draft) -> None:
 
 
 def _add_lengths(a: Arguments, draft: Draft, steps: int, batch: int) -> None:
-    """Add warm-up, decay and length, in samples where the arguments are, or where a share is no whole step."""
+    """Add warm-up, decay and length, in samples where the arguments are, or where a share is no
+    whole step."""
     by_samples = a.has("train_samples")
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -84,17 +95,20 @@ def _add_lengths(a: Arguments, draft: Draft, steps: int, batch: int) -> None:
             a.refuse(f"the length of the run is in {unit}, so this must be too", f"{name}_{other}")
     whole = a.get("train_samples") if by_samples else steps
     length = a.get(f"lr_decay_{unit}") or whole
-    warmup, origin = a.get(f"lr_warmup_{unit}"), a.origin(f"lr_warmup_{unit}")
+    warmup = a.get(f"lr_warmup_{unit}")
+    origin = a.origin(f"lr_warmup_{unit}")
     factor = 1
     if a.has("lr_warmup_fraction"):
         if warmup:
             a.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
-        share, origin = a.get("lr_warmup_fraction") * length, a.origin("lr_warmup_fraction")
+        share = a.get("lr_warmup_fraction") * length
+        origin = a.origin("lr_warmup_fraction")
         factor = 1 if by_samples or _whole(share) else batch
         warmup = round(share * factor)
         if not _whole(share * factor):
             draft.notes.append(
-                f"{origin}: warm-up takes {warmup} samples, the nearest whole number to {share * factor:g}"
+                f"{origin}: warm-up takes {warmup} samples, the nearest whole number to "
+                f"{share * factor:g}"
             )
     in_samples = by_samples or factor > 1
     if in_samples:
@@ -103,7 +117,9 @@ def _add_lengths(a: Arguments, draft: Draft, steps: int, batch: int) -> None:
     if length != whole or (by_samples and length != steps * batch):
         draft.put("lr.length", length * factor, a.origin(f"lr_decay_{unit}", "train_samples"))
     if a.has(f"lr_wsd_decay_{unit}"):
-        draft.put("lr.decay", a.get(f"lr_wsd_decay_{unit}") * factor, a.origin(f"lr_wsd_decay_{unit}"))
+        draft.put(
+            "lr.decay", a.get(f"lr_wsd_decay_{unit}") * factor, a.origin(f"lr_wsd_decay_{unit}")
+        )
 
 
 def _whole(number: float) -> bool:
@@ -122,18 +138,29 @@ def add_optimizer(a: Arguments, draft: Draft) -> None:
     name = a.get("optimizer")
     if name == "adam":
         draft.put("optimizer.name", "adamw", a.origin("optimizer"))
-        draft.put("optimizer.betas", [a.get("adam_beta1"), a.get("adam_beta2")], a.origin("adam_beta1", "adam_beta2"))
+        draft.put(
+            "optimizer.betas",
+            [a.get("adam_beta1"), a.get("adam_beta2")],
+            a.origin("adam_beta1", "adam_beta2"),
+        )
         draft.put("optimizer.eps", a.get("adam_eps"), a.origin("adam_eps"))
     elif name == "sgd":
         draft.put("optimizer.name", "sgd", a.origin("optimizer"))
-        draft.put("optimizer.options", {"momentum": a.get("sgd_momentum")}, a.origin("sgd_momentum"))
+        draft.put(
+            "optimizer.options", {"momentum": a.get("sgd_momentum")}, a.origin("sgd_momentum")
+        )
     elif draft.needs("optimizer.name"):
         muon = (
-            "; Megatron's iterates with other coefficients each time (quintic) and by default on each tensor-parallel "
-            "rank's rows alone (--muon-tp-mode blockwise), muon here with the same ones on whole matrices: "
+            "; Megatron's iterates with other coefficients each time (quintic) and by "
+            "default on each tensor-parallel "
+            "rank's rows alone (--muon-tp-mode blockwise), muon here with the same ones on "
+            "whole matrices: "
             "optimizer.name=muon beside these arguments takes it (docs/optimizer.md)"
         )
-        rules = "the update rules here are adamw, sgd, muon and elementwise ones of torch.optim (optimizer.name)"
+        rules = (
+            "the update rules here are adamw, sgd, muon and elementwise ones of torch.optim "
+            "(optimizer.name)"
+        )
         a.refuse(rules + (muon if "muon" in name else ""), "optimizer")
     draft.put("optimizer.weight_decay", a.get("weight_decay"), a.origin("weight_decay"))
     draft.put("optimizer.clip", a.get("clip_grad"), a.origin("clip_grad"))
@@ -147,14 +174,23 @@ def add_precision(a: Arguments, draft: Draft) -> None:
     plan = _plan(a, draft)
     if plan is None:
         return
-    half = "bf16" if a.get("bf16") else "fp16" if a.get("fp16") else "fp32"
+    if a.get("bf16"):
+        half = "bf16"
+    elif a.get("fp16"):
+        half = "fp16"
+    else:
+        half = "fp32"
     keys = native(plan)
     draft.put("precision.compute", half, a.origin(half) if half != "fp32" else NO_HALF)
     reduced = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype")
     if half != "fp32":
         draft.put("precision.gradients", keys["precision.gradients"], a.origin(*reduced))
     if keys["precision.moments"] != "fp32":
-        draft.put("precision.moments", keys["precision.moments"], a.origin("exp_avg_dtype", "exp_avg_sq_dtype"))
+        draft.put(
+            "precision.moments",
+            keys["precision.moments"],
+            a.origin("exp_avg_dtype", "exp_avg_sq_dtype"),
+        )
     if a.get("fp32_residual_connection"):
         draft.put("precision.residual", "fp32", a.origin("fp32_residual_connection"))
     _add_scaling(a, draft, keys, half)
@@ -163,14 +199,30 @@ def add_precision(a: Arguments, draft: Draft) -> None:
 
 
 def _plan(a: Arguments, draft: Draft) -> PrecisionPlan | None:
-    half = "bf16-mixed" if a.get("bf16") else "16-mixed" if a.get("fp16") else "32"
+    if a.get("bf16"):
+        half = "bf16-mixed"
+    elif a.get("fp16"):
+        half = "16-mixed"
+    else:
+        half = "32"
     said: dict[str, Any] = {"precision": half, "grad_reduce_in_fp32": _gradients_in_fp32(a)}
-    said |= {"params_dtype": {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32": "float32"}[half]}
-    for name in ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"):
+    said |= {
+        "params_dtype": {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32": "float32"}[half]
+    }
+    for name in (
+        "fp8_recipe",
+        "fp8_margin",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_wgrad",
+    ):
         said[name] = a.get(name)
     said |= {"fp8": a.get("fp8"), "fp8_param_gather": a.get("fp8_param_gather")}
     said |= {"first_last_layers_bf16": a.get("first_last_layers_bf16")}
-    said |= {f"num_layers_at_{end}_in_bf16": a.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end")}
+    said |= {
+        f"num_layers_at_{end}_in_bf16": a.get(f"num_layers_at_{end}_in_bf16")
+        for end in ("start", "end")
+    }
     said["use_precision_aware_optimizer"] = a.get("use_precision_aware_optimizer")
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if a.get(name) != "fp32":
@@ -178,7 +230,10 @@ def _plan(a: Arguments, draft: Draft) -> PrecisionPlan | None:
     for name, ours in NAMES.items():
         if a.has(ours):
             value = a.get(ours)
-            said[name] = int(value) if ours == "loss_scale_window" and value == int(value) else value
+            if ours == "loss_scale_window" and value == int(value):
+                said[name] = int(value)
+            else:
+                said[name] = value
     try:
         return resolve(said).plan
     except UserError as error:
@@ -194,7 +249,8 @@ def _typed_name(problem: str) -> str:
 
 
 def _gradients_in_fp32(a: Arguments) -> bool:
-    """Return True if gradients are accumulated in FP32; BF16 does so unless told otherwise, FP16 only if asked."""
+    """Return True if gradients are accumulated in FP32; BF16 does so unless told otherwise, FP16
+    only if asked."""
     if a.get("bf16"):
         return not a.get("grad_reduce_in_bf16")
     return bool(a.get("accumulate_allreduce_grads_in_fp32")) or not a.get("fp16")
@@ -231,4 +287,6 @@ def _add_fp8(a: Arguments, draft: Draft, keys: dict[str, Any]) -> None:
             continue
         name = names.get(key)
         if keys[dotted] != field.default or (name and a.has(name)):
-            draft.put(dotted, keys[dotted], a.origin(name) if name else a.origin("fp8_recipe", "fp8"))
+            draft.put(
+                dotted, keys[dotted], a.origin(name) if name else a.origin("fp8_recipe", "fp8")
+            )

@@ -1,4 +1,5 @@
-"""The text of an imported run file: every key with the argument that it comes from, and what was left out and why."""
+"""The text of an imported run file: every key with the argument that it comes from, and what was
+left out and why."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,11 +11,20 @@ from tools.console.toml import Given, toml
 WIDTH = 100
 
 
-def run_text(keys: Mapping[str, Given], notes: list[str], unused: Mapping[str, str], source: str) -> str:
-    """Return the run file. unused: arguments without a meaning here, by name, as they were given."""
-    lines = [f"# Made by `megaprec import-args` from {source}. A comment says where a value comes from."]
+def run_text(
+    keys: Mapping[str, Given], notes: list[str], unused: Mapping[str, str], source: str
+) -> str:
+    """Return the run file. unused: arguments without a meaning here, by name, as they were
+    given."""
+    lines = [
+        f"# Made by `megaprec import-args` from {source}. A comment says where a value comes from."
+    ]
     for table in tables_of_a_run():
-        own = {key.partition(".")[2]: entry for key, entry in keys.items() if key.startswith(f"{table}.")}
+        own = {
+            key.partition(".")[2]: entry
+            for key, entry in keys.items()
+            if key.startswith(f"{table}.")
+        }
         if own:
             lines += ["", f"[{table}]", *_table(own)]
     if notes:

@@ -1,4 +1,5 @@
-"""From what was given to the run file: the parts put together, and the result checked as `megaprec train` checks it."""
+"""From what was given to the run file: the parts put together, and the result checked as `megaprec
+train` checks it."""
 
 import os
 import tempfile
@@ -18,12 +19,19 @@ from tools.importing.megatron_training import add_length, add_optimizer, add_pre
 from tools.importing.page import run_text
 from tools.importing.sources import Sources, read_sources
 
-WITHOUT_NUMBERS = ("parallel.", "log.", "checkpoint.", "train.eval_")  # keys that change no number of the training
+# keys that change no number of the training
+WITHOUT_NUMBERS = (
+    "parallel.",
+    "log.",
+    "checkpoint.",
+    "train.eval_",
+)
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A run file. read and unused: how many arguments it was made of, and how many have no meaning here."""
+    """A run file. read and unused: how many arguments it was made of, and how many have no meaning
+    here."""
 
     text: str
     notes: tuple[str, ...]
@@ -40,24 +48,29 @@ def import_run(
 ) -> Imported:
     """Return the run file of a command line, script, YAML or DeepSpeed's JSON.
 
-    settled: keys that the user gives beside them, which count. assumed: values of a script's variables. ranks: how
-    many there are; None: as a launcher in the script says. dropped: arguments of Megatron-LM to leave out, by name.
-    Raises UserError with all problems.
+    settled: keys that the user gives beside them, which count. assumed: values of a script's
+    variables. ranks: how many there are; None: as a launcher in the script says. dropped: arguments
+    of Megatron-LM to leave out, by name. Raises UserError with all problems.
     """
     sources = read_sources(items, assumed, dropped)
     draft = Draft(settled)
     ranks = ranks or sources.ranks
     if sources.megatron:
         _add_megatron(sources, draft, ranks)
-    unused, read = dict(sources.arguments.idle), len(sources.arguments.values)
+    unused = dict(sources.arguments.idle)
+    read = len(sources.arguments.values)
     for place, content in sources.deepspeed.items():
         idle = add_deepspeed(content, place, draft, ranks)
         unused |= idle
         read += _leaves(content) - len(idle)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
-    draft.problems += [f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried]
-    draft.notes += [f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()]
+    draft.problems += [
+        f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried
+    ]
+    draft.notes += [
+        f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()
+    ]
     draft.notes += _defaults_of_others(draft)
     if not sources.megatron:
         draft.notes += _defaults_of_ours(draft)
@@ -82,7 +95,8 @@ def _add_megatron(sources: Sources, draft: Draft, ranks: int | None) -> None:
 
 
 def _defaults_of_others(draft: Draft) -> Iterator[str]:
-    """Yield a note of the other system's defaults that differ from ours and stand in for what its files leave open."""
+    """Yield a note of the other system's defaults that differ from ours and stand in for what its
+    files leave open."""
     tables = tables_of_a_run()
     for source in (MEGATRON, DEEPSPEED):
         standing_in = list[str]()
@@ -98,7 +112,8 @@ def _defaults_of_others(draft: Draft) -> Iterator[str]:
 
 
 def _defaults_of_ours(draft: Draft) -> Iterator[str]:
-    """Yield a note of our defaults that stand in for an optimizer, a schedule and data that no file names."""
+    """Yield a note of our defaults that stand in for an optimizer, a schedule and data that no file
+    names."""
     names = ["data.source", "lr.peak", "optimizer.name", "optimizer.weight_decay"]
     if draft.value("optimizer.name", "adamw") == "adamw":
         names += ["optimizer.betas", "optimizer.eps"]
@@ -115,11 +130,14 @@ def _defaults_of_ours(draft: Draft) -> Iterator[str]:
 
 
 def _leaves(content: object) -> int:
-    return sum(map(_leaves, content.values())) if isinstance(content, dict) and content else 1
+    if isinstance(content, dict) and content:
+        return sum(map(_leaves, content.values()))
+    return 1
 
 
 def _check(draft: Draft, text: str, sources: Sources) -> None:
-    """Raise UserError unless a run can be read from the text. Weights to begin with need not be there yet."""
+    """Raise UserError unless a run can be read from the text. Weights to begin with need not be
+    there yet."""
     first = draft.keys.get("train.init_from")
     absent = first is not None and not os.path.exists(os.path.expanduser(str(first.value)))
     lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
@@ -132,7 +150,9 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
             problems = [problem.replace(f"file {path}", "imported") for problem in error.problems]
             if not sources.megatron:
                 problems.append(
-                    "DeepSpeed's configuration says nothing of model, data and length: give Megatron-LM's arguments "
-                    "too, or keys such as model.preset=llama-2-7b train.steps=1000 train.seq_length=4096"
+                    "DeepSpeed's configuration says nothing of model, data and length: give "
+                    "Megatron-LM's arguments "
+                    "too, or keys such as model.preset=llama-2-7b train.steps=1000 "
+                    "train.seq_length=4096"
                 )
             raise UserError(*problems) from error

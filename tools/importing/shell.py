@@ -1,8 +1,9 @@
 """The command line of a shell script, without running it.
 
-Variables that the script assigns are followed, arrays, functions and `if` with plain comparisons too. What it would
-run, read from its environment or from its own arguments is not known: a word of the command line that needs it is
-refused by the name of the variable, and `--assume NAME=VALUE` gives it.
+Variables that the script assigns are followed, arrays, functions and `if` with plain comparisons
+too. What it would run, read from its environment or from its own arguments is not known: a word of
+the command line that needs it is refused by the name of the variable, and `--assume NAME=VALUE`
+gives it.
 """
 
 import ast
@@ -22,7 +23,9 @@ from tools.importing.shell_words import Command, Lexer, Part, Raw
 
 ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 ELEMENT = re.compile(r"([A-Za-z_]\w*)\[[^\]]*\]\+?=")
-COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+COUNTED = re.compile(
+    r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 DECLARE = ("export", "declare", "local", "readonly", "typeset")
 NOT_PLAIN = set("ilunAc")  # options of `declare` with which a value is not what is written
@@ -48,10 +51,13 @@ MOST_WORDS = 20_000
 MOST_SOURCED = 20
 MOST_CALLS = 1_000
 LARGEST_SOURCED = 256 * 1024  # bytes
+# files that set up programs, not a training
 ENVIRONMENTS = re.compile(
     r"(^|/)(activate|\.?(bash)?(rc|_?profile)|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh)$|^/etc/|/init/|^activate "
-)  # files that set up programs, not a training
-ENVIRONMENT_COMMANDS = re.compile(r"conda|mamba|pyenv|virtualenv|direnv|ssh-agent|\bmodule|lmod|modulecmd|brew|nvm")
+)
+ENVIRONMENT_COMMANDS = re.compile(
+    r"conda|mamba|pyenv|virtualenv|direnv|ssh-agent|\bmodule|lmod|modulecmd|brew|nvm"
+)
 OWN_FOLDER = re.compile(r"^\$\(.*dirname.*\)/")  # $(dirname "$0")/ and the like
 MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -66,8 +72,10 @@ MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 class Word:
     """A word of a command line.
 
-    place: the file and line that it stands in, "train.sh, line 3"; "" for a command line that is given as text.
-    unknown: why it is not known, with the way to give it; "" if it is. reads: the variables that it was made of.
+    place: the file and line that it stands in, "train.sh, line 3"; "" for a command line that is
+        given as text.
+    unknown: why it is not known, with the way to give it; "" if it is. reads: the variables that it
+        was made of.
     """
 
     text: str
@@ -80,8 +88,8 @@ class Word:
 class CommandLine:
     """A program's arguments.
 
-    ranks: what the launcher before it starts; None if that is not said. taken_in: the files that the script reads with
-    `source`, and that were read.
+    ranks: what the launcher before it starts; None if that is not said. taken_in: the files that
+    the script reads with `source`, and that were read.
     """
 
     words: list[Word]
@@ -91,7 +99,8 @@ class CommandLine:
 
 
 def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
-    """Return the words of a command line that is given as text. Raises UserError for what is not known."""
+    """Return the words of a command line that is given as text. Raises UserError for what is not
+    known."""
     return _read(text, None, assumed)
 
 
@@ -107,7 +116,9 @@ def _read(text: str, path: Path | None, assumed: Mapping[str, str]) -> CommandLi
     try:
         return _Script(text, path, assumed).command_line(any_command=path is None)
     except RecursionError as error:
-        raise UserError(f"{path.name if path else 'the command line'}: nested too deeply") from error
+        raise UserError(
+            f"{path.name if path else 'the command line'}: nested too deeply"
+        ) from error
 
 
 class _Script:
@@ -125,37 +136,61 @@ class _Script:
         self.condition = ""
         self.sourced: list[str] = []
         self.taken_in: list[str] = []
-        self.unread = ""  # the last file that the script takes in and that is not read, with its line and why
+        self.unread = (
+            ""  # the last file that the script takes in and that is not read, with its line and why
+        )
         self.left_to_source = MOST_SOURCED
         self.moved = ""  # the line from which on the script is in another folder
-        self.functions: dict[str, tuple[list[Command], bool]] = {}  # and whether it is certain that it is this one
+        self.functions: dict[
+            str, tuple[list[Command], bool]
+        ] = {}  # and whether it is certain that it is this one
         self.called: set[str] = set()
         self.left_to_call = MOST_CALLS
-        self.arguments: list[str] | None = None  # of the function that is followed; None: the script's own
-        self.shifted: int | None = 0  # how many of the script's arguments `shift` took off; None: not known
+        self.arguments: list[str] | None = (
+            None  # of the function that is followed; None: the script's own
+        )
+        self.shifted: int | None = (
+            0  # how many of the script's arguments `shift` took off; None: not known
+        )
         self.locals: list[dict[str, list[str] | None]] = []  # of each function, what it hides
         self.stop = ""  # "return" or "exit", once it was met
         self.may_have_left = False  # a `return` that may have ended these commands
         self.flow = Flow(self._shown())
         self.found: list[tuple[int, list[Word]]] = []
         if set(text) & {OPEN, CLOSE}:
-            raise UserError(f"{self._shown()}: it has a character of Unicode's private use area (U+E000 or U+E001)")
+            raise UserError(
+                f"{self._shown()}: it has a character of Unicode's private use area (U+E000 "
+                "or U+E001)"
+            )
         self._follow(Lexer(text, name or "the command line").commands(), 0)
         self._follow_uncalled()
 
     def command_line(self, any_command: bool) -> CommandLine:
         """Return the one command that runs a program with arguments."""
-        found = [(line, words) for line, words in self.found if program([word.text for word in words]) is not None]
-        found = found or [(line, words) for line, words in self.found if program(_as_options(words)) is not None]
+        found = [
+            (line, words)
+            for line, words in self.found
+            if program([word.text for word in words]) is not None
+        ]
+        found = found or [
+            (line, words) for line, words in self.found if program(_as_options(words)) is not None
+        ]
         if any_command and not found:
             found = self.found[:1] if len(self.found) == 1 else []
             if not found:
-                raise UserError(f"{self._shown()}: {len(self.found)} commands, of which none runs a .py program")
+                raise UserError(
+                    f"{self._shown()}: {len(self.found)} commands, of which none runs a .py program"
+                )
         if not found:
-            raise UserError(f"{self._shown()}: no command that runs a .py program with arguments, like pretrain_gpt.py")
+            raise UserError(
+                f"{self._shown()}: no command that runs a .py program with arguments, like "
+                "pretrain_gpt.py"
+            )
         if len(found) > 1:
             lines = ", ".join(str(line) for line, _ in found)
-            raise UserError(f"{self._shown()}: {len(found)} programs with arguments, in lines {lines}: keep one")
+            raise UserError(
+                f"{self._shown()}: {len(found)} programs with arguments, in lines {lines}: keep one"
+            )
         words = found[0][1]
         at = program(_as_options(words))
         arguments = words if at is None else words[at + 1 :]
@@ -171,7 +206,8 @@ class _Script:
 
     def _all_read(self, words: Sequence[Word]) -> set[str]:
         """Return the variables that words are made of, and those that these are made of."""
-        found, left = set[str](), [name for word in words for name in word.reads]
+        found = set[str]()
+        left = [name for word in words for name in word.reads]
         while left:
             name = left.pop()
             if name not in found and name not in self.assumed:
@@ -186,7 +222,9 @@ class _Script:
 
     def _follow(self, commands: Sequence[Command], depth: int) -> None:
         if depth > MOST_DEPTH:
-            raise UserError(f"{self._shown()}: commands within commands, more than {MOST_DEPTH} deep")
+            raise UserError(
+                f"{self._shown()}: commands within commands, more than {MOST_DEPTH} deep"
+            )
         condition: list[Command] | None = None
         at = 0
         while at < len(commands) and not self.stop:
@@ -246,7 +284,9 @@ class _Script:
         mode = self.flow.mode()
         return None if mode and self.may_have_left else mode
 
-    def _step(self, command: Command, condition: list[Command] | None, depth: int) -> list[Command] | None:
+    def _step(
+        self, command: Command, condition: list[Command] | None, depth: int
+    ) -> list[Command] | None:
         """Follow one command; returns the commands of a condition that is being read."""
         words = list(command.words)
         first = words[0].plain if words else ""
@@ -258,7 +298,20 @@ class _Script:
             self.flow.decide(self._holds(condition))
             words, first = words[1:], words[1].plain if len(words) > 1 else ""
         negated = False
-        while first in ("do", "else", "elif", "if", "fi", "done", "esac", "{", "}", "!", "time", "exec"):
+        while first in (
+            "do",
+            "else",
+            "elif",
+            "if",
+            "fi",
+            "done",
+            "esac",
+            "{",
+            "}",
+            "!",
+            "time",
+            "exec",
+        ):
             if first in ("if", "elif"):
                 self.flow.open(first)
                 return [Command(tuple(words[1:]), command.line, command.end)]
@@ -291,11 +344,17 @@ class _Script:
                 self._leave_open(name, f"is set in line {command.line} by what is not followed")
 
     def _run(self, words: list[Raw], command: Command, depth: int) -> bool | None:
-        """Follow a command of at least one word. Returns True if it succeeds, None if that is not known."""
-        mode, line = self._mode(), command.line
+        """Follow a command of at least one word. Returns True if it succeeds, None if that is not
+        known."""
+        mode = self._mode()
+        line = command.line
         if mode is False:
             return None
-        if words[0].plain in ("command", "builtin") and len(words) > 1 and words[1].start[:1] != "-":
+        if (
+            words[0].plain in ("command", "builtin")
+            and len(words) > 1
+            and words[1].start[:1] != "-"
+        ):
             words = words[1:]
         first = words[0].plain
         if first in ("exit", "return"):
@@ -323,17 +382,25 @@ class _Script:
         if not expanded:
             return True
         if expanded[0].text in self.functions:
-            self._call(expanded[0].text, [text for raw in words[1:] for text in self._expanded(raw)], depth)
+            self._call(
+                expanded[0].text, [text for raw in words[1:] for text in self._expanded(raw)], depth
+            )
             return None
         if expanded[0].text in ("cd", "pushd", "popd"):
             self._move([word.text for word in expanded], line)
         if expanded[0].text in ("source", ".") and len(expanded) > 1:
             self._source(expanded[1].text, line, depth)
-        elif expanded[0].text == "eval" and len(expanded) > 1 and MARK.match("".join(self._expanded(words[1])[:1])):
+        elif (
+            expanded[0].text == "eval"
+            and len(expanded) > 1
+            and MARK.match("".join(self._expanded(words[1])[:1]))
+        ):
             self._set_anything(f"eval {expanded[1].text}", line)
         elif expanded[0].text == "eval":
             self._again(" ".join(word.text for word in expanded[1:]), line, depth)
-        elif inner := [word.text for word in expanded[1:] if " " in word.text and ".py " in word.text]:
+        elif inner := [
+            word.text for word in expanded[1:] if " " in word.text and ".py " in word.text
+        ]:
             self._again(inner[-1], line, depth)
         elif expanded[0].text not in ("echo", "cat", "printf"):
             self.found.append((line, expanded))
@@ -346,7 +413,9 @@ class _Script:
         if mode:
             self.stop = first
         elif first == "return" and code in ("", "0") and self.flow.link != "||":
-            self.may_have_left = True  # other ends are of a failure: what follows is of scripts that do not fail
+            self.may_have_left = (
+                True  # other ends are of a failure: what follows is of scripts that do not fail
+            )
 
     def _declare(self, first: str, words: list[Raw], mode: bool | None, line: int) -> None:
         """Follow `export`, `declare` and the like."""
@@ -358,7 +427,12 @@ class _Script:
         for word in words:
             match = ASSIGN.match(word.start)
             name = match.group(1) if match else word.plain
-            if first not in ("export", "readonly") and "g" not in options and self.locals and name.isidentifier():
+            if (
+                first not in ("export", "readonly")
+                and "g" not in options
+                and self.locals
+                and name.isidentifier()
+            ):
                 self.locals[-1].setdefault(name, self.values.pop(name, None))
             if match and not_plain:
                 target = "".join(part.text for part in word.parts).partition("=")[2]
@@ -371,7 +445,8 @@ class _Script:
                     self._declare_text(text, mode, line)
 
     def _declare_text(self, text: str, mode: bool | None, line: int) -> None:
-        """Follow an assignment that is known once its word is expanded, as of `export "$NAME=1"`."""
+        """Follow an assignment that is known once its word is expanded, as of `export
+        "$NAME=1"`."""
         match = ASSIGN.match(text)
         if match:
             rest = Part("text", text, False)
@@ -382,14 +457,18 @@ class _Script:
     def _shift(self, count: str, mode: bool | None) -> None:
         known = int(count) if mode and count.isdecimal() and len(count) < 4 else None
         if self.arguments is None:
-            self.shifted = None if None in (known, self.shifted) else (self.shifted or 0) + (known or 0)
+            if None in (known, self.shifted):
+                self.shifted = None
+            else:
+                self.shifted = (self.shifted or 0) + (known or 0)
         elif known is None:
             self.arguments = [self.unknown.command("$@")]
         else:
             self.arguments = self.arguments[known:]
 
     def _move(self, words: list[str], line: int) -> None:
-        """Take note of another folder, in which files that are taken in by a relative path are other files."""
+        """Take note of another folder, in which files that are taken in by a relative path are
+        other files."""
         said = words[1] if len(words) > 1 else ""
         if said not in (".", "./") and not OWN_FOLDER.match(f"{said}/"):
             self.moved = f"line {line} moves to another folder"
@@ -398,7 +477,9 @@ class _Script:
         """Leave open all variables, which a command that is not run may set."""
         if ENVIRONMENT_COMMANDS.search(said):
             where = f"{self._shown()}, line {line}"
-            self.sourced.append(f"{where}: {said} is taken for an environment of programs, and is not run")
+            self.sourced.append(
+                f"{where}: {said} is taken for an environment of programs, and is not run"
+            )
             return
         self.unread = f"may be set in line {line} by {said}, which is not run"
         for name in list(self.values):
@@ -408,12 +489,16 @@ class _Script:
         """Follow a file that the script takes in, or leave open what it may set."""
         where = f"{self._shown()}, line {line}"
         if ENVIRONMENTS.search(said):
-            self.sourced.append(f"{where}: {said} is taken for an environment of programs, and is not read")
+            self.sourced.append(
+                f"{where}: {said} is taken for an environment of programs, and is not read"
+            )
             return
         try:
             text = self._sourced_text(said)
         except UserError as error:
-            self.unread = f"may be set by {said}, which line {line} takes in and which is not read: {error}"
+            self.unread = (
+                f"may be set by {said}, which line {line} takes in and which is not read: {error}"
+            )
             self.sourced.append(f"{where}: what {said} sets is not read: {error}")
             for name in list(self.values):
                 self._leave_open(name, self.unread)
@@ -422,7 +507,8 @@ class _Script:
         self._inside(Lexer(text, said).commands(), True, depth)
 
     def _sourced_text(self, said: str) -> str:
-        """Return the text of a file that the script takes in. Raises UserError with the reason why it is not read."""
+        """Return the text of a file that the script takes in. Raises UserError with the reason why
+        it is not read."""
         if self.folder is None:
             raise UserError("a command line has no folder")
         inside = OWN_FOLDER.sub(f"{self.folder}/", said)
@@ -448,7 +534,11 @@ class _Script:
         if first in ("[", "[[", "test"):
             texts = [text for raw in words for text in self._expanded_test(raw)]
             return self._test(texts if first != "test" else ["[", *texts[1:], "]"], line)
-        return False if first == "false" else True if first in SUCCEED else None
+        if first == "false":
+            return False
+        if first in SUCCEED:
+            return True
+        return None
 
     def _set_by(self, words: list[Raw]) -> list[str]:
         """Return the variables that a command sets to what is not followed."""
@@ -461,14 +551,17 @@ class _Script:
             if counter != "((":
                 return [counter] if counter.isidentifier() else []
             words = words[1:]
-        first, texts = words[0].plain, ["".join(part.text for part in word.parts) for word in words[1:]]
+        first = words[0].plain
+        texts = ["".join(part.text for part in word.parts) for word in words[1:]]
         if first in ("((", "let"):
             return [one or other for one, other in COUNTED.findall(" ".join(texts))]
         if element := ELEMENT.match(words[0].start):
             return [element.group(1)]
         if first == "printf" and texts[:1] == ["-v"]:
             return texts[1:2]
-        return [text for text in texts if text.isidentifier()] if first in SETTERS else []
+        if first in SETTERS:
+            return [text for text in texts if text.isidentifier()]
+        return []
 
     def _leave_open(self, name: str, why: str) -> None:
         self.values[name] = [self._open(name, why)]
@@ -479,8 +572,12 @@ class _Script:
     def _words_of(self, raw: Raw) -> list[Word]:
         self.reading = set()
         texts = self._expanded(raw)
-        reads, place = frozenset(self.reading), f"{self.name}, line {raw.line}" if self.name else ""
-        return [Word(self.unknown.shown(text), place, self.unknown.reason(text), reads) for text in texts]
+        reads = frozenset(self.reading)
+        place = f"{self.name}, line {raw.line}" if self.name else ""
+        return [
+            Word(self.unknown.shown(text), place, self.unknown.reason(text), reads)
+            for text in texts
+        ]
 
     def _again(self, text: str, line: int, depth: int) -> None:
         self._follow(Lexer(text, self._shown(), line).commands(), depth + 1)
@@ -488,7 +585,8 @@ class _Script:
     def _assign(self, word: Raw, mode: bool | None) -> None:
         match = ASSIGN.match(word.start)
         assert match
-        name, adds = match.group(1), bool(match.group(2))
+        name = match.group(1)
+        adds = bool(match.group(2))
         self.reading = self.uses.get(name, set()) if adds else set()
         if word.array is not None:
             value = [text for raw in word.array for text in self._expanded(raw)]
@@ -497,9 +595,15 @@ class _Script:
             value = [self._joined(Raw((rest, *word.parts[1:]), word.line))]
         before = self.values.get(name, [])
         if adds:
-            value = [*before, *value] if word.array is not None else ["".join([*before[:1], *value]), *before[1:]]
+            if word.array is not None:
+                value = [*before, *value]
+            else:
+                value = ["".join([*before[:1], *value]), *before[1:]]
         if mode is None and value != before:
-            why = f"${name} depends on {self.condition or 'a loop or case'}; --assume {name}=VALUE gives it"
+            why = (
+                f"${name} depends on {self.condition or 'a loop or case'}; --assume {name}=VALUE "
+                "gives it"
+            )
             value = [self.unknown.mark(f"${name}", why)]
         if sum(map(len, value)) > 1_000_000:
             raise UserError(f"{self._shown()}, line {word.line}: {name} grows too long")
@@ -514,27 +618,35 @@ class _Script:
         """Return the words that a word becomes; `split` at the spaces of what is not quoted."""
         if raw.array is not None:
             return [raw.start]
-        words, open_word, any_part = list[str](), "", False
+        words = list[str]()
+        open_word = ""
+        any_part = False
         for part in raw.parts:
             pieces, whole = self._pieces(part)
             if split and not whole:
                 joined = " ".join(pieces)
                 fields = joined.split()
                 if joined[:1].isspace() and (open_word or any_part):
-                    words, open_word, any_part = [*words, open_word], "", False
+                    words = [*words, open_word]
+                    open_word = ""
+                    any_part = False
                 for i, piece in enumerate(fields):
                     if i:
                         words.append(open_word)
                         open_word = ""
-                    open_word, any_part = open_word + piece, True
+                    open_word = open_word + piece
+                    any_part = True
                 if fields and joined[-1:].isspace():
-                    words, open_word, any_part = [*words, open_word], "", False
+                    words = [*words, open_word]
+                    open_word = ""
+                    any_part = False
                 continue
             for i, piece in enumerate(pieces):
                 if i:
                     words.append(open_word)
                     open_word = ""
-                open_word, any_part = open_word + piece, True
+                open_word = open_word + piece
+                any_part = True
         return [*words, open_word] if any_part else words
 
     def _pieces(self, part: Part) -> tuple[list[str], bool]:
@@ -585,7 +697,9 @@ class _Script:
         if self.unread:
             return [self._open(name, self.unread)]
         if sign and sign[-1] != "?":
-            chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip("\"'")
+            chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip(
+                "\"'"
+            )
             self.defaults[name] = self.unknown.shown(chosen)
             if sign[-1] == "=" and self._mode():
                 self.values[name] = [chosen]
@@ -597,21 +711,31 @@ class _Script:
         """Return the words of `$1`, `$@` or `$#` within a function."""
         arguments = self.arguments or []
         own = [i for i, text in enumerate(arguments) if self.unknown.shown(text) in ("$@", "$*")]
-        if name.isdecimal() and own and int(name) > own[0]:  # of those that the script itself is given
+        if (
+            name.isdecimal() and own and int(name) > own[0]
+        ):  # of those that the script itself is given
             name = str(int(name) - own[0])
             self.reading.add(name)
             return [self.assumed.get(name) or self.unknown.variable(name)]
         if name == "#":
-            return [self.unknown.command("$#")] if any(map(MARK.search, arguments)) else [str(len(arguments))]
+            if any(map(MARK.search, arguments)):
+                return [self.unknown.command("$#")]
+            return [str(len(arguments))]
         if name in "@*":
             return arguments
         value = arguments[int(name) - 1 : int(name)]
         if sign and sign[-1] in "-=" and (not value or (sign[0] == ":" and not value[0])):
-            return [self._joined(Raw(tuple(Lexer(default or "", self._shown()).inside()), 0)).strip("\"'")]
+            return [
+                self._joined(Raw(tuple(Lexer(default or "", self._shown()).inside()), 0)).strip(
+                    "\"'"
+                )
+            ]
         return value
 
     def _arithmetic(self, text: str) -> str:
-        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self._variable(m.group(1))), text)
+        known = re.sub(
+            r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self._variable(m.group(1))), text
+        )
         unknown = self.unknown.command(f"$(({text.strip()}))")
         if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", known):
             return unknown
@@ -623,15 +747,29 @@ class _Script:
     # conditions
 
     def _holds(self, commands: Sequence[Command]) -> bool | None:
-        """Return the outcome of a condition of plain comparisons, from the left; None if it is not known."""
-        holds, sign = True, "&&"
+        """Return the outcome of a condition of plain comparisons, from the left; None if it is not
+        known."""
+        holds = True
+        sign = "&&"
         result: bool | None = holds
         for command in commands:
-            one = self._test([text for raw in command.words for text in self._expanded_test(raw)], command.line)
+            one = self._test(
+                [text for raw in command.words for text in self._expanded_test(raw)], command.line
+            )
             if sign == "&&":
-                result = False if False in (result, one) else None if None in (result, one) else True
+                if False in (result, one):
+                    result = False
+                elif None in (result, one):
+                    result = None
+                else:
+                    result = True
             else:
-                result = True if True in (result, one) else None if None in (result, one) else False
+                if True in (result, one):
+                    result = True
+                elif None in (result, one):
+                    result = None
+                else:
+                    result = False
             sign = command.end
         return result
 
@@ -643,13 +781,19 @@ class _Script:
         self.condition = f"the condition in line {line}"
         if unknown:
             self.condition += f", on ${unknown[0]}: --assume {unknown[0]}=VALUE decides it"
-        if len(words) < 3 or words[0] not in ("[", "[[") or any(MARK.search(word) for word in words):
+        if (
+            len(words) < 3
+            or words[0] not in ("[", "[[")
+            or any(MARK.search(word) for word in words)
+        ):
             return None
         inner = words[1:-1]
         if len(inner) == 2 and inner[0] in ("-n", "-z"):
             return bool(inner[1]) == (inner[0] == "-n")
         if len(inner) == 3 and inner[1] in ("-eq", "-ne"):
-            if not (inner[0].isdecimal() and inner[2].isdecimal() and len(inner[0] + inner[2]) < 20):
+            if not (
+                inner[0].isdecimal() and inner[2].isdecimal() and len(inner[0] + inner[2]) < 20
+            ):
                 return None
             return (int(inner[0]) == int(inner[2])) == (inner[1] == "-eq")
         if len(inner) == 3 and inner[1] in ("=", "==", "!=") and not set(inner[2]) & set("*?["):

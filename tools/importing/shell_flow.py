@@ -11,11 +11,15 @@ MOST_DEPTH = 20
 
 
 class Flow:
-    """The place in a script of the given name. link: what ended the command before. loops: the ends of open loops."""
+    """The place in a script of the given name. link: what ended the command before. loops: the ends
+    of open loops."""
 
     def __init__(self, name: str) -> None:
-        self._name, self.link, self.loops = name, "", list[str]()
-        self._branches, self._taken = list[bool | None](), list[bool | None]()
+        self._name = name
+        self.link = ""
+        self.loops = list[str]()
+        self._branches = list[bool | None]()
+        self._taken = list[bool | None]()
         self._shells = list[dict[str, list[str]]]()  # values before each subshell that is open
         self._status: bool | None = True  # outcome of the commands so far that && and || join
 
@@ -31,10 +35,20 @@ class Flow:
         if not self._branches:
             return
         before = self._taken[-1]
-        self._branches[-1] = (
-            False if before is True else holds if before is False else (False if holds is False else None)
-        )
-        self._taken[-1] = True if before is True or holds is True else None if None in (before, holds) else False
+        if before is True:
+            self._branches[-1] = False
+        elif before is False:
+            self._branches[-1] = holds
+        elif holds is False:
+            self._branches[-1] = False
+        else:
+            self._branches[-1] = None
+        if before is True or holds is True:
+            self._taken[-1] = True
+        elif None in (before, holds):
+            self._taken[-1] = None
+        else:
+            self._taken[-1] = False
 
     def keyword(self, word: str) -> None:
         """Take note of a word that begins or ends a branch, a group or a loop."""
@@ -77,14 +91,17 @@ class Flow:
         return len(self._shells)
 
     def asks(self) -> bool:
-        """Return False where the condition of an `if` is not asked, because of what is around it."""
+        """Return False where the condition of an `if` is not asked, because of what is around
+        it."""
         return False not in self._branches[:-1]
 
     def runs(self) -> bool | None:
         """Return True if the next command runs after those before it in a list of && and ||, None if not known."""
         if self.link not in ("&&", "||"):
             return True
-        return self._status if self.link == "&&" or self._status is None else not self._status
+        if self.link == "&&" or self._status is None:
+            return self._status
+        return not self._status
 
     def mode(self) -> bool | None:
         """Return True where commands run, False where they do not, None where that is not known."""
@@ -94,14 +111,16 @@ class Flow:
         return None if None in runs or self.loops else True
 
     def note(self, ran: bool | None, succeeded: bool | None) -> None:
-        """Take note of a command that ran, did not, or may have (None), and of whether it succeeded."""
+        """Take note of a command that ran, did not, or may have (None), and of whether it
+        succeeded."""
         if ran is not False:
             self._status = succeeded if ran or succeeded is self._status else None
 
     def end(self, command: Command, values: dict[str, list[str]]) -> dict[str, list[str]]:
         """Take note of the end of a command, and return the values after it.
 
-        A subshell, `(`, begins with a copy of the values, and those before it count again after its end.
+        A subshell, `(`, begins with a copy of the values, and those before it count again after its
+        end.
         """
         self.link = command.end
         if "esac" in self.loops[-1:]:
@@ -109,6 +128,8 @@ class Flow:
         if command.end == "(":
             self._shells.append(values)
             if len(self._shells) > MOST_DEPTH:
-                raise UserError(f"{self._name}: commands within commands, more than {MOST_DEPTH} deep")
+                raise UserError(
+                    f"{self._name}: commands within commands, more than {MOST_DEPTH} deep"
+                )
             return dict(values)
         return self._shells.pop() if command.end == ")" and self._shells else values

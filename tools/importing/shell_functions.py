@@ -8,7 +8,8 @@ BEFORE_A_COMMAND = ("do", "else", "elif", "if", "then", "!", "time", "while", "u
 
 
 def definition(commands: Sequence[Command], at: int) -> tuple[str, list[Command], int] | None:
-    """Return the function whose definition begins at a command: its name, its body, and what follows at; or None."""
+    """Return the function whose definition begins at a command: its name, its body, and what
+    follows at; or None."""
     words = list(commands[at].words)
     named_by_word = len(words) > 1 and words[0].plain == "function"
     name = ""

@@ -1,13 +1,15 @@
 """Marks, in the text of its words, for what a shell script leaves open.
 
-A mark is a number between two characters of Unicode's private use area, so splitting a text at spaces never cuts one.
-It stands for a variable without a value, a command that would have to be run, or a value that depends on one of these.
+A mark is a number between two characters of Unicode's private use area, so splitting a text at
+spaces never cuts one. It stands for a variable without a value, a command that would have to be
+run, or a value that depends on one of these.
 """
 
 import re
 import textwrap
 
-OPEN, CLOSE = "\ue000", "\ue001"
+OPEN = "\ue000"
+CLOSE = "\ue001"
 MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 
@@ -18,7 +20,8 @@ class Unknown:
         self._marks: list[tuple[str, str]] = []
 
     def mark(self, shown: str, reason: str) -> str:
-        """Return a text that stands for `shown`. reason: why it is not known, with the way to give it."""
+        """Return a text that stands for `shown`. reason: why it is not known, with the way to give
+        it."""
         self._marks.append((shown, reason))
         return f"{OPEN}{len(self._marks) - 1}{CLOSE}"
 
@@ -26,9 +29,12 @@ class Unknown:
         """Return a mark for a variable that the script does not set."""
         if name in ("@", "*"):
             return self.mark(
-                f"${name}", f"${name} stands for the script's own arguments: --assume '{name}=...' gives them"
+                f"${name}",
+                f"${name} stands for the script's own arguments: --assume '{name}=...' gives them",
             )
-        return self.mark(f"${name}", f"${name} has no value in the script: --assume {name}=VALUE gives it")
+        return self.mark(
+            f"${name}", f"${name} has no value in the script: --assume {name}=VALUE gives it"
+        )
 
     def command(self, shown: str) -> str:
         """Return a mark for what the shell would have to run."""

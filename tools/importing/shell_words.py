@@ -1,7 +1,8 @@
-"""The words of a shell script: commands, each of words, each of parts that are text or have to be expanded.
+"""The words of a shell script: commands, each of words, each of parts that are text or have to be
+expanded.
 
-Only the grammar is known here: quotes, comments, continued lines, variables, arrays, `$(...)` and here-documents.
-Nothing is run.
+Only the grammar is known here: quotes, comments, continued lines, variables, arrays, `$(...)` and
+here-documents. Nothing is run.
 """
 
 import re
@@ -11,7 +12,8 @@ from typing import Literal
 
 from megaprec.errors import UserError
 
-SPACE, ENDS = " \t\r", "\n;&|()"
+SPACE = " \t\r"
+ENDS = "\n;&|()"
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 REDIRECTION = re.compile(r"(?:\d*>>?&?|&>>?|\d*<(?!<))[ \t]*")
 ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
@@ -20,7 +22,8 @@ ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a word. kind: text as it is; an expansion `${text}`; arithmetic; or something that would be run."""
+    """A part of a word. kind: text as it is; an expansion `${text}`; arithmetic; or something that
+    would be run."""
 
     kind: Literal["text", "expand", "arithmetic", "run"]
     text: str
@@ -38,17 +41,22 @@ class Raw:
     @property
     def plain(self) -> str:
         """Return the text of a word without quotes and expansions; "" for any other."""
-        return "".join(p.text for p in self.parts) if all(p.kind == "text" and not p.quoted for p in self.parts) else ""
+        if all(p.kind == "text" and not p.quoted for p in self.parts):
+            return "".join(p.text for p in self.parts)
+        return ""
 
     @property
     def start(self) -> str:
         """Return the text that the word begins with."""
-        return self.parts[0].text if self.parts and self.parts[0].kind == "text" and not self.parts[0].quoted else ""
+        if self.parts and self.parts[0].kind == "text" and not self.parts[0].quoted:
+            return self.parts[0].text
+        return ""
 
 
 @dataclass(frozen=True)
 class Command:
-    """The words up to the end of a command. end: the sign that ends it, such as "&&" or a line end."""
+    """The words up to the end of a command. end: the sign that ends it, such as "&&" or a line
+    end."""
 
     words: tuple[Raw, ...]
     line: int
@@ -56,16 +64,21 @@ class Command:
 
 
 class Lexer:
-    """Reads the commands of a text. name: of the file, for errors, which are UserErrors with the line."""
+    """Reads the commands of a text. name: of the file, for errors, which are UserErrors with the
+    line."""
 
     def __init__(self, text: str, name: str, line: int = 1) -> None:
-        self.text, self.name, self.at, self.line = text.replace("\\\r\n", "\\\n"), name, 0, line
+        self.text = text.replace("\\\r\n", "\\\n")
+        self.name = name
+        self.at = 0
+        self.line = line
 
     def commands(self) -> list[Command]:
         """Return all commands."""
         found = list[Command]()
         while self.at < len(self.text):
-            line, words = self.line, self._words(ENDS)
+            line = self.line
+            words = self._words(ENDS)
             end = self._end()
             if words or end in ("&&", "||", "(", ")"):
                 found.append(Command(tuple(words), line, end))
@@ -93,8 +106,11 @@ class Lexer:
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
             elif self.text.startswith(("<(", ">("), self.at):
-                opening, line = self.text[self.at : self.at + 2], self.line
-                words.append(Raw((Part("run", f"{opening}{self._nested(opening, ')')})", False),), line))
+                opening = self.text[self.at : self.at + 2]
+                line = self.line
+                words.append(
+                    Raw((Part("run", f"{opening}{self._nested(opening, ')')})", False),), line)
+                )
             elif "(" in ends and self.text.startswith("((", self.at) and _may_compute(words):
                 line = self.line
                 inside = Part("text", self._nested("((", "))"), True)
@@ -109,10 +125,16 @@ class Lexer:
         return words
 
     def _word(self, ends: str) -> Raw:
-        parts, line, began = list[Part](), self.line, self.at
+        parts = list[Part]()
+        line = self.line
+        began = self.at
         while self.at < len(self.text):
             sign = self.text[self.at]
-            if sign == "(" and ARRAY.fullmatch("".join(p.text for p in parts)) and parts[0].kind == "text":
+            if (
+                sign == "("
+                and ARRAY.fullmatch("".join(p.text for p in parts))
+                and parts[0].kind == "text"
+            ):
                 self._advance(1)
                 inner = self._words(")")
                 self._close(")", line)
@@ -128,7 +150,8 @@ class Lexer:
         return Raw(_joined(parts), line)
 
     def _part(self, sign: str, quoted: bool) -> Part:
-        """Read a part that begins with `sign`; double quotes are read as parts of their own by `_quoted`."""
+        """Read a part that begins with `sign`; double quotes are read as parts of their own by
+        `_quoted`."""
         if sign == "'" and not quoted:
             return self._single()
         if sign == '"' and not quoted:
@@ -149,8 +172,10 @@ class Lexer:
         return Part("text", self._until("'"), True)
 
     def _double(self) -> Part:
-        """Read double quotes whole. They are kept as one part: its inside is read again when it is expanded."""
-        line, began = self.line, self.at + 1
+        """Read double quotes whole. They are kept as one part: its inside is read again when it is
+        expanded."""
+        line = self.line
+        began = self.at + 1
         self._advance(1)
         while self.at < len(self.text) and self.text[self.at] != '"':
             self._part(self.text[self.at], quoted=True)
@@ -182,7 +207,9 @@ class Lexer:
         if not quoted and (ansi := ANSI.match(self.text, self.at)):
             self._advance(ansi.end() - self.at)
             plain = "\\" not in ansi.group(1)
-            return Part("text", ansi.group(1), True) if plain else Part("run", ansi.group(), True)
+            if plain:
+                return Part("text", ansi.group(1), True)
+            return Part("run", ansi.group(), True)
         match = NAME.match(self.text, self.at + 1)
         if not match:
             self._advance(1)
@@ -193,9 +220,12 @@ class Lexer:
 
     def _nested(self, opening: str, closing: str) -> str:
         """Return what stands between `opening` and the `closing` that belongs to it."""
-        line, sign, depth = self.line, opening[-1], len(opening) - 1
+        line = self.line
+        sign = opening[-1]
+        depth = len(opening) - 1
         self._advance(len(opening))
-        began, open_signs = self.at, depth
+        began = self.at
+        open_signs = depth
         while self.at < len(self.text) and open_signs:
             here = self.text[self.at]
             if here in "'\"" and opening == "$(":
@@ -208,7 +238,8 @@ class Lexer:
         return self.text[began : self.at - len(closing)]
 
     def _until(self, quote: str) -> str:
-        line, end = self.line, self.text.find(quote, self.at + 1)
+        line = self.line
+        end = self.text.find(quote, self.at + 1)
         if end < 0:
             raise UserError(f"{self.name}, line {line}: a quote ({quote}) is never closed")
         text = self.text[self.at + 1 : end]
@@ -224,8 +255,15 @@ class Lexer:
         """Skip the here-document that a command with `<<WORD` begins."""
         for i, word in enumerate(words):
             if word.start.startswith("<<") and not word.start.startswith("<<<"):
-                rest = "".join(p.text.lstrip('"') for p in word.parts).removeprefix("<<").removeprefix("-")
-                following = "".join(p.text.lstrip('"') for p in words[i + 1].parts) if i + 1 < len(words) else ""
+                rest = (
+                    "".join(p.text.lstrip('"') for p in word.parts)
+                    .removeprefix("<<")
+                    .removeprefix("-")
+                )
+                if i + 1 < len(words):
+                    following = "".join(p.text.lstrip('"') for p in words[i + 1].parts)
+                else:
+                    following = ""
                 marker = re.compile(rf"^\s*{re.escape(rest or following)}\s*$", re.MULTILINE)
                 match = marker.search(self.text, self.at)
                 self._advance((match.end() if match else len(self.text)) - self.at)

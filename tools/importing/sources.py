@@ -1,4 +1,5 @@
-"""The sources of `megaprec import-args`: a command line, a script, YAML or DeepSpeed's JSON, each read as text."""
+"""The sources of `megaprec import-args`: a command line, a script, YAML or DeepSpeed's JSON, each
+read as text."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another
 
 @dataclass
 class Sources:
-    """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts, if it says so."""
+    """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
+    if it says so."""
 
     arguments: Arguments = field(default_factory=Arguments)
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -39,12 +41,16 @@ class Sources:
     megatron: bool = False
 
 
-def read_sources(items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]) -> Sources:
-    """Read files by their suffix, others as scripts; the rest is a command line. dropped: arguments to leave out.
+def read_sources(
+    items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]
+) -> Sources:
+    """Read files by their suffix, others as scripts; the rest is a command line. dropped: arguments
+    to leave out.
 
     Raises UserError for what cannot be read.
     """
-    sources, words = Sources(Arguments(dropped)), list[Word]()
+    sources = Sources(Arguments(dropped))
+    words = list[Word]()
     for i, item in enumerate(items):
         if item.startswith("-") and not any(sign in item for sign in " \t\n"):
             words += [Word(word) for word in items[i:]]
@@ -55,7 +61,10 @@ def read_sources(items: Sequence[str], assumed: Mapping[str, str], dropped: froz
         sources.names.append("a command line")
         read_words(words, sources.arguments)
     if not sources.names:
-        raise UserError("nothing to import: give a command line in quotes, a .sh or .yaml file, or DeepSpeed's .json")
+        raise UserError(
+            "nothing to import: give a command line in quotes, a .sh or .yaml file, or "
+            "DeepSpeed's .json"
+        )
     return sources
 
 
@@ -81,7 +90,8 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
         _require_megatrons(path.name, [word.text for word in command.words])
     elif "--" not in item:
         raise UserError(
-            f"{item or 'an empty word'}: neither a file that is there nor a command line, which has --arguments"
+            f"{item or 'an empty word'}: neither a file that is there nor a command line, "
+            "which has --arguments"
         )
     else:
         command = split_words(item, assumed)
@@ -95,20 +105,23 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
 
 
 def _require_readable(path: Path, text: str) -> None:
-    """Raise UserError for a file of settings of another system, by its name, and for any TOML or Python."""
+    """Raise UserError for a file of settings of another system, by its name, and for any TOML or
+    Python."""
     kind = whose_file(path, text)
     read_here = kind is DEEPSPEED and path.suffix.lower() in JSON
     if kind is not None and not read_here:
         raise UserError(kind.of(path))
     if path.suffix.lower() in OTHERS:
         raise UserError(
-            f"{path}: its settings are of no system that is known here: give the command line that starts a "
+            f"{path}: its settings are of no system that is known here: give the command line "
+            "that starts a "
             "training, a .sh or .yaml file of Megatron-LM's arguments, or DeepSpeed's .json"
         )
 
 
 def _require_megatrons(name: str, words: Sequence[str]) -> None:
-    """Raise UserError if most arguments are another program's. words: names without dashes are passed over."""
+    """Raise UserError if most arguments are another program's. words: names without dashes are
+    passed over."""
     typed = [word.partition("=")[0] for word in words if word.startswith("--")]
     kind = whose(typed)
     if kind is not None:
@@ -121,8 +134,10 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
     strange = [word for word in typed if not is_known(word)]
     if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
         raise UserError(
-            f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as {', '.join(strange[:3])}: "
-            "it is of another program, whose settings are not read: write a run file (megaprec init FOLDER begins one)"
+            f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as "
+            f"{', '.join(strange[:3])}: "
+            "it is of another program, whose settings are not read: write a run file "
+            "(megaprec init FOLDER begins one)"
         )
 
 
@@ -186,7 +201,8 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
     flat = _flat(table, sources.arguments, path.name)
     if any(isinstance(entry.value, Table) for entry in table.entries.values()):
         sources.notes.append(
-            f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not as that of a recipe"
+            f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not "
+            "as that of a recipe"
         )
     read_table(flat, sources.arguments, path.name)
 
@@ -217,6 +233,8 @@ def _flat(table: Table, arguments: Arguments, place: str) -> dict[str, Any]:
                 continue
         for name, value in inner.items():
             if name in found and found[name] != value:
-                arguments.problems.append(f"{name} ({place}): is {found[name]!r} and {value!r}: keep one of them")
+                arguments.problems.append(
+                    f"{name} ({place}): is {found[name]!r} and {value!r}: keep one of them"
+                )
             found[name] = value
     return found

@@ -1,4 +1,5 @@
-"""The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes them."""
+"""The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes
+them."""
 
 import math
 import os
@@ -33,14 +34,21 @@ PACE = 20  # number of newest steps whose mean time the ETA is estimated from
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Writer of a record per step. After a resume from `start`, records of later steps are removed: they are taken
-    again.
+    """Writer of a record per step. After a resume from `start`, records of later steps are removed:
+    they are taken again.
 
-    With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as metrics.jsonl.old.
+    With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as
+    metrics.jsonl.old.
     """
 
     def __init__(
-        self, folder: Path, start: int, total: int, every: int, progress: bool, trackers: Sequence[Feed] = ()
+        self,
+        folder: Path,
+        start: int,
+        total: int,
+        every: int,
+        progress: bool,
+        trackers: Sequence[Feed] = (),
     ) -> None:
         if start == 0:
             _put_aside(folder / METRICS, folder / EVENTS, folder / DIGESTS)
@@ -50,8 +58,10 @@ class Journal(AbstractContextManager["Journal"]):
         self._digests = _Later(folder / DIGESTS, start)
         if note := lost_steps(folder / METRICS, start):
             print(f"note       {note}")
-        self._trackers, self._newest = trackers, start
-        self._total, self._every = total, every
+        self._trackers = trackers
+        self._newest = start
+        self._total = total
+        self._every = every
         self._pace: deque[float] = deque(maxlen=PACE)
         self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
 
@@ -75,16 +85,23 @@ class Journal(AbstractContextManager["Journal"]):
         self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
 
     def write_event(self, event: dict[str, Any]) -> None:
-        """Write an event of the step event["step"] to events.jsonl, or to digests.jsonl if it is one of the state."""
+        """Write an event of the step event["step"] to events.jsonl, or to digests.jsonl if it is
+        one of the state."""
         (self._digests if event["event"] == DIGEST else self._events).write(to_json(event))
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
-        """Print the lines of the steps that have one; on a terminal above a bar, which shows the newest step."""
-        step, events = record["step"], _events(record)
-        line = "  ".join((f"step {step}/{self._total}", *_numbers(record), f"ETA {_clock(eta)}", *events))
+        """Print the lines of the steps that have one; on a terminal above a bar, which shows the
+        newest step."""
+        step = record["step"]
+        events = _events(record)
+        line = "  ".join(
+            (f"step {step}/{self._total}", *_numbers(record), f"ETA {_clock(eta)}", *events)
+        )
         due = step % self._every == 0 or step == self._total or events
         if self._bar:
-            self._bar.update(step, [_loss(record), _speed(record), *_mfu(record), f"ETA {_clock(eta)}"])
+            self._bar.update(
+                step, [_loss(record), _speed(record), *_mfu(record), f"ETA {_clock(eta)}"]
+            )
             if due:
                 self._bar.say(line)
         elif due:
@@ -92,10 +109,12 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 class _Later:
-    """A file of lines that is created with its first line; one that is there loses the records of later steps."""
+    """A file of lines that is created with its first line; one that is there loses the records of
+    later steps."""
 
     def __init__(self, path: Path, start: int) -> None:
-        self._path, self._start = path, start
+        self._path = path
+        self._start = start
         self._lines = _reopen(path, start) if path.is_file() else None
 
     def write(self, line: str) -> None:
@@ -120,12 +139,15 @@ def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
 
 
 def _put_aside(*paths: Path) -> None:
-    """Rename files with records of steps, and those beside them, to the first free name of *.old, *.old2, ... and say
-    so.
+    """Rename files with records of steps, and those beside them, to the first free name of *.old,
+    *.old2, ... and say so.
 
-    Events of step 0 alone belong to the run that starts now: it was restarted before its first checkpoint.
+    Events of step 0 alone belong to the run that starts now: it was restarted before its first
+    checkpoint.
     """
-    if not any(line.record is None or line.record["step"] for path in paths for line in read_lines(path)):
+    if not any(
+        line.record is None or line.record["step"] for path in paths for line in read_lines(path)
+    ):
         return
     for path in paths:
         if path.is_file() and path.stat().st_size:
@@ -136,11 +158,15 @@ def _put_aside(*paths: Path) -> None:
 
 
 def _reopen(path: Path, start: int) -> Lines:
-    """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
+    """Open a file of records for appending, without the records of steps after `start`, which are
+    taken again."""
     lines = read_lines(path)
     if path.is_symlink():
         kept_file = os.path.realpath(path)
-        print(f"note       {path} was a link, and is a file of this run now; {kept_file} stays as it is")
+        print(
+            f"note       {path} was a link, and is a file of this run now; {kept_file} stays "
+            "as it is"
+        )
     kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
     write_whole(path, b"".join(content + b"\n" for content in kept))
     if note := odd_lines(path):
@@ -149,8 +175,13 @@ def _reopen(path: Path, start: int) -> Lines:
 
 
 def _taken_again(path: Path, start: int) -> str:
-    """Return a line about the records that go, for their steps are taken again; empty if there are none."""
-    going = [line.record["step"] for line in read_lines(path) if line.record and not _stays(line.record, start)]
+    """Return a line about the records that go, for their steps are taken again; empty if there are
+    none."""
+    going = [
+        line.record["step"]
+        for line in read_lines(path)
+        if line.record and not _stays(line.record, start)
+    ]
     if not going:
         return ""
     steps = f"step {going[0]} is" if len(going) == 1 else f"steps {min(going)} to {max(going)} are"
@@ -164,9 +195,19 @@ def _stays(record: dict[str, Any], start: int) -> bool:
 
 def _numbers(record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that every step has."""
-    rate, norm = f"lr {record['lr']:.3g}", f"grad norm {record['grad_norm']:.3g}"
+    rate = f"lr {record['lr']:.3g}"
+    norm = f"grad norm {record['grad_norm']:.3g}"
     scale = f"scale {_scale(record['loss_scale'])}"
-    return [_loss(record), *_mtp_loss(record), rate, norm, scale, _speed(record), *_flops(record), *_mfu(record)]
+    return [
+        _loss(record),
+        *_mtp_loss(record),
+        rate,
+        norm,
+        scale,
+        _speed(record),
+        *_flops(record),
+        *_mfu(record),
+    ]
 
 
 def _loss(record: dict[str, Any]) -> str:
@@ -193,9 +234,13 @@ def _mfu(record: dict[str, Any]) -> list[str]:
 def _events(record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that are not printed for every step."""
     events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
-    named = ((key.removeprefix(NAMED), loss) for key, loss in record.items() if key.startswith(NAMED))
+    named = (
+        (key.removeprefix(NAMED), loss) for key, loss in record.items() if key.startswith(NAMED)
+    )
     events += [f"{name} loss {loss:.4f}" for name, loss in named]
-    tasks = ((key.removeprefix(TASKS), value) for key, value in record.items() if key.startswith(TASKS))
+    tasks = (
+        (key.removeprefix(TASKS), value) for key, value in record.items() if key.startswith(TASKS)
+    )
     events += [f"{name.replace('/', ' ')} {value:.4f}" for name, value in tasks]
     if "shadow_loss_gap" in record:
         cosine = f"cosine {record['shadow_cosine']:.3f}"
@@ -218,4 +263,6 @@ def _scale(scale: float) -> str:
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    if minutes >= 60:
+        return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

@@ -1,7 +1,8 @@
 """A file of lines that is only appended to, on a disk that may be full for a while.
 
-Lines that cannot be written are kept in memory and written before the next ones, in order; a warning says so once, and
-a note says when the file is whole again. Only if they cannot be written at the end are they lost, which is an error.
+Lines that cannot be written are kept in memory and written before the next ones, in order; a
+warning says so once, and a note says when the file is whole again. Only if they cannot be written
+at the end are they lost, which is an error.
 """
 
 import os
@@ -20,7 +21,8 @@ class Lines:
     """The file `path`, opened for appending. Raises OSError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._kept = path, b""
+        self._path = path
+        self._kept = b""
         with named(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
@@ -34,7 +36,9 @@ class Lines:
             print(f"warning    {file_error(error)}; {later}", file=sys.stderr, flush=True)
         if waiting and not error:
             print(
-                f"note       {self._path}: all lines that were kept in memory are written", file=sys.stderr, flush=True
+                f"note       {self._path}: all lines that were kept in memory are written",
+                file=sys.stderr,
+                flush=True,
             )
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
 
-        self._make, self._folder = SummaryWriter, folder / "tensorboard"
+        self._make = SummaryWriter
+        self._folder = folder / "tensorboard"
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Open a file. TensorBoard then hides the events of an earlier, longer run after `step`."""

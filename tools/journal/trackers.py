@@ -1,8 +1,8 @@
 """Trackers: programs beside metrics.jsonl that receive a run's numbers, as `log.to` names them.
 
-A tracker is any object with the three methods of `Tracker`. Rank 0 alone has trackers. Each runs in a thread of its
-own, so that training neither waits for one that is slow nor ends with one that fails: that is a warning, and the
-numbers are in metrics.jsonl in any case.
+A tracker is any object with the three methods of `Tracker`. Rank 0 alone has trackers. Each runs in
+a thread of its own, so that training neither waits for one that is slow nor ends with one that
+fails: that is a warning, and the numbers are in metrics.jsonl in any case.
 """
 
 import sys
@@ -19,27 +19,33 @@ from megaprec.user_functions import find_function
 from tools.journal.tensorboard_tracker import TensorBoard
 from tools.journal.wandb_tracker import Wandb, require_account
 
-MOST_WAITING = 100_000  # steps whose numbers wait for a slow tracker; those of further ones are left out
+MOST_WAITING = (
+    100_000  # steps whose numbers wait for a slow tracker; those of further ones are left out
+)
 PATIENCE = 60.0  # seconds that a tracker may take at the end of a run for what still waits
 
 Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Receiver of a run's numbers. All three methods are called in one thread, which is not that of the training."""
+    """Receiver of a run's numbers. All three methods are called in one thread, which is not that of
+    the training."""
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin, before any numbers.
 
-        configuration: the tables of the run file with all their keys. step: 0 for a new run, or the step from which the
-        run resumes; what was logged of later steps is void, for these steps are taken again.
+        configuration: the tables of the run file with all their keys. step: 0 for a new run, or the
+        step from which the run resumes; what was logged of later steps is void, for these steps are
+        taken again.
         """
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Receive the numbers of a step, by the field's name in metrics.jsonl. They may be inf or NaN."""
+        """Receive the numbers of a step, by the field's name in metrics.jsonl. They may be inf or
+        NaN."""
 
     def finish(self, complete: bool) -> None:
-        """End. complete: all steps of the run are taken; False if it stopped before, and may resume."""
+        """End. complete: all steps of the run are taken; False if it stopped before, and may
+        resume."""
 
 
 Factory = Callable[[Path], Tracker]
@@ -47,8 +53,11 @@ BUILT_IN: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise UserError, with a line each, for names of `log.to` that name no tracker or one that is not installed."""
-    problems = [f'log.to: "{name}" is named twice' for name in sorted(set(names)) if names.count(name) > 1]
+    """Raise UserError, with a line each, for names of `log.to` that name no tracker or one that is
+    not installed."""
+    problems = [
+        f'log.to: "{name}" is named twice' for name in sorted(set(names)) if names.count(name) > 1
+    ]
     for name in dict.fromkeys(names):
         try:
             _require(name)
@@ -65,7 +74,10 @@ def _require(name: str) -> None:
         if name == "wandb":
             require_account()
     elif ":" not in name:
-        there = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own{did_you_mean(name, BUILT_IN)}'
+        there = (
+            f'{", ".join(BUILT_IN)}, or "file.py:function" of your '
+            f"own{did_you_mean(name, BUILT_IN)}"
+        )
         raise UserError(f'log.to = "{name}": no such tracker; there are {there}')
     else:
         find_function("log.to", name)
@@ -83,8 +95,12 @@ def _is_installed(name: str) -> bool:
 class Feed:
     """The numbers of a run on their way to one tracker."""
 
-    def __init__(self, name: str, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
-        self._name, self._failed, self._left_out = name, False, 0
+    def __init__(
+        self, name: str, folder: Path, configuration: Mapping[str, Any], step: int
+    ) -> None:
+        self._name = name
+        self._failed = False
+        self._left_out = 0
         self._waiting: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
         arguments = (folder, configuration, step)
         self._thread = Thread(target=self._run, args=arguments, name=f"tracker {name}", daemon=True)
@@ -98,7 +114,10 @@ class Feed:
         except Full:
             self._left_out += 1
             if self._left_out == 1 and not self._failed:
-                _warn(f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until it has caught up")
+                _warn(
+                    f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until "
+                    "it has caught up"
+                )
 
     def finish(self, complete: bool, patience: float = PATIENCE) -> None:
         """End the tracker, which has `patience` seconds for it."""
@@ -106,7 +125,9 @@ class Feed:
             self._waiting.put(complete, timeout=patience)
         self._thread.join(patience)
         if self._thread.is_alive():
-            _warn(f"{self._name} did not end within {patience:g} s: its last numbers may be missing")
+            _warn(
+                f"{self._name} did not end within {patience:g} s: its last numbers may be missing"
+            )
         elif self._left_out and not self._failed:
             _warn(f"{self._name} was too slow for {self._left_out:,} steps: it lacks their numbers")
 

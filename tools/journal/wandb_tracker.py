@@ -1,8 +1,10 @@
-"""The tracker Weights & Biases, over the network or, with WANDB_MODE=offline, into the folder wandb of the run.
+"""The tracker Weights & Biases, over the network or, with WANDB_MODE=offline, into the folder wandb
+of the run.
 
-It is sent the run's configuration and numbers and nothing else: no environment, command line, code, git remote,
-console output or facts of the machine. A resumed run has the id of the run before, and its steps. Steps that were taken
-again are shown as they were first: the service keeps the first value of a step.
+It is sent the run's configuration and numbers and nothing else: no environment, command line, code,
+git remote, console output or facts of the machine. A resumed run has the id of the run before, and
+its steps. Steps that were taken again are shown as they were first: the service keeps the first
+value of a step.
 """
 
 import os
@@ -30,11 +32,14 @@ class Wandb:
     def __init__(self, folder: Path) -> None:
         import wandb  # noqa: PLC0415  # optional, and slow to import
 
-        self._wandb, self._folder = wandb, folder
+        self._wandb = wandb
+        self._folder = folder
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin a run, or go on with that of this folder."""
-        settings = self._wandb.Settings(silent=True, init_timeout=SECONDS, finish_timeout=SECONDS, **PRIVATE)
+        settings = self._wandb.Settings(
+            silent=True, init_timeout=SECONDS, finish_timeout=SECONDS, **PRIVATE
+        )
         self._run = self._wandb.init(
             id=_id(self._folder / "wandb" / ID, step),
             name=self._folder.resolve().name,

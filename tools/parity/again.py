@@ -1,9 +1,9 @@
 """Repeating the updates of a layout on one process, from the layout's own gradients.
 
-AdamW turns any gradient into an update of full size, also one that is only rounding error: a bias of keys, which
-softmax cancels, moves at random, and differently in each layout. Weights and moments are therefore not compared with
-those of another run, but with the result of one process for the gradients of the layout itself. No chance is left then,
-and each element can be compared.
+AdamW turns any gradient into an update of full size, also one that is only rounding error: a bias
+of keys, which softmax cancels, moves at random, and differently in each layout. Weights and moments
+are therefore not compared with those of another run, but with the result of one process for the
+gradients of the layout itself. No chance is left then, and each element can be compared.
 """
 
 from pathlib import Path
@@ -24,14 +24,17 @@ from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer, optimizer_options
 
 
-def updates(config: RunConfig, corpus: Corpus, ours: Record, start: Path | None = None) -> dict[str, Tensors]:
+def updates(
+    config: RunConfig, corpus: Corpus, ours: Record, start: Path | None = None
+) -> dict[str, Tensors]:
     """Return the state after each step that `ours` has recorded, by kind ("after/STEP/weight").
 
-    config: the run on one process. ours: the record of any layout. The gradient of a skipped step is not recorded and
-    is assumed to be infinite. start: the checkpoint that they began with. Empty if a gradient lacks a tensor or
-    elements of the model.
+    config: the run on one process. ours: the record of any layout. The gradient of a skipped step
+    is not recorded and is assumed to be infinite. start: the checkpoint that they began with. Empty
+    if a gradient lacks a tensor or elements of the model.
     """
-    train = config.train.model_copy(update={"numerics": "fast"})  # the gradients are whole, and nothing is summed
+    # the gradients are whole, and nothing is summed
+    train = config.train.model_copy(update={"numerics": "fast"})
     trainer = _Again(config.model_copy(update={"train": train}), corpus, None, start)
     if not _whole(trainer.engine.optimizer, ours):
         return {}
@@ -44,7 +47,8 @@ def updates(config: RunConfig, corpus: Corpus, ours: Record, start: Path | None 
 
 
 class _Told(ParallelAMPOptimizer):
-    """Optimizer that clips by a given norm: a norm summed in another order would move every element."""
+    """Optimizer that clips by a given norm: a norm summed in another order would move every
+    element."""
 
     told = 0.0
 
@@ -55,11 +59,14 @@ class _Told(ParallelAMPOptimizer):
 class _Again(Trainer):
     """Trainer that takes steps with given gradients."""
 
-    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+    def _optimizer(
+        self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
+    ) -> ParallelAMPOptimizer:
         return _Told(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)))
 
     def apply(self, grads: Tensors | None, norm: float) -> None:
-        """Take one step with these gradients by name, of the given `norm`; skip it if there are none."""
+        """Take one step with these gradients by name, of the given `norm`; skip it if there are
+        none."""
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, _Told)
         optimizer.told = norm
@@ -78,7 +85,9 @@ def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
         if kind.startswith(("gradient/", "after/")):
             name = "weight" if kind.startswith("gradient/") else kind.rpartition("/")[2]
             having = [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
-            shapes = {piece.part.name: piece.part.shape for buffer in having for piece in buffer.pieces}
+            shapes = {
+                piece.part.name: piece.part.shape for buffer in having for piece in buffer.pieces
+            }
             if shapes != {n: tuple(values.shape) for n, values in some.items()}:
                 return False
     return True

@@ -1,14 +1,16 @@
 """Recording the activations between modules, and their gradients, token by token.
 
-The place where two runs begin to differ shows the fault: if the input of a module agrees and its output does not, the
-fault is in the module. Each module with parameters has two borders, "NAME>in" and "NAME>out", named by the common part
-of its parameters' logical names ("layers.3.mlp"), which is the same in every layout and for custom models.
+The place where two runs begin to differ shows the fault: if the input of a module agrees and its
+output does not, the fault is in the module. Each module with parameters has two borders, "NAME>in"
+and "NAME>out", named by the common part of its parameters' logical names ("layers.3.mlp"), which is
+the same in every layout and for custom models.
 
-Recorded are tensors shaped like the residual stream, [s, b, hidden] or a rank's part of the sequence. Each token is
-recorded as one number: the product of its features with a random vector that all layouts share. Different activations
-have different numbers, and the relative error of many numbers is that of the activations. Of large batches only some
-positions are recorded. Recomputed activations are not recorded: they are outside of a stage's forward pass. Virtual
-ranks (`models.virtual_stage`) are recorded one by one, and their values are those of their process.
+Recorded are tensors shaped like the residual stream, [s, b, hidden] or a rank's part of the
+sequence. Each token is recorded as one number: the product of its features with a random vector
+that all layouts share. Different activations have different numbers, and the relative error of many
+numbers is that of the activations. Of large batches only some positions are recorded. Recomputed
+activations are not recorded: they are outside of a stage's forward pass. Virtual ranks
+(`models.virtual_stage`) are recorded one by one, and their values are those of their process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,14 +30,16 @@ from models.virtual_stage import VirtualStage
 from parallel.sequence_cut import positions
 
 TOKENS = 4096  # tokens of a step that are recorded at each border, at most
-FORWARD, BACKWARD = "activation", "activation gradient"
+FORWARD = "activation"
+BACKWARD = "activation gradient"
 EMBEDDED = "embedding>out"
 TOKENS_IN = "tokens>in"  # the border at which the first stage is given ids [s, b]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run: tokens of a sample, samples of a step, features, steps. first: number of the first step."""
+    """Sizes of a run: tokens of a sample, samples of a step, features, steps. first: number of the
+    first step."""
 
     length: int
     batch: int
@@ -46,9 +50,11 @@ class Size:
 
 @dataclass
 class Notes:
-    """The values that one rank saw at one border, float64 [steps, samples, positions], NaN where it saw nothing.
+    """The values that one rank saw at one border, float64 [steps, samples, positions], NaN where it
+    saw nothing.
 
-    rank: the rank. samples: numbers within the global batch; positions: within the sample; of all that it saw.
+    rank: the rank. samples: numbers within the global batch; positions: within the sample; of all
+        that it saw.
     """
 
     rank: int
@@ -63,17 +69,18 @@ class _Call:
 
     step: int
     samples: list[int]
-    times: dict[tuple[int, str], int] = field(default_factory=dict)  # each tp rank has passed each border
-    seen: dict[int, tuple[Tensor, str]] = field(
-        default_factory=dict
-    )  # by id; kept alive, so that no other tensor gets the id
+    # each tp rank has passed each border
+    times: dict[tuple[int, str], int] = field(default_factory=dict)
+    # by id; kept alive, so that no other tensor gets the id
+    seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     embedded: int = 0  # how often the embedding was called before
 
 
 class Borders:
     """Recorder of stages while they train. Engines call a stage as stage(x, place, packing).
 
-    passed: borders in the order of their first pass, each with the border where the same tensor was seen before, or "".
+    passed: borders in the order of their first pass, each with the border where the same tensor was
+        seen before, or "".
     within: the modules whose forward pass is under way, innermost last.
     """
 
@@ -87,7 +94,10 @@ class Borders:
         within: list[str] | None = None,
     ) -> None:
         self.within = [] if within is None else within
-        self.size, self.tp, self.cp, self.rank = size, tp, cp, rank
+        self.size = size
+        self.tp = tp
+        self.cp = cp
+        self.rank = rank
         self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
         self.ones = torch.ones(1, dtype=torch.float64)
         self.stride = max(1, size.batch * size.length // TOKENS)
@@ -111,7 +121,8 @@ class Borders:
         if place is None:
             return
         inner = args[0].dtype != torch.int64
-        self._call = _Call(place.step, place.samples.tolist(), embedded=int(inner))  # the first stage calls it first
+        # the first stage calls it first
+        self._call = _Call(place.step, place.samples.tolist(), embedded=int(inner))
         self._samples.update(self._call.samples)
         if not inner:
             self.passed.setdefault(TOKENS_IN, "")
@@ -144,15 +155,24 @@ class Borders:
             call.seen[id(x)] = x, border
             self._note((FORWARD, border), tp, call, x, self.direction)
             if x.requires_grad:
-                x.register_hook(lambda grad: self._note((BACKWARD, border), tp, call, grad, self.direction))
+                x.register_hook(
+                    lambda grad: self._note((BACKWARD, border), tp, call, grad, self.direction)
+                )
 
     def _fits(self, x: Tensor, tp: Axis, samples: int) -> bool:
         s, b, hidden = x.shape if x.dim() == 3 else (0, 0, 0)
         own = self.size.length // self.cp.size
-        return s in (own, own // tp.size) and b == samples and hidden == self.size.hidden and x.is_floating_point()
+        return (
+            s in (own, own // tp.size)
+            and b == samples
+            and hidden == self.size.hidden
+            and x.is_floating_point()
+        )
 
     @torch.no_grad()
-    def _note(self, where: tuple[str, str], tp: Axis, call: _Call, x: Tensor, direction: Tensor) -> None:
+    def _note(
+        self, where: tuple[str, str], tp: Axis, call: _Call, x: Tensor, direction: Tensor
+    ) -> None:
         own = self.size.length // self.cp.size
         places = positions(self.cp, own)
         places = places if len(x) == own else tp.chunk(places)
@@ -161,11 +181,15 @@ class Borders:
         key = (*where, tp.rank)
         if key not in self._seen:
             shape = (self.size.steps, self.size.batch, len(some))
-            self._seen[key] = places[chosen].tolist(), torch.full(shape, torch.nan, dtype=torch.float64)
+            self._seen[key] = (
+                places[chosen].tolist(),
+                torch.full(shape, torch.nan, dtype=torch.float64),
+            )
         self._seen[key][1][call.step - self.size.first, call.samples] = some.t().cpu()
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
-        """Return the values of each border that has a tensor of its own; of one seen by virtual ranks, of all."""
+        """Return the values of each border that has a tensor of its own; of one seen by virtual
+        ranks, of all."""
         samples = sorted(self._samples)
         for where in dict.fromkeys((kind, border) for kind, border, _ in self._seen):
             parts = [some for key, some in self._seen.items() if key[:2] == where]
@@ -177,7 +201,8 @@ class Borders:
 
 
 def _ranks_of(stage: nn.Module, tp: Axis) -> list[tuple[Axis, nn.Module]]:
-    """Return the tensor-parallel ranks of a stage on this process, each with its part: the virtual ones, if any."""
+    """Return the tensor-parallel ranks of a stage on this process, each with its part: the virtual
+    ones, if any."""
     if isinstance(stage, VirtualStage):
         return [*zip(stage.lockstep.axes, stage.shards, strict=True)]
     return [(tp, stage)]
@@ -191,7 +216,9 @@ def named(stage: nn.Module) -> Mapping[nn.Module, str]:
     names: dict[nn.Module, str] = {}
     for module in stage.modules():
         name = shared_name(module)
-        inner = module is not stage and not isinstance(module, (nn.ModuleList, nn.ModuleDict, Router))
+        inner = module is not stage and not isinstance(
+            module, (nn.ModuleList, nn.ModuleDict, Router)
+        )
         if inner and name and name not in names.values():
             names[module] = name
     return names

@@ -1,4 +1,5 @@
-"""The certificate of a comparison: one plain value, from which the table, the JSON file and the page are made."""
+"""The certificate of a comparison: one plain value, from which the table, the JSON file and the
+page are made."""
 
 import hashlib
 import json
@@ -29,8 +30,11 @@ from tools.parity.record import Plan
 
 FORMAT = "megaprec parity 2"
 SHOWN = 24  # number of differences of a layout that are listed
-PROVEN, WRONG, NOT_TRIED = "proven", "wrong", "not tried"
-WITHIN = "each element counted once"  # compares a layout's norm with its own gradients, added another way
+PROVEN = "proven"
+WRONG = "wrong"
+NOT_TRIED = "not tried"
+# compares a layout's norm with its own gradients, added another way
+WITHIN = "each element counted once"
 NEEDED = ("loss", "gradient", "weights")  # quantities without which a layout is not proven
 Certificate = dict[str, Any]
 
@@ -50,20 +54,39 @@ class Compared:
 def entry(c: Compared) -> dict[str, Any]:
     """Return the entry of a layout."""
     failed = [d for d in c.found if d.fails]
-    quantities = {quantity: _quantity(c, quantity) for quantity in OF if quantity not in ("copies", "ranks agree")}
-    quantities |= {quantity: _quantity(c, quantity) for quantity in dict.fromkeys(d.quantity for d in failed)}
-    made = {**_about(c.layout, c.precision), "verdict": _verdict(failed, quantities), "quantities": quantities}
+    quantities = {
+        quantity: _quantity(c, quantity)
+        for quantity in OF
+        if quantity not in ("copies", "ranks agree")
+    }
+    quantities |= {
+        quantity: _quantity(c, quantity) for quantity in dict.fromkeys(d.quantity for d in failed)
+    }
+    made = {
+        **_about(c.layout, c.precision),
+        "verdict": _verdict(failed, quantities),
+        "quantities": quantities,
+    }
     if made["verdict"] == PROVEN:
         made["equal_bits"] = not any(d.error for d in c.found if d.quantity != WITHIN)
     if made["verdict"] == NOT_TRIED:
-        made["why"] = "; ".join(f"{q}: {quantities[q]['why']}" for q in NEEDED if quantities[q]["verdict"] == NOT_TRIED)
+        made["why"] = "; ".join(
+            f"{q}: {quantities[q]['why']}" for q in NEEDED if quantities[q]["verdict"] == NOT_TRIED
+        )
     if failed:
         fixed = not (c.run.model.dropout or c.run.model.attention_dropout)
         tied = "embedding.weight" if c.run.model.tied else ""
-        about = case(c.found, c.ours, c.theirs, tied, c.layout.parallel, c.run.num_microbatches, fixed)
-        numbers, first = about.factors(), about.origin
+        about = case(
+            c.found, c.ours, c.theirs, tied, c.layout.parallel, c.run.num_microbatches, fixed
+        )
+        numbers = about.factors()
+        first = about.origin
         made |= {
-            "first": {"phase": first.phase, "place": first.place, **_told(first.difference, numbers)},
+            "first": {
+                "phase": first.phase,
+                "place": first.place,
+                **_told(first.difference, numbers),
+            },
             "worst": _told(worst(failed), numbers),
             "likely_cause": likely(about),
             "way": list(_way(c.found, first.step)),
@@ -74,25 +97,43 @@ def entry(c: Compared) -> dict[str, Any]:
 
 
 def _about(layout: Layout, precision: str) -> dict[str, Any]:
-    return {"layout": layout.name, "ranks": layout.ranks, "precision": precision, "left_out": list(layout.left_out)}
+    return {
+        "layout": layout.name,
+        "ranks": layout.ranks,
+        "precision": precision,
+        "left_out": list(layout.left_out),
+    }
 
 
 def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
     if failed:
         return WRONG
-    return NOT_TRIED if any(quantities[q]["verdict"] == NOT_TRIED for q in NEEDED) else PROVEN
+    if any(quantities[q]["verdict"] == NOT_TRIED for q in NEEDED):
+        return NOT_TRIED
+    return PROVEN
 
 
 def _quantity(c: Compared, quantity: str) -> dict[str, Any]:
-    """Return the results of one quantity: numbers of compared and differing values and the worst one, or why none
-    was compared.
+    """Return the results of one quantity: numbers of compared and differing values and the worst
+    one, or why none was compared.
     """
     some = [d for d in c.found if d.quantity == quantity]
     if not some:
         return {"verdict": NOT_TRIED, "why": _untold(c, quantity)}
-    untold, failed = [d for d in some if d.untold], sum(d.fails for d in some)
-    verdict = WRONG if failed else NOT_TRIED if len(untold) == len(some) else PROVEN
-    made = {"verdict": verdict, "compared": len(some) - len(untold), "failed": failed, **_told(worst(some))}
+    untold = [d for d in some if d.untold]
+    failed = sum(d.fails for d in some)
+    if failed:
+        verdict = WRONG
+    elif len(untold) == len(some):
+        verdict = NOT_TRIED
+    else:
+        verdict = PROVEN
+    made = {
+        "verdict": verdict,
+        "compared": len(some) - len(untold),
+        "failed": failed,
+        **_told(worst(some)),
+    }
     if untold:
         made |= {"untold": len(untold), "why": untold[0].untold}
     return made
@@ -107,22 +148,36 @@ def _untold(c: Compared, quantity: str) -> str:
     if quantity == "moments" and any(d.quantity == "weights" for d in c.found):
         return "the optimizer keeps no averages"
     if quantity in ("weights", "moments"):
-        return "its gradients are not those of a whole model, so no update could be made again of them"
+        return (
+            "its gradients are not those of a whole model, so no update could be made again of them"
+        )
     return "no step was applied"
 
 
 def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
-    """Return the entry of a layout whose ranks did not finish: they hung, failed or were stopped."""
+    """Return the entry of a layout whose ranks did not finish: they hung, failed or were
+    stopped."""
     if failure.stopped:
         return not_tried(layout, precision, failure.why)
     hangs = bool(failure.where)
-    cause = (
-        "ranks do not enter the same collectives in the same order: look at who waits for what"
-        if hangs
-        else "the layout cannot be trained: its ranks fail"
-    )
-    first = {"phase": "hang" if hangs else "failure", "place": "; ".join(failure.where), "note": failure.why}
-    made = {**_about(layout, precision), "verdict": WRONG, "quantities": {}, "first": first, "likely_cause": cause}
+    if hangs:
+        cause = (
+            "ranks do not enter the same collectives in the same order: look at who waits for what"
+        )
+    else:
+        cause = "the layout cannot be trained: its ranks fail"
+    first = {
+        "phase": "hang" if hangs else "failure",
+        "place": "; ".join(failure.where),
+        "note": failure.why,
+    }
+    made = {
+        **_about(layout, precision),
+        "verdict": WRONG,
+        "quantities": {},
+        "first": first,
+        "likely_cause": cause,
+    }
     return made | {"ranks_at": list(failure.where)}
 
 
@@ -132,25 +187,41 @@ def not_tried(layout: Layout, precision: str, why: str) -> dict[str, Any]:
 
 
 def _way(found: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
-    """Return the stations of one step, each border, the loss and the later quantities, and whether each agrees."""
+    """Return the stations of one step, each border, the loss and the later quantities, and whether
+    each agrees."""
     some = [d for d in found if d.step == step]
     for d in some:
         if d.quantity in (FORWARD, "loss", BACKWARD):
-            yield {"phase": OF[d.quantity], "name": d.name or d.quantity, "verdict": _of(d), "error": _finite(d.error)}
+            yield {
+                "phase": OF[d.quantity],
+                "name": d.name or d.quantity,
+                "verdict": _of(d),
+                "error": _finite(d.error),
+            }
     for quantity in ("gradient", WITHIN, "gradient norm", "weights", "moments"):
         alike = [d for d in some if d.quantity == quantity]
         if alike:
             name = f"{quantity}s" if quantity == "gradient" else quantity
             top = worst([d for d in alike if d.fails] or alike)
-            yield {"phase": OF[quantity], "name": name, "verdict": _of(top), "error": _finite(top.error)}
+            yield {
+                "phase": OF[quantity],
+                "name": name,
+                "verdict": _of(top),
+                "error": _finite(top.error),
+            }
 
 
 def _of(d: Difference) -> str:
-    return NOT_TRIED if d.untold else WRONG if d.fails else PROVEN
+    if d.untold:
+        return NOT_TRIED
+    if d.fails:
+        return WRONG
+    return PROVEN
 
 
 def _told(d: Difference, factors: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return a difference for JSON. Infinite errors are of values that must be equal and are not."""
+    """Return a difference for JSON. Infinite errors are of values that must be equal and are
+    not."""
     told: dict[str, Any] = {"quantity": d.quantity, "name": d.name, "step": d.step}
     told |= {"error": _finite(d.error), "bound": d.bound, "ratio": _finite(d.ratio)}
     if factors is not None:
@@ -175,8 +246,8 @@ def certificate(
 ) -> Certificate:
     """Return the certificate without its layouts.
 
-    config: the user's run. compared: the run on one process. changes: the keys that differ between them. truth: one
-    process in float64. shaken: the same from weights moved by rounding.
+    config: the user's run. compared: the run on one process. changes: the keys that differ between
+    them. truth: one process in float64. shaken: the same from weights moved by rounding.
     """
     return {
         "format": FORMAT,
@@ -203,7 +274,10 @@ def certificate(
 def _left_aside(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield (what, why) of everything in the run that the comparison does not cover."""
     if plan.planted < 0:
-        yield "a skipped step", f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped'
+        yield (
+            "a skipped step",
+            f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped',
+        )
     if compared.optimizer.clip == 0:
         yield "clipping", "optimizer.clip = 0"
     if config.optimizer.validation == "after":

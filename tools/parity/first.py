@@ -1,9 +1,9 @@
 """The place of the first difference between two runs.
 
-A step goes forward through the modules to the loss, back through them to the gradients of weights, and on to their norm
-and the update. The first difference is caused where it arises: in a module whose input agrees and whose output does
-not; in a module whose output's gradient agrees and whose input's does not; or, if all of these agree, in the handling
-of gradients outside of the model.
+A step goes forward through the modules to the loss, back through them to the gradients of weights,
+and on to their norm and the update. The first difference is caused where it arises: in a module
+whose input agrees and whose output does not; in a module whose output's gradient agrees and whose
+input's does not; or, if all of these agree, in the handling of gradients outside of the model.
 """
 
 import re
@@ -54,8 +54,8 @@ HEAD = "head and loss"  # everything after the last module, up to the loss
 class Origin:
     """The place of the first difference. phase: part of a step.
 
-    place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are nearly all. step: from 1,
-    0 before the first. difference: the first one.
+    place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are
+    nearly all. step: from 1, 0 before the first. difference: the first one.
     """
 
     phase: Phase
@@ -86,15 +86,22 @@ def module(border: str) -> str:
 
 
 def _forward(first: Difference, seen: Sequence[Difference], theirs: Record) -> str:
-    """Return the module whose output is wrong; if its input is wrong too, the place between it and the module
-    before.
+    """Return the module whose output is wrong; if its input is wrong too, the place between it and
+    the module before.
     """
     if ">in" not in first.name:
         return module(first.name)
     before = [d.name for d in seen[: seen.index(first)]]
     root = theirs.same.get(first.name)
-    source = root if root in before else before[-1] if before else ""
-    return f"between {module(source)} and {module(first.name)}" if source else module(first.name)
+    if root in before:
+        source = root
+    elif before:
+        source = before[-1]
+    else:
+        source = ""
+    if source:
+        return f"between {module(source)} and {module(first.name)}"
+    return module(first.name)
 
 
 def _backward(first: Difference, seen: Sequence[Difference], theirs: Record) -> str:
@@ -104,7 +111,11 @@ def _backward(first: Difference, seen: Sequence[Difference], theirs: Record) -> 
     group = [d.name for d in seen if theirs.same.get(d.name, d.name) == root]
     if right := [border for border in group if border in agree]:
         return f"between {module(first.name)} and {module(right[0])}"
-    takers = [module(border) for border in group if ">in" in border and border.replace(">in", ">out") in agree]
+    takers = [
+        module(border)
+        for border in group
+        if ">in" in border and border.replace(">in", ">out") in agree
+    ]
     if takers:
         return max(takers, key=len)
     if first is seen[0]:
@@ -113,8 +124,8 @@ def _backward(first: Difference, seen: Sequence[Difference], theirs: Record) -> 
 
 
 def pattern(names: Sequence[str], of: int) -> str:
-    """Return names as a short pattern: "all" if they are nearly all `of` them, otherwise without the numbers of
-    several layers.
+    """Return names as a short pattern: "all" if they are nearly all `of` them, otherwise without
+    the numbers of several layers.
     """
     if of > 1 and len(names) >= 0.9 * of:
         return "all"

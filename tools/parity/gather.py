@@ -1,4 +1,5 @@
-"""Assembling the ranks' files of one layout: whole logical tensors, and the places where ranks disagree."""
+"""Assembling the ranks' files of one layout: whole logical tensors, and the places where ranks
+disagree."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,15 @@ Borders = dict[tuple[str, str], list[Notes]]  # of each rank, by kind and border
 
 @dataclass(frozen=True)
 class Record:
-    """The record of one layout. steps: a report per step. samples: ids of each step's batch, replica after replica.
+    """The record of one layout. steps: a report per step. samples: ids of each step's batch,
+    replica after replica.
 
-    names: logical tensors in the model's order. tensors: by kind, then by name; an element that no rank holds is NaN.
-    apart: (kind, name) of tensors of which two ranks hold the same element with different bits. cut: tensors of which
-    tp ranks hold different slices. torn: (step from 1, what) on which ranks disagree. borders: values of each rank at
-    each border, by (kind, border). same: borders at which the same tensor was seen.
+    names: logical tensors in the model's order. tensors: by kind, then by name; an element that no
+        rank holds is NaN.
+    apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
+    cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) on which ranks
+    disagree. borders: values of each rank at each border, by (kind, border). same: borders at which
+    the same tensor was seen.
     """
 
     steps: list[dict[str, Any]]
@@ -63,10 +67,13 @@ def gather(folder: Path) -> Record:
 
 
 def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Borders:
-    """Return the values of each rank in the order in which borders were passed, shared by all borders of one tensor."""
+    """Return the values of each rank in the order in which borders were passed, shared by all
+    borders of one tensor."""
     found: Borders = {}
     for rank, (said, tensors) in enumerate(zip(ranks, values, strict=True)):
-        flat, steps, first = tensors["borders"], len(said["steps"]), 0
+        flat = tensors["borders"]
+        steps = len(said["steps"])
+        first = 0
         noted: dict[tuple[str, str], Notes] = {}
         for kind, border, samples, positions in said["borders"]:
             last = first + steps * len(samples) * len(positions)
@@ -82,8 +89,8 @@ def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Bord
 def _ordered(
     noted: Mapping[tuple[str, str], Notes], passed: Mapping[str, str]
 ) -> Iterator[tuple[tuple[str, str], Notes]]:
-    """Return values forward in the order of borders, and backward in the order of gradients, at all borders of
-    their tensor.
+    """Return values forward in the order of borders, and backward in the order of gradients, at all
+    borders of their tensor.
     """
     for border, other in passed.items():
         if (FORWARD, other or border) in noted:
@@ -94,37 +101,52 @@ def _ordered(
             yield from (((BACKWARD, one), noted[kind, border]) for one in alike)
 
 
-def _assembled(ranks: Iterable[tuple[dict[str, Any], Tensors]]) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:
+def _assembled(
+    ranks: Iterable[tuple[dict[str, Any], Tensors]],
+) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:
     slices: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
     whole: dict[str, Tensors] = {}
     apart: dict[tuple[str, str], None] = {}
     for said, values in ranks:
         for number, f in enumerate(said["fragments"]):
-            kind, name, offset = f["kind"], f["name"], tuple(f["offset"])
+            kind = f["kind"]
+            name = f["name"]
+            offset = tuple(f["offset"])
             new = values[str(number)].double()
-            whole.setdefault(kind, {}).setdefault(name, torch.full(f["shape"], torch.nan, dtype=torch.float64))
-            local = slices.setdefault((kind, name, offset), torch.full(f["local"], torch.nan, dtype=torch.float64))
+            whole.setdefault(kind, {}).setdefault(
+                name, torch.full(f["shape"], torch.nan, dtype=torch.float64)
+            )
+            local = slices.setdefault(
+                (kind, name, offset), torch.full(f["local"], torch.nan, dtype=torch.float64)
+            )
             place = local.view(-1)[f["first"] : f["first"] + len(new)]
             known = ~place.isnan()
             if not torch.equal(place[known], new[known]):
                 apart[kind, name] = None
             place[~known] = new[~known]  # the first rank's, which is the one that counts
     for (kind, name, offset), local in slices.items():
-        whole[kind][name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))] = local
+        whole[kind][name][
+            tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+        ] = local
     return whole, list(apart)
 
 
 def _batches(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return the ids of each step in the order of the replicas."""
     replicas = {rank["place"][1]: rank["samples"] for rank in ranks}
-    return [[i for _, step in sorted(replicas.items()) for i in step[n]] for n in range(len(ranks[0]["samples"]))]
+    return [
+        [i for _, step in sorted(replicas.items()) for i in step[n]]
+        for n in range(len(ranks[0]["samples"]))
+    ]
 
 
 def _torn(ranks: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return steps and samples on which ranks disagree, though all must agree."""
     found = []
     for number, steps in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), 1):
-        keys = [key for key in steps[0] if any(str(step[key]) != str(steps[0][key]) for step in steps)]
+        keys = [
+            key for key in steps[0] if any(str(step[key]) != str(steps[0][key]) for step in steps)
+        ]
         found += [(number, key) for key in keys]
     for rank in ranks:
         if any(r["samples"] != rank["samples"] for r in ranks if r["place"][1] == rank["place"][1]):

@@ -1,7 +1,9 @@
-"""The layouts that a run is compared in: those that were asked for, as "tp=2,pp=2,schedule=zb-v", or all that fit.
+"""The layouts that a run is compared in: those that were asked for, as "tp=2,pp=2,schedule=zb-v",
+or all that fit.
 
-A layout is the given run with another [parallel] table. Keys of that table stay as they are if they can; keys that
-cannot (a schedule file for another number of ranks, cuts into another number of stages) are left out.
+A layout is the given run with another [parallel] table. Keys of that table stay as they are if they
+can; keys that cannot (a schedule file for another number of ranks, cuts into another number of
+stages) are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +21,20 @@ from tools.config.layouts import fitted as layout_for
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
-SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
+SHORT = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout. name: as a user would write it. parallel: the whole table. left_out: keys of the run that do not
-    fit.
+    """One layout. name: as a user would write it. parallel: the whole table. left_out: keys of the
+    run that do not fit.
     """
 
     name: str
@@ -39,7 +48,8 @@ class Layout:
 
 def asked(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
     """Return the keys of [parallel] that each text names. Raises UserError with all problems."""
-    found, problems = [], list[str]()
+    found = []
+    problems = list[str]()
     for text in texts:
         said: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -70,7 +80,10 @@ def _unreadable(text: str, table: Mapping[str, Any]) -> Iterator[str]:
     except ValidationError as error:
         for found in error.errors(include_url=False):
             if found["type"] != "extra_forbidden":
-                yield f'--layouts "{text}": {found["loc"][0]}: {found["msg"].replace("Input should", "must")}'
+                yield (
+                    f'--layouts "{text}": {found["loc"][0]}: '
+                    f"{found['msg'].replace('Input should', 'must')}"
+                )
 
 
 def every(most: int) -> list[dict[str, Any]]:
@@ -79,10 +92,17 @@ def every(most: int) -> list[dict[str, Any]]:
     Sequences are cut over two ranks, alone and together with two ranks of each other axis.
     """
     powers = [1 << n for n in range(most.bit_length())]
-    sizes = [s for s in product(powers, repeat=4) if 1 < prod(s) <= most and (s[3] == 1 or prod(s) <= 4 == s[3] * 2)]
+    sizes = [
+        s
+        for s in product(powers, repeat=4)
+        if 1 < prod(s) <= most and (s[3] == 1 or prod(s) <= 4 == s[3] * 2)
+    ]
     sizes.sort(key=lambda s: (prod(s), s[3], s))
     axes = ("tensor", "pipeline", "data", "context")
-    return [{axis: n for axis, n in zip(axes, s, strict=True) if n > 1 or axis != "context"} for s in sizes]
+    return [
+        {axis: n for axis, n in zip(axes, s, strict=True) if n > 1 or axis != "context"}
+        for s in sizes
+    ]
 
 
 def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
@@ -93,17 +113,27 @@ def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
 def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
     """Return the layout with the keys of `said`; see `tools.config.layouts.fitted`.
 
-    A layout that the run cannot have keeps all keys, so that the reasons are those of the whole table.
+    A layout that the run cannot have keeps all keys, so that the reasons are those of the whole
+    table.
     """
     if fitting := layout_for(config, said):
         return Layout(_name(said), fitting.parallel, fitting.left_out)
     return Layout(
-        _name(said), Parallel.model_validate({**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **said})
+        _name(said),
+        Parallel.model_validate({**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **said}),
     )
 
 
 def _name(said: Mapping[str, Any]) -> str:
     usual = {key: Parallel.model_fields[key].default for key in SHORT.values()}
-    axes = [f"{short}={said[key]}" for short, key in SHORT.items() if said.get(key, usual[key]) != usual[key]]
-    others = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in said.items() if k not in SHORT.values()]
+    axes = [
+        f"{short}={said[key]}"
+        for short, key in SHORT.items()
+        if said.get(key, usual[key]) != usual[key]
+    ]
+    others = [
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}"
+        for k, v in said.items()
+        if k not in SHORT.values()
+    ]
     return ",".join([*axes, *others]) or "one process"

@@ -1,17 +1,19 @@
 """The bounds within which two runs without a fault may differ.
 
-In float64 rounding is measured: one process trains a second time from weights that were each moved by one unit in the
-last place. The change shows the effect of rounding: almost nothing for most numbers, and everything for a gradient that
-is only rounding error, such as that of a bias of keys, which softmax cancels. A layout, which sums in another order,
-may differ by `FLOAT64`, or by `ROUNDED` times that change if it is more. If this bound exceeds `TELLS`, the quantity
-proves nothing and counts as not tried.
+In float64 rounding is measured: one process trains a second time from weights that were each moved
+by one unit in the last place. The change shows the effect of rounding: almost nothing for most
+numbers, and everything for a gradient that is only rounding error, such as that of a bias of keys,
+which softmax cancels. A layout, which sums in another order, may differ by `FLOAT64`, or by
+`ROUNDED` times that change if it is more. If this bound exceeds `TELLS`, the quantity proves
+nothing and counts as not tried.
 
-In the run's own precision one process differs from one process in float64 by some error. So do `DRAWS` runs in float64
-from weights that were each moved by one unit in the last place of that precision: one run alone may be lucky, for the
-first steps of Adam move a weight by the sign of its gradient, which rounding changes where the gradient is small. A
-layout may differ by `SLACK` times the largest of these errors among all layers, or by as many units in the last place
-of the dtype if that is more, or as if `SLACK` tokens went to another expert. If the bound does not exclude a factor of
-the square root of two, the quantity proves nothing either.
+In the run's own precision one process differs from one process in float64 by some error. So do
+`DRAWS` runs in float64 from weights that were each moved by one unit in the last place of that
+precision: one run alone may be lucky, for the first steps of Adam move a weight by the sign of its
+gradient, which rounding changes where the gradient is small. A layout may differ by `SLACK` times
+the largest of these errors among all layers, or by as many units in the last place of the dtype if
+that is more, or as if `SLACK` tokens went to another expert. If the bound does not exclude a factor
+of the square root of two, the quantity proves nothing either.
 """
 
 import math
@@ -24,7 +26,11 @@ from torch import Tensor
 
 from tools.parity.gather import Record, Tensors
 
-FLOAT64, SLACK, ROUNDED, TELLS, DRAWS = 1e-12, 4.0, 100.0, 1e-6, 3
+FLOAT64 = 1e-12
+SLACK = 4.0
+ROUNDED = 100.0
+TELLS = 1e-6
+DRAWS = 3
 COUNTED = 1e-4  # of a gradient norm in low precision: squares may be summed in FP32
 COARSE = 0.41  # in another precision: a factor of the square root of two would pass
 EXPERTS = ".experts."  # in names of tensors of one expert: rounding decides which tokens it gets
@@ -36,11 +42,12 @@ FLOOR = 1e-3  # fraction of the average norm that a tensor's norm counts as at l
 class Noise:
     """The effect of rounding on a run.
 
-    shaken: of a run in float64, the same run from weights moved by rounding. truth: of a run in another precision, the
-    run in float64 on one process. moved: the same runs from weights moved by rounding of that precision. epsilon: of
-    the dtype of products. tokens: tokens of an expert in a step, if there are experts: rounding sends a token that is
-    undecided between two experts to the other one, and its part of all gradients with it. kept: epsilon of the
-    optimizer's "weights" and "moments". exact: True if no bit may differ.
+    shaken: of a run in float64, the same run from weights moved by rounding. truth: of a run in
+    another precision, the run in float64 on one process. moved: the same runs from weights moved by
+    rounding of that precision. epsilon: of the dtype of products. tokens: tokens of an expert in a
+    step, if there are experts: rounding sends a token that is undecided between two experts to the
+    other one, and its part of all gradients with it. kept: epsilon of the optimizer's "weights" and
+    "moments". exact: True if no bit may differ.
     """
 
     shaken: Record | None = None
@@ -56,13 +63,17 @@ class Noise:
         """Return the bound for `SLACK` tokens that go to another expert."""
         return math.sqrt(SLACK / self.tokens)
 
-    def of_number(self, theirs: float, shaken: float | None, truth: float | None, moved: Sequence[float] = ()) -> float:
+    def of_number(
+        self, theirs: float, shaken: float | None, truth: float | None, moved: Sequence[float] = ()
+    ) -> float:
         """Return the bound of a number."""
         if self.exact:
             return 0.0
         if truth is not None:
             return SLACK * max(self.epsilon, *(apart(other, truth) for other in (theirs, *moved)))
-        return max(FLOAT64, ROUNDED * apart(shaken, theirs)) if shaken is not None else FLOAT64
+        if shaken is not None:
+            return max(FLOAT64, ROUNDED * apart(shaken, theirs))
+        return FLOAT64
 
     def of_tensors(
         self,
@@ -77,11 +88,20 @@ class Noise:
             return dict.fromkeys(theirs, 0.0)
         if truth is None:
             near = shaken or {}
-            far = {name: error(near[name], t, scale[name]) for name, t in theirs.items() if name in near}
+            far = {
+                name: error(near[name], t, scale[name])
+                for name, t in theirs.items()
+                if name in near
+            }
             return {name: max(FLOAT64, ROUNDED * far.get(name, 0.0)) for name in theirs}
-        common, largest = self.epsilon, dict[str, float]()
+        common = self.epsilon
+        largest = dict[str, float]()
         for some in [theirs, *moved]:
-            far = {name: error(t, truth[name], scale[name]) for name, t in some.items() if name in truth}
+            far = {
+                name: error(t, truth[name], scale[name])
+                for name, t in some.items()
+                if name in truth
+            }
             common = max(common, _rms(far.values()))
             for name, one in far.items():
                 largest[_kind(name)] = max(one, largest.get(_kind(name), 0.0))
@@ -100,7 +120,8 @@ class Noise:
         return SLACK * self.kept[quantity] if self.truth is not None else FLOAT64
 
     def untold(self, bound: float) -> str:
-        """Return the reason why a quantity with this bound proves nothing; empty if it does prove something."""
+        """Return the reason why a quantity with this bound proves nothing; empty if it does prove
+        something."""
         if bound <= (TELLS if self.truth is None else COARSE):
             return ""
         return f"rounding alone may change it by {bound:.0e}"
@@ -114,7 +135,8 @@ def apart(one: float, other: float) -> float:
 
 
 def error(ours: Tensor, theirs: Tensor, scale: float) -> float:
-    """Return the norm of the difference over `scale`: 0 if and only if all bits are equal, infinite if one is NaN."""
+    """Return the norm of the difference over `scale`: 0 if and only if all bits are equal, infinite
+    if one is NaN."""
     if torch.equal(ours, theirs):
         return 0.0
     far = (ours - theirs).norm().item() / scale
@@ -122,9 +144,13 @@ def error(ours: Tensor, theirs: Tensor, scale: float) -> float:
 
 
 def scales(tensors: Tensors) -> dict[str, float]:
-    """Return the scale of errors of each tensor: its norm, or a thousandth of the average norm of its size."""
+    """Return the scale of errors of each tensor: its norm, or a thousandth of the average norm of
+    its size."""
     average = average_element(tensors)
-    return {n: max(t.norm().item(), FLOOR * average * math.sqrt(t.numel())) or 1.0 for n, t in tensors.items()}
+    return {
+        n: max(t.norm().item(), FLOOR * average * math.sqrt(t.numel())) or 1.0
+        for n, t in tensors.items()
+    }
 
 
 def average_element(tensors: Tensors) -> float:
@@ -136,8 +162,9 @@ def average_element(tensors: Tensors) -> float:
 def rounding(theirs: Tensor, shaken: Tensor) -> Tensor:
     """Return a bool tensor of the elements of a float64 gradient that may be only rounding error.
 
-    These are elements that are not far above the changes that rounding causes in their tensor. An element that is zero
-    in both runs is a true zero, as of a token that never occurs, unless its whole tensor is rounding error.
+    These are elements that are not far above the changes that rounding causes in their tensor. An
+    element that is zero in both runs is a true zero, as of a token that never occurs, unless its
+    whole tensor is rounding error.
     """
     limit = ROUNDED * (shaken - theirs).square().mean().sqrt()
     small = theirs.abs() <= limit
@@ -147,7 +174,8 @@ def rounding(theirs: Tensor, shaken: Tensor) -> Tensor:
 
 
 def rounded(theirs: Record, shaken: Record) -> dict[str, int]:
-    """Return, by tensor, the number of elements whose gradient may be only rounding error in some step."""
+    """Return, by tensor, the number of elements whose gradient may be only rounding error in some
+    step."""
     masks: dict[str, Tensor] = {}
     for kind, grads in theirs.tensors.items():
         if kind.startswith("gradient/"):
@@ -169,7 +197,8 @@ def zeros(some: Tensors, theirs: Tensors, shaken: Tensors | None) -> int:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of the tensor, which is the same in all layers. All tensors of experts are of one kind."""
+    """Return the kind of the tensor, which is the same in all layers. All tensors of experts are of
+    one kind."""
     return EXPERTS if EXPERTS in name else re.sub(r"\d+", "N", name)
 
 

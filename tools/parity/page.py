@@ -15,13 +15,14 @@ from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
 EQUAL_BITS = "equal bits"
 CLASS = {PROVEN: "proven", WRONG: "wrong", NOT_TRIED: "untried"}
 
+# shown as errors; all other quantities must be exact, and share a column
 NUMBERS = {
     "loss": "loss",
     "gradient": "gradients",
     "gradient norm": "norm",
     "weights": "weights",
     "moments": "moments",
-}  # shown as errors; all other quantities must be exact, and share a column
+}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1100px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
@@ -65,11 +66,18 @@ def verdict(one: Mapping[str, Any]) -> str:
 
 
 def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
-    """Yield (what, why) that was not tried: of the run, of one layout, or a quantity in every layout."""
+    """Yield (what, why) that was not tried: of the run, of one layout, or a quantity in every
+    layout."""
     yield from ((what, why) for what, why in made["not_tried"])
     for one in made["layouts"]:
         if left_out := ", ".join(f"parallel.{key}" for key in one["left_out"]):
-            yield left_out, f"{one['layout']} in {one['precision']}: the sizes that were compared do not allow it"
+            yield (
+                left_out,
+                (
+                    f"{one['layout']} in {one['precision']}: the sizes that were compared do not "
+                    "allow it"
+                ),
+            )
     tried = [one for one in made["layouts"] if one["quantities"]]
     for precision in dict.fromkeys(one["precision"] for one in tried):
         alike = [one["quantities"] for one in tried if one["precision"] == precision]
@@ -82,15 +90,22 @@ def conclusion(made: Certificate) -> str:
     """Return the result in a sentence."""
     layouts = made["layouts"]
     count = Counter(one["verdict"] for one in layouts)
-    good, tried = count[PROVEN], count[PROVEN] + count[WRONG]
+    good = count[PROVEN]
+    tried = count[PROVEN] + count[WRONG]
     rest = f"; {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
     equal = sum(bool(one.get("equal_bits")) for one in layouts)
     bits = f", {equal} of them in every bit" if equal else ""
     how = f"{made['tensors']} tensors, {made['steps']} steps, of which {made['applied']} applied"
     if not tried:
-        return f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be tried ({how})"
+        return (
+            f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be "
+            f"tried ({how})"
+        )
     if good == tried:
-        return f"all {good} comparisons agree with one process{bits}: {how} and {made['clipped']} clipped{rest}"
+        return (
+            f"all {good} comparisons agree with one process{bits}: {how} and {made['clipped']} "
+            f"clipped{rest}"
+        )
     return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({how}){rest}"
 
 
@@ -120,7 +135,11 @@ def _cells(one: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _number(error: float | str) -> str:
-    return error if isinstance(error, str) else "0" if error == 0 else f"{error:.0e}"
+    if isinstance(error, str):
+        return error
+    if error == 0:
+        return "0"
+    return f"{error:.0e}"
 
 
 def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -128,7 +147,12 @@ def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "not tried", one["why"]
         return
     first = one["first"]
-    yield "arises in", " ".join(filter(None, (f"{first['phase']}:", first["place"] if "ranks_at" not in one else "")))
+    yield (
+        "arises in",
+        " ".join(
+            filter(None, (f"{first['phase']}:", first["place"] if "ranks_at" not in one else ""))
+        ),
+    )
     if "note" in first and "quantity" not in first:
         yield "", first["note"]
     yield from (("", where) for where in one.get("ranks_at", ()))
@@ -143,7 +167,10 @@ def told(d: Mapping[str, Any]) -> str:
     what = " ".join(filter(None, (d["quantity"], d["name"])))
     when = f"step {d['step']}" if d["step"] else "before the first step"
     ratio = f", ratio {d['ratio_looks_like']}" if d.get("ratio_looks_like") else ""
-    size = "" if d["error"] == "inf" else f": error {_number(d['error'])}, bound {_number(d['bound'])}"
+    if d["error"] == "inf":
+        size = ""
+    else:
+        size = f": error {_number(d['error'])}, bound {_number(d['bound'])}"
     note = f"; {_short(d['note'])}" if d.get("note") else ""
     seen = f", on rank {', '.join(map(str, d['ranks']))}" if d.get("ranks") else ""
     return f"{what}, {when}{size}{ratio}{seen}{note}"
@@ -156,7 +183,8 @@ def page(made: Certificate) -> str:
     parts = [
         f"<h1>megaprec parity: {escape(configuration['file'])}</h1>",
         f'<p class="verdict {CLASS[made["verdict"]]}">{escape(conclusion(made))}</p>',
-        f"<p>{escape(configuration['model'])}. Run <code>sha256 {configuration['sha256']}</code>, as compared "
+        f"<p>{escape(configuration['model'])}. Run <code>sha256 "
+        f"{configuration['sha256']}</code>, as compared "
         f"<code>{configuration['sha256_as_compared']}</code>. {escape(versions)}.</p>",
         "<h2>Layouts</h2>",
         _layouts(made["layouts"]),
@@ -172,39 +200,59 @@ def page(made: Certificate) -> str:
     if made["rounding"]:
         names = ", ".join(f"{name} ({count})" for name, count in made["rounding"].items())
         parts.append(
-            "<p>Elements whose gradient may be nothing but rounding: they need not be as near, and are not counted as "
+            "<p>Elements whose gradient may be nothing but rounding: they need not be as "
+            "near, and are not counted as "
             f"zeros: {escape(names)}.</p>"
         )
     body = "\n".join(parts)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>megaprec parity</title>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>megaprec '
+        "parity</title>"
         f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 
 
 def _layouts(layouts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [(one["layout"], one["precision"], *(cell for cell, _ in _cells(one)), verdict(one)) for one in layouts]
+    rows = [
+        (one["layout"], one["precision"], *(cell for cell, _ in _cells(one)), verdict(one))
+        for one in layouts
+    ]
     return _table(("layout", "precision", *NUMBERS.values(), "exact", "verdict"), rows)
 
 
 def _trouble_html(one: Mapping[str, Any]) -> str:
-    lines = "".join(f"<tr><td>{escape(word)}</td><td>{escape(text)}</td></tr>" for word, text in _trouble(one))
-    heading = f"<h2 class='{CLASS[one['verdict']]}'>{escape(one['layout'])}, {escape(one['precision'])}</h2>"
+    lines = "".join(
+        f"<tr><td>{escape(word)}</td><td>{escape(text)}</td></tr>" for word, text in _trouble(one)
+    )
+    heading = (
+        f"<h2 class='{CLASS[one['verdict']]}'>{escape(one['layout'])}, "
+        f"{escape(one['precision'])}</h2>"
+    )
     rows = [(told(d),) for d in one.get("differing", [])]
-    more = f"<p>{one['num_differing']} in all.</p>" if one.get("num_differing", 0) > len(rows) else ""
+    if one.get("num_differing", 0) > len(rows):
+        more = f"<p>{one['num_differing']} in all.</p>"
+    else:
+        more = ""
     return f"{heading}<table>{lines}</table>{_way(one)}{_table(('what differs',), rows) if rows else ''}{more}"
 
 
 def _way(one: Mapping[str, Any]) -> str:
-    """Return the step of the first difference as a row of its stations, with the first that differs marked."""
-    way, shown = one.get("way", []), []
+    """Return the step of the first difference as a row of its stations, with the first that differs
+    marked."""
+    way = one.get("way", [])
+    shown = []
     first = next((n for n, stop in enumerate(way) if stop["verdict"] == WRONG), -1)
     for n, stop in enumerate(way):
         mark = f"{CLASS[stop['verdict']]}{' first' if n == first else ''}"
         back = "← " if stop["phase"] == "backward" else ""
         title = f"{stop['phase']}, error {_number(stop['error'])}"
-        shown.append(f'<li class="{mark}" title="{escape(title)}">{back}{escape(stop["name"])}</li>')
-    heading = f"<p>Step {one['first']['step']}, from its first activation to its update:</p>" if way else ""
+        shown.append(
+            f'<li class="{mark}" title="{escape(title)}">{back}{escape(stop["name"])}</li>'
+        )
+    if way:
+        heading = f"<p>Step {one['first']['step']}, from its first activation to its update:</p>"
+    else:
+        heading = ""
     return f'{heading}<ol class="way">{"".join(shown)}</ol>' if way else ""
 
 
@@ -225,7 +273,17 @@ def _quantities(one: Mapping[str, Any]) -> str:
         else (name, q["verdict"], *[""] * 6, q["why"])
         for name, q in one["quantities"].items()
     ]
-    head = ("quantity", "verdict", "compared", "failed", "worst error", "bound", "at", "step", "why not tried")
+    head = (
+        "quantity",
+        "verdict",
+        "compared",
+        "failed",
+        "worst error",
+        "bound",
+        "at",
+        "step",
+        "why not tried",
+    )
     summary = f"{escape(one['layout'])}, {escape(one['precision'])}: {one['verdict']}"
     return f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
 
@@ -234,7 +292,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     numeric = {n for n in range(len(head)) if rows and all(_is_number(row[n]) for row in rows)}
     marks = [' class="n"' if n in numeric else "" for n in range(len(head))]
     top = "".join(f"<th{mark}>{escape(name)}</th>" for mark, name in zip(marks, head, strict=True))
-    lines = ["".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) for row in rows]
+    lines = [
+        "".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True))
+        for row in rows
+    ]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="scroll"><table><tr>{top}</tr>\n{body}</table></div>'
 

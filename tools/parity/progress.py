@@ -1,11 +1,12 @@
 """Watching where each rank is, to detect that all ranks wait for ever.
 
-A rank that waits in a collective which other ranks never enter would wait until gloo's timeout, half an hour, and then
-report only that. So the main thread of each rank notes at the begin of each wait where it is: instruction of the
-schedule, module and collective. Another thread writes that to a file twice a second, and what Python's faulthandler
-says of a rank that does not wait. The process that started the ranks watches these files: if no rank has moved
-and none has used its processor for a while, all wait, and their positions are the finding. A slow or crowded machine
-does not cause this: ranks do use the processor there.
+A rank that waits in a collective which other ranks never enter would wait until gloo's timeout,
+half an hour, and then report only that. So the main thread of each rank notes at the begin of each
+wait where it is: instruction of the schedule, module and collective. Another thread writes that to
+a file twice a second, and what Python's faulthandler says of a rank that does not wait. The process
+that started the ranks watches these files: if no rank has moved and none has used its processor for
+a while, all wait, and their positions are the finding. A slow or crowded machine does not cause
+this: ranks do use the processor there.
 """
 
 import json
@@ -44,10 +45,12 @@ IDLE = 0.02  # share of one processor below which a rank does not compute
 
 
 class Trail(Waits):
-    """The way of a rank's main thread, which writes it itself: no other thread looks at what it runs.
+    """The way of a rank's main thread, which writes it itself: no other thread looks at what it
+    runs.
 
-    position: with the instruction of the schedule. modules: those whose forward pass is under way, by the common part
-    of their parameters' logical names, innermost last. where: whereabouts in the present wait; None between waits.
+    position: with the instruction of the schedule. modules: those whose forward pass is under way,
+    by the common part of their parameters' logical names, innermost last. where: whereabouts in the
+    present wait; None between waits.
     """
 
     def __init__(self) -> None:
@@ -71,7 +74,8 @@ class Trail(Waits):
         return self.where or self._from_outside()
 
     def _from_outside(self) -> dict[str, Any]:
-        """Return the whereabouts outside of waits that are noted; a wait of the user's own code may be there."""
+        """Return the whereabouts outside of waits that are noted; a wait of the user's own code may
+        be there."""
         calls = main_calls()
         waits, lines = summary(calls)
         where: dict[str, Any] = {"at": lines, "waits": waits}
@@ -87,7 +91,8 @@ class Trail(Waits):
 
 @contextmanager
 def noting(path: Path) -> Iterator[Trail]:
-    """Within the context, keep the position of the main thread in the file `path`; yields what it has to write."""
+    """Within the context, keep the position of the main thread in the file `path`; yields what it
+    has to write."""
     over = Event()
     trail = Trail()
     watcher = Thread(target=_note, args=(path, over, trail), daemon=True)
@@ -117,15 +122,18 @@ def _is_collective(file: str, function: str) -> bool:
 
 
 def whereabouts(frame: FrameType) -> dict[str, Any]:
-    """Return the position of the calling thread, which stands still in this frame and those around it.
+    """Return the position of the calling thread, which stands still in this frame and those around
+    it.
 
-    instruction: of the schedule. module: by the common part of its parameters' logical names. collective: axis and
-    kind. waits: whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and Python.
+    instruction: of the schedule. module: by the common part of its parameters' logical names.
+    collective: axis and kind. waits: whether it is in a transfer between ranks. at: the innermost
+    lines of code outside of torch and Python.
     """
     found: dict[str, Any] = {"at": [], "waits": False}
     inner: FrameType | None = frame
     while inner is not None:
-        file, local = short_path(inner.f_code.co_filename), inner.f_locals
+        file = short_path(inner.f_code.co_filename)
+        local = inner.f_locals
         found["waits"] |= not found["at"] and file.startswith(WAITING)
         if not file.startswith(OUTSIDE) and len(found["at"]) < LINES:
             found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
@@ -133,7 +141,9 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
             found["collective"] = inner.f_code.co_name
         own = local.get("self")
         if isinstance(own, Axis):
-            found["collective"] = f"{inner.f_code.co_name.removeprefix('start_').strip('_')} over {own.name}"
+            found["collective"] = (
+                f"{inner.f_code.co_name.removeprefix('start_').strip('_')} over {own.name}"
+            )
         if isinstance(own, Executor) and inner.f_code.co_name == "carry_out" and "i" in local:
             found["instruction"] = str(local["i"])
         if "module" not in found and (name := _module(own, local.get("ctx"))):
@@ -150,13 +160,16 @@ def _module(own: object, ctx: Any) -> str:
 
 
 class Watch:
-    """Watcher of ranks that record their position in folder/RANK.at; it ends them if all of them wait.
+    """Watcher of ranks that record their position in folder/RANK.at; it ends them if all of them
+    wait.
 
     stuck: the last position of each rank in that case; empty until then.
     """
 
     def __init__(self, folder: Path, ranks: int, patience: float = PATIENCE) -> None:
-        self.folder, self.ranks, self.patience = folder, ranks, patience
+        self.folder = folder
+        self.ranks = ranks
+        self.patience = patience
         self.stuck: dict[int, dict[str, Any]] = {}
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
@@ -175,7 +188,9 @@ class Watch:
         return self.folder / f"{rank}.at"
 
     def _watch(self) -> None:
-        seconds, before, used = 0.0, dict[int, dict[str, Any]](), 0.0
+        seconds = 0.0
+        before = dict[int, dict[str, Any]]()
+        used = 0.0
         while not self._over.wait(EVERY):
             now = self._said()
             places = {rank: _without_processor(one) for rank, one in now.items()}
@@ -219,7 +234,11 @@ def told(rank: int, one: Mapping[str, Any]) -> str:
 
 
 def odd(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
-    """Return the ranks that wait for something else than most ranks do, or do not wait; empty if none stands out."""
-    kinds = {rank: (one.get("collective"), one.get("instruction"), one["waits"]) for rank, one in stuck.items()}
+    """Return the ranks that wait for something else than most ranks do, or do not wait; empty if
+    none stands out."""
+    kinds = {
+        rank: (one.get("collective"), one.get("instruction"), one["waits"])
+        for rank, one in stuck.items()
+    }
     common = max(kinds.values(), key=lambda kind: sum(other == kind for other in kinds.values()))
     return [rank for rank, kind in kinds.items() if kind != common]

@@ -1,6 +1,8 @@
-"""Running layouts: one launch of local ranks for all layouts with the same number of ranks, one after the other.
+"""Running layouts: one launch of local ranks for all layouts with the same number of ranks, one
+after the other.
 
-The parent writes a folder for each run, with its run file and its plan; the ranks read them and add their files.
+The parent writes a folder for each run, with its run file and its plan; the ranks read them and add
+their files.
 """
 
 import json
@@ -23,7 +25,8 @@ from tools.training.launch import launch_local, note_failure
 
 PENDING = "pending"  # file with the names of the pending runs
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a program to end
-FLAG = "--as-rank"  # option of `megaprec parity`: this process is a rank, and its argument a folder of runs
+# option of `megaprec parity`: this process is a rank, and its argument a folder of runs
+FLAG = "--as-rank"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Run:
     @staticmethod
     def read(folder: Path) -> "Run":
         """Read the files that `write` wrote to `folder`."""
-        return Run(load_run(folder / "run.toml"), Plan(**json.loads((folder / "plan").read_text())), folder)
+        return Run(
+            load_run(folder / "run.toml"), Plan(**json.loads((folder / "plan").read_text())), folder
+        )
 
 
 def corpus_of(config: RunConfig) -> Corpus:
@@ -61,8 +66,8 @@ def run_alone(run: Run) -> Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a run did not finish. where: position of each rank, if all waited. stopped: the user stopped
-    it.
+    """The reason why a run did not finish. where: position of each rank, if all waited. stopped:
+    the user stopped it.
     """
 
     why: str
@@ -70,11 +75,14 @@ class Failure:
     stopped: bool = False
 
 
-def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) -> list[Failure | None]:
-    """Carry out runs of equally many ranks, each in a folder within `folder`; return why each failed, None if it did
-    not.
+def run_together(
+    runs: Sequence[Run], folder: Path, patience: float = PATIENCE
+) -> list[Failure | None]:
+    """Carry out runs of equally many ranks, each in a folder within `folder`; return why each
+    failed, None if it did not.
 
-    After a failed run the others are launched anew. patience: seconds after which ranks that all wait are ended.
+    After a failed run the others are launched anew. patience: seconds after which ranks that all
+    wait are ended.
     """
     for run in runs:
         run.folder.mkdir(parents=True)
@@ -107,12 +115,21 @@ def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
     if watch.stuck:
         where = tuple(told(rank, one) for rank, one in sorted(watch.stuck.items()))
         alone = ", ".join(map(str, odd(watch.stuck)))
-        other = f"; rank {alone} waits for something else than the others, or for nothing" if alone else ""
-        why = f"its ranks hang: for {patience:g} s none moved or computed, until they were ended{other}"
+        if alone:
+            other = f"; rank {alone} waits for something else than the others, or for nothing"
+        else:
+            other = ""
+        why = (
+            f"its ranks hang: for {patience:g} s none moved or computed, until they were "
+            f"ended{other}"
+        )
         return Failure(why, where)
     if code - 128 in STOPS:
         return Failure(f"stopped by signal {code - 128}", stopped=True)
-    ended = f"a rank was ended by signal {code - 128}" if code > 128 else f"its ranks ended with code {code}"
+    if code > 128:
+        ended = f"a rank was ended by signal {code - 128}"
+    else:
+        ended = f"its ranks ended with code {code}"
     said = sorted(folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
     fresh = [path for path in said if path.parent in {run.folder for run in runs}]
     return Failure(f"{ended}: {fresh[0].read_text(encoding='utf-8')}" if fresh else ended)
@@ -127,7 +144,8 @@ def as_rank(folder: Path) -> int:
 
 
 def carry_out(folder: Path, trail: Trail | None = None) -> None:
-    """Take part in each pending run within `folder`, in a world that has been joined. trail: told where the rank is."""
+    """Take part in each pending run within `folder`, in a world that has been joined. trail: told
+    where the rank is."""
     for name in (folder / PENDING).read_text(encoding="utf-8").splitlines():
         run = Run.read(folder / name)
         p = run.config.parallel

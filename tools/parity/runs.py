@@ -1,4 +1,5 @@
-"""The runs that are compared: the user's run for a few steps on one process, in float64 and in its own precision."""
+"""The runs that are compared: the user's run for a few steps on one process, in float64 and in its
+own precision."""
 
 from math import inf
 from pathlib import Path
@@ -16,20 +17,44 @@ from tools.parity.gather import Record
 from tools.parity.record import Plan
 from tools.parity.shrink import Most, shrunk
 
-NUMBERS = ("compute", "parameters", "gradients", "reduce", "masters", "moments", "rounding", "pipeline", "buffers")
+NUMBERS = (
+    "compute",
+    "parameters",
+    "gradients",
+    "reduce",
+    "masters",
+    "moments",
+    "rounding",
+    "pipeline",
+    "buffers",
+)
+# keys of [precision] that are dtypes, or only make sense with some
 NUMBERS += (
     "residual",
     "attention",
     "scores",
     "output",
     "tf32",
-)  # keys of [precision] that are dtypes, or only make sense with some
-RESETS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")  # what documents change, of [data]
-EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-3}
+)
+# what documents change, of [data]
+RESETS = (
+    "reset_attention_mask",
+    "reset_position_ids",
+    "eod_mask_loss",
+)
+EPSILON = {
+    "fp64": 2.0**-52,
+    "fp32": 2.0**-23,
+    "tf32": 2.0**-10,
+    "fp16": 2.0**-10,
+    "bf16": 2.0**-7,
+    "fp8": 2.0**-3,
+}
 
 
 def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Path) -> RunConfig:
-    """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for its files."""
+    """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
+    its files."""
     ready = config if full else shrunk(config, most)
     taken = max(steps, config.train.steps) if full else steps
     train = {"steps": taken, "eval_every": 0, "sentinel": 0, "threads": 1, "device": "cpu"}
@@ -51,9 +76,12 @@ def with_random_tokens(config: RunConfig, steps: int, folder: Path) -> RunConfig
 
     Documents end within samples, and a quarter of the vocabulary never occurs.
     """
-    vocab, train = config.model.vocab, config.train
+    vocab = config.model.vocab
+    train = config.train
     count = (steps + 1) * train.global_batch * train.seq_length + 1
-    drawn = torch.randint(0, max(1, vocab * 3 // 4), (count,), generator=torch.Generator().manual_seed(train.seed))
+    drawn = torch.randint(
+        0, max(1, vocab * 3 // 4), (count,), generator=torch.Generator().manual_seed(train.seed)
+    )
     prefix = folder / "tokens"
     with IndexedWriter(prefix, vocab) as writer:
         for document in drawn.split(train.seq_length * 2 // 3 + 1):
@@ -80,24 +108,34 @@ def epsilon(config: RunConfig) -> float:
     plan = config.plan
     made = plan.compute, plan.attention, plan.scores, plan.gradients, plan.reduce, plan.pipeline
     used = [dtype_name(d) for d in made]
-    return max(EPSILON[name] for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])])
+    return max(
+        EPSILON[name]
+        for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])]
+    )
 
 
 def kept(config: RunConfig) -> dict[str, float]:
     """Return one unit in the last place of the optimizer's weights, and of its moments."""
     plan = config.plan
-    return {"weights": EPSILON[dtype_name(plan.masters)], "moments": EPSILON[dtype_name(plan.moments)]}
+    return {
+        "weights": EPSILON[dtype_name(plan.masters)],
+        "moments": EPSILON[dtype_name(plan.moments)],
+    }
 
 
 def tokens_per_expert(config: RunConfig) -> float:
     """Return the average tokens of an expert in one step; infinite without experts."""
     model = config.model
-    return config.tokens_per_step * model.experts_per_token / model.experts if model.experts else inf
+    if model.experts:
+        return config.tokens_per_step * model.experts_per_token / model.experts
+    return inf
 
 
 def clipped(config: RunConfig, probe: Record) -> RunConfig:
-    """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of it."""
-    clip, norm = config.optimizer.clip, probe.steps[0]["grad_norm"]
+    """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of
+    it."""
+    clip = config.optimizer.clip
+    norm = probe.steps[0]["grad_norm"]
     if not 0 < norm <= clip:
         return config
     return config.model_copy(
@@ -106,7 +144,8 @@ def clipped(config: RunConfig, probe: Record) -> RunConfig:
 
 
 def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
-    """Return the plan: `steps` applied steps, and after the first of them one with an infinity in the largest tensor.
+    """Return the plan: `steps` applied steps, and after the first of them one with an infinity in
+    the largest tensor.
 
     No infinity is planted if non-finite steps are applied.
     """

@@ -1,12 +1,13 @@
 """Making a run small without changing its structure.
 
-The faults of a layout depend on structure, not on size: whether heads, vocabulary and batch divide by the ranks, how
-many heads share a key, whether there are experts, windows, dropout, several chunks a rank. So each size becomes the
-smallest one that the numbers of ranks divide, or do not divide, as they did the original.
+The faults of a layout depend on structure, not on size: whether heads, vocabulary and batch divide
+by the ranks, how many heads share a key, whether there are experts, windows, dropout, several
+chunks a rank. So each size becomes the smallest one that the numbers of ranks divide, or do not
+divide, as they did the original.
 
-The learning rate is constant, for weights hardly move in the first steps of a warmup. Text is replaced by random tokens
-of the small vocabulary, some of which never occur. Some targets are left out of the loss, so that the replicas' shares
-differ in tokens.
+The learning rate is constant, for weights hardly move in the first steps of a warmup. Text is
+replaced by random tokens of the small vocabulary, some of which never occur. Some targets are left
+out of the loss, so that the replicas' shares differ in tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,14 +21,18 @@ from parallel.sequence_cut import unit
 from tools.config.run_file import RunConfig
 from tools.config.table import Table
 
-LENGTH, HEAD_DIM, VOCAB, MICROBATCHES = 16, 8, 61, 4
+LENGTH = 16
+HEAD_DIM = 8
+VOCAB = 61
+MICROBATCHES = 4
 EXPERT = 32  # largest width of an expert
 SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
 
 
 @dataclass(frozen=True)
 class Most:
-    """The largest sizes of the axes among the layouts. expert: the ranks over which experts are spread."""
+    """The largest sizes of the axes among the layouts. expert: the ranks over which experts are
+    spread."""
 
     tensor: int
     pipeline: int
@@ -42,7 +47,9 @@ def shrunk(config: RunConfig, most: Most) -> RunConfig:
     tables: dict[str, Table | ModelConfig] = {
         "model": model,
         "train": config.train.model_copy(update={**_train(config, most), "init_from": ""}),
-        "lr": config.lr.model_copy(update={"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}),
+        "lr": config.lr.model_copy(
+            update={"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}
+        ),
     }
     if config.precision.scaling == "dynamic":
         initial = max(config.precision.min_scale, min(config.precision.initial_scale, SCALE))
@@ -55,7 +62,8 @@ def shrunk(config: RunConfig, most: Most) -> RunConfig:
 
 def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the differences between two runs, by dotted key."""
-    one, other = dict(_keys(before)), dict(_keys(after))
+    one = dict(_keys(before))
+    other = dict(_keys(after))
     return {key: (one[key], value) for key, value in other.items() if one[key] != value}
 
 
@@ -66,11 +74,15 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def like(value: int, least: int, most: int) -> int:
-    """Return the smallest number from `least` on that 2 to `most` divide exactly where they divide `value`; at
-    most `value`.
+    """Return the smallest number from `least` on that 2 to `most` divide exactly where they divide
+    `value`; at most `value`.
     """
     divisors = range(2, most + 1)
-    fits = (n for n in range(max(1, least), value) if all((n % d == 0) == (value % d == 0) for d in divisors))
+    fits = (
+        n
+        for n in range(max(1, least), value)
+        if all((n % d == 0) == (value % d == 0) for d in divisors)
+    )
     return next(fits, value)
 
 
@@ -81,7 +93,9 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
     while not _alike(model, group * kv_heads, most.tensor):
         kv_heads = like(model.kv_heads, kv_heads + 1, most.tensor)
     latent = _latent(model.latent)
-    head_dim = next((d for d in range(HEAD_DIM, model.head_dim, 2) if _turns(model, d)), model.head_dim)
+    head_dim = next(
+        (d for d in range(HEAD_DIM, model.head_dim, 2) if _turns(model, d)), model.head_dim
+    )
     head_dim = latent.head_dim or head_dim
     heads = group * kv_heads
     hidden = max(8, heads * head_dim * model.hidden // (model.heads * model.head_dim))
@@ -96,7 +110,13 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
         "head_dim": head_dim,
         "hidden": min(hidden, model.hidden),
         "vocab": vocab,
-        **_feed_forwards(model, layers, min(hidden, model.ffn), most.tensor, max(most.expert, config.parallel.expert)),
+        **_feed_forwards(
+            model,
+            layers,
+            min(hidden, model.ffn),
+            most.tensor,
+            max(most.expert, config.parallel.expert),
+        ),
         "max_positions": min(model.max_positions, 2 * length),
         "window": _window(model.window, config.train.seq_length, length),
         "window_layers": window_layers(model, layers),
@@ -105,22 +125,33 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
 
 
 def _latent(sizes: Latent) -> Latent:
-    """Return latents and features of a head that are small, and of widths that differ where they did."""
+    """Return latents and features of a head that are small, and of widths that differ where they
+    did."""
     most = {"kv_rank": 12, "query_rank": 14, "rope_dim": 4, "nope_dim": 6, "value_dim": 8}
-    return sizes.model_copy(update={key: min(getattr(sizes, key), size) for key, size in most.items()})
+    return sizes.model_copy(
+        update={key: min(getattr(sizes, key), size) for key, size in most.items()}
+    )
 
 
-def _feed_forwards(model: ModelConfig, layers: int, width: int, tensor: int, expert: int) -> dict[str, Any]:
-    """Return the sizes of feed-forwards and experts, with groups of as many experts as can be chosen from them.
+def _feed_forwards(
+    model: ModelConfig, layers: int, width: int, tensor: int, expert: int
+) -> dict[str, Any]:
+    """Return the sizes of feed-forwards and experts, with groups of as many experts as can be
+    chosen from them.
 
-    tensor, expert: the largest number of ranks that feed-forwards are cut over, and that experts are spread over.
+    tensor, expert: the largest number of ranks that feed-forwards are cut over, and that experts
+        are spread over.
     """
     width = min(width, EXPERT) if model.experts else width
     widths = {key: like(size, min(width, size), tensor) for key, size in model.ffn_widths.items()}
     dense = [n for n in model.dense_layers if n < layers]
     dense = dense if len(dense) < layers else dense[:-1]
     enough = model.router.at_least(max(4, 2 * model.experts_per_token), model.experts_per_token)
-    fits = (n for n in range(enough, model.experts, model.router.groups) if like(model.experts, n, expert) == n)
+    fits = (
+        n
+        for n in range(enough, model.experts, model.router.groups)
+        if like(model.experts, n, expert) == n
+    )
     return {
         "dense_ffn": widths["ffn"],
         **widths,
@@ -161,7 +192,8 @@ def _length(config: RunConfig, most: Most) -> int:
 
 
 def _train(config: RunConfig, most: Most) -> Mapping[str, int]:
-    """Return [train] with few micro-batches of few samples; a schedule file keeps its number of micro-batches."""
+    """Return [train] with few micro-batches of few samples; a schedule file keeps its number of
+    micro-batches."""
     train = config.train
     micro_batch = min(train.micro_batch, 2)
     microbatches = train.global_batch // train.micro_batch

@@ -1,7 +1,8 @@
-"""The device that a run is planned for: its kind, its memory and its peak speed, or that they are not known.
+"""The device that a run is planned for: its kind, its memory and its peak speed, or that they are
+not known.
 
-A GPU is named on the command line, or it is the one that is here. A CPU's memory is shared by all ranks of the run, as
-if they ran on this machine. Nothing is guessed: what is not known is 0.
+A GPU is named on the command line, or it is the one that is here. A CPU's memory is shared by all
+ranks of the run, as if they ran on this machine. Nothing is guessed: what is not known is 0.
 """
 
 import re
@@ -17,12 +18,22 @@ from models.estimate.storage import Device
 from tools.config.run_file import RunConfig
 
 RESERVED = 0.05  # of a device's memory: for CUDA, NCCL and gaps between tensors
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A rank's device. memory: in bytes, 0 if it is not known. gpu: its data sheet, None if it is not known."""
+    """A rank's device. memory: in bytes, 0 if it is not known. gpu: its data sheet, None if it is
+    not known."""
 
     device: Device
     name: str
@@ -59,7 +70,9 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0
         return Target("cuda", "a GPU that is not here")
     ranks = ranks or config.world_size
     here = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
-    return Target("cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", memory_bytes() // ranks)
+    return Target(
+        "cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", memory_bytes() // ranks
+    )
 
 
 def assumed_devices(config: RunConfig) -> Iterator[str]:
@@ -73,7 +86,8 @@ def _named(name: str) -> GPU:
         return found
     names = [gpu.name for gpu in GPUS]
     raise UserError(
-        f"--gpu {name}: not in the table{did_you_mean(name, names)}; there are {', '.join(names)}; for any other give "
+        f"--gpu {name}: not in the table{did_you_mean(name, names)}; there are "
+        f"{', '.join(names)}; for any other give "
         "--gpu-memory and --tflops"
     )
 
@@ -82,8 +96,12 @@ def _size(text: str) -> int:
     """Return the bytes of a size such as 80GB or 79.6GiB."""
     said = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if not said or said[2].upper() not in UNITS or not 0 < float(said[1]) < 10**18:
-        raise UserError(f"--gpu-memory {text}: give a size such as 80GB (10^9 bytes) or 79.6GiB (2^30)")
+        raise UserError(
+            f"--gpu-memory {text}: give a size such as 80GB (10^9 bytes) or 79.6GiB (2^30)"
+        )
     size = int(float(said[1]) * UNITS[said[2].upper()])
     if not said[2] and size < 10**6:
-        raise UserError(f"--gpu-memory {text}: this would be bytes; give a unit too, such as {said[1]}GB")
+        raise UserError(
+            f"--gpu-memory {text}: this would be bytes; give a unit too, such as {said[1]}GB"
+        )
     return size

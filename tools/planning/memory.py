@@ -1,9 +1,9 @@
 """The bytes of each rank of a run by kind: state, and activations at the peak of the passes.
 
-State is laid out by the optimizer's own code, activations are counted by running the stages on tensors without storage,
-and their peak is that of the run's schedule. Under canonical numerics a rank holds what its virtual ranks would hold.
-Not counted are memory inside kernels and collectives, CUDA and NCCL themselves, and gaps between tensors;
-`Target.usable` leaves some memory for them.
+State is laid out by the optimizer's own code, activations are counted by running the stages on
+tensors without storage, and their peak is that of the run's schedule. Under canonical numerics a
+rank holds what its virtual ranks would hold. Not counted are memory inside kernels and collectives,
+CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some memory for them.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,13 @@ PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 class RankBytes:
     """Bytes of one pipeline rank; its tensor-parallel ranks and replicas have as many.
 
-    activations: the peak of a step's passes, with messages between stages. logits: the part of it that is one
-        micro-batch's logits, on the rank of the last stage.
+    activations: the peak of a step's passes, with messages between stages. logits: the part of it
+        that is one micro-batch's logits, on the rank of the last stage.
     buffers: rotary tables and FP8 casts of weights.
-    communication: copies of gradients that travel between replicas: in another dtype, or under canonical numerics.
-    sums: under canonical numerics, gradients of micro-batches that wait until others are added to them.
+    communication: copies of gradients that travel between replicas: in another dtype, or under
+        canonical numerics.
+    sums: under canonical numerics, gradients of micro-batches that wait until others are added to
+        them.
     optimizer: temporary tensors of an update, and copies by which a step can be taken back.
     save: on a CPU, the copy from which a checkpoint is written beside the training.
     process: on a CPU, Python and torch.
@@ -59,15 +61,17 @@ class RankBytes:
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind."""
-        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "logits"}
+        return {
+            part.name: getattr(self, part.name) for part in fields(self) if part.name != "logits"
+        }
 
 
 @dataclass(frozen=True)
 class Passes:
     """The passes of a step: a schedule of its first micro-batches, and `more` further ones.
 
-    longer: the schedule of some micro-batches more, which says how much time each further one takes; None if there are
-    no further ones.
+    longer: the schedule of some micro-batches more, which says how much time each further one
+    takes; None if there are no further ones.
     """
 
     schedule: Schedule
@@ -85,19 +89,28 @@ class MemoryModel:
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[Kept]:
         """Return what each stage keeps of a micro-batch."""
         whole, lanes = in_virtual_ranks(config)
-        p, t = whole.parallel, config.train
+        p = whole.parallel
+        t = config.train
         halves = bool(p.schedule_file) or p.schedule in SPLIT
         layout = p.tensor, p.sequence, config.recompute
         run: tuple[Any, ...] = (config.sized_model, config.plan, t.seq_length, t.micro_batch)
         stages = _stage_memory(
-            *run, *layout, self.device, halves, p.expert, p.expert_tensor, p.context, p.context_by == "ring"
+            *run,
+            *layout,
+            self.device,
+            halves,
+            p.expert,
+            p.expert_tensor,
+            p.context,
+            p.context_by == "ring",
         )
         each = (stages.kept(cost.cut) for cost in costs)
         return [Kept(*(lanes * getattr(one, part.name) for part in fields(Kept))) for one in each]
 
     def of(self, config: RunConfig, passes: Passes) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
-        kept, placed = self.kept(config, passes.costs), passes.schedule.rank_of_stage
+        kept = self.kept(config, passes.costs)
+        placed = passes.schedule.rank_of_stage
         held = held_bytes(
             config.sized_model,
             config.plan,
@@ -107,7 +120,8 @@ class MemoryModel:
             make_rule(config.optimizer),
             self.device,
         )
-        peaks, lanes = peak_bytes(config, passes, kept), in_virtual_ranks(config)[1]
+        peaks = peak_bytes(config, passes, kept)
+        lanes = in_virtual_ranks(config)[1]
         waiting = sums_set_aside(config.num_microbatches) if config.canonical_shards else 0
         arriving = config.canonical_shards > 0 and config.parallel.copies > 1
         cpu = self.device == "cpu"
@@ -137,11 +151,14 @@ def _stage_memory(*fields: Any) -> StageMemory:
 
 
 def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
-    """Return the layout whose ranks hold what the virtual ranks of canonical numerics do, and how many a rank holds.
+    """Return the layout whose ranks hold what the virtual ranks of canonical numerics do, and how
+    many a rank holds.
 
-    They run one at a time, but each is stopped where it needs the others, so their activations are there together.
+    They run one at a time, but each is stopped where it needs the others, so their activations are
+    there together.
     """
-    shards, p = config.canonical_shards, config.parallel
+    shards = config.canonical_shards
+    p = config.parallel
     if not shards:
         return config, 1
     cut = p.model_copy(update={"tensor": shards, "sequence": True})
@@ -150,7 +167,8 @@ def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
 
 def sharding_of(config: RunConfig) -> Sharding:
     """Return how the run shards its state, or a virtual rank its own."""
-    p, tensor = config.parallel, config.canonical_shards or config.parallel.tensor
+    p = config.parallel
+    tensor = config.canonical_shards or config.parallel.tensor
     zero = (p.zero_size or p.copies) if p.zero else 1
     apart = config.canonical_shards > 0
     return Sharding(tensor, p.copies, zero, p.bucket, p.expert, p.expert_tensor, apart)
@@ -159,10 +177,16 @@ def sharding_of(config: RunConfig) -> Sharding:
 def peak_bytes(config: RunConfig, passes: Passes, kept: Sequence[Kept]) -> list[int]:
     """Return the peak of each pipeline rank's activations in a step."""
     whole, lanes = in_virtual_ranks(config)
-    p, t, made = whole.parallel, config.train, passes.schedule
+    p = whole.parallel
+    t = config.train
+    made = passes.schedule
     layout = p.tensor, p.sequence, p.context
-    message = lanes * message_bytes(config.sized_model, config.plan, t.seq_length, t.micro_batch, *layout)
-    peaks = peak(made, lambda i: kept[i.stage].growth(i), lambda i: kept[i.stage].within(i), message)
+    message = lanes * message_bytes(
+        config.sized_model, config.plan, t.seq_length, t.micro_batch, *layout
+    )
+    peaks = peak(
+        made, lambda i: kept[i.stage].growth(i), lambda i: kept[i.stage].within(i), message
+    )
     more = [0] * len(peaks)
     if p.schedule == "gpipe" and not p.schedule_file:  # the one kind that keeps all micro-batches
         for stage, rank in enumerate(made.rank_of_stage):
@@ -172,6 +196,13 @@ def peak_bytes(config: RunConfig, passes: Passes, kept: Sequence[Kept]) -> list[
 
 def logits_bytes(config: RunConfig) -> int:
     """Return the bytes of one micro-batch's logits on a rank of the last stage."""
-    p, t = config.parallel, config.train
+    p = config.parallel
+    t = config.train
     rows = -(-config.sized_model.vocab // p.tensor)
-    return t.seq_length // p.context * t.micro_batch * rows * config.plan.compute_dtype("head.weight").itemsize
+    return (
+        t.seq_length
+        // p.context
+        * t.micro_batch
+        * rows
+        * config.plan.compute_dtype("head.weight").itemsize
+    )

@@ -1,4 +1,5 @@
-"""The words of a plan: the bytes of a rank, the verdict, the predicted step, and the table of layouts."""
+"""The words of a plan: the bytes of a rank, the verdict, the predicted step, and the table of
+layouts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -28,15 +29,27 @@ OTHERS = {
 
 def head(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield the lines on the run and its device."""
-    model, p, t = config.sized_model, config.parallel, config.train
+    model = config.sized_model
+    p = config.parallel
+    t = config.train
     modes = [p.schedule_file or p.schedule] if p.pipeline > 1 else []
     modes += ["sequence parallel"] * p.sequence + ["ZeRO-1"] * (p.zero and p.copies > 1)
     modes += [f"context by {p.context_by}"] * (p.context > 1)
-    modes += [f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []
-    yield f"model      {model.family}, {model.num_parameters:,} parameters, {t.seq_length:,} tokens a sequence"
+    modes += (
+        [f"recompute {', '.join(p.recompute_modules) or p.recompute}"]
+        if p.recompute != "none"
+        else []
+    )
+    yield (
+        f"model      {model.family}, {model.num_parameters:,} parameters, {t.seq_length:,} tokens "
+        "a sequence"
+    )
     yield f"layout     {', '.join((in_words(p), *modes))}"
     passes = f"{p.data:,} x {config.num_microbatches:,} micro-batches x {t.micro_batch:,}"
-    yield f"batch      {t.global_batch:,} samples = {passes}, {config.tokens_per_step:,} tokens a step"
+    yield (
+        f"batch      {t.global_batch:,} samples = {passes}, {config.tokens_per_step:,} tokens a "
+        "step"
+    )
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
     yield f"device     {target.name}" + ("" if target.device == "cpu" else f": {memory}")
 
@@ -53,7 +66,9 @@ def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
     yield from aligned(rows)
     fullest = planned.ranks[planned.fullest]
     kinds = fullest.by_kind()
-    if other := ", ".join(f"{what} {size(kinds[kind])}" for kind, what in OTHERS.items() if kinds[kind]):
+    if other := ", ".join(
+        f"{what} {size(kinds[kind])}" for kind, what in OTHERS.items() if kinds[kind]
+    ):
         yield f"other      {other}"
     if logits := planned.ranks[-1].logits or max(one.logits for one in planned.ranks):
         yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
@@ -70,7 +85,8 @@ def fit(ranks: Sequence[RankBytes], target: Target) -> str:
 
 
 def one_line(config: RunConfig) -> str:
-    """Return the plan of a run in a line: the bytes of the fullest rank by kind, and the device's memory.
+    """Return the plan of a run in a line: the bytes of the fullest rank by kind, and the device's
+    memory.
 
     Empty for a custom model, whose memory is not known before it is built.
     """
@@ -86,9 +102,12 @@ def one_line(config: RunConfig) -> str:
     return f"{size(planned.total)}{there} a rank: {said}{refused}"
 
 
-def prediction_lines(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> Iterator[str]:
+def prediction_lines(
+    config: RunConfig, predicted: Prediction, assumed: Assumptions
+) -> Iterator[str]:
     """Yield the predicted step and what it rests on."""
-    p, sent = predicted, predicted.traffic
+    p = predicted
+    sent = predicted.traffic
     speed = rates(config, p, assumed)
     hours = config.train.steps * p.seconds / 3600
     within = "tensor and context" if sent.cp else "tensor"
@@ -96,22 +115,36 @@ def prediction_lines(config: RunConfig, predicted: Prediction, assumed: Assumpti
     axes += (("experts", sent.experts),)
     traffic = ", ".join(f"{size(count)} over {axis}" for axis, count in axes if count) or "nothing"
     yield "prediction, not a measurement"
-    yield (f"step       {duration(p.seconds)}: products {duration(p.compute)}, {within} traffic {duration(p.tp)},")
+    yield (
+        f"step       {duration(p.seconds)}: products {duration(p.compute)}, {within} traffic "
+        f"{duration(p.tp)},"
+    )
     yield f"           replicas {duration(p.dp)}; ranks wait {p.idle:.1%} of the passes"
     yield f"sends      a rank, a step: {traffic}"
     each = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {each}"
     spent = f"{hours * config.world_size:,.1f} rank-hours"
     yield f"run        {config.train.steps:,} steps in {duration(hours * 3600)}: {spent}"
-    yield f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a rank,"
-    yield f"           links of {assumed.fast:g} GB/s within {assumed.machine} ranks and {assumed.slow:g} GB/s beyond;"
+    yield (
+        f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a "
+        "rank,"
+    )
+    yield (
+        f"           links of {assumed.fast:g} GB/s within {assumed.machine} ranks and "
+        f"{assumed.slow:g} GB/s beyond;"
+    )
     yield "           other: --efficiency, --tflops, --fast-link, --machine, --slow-link"
 
 
 def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:
     """Return tokens a second of the run, and model TFLOP/s and MFU of a rank."""
     tokens = config.tokens_per_step / predicted.seconds
-    each = tokens * training_flops(config.sized_model, config.train.seq_length) / config.world_size / 1e12
+    each = (
+        tokens
+        * training_flops(config.sized_model, config.train.seq_length)
+        / config.world_size
+        / 1e12
+    )
     return {"tokens_per_s": tokens, "tflops": each, "mfu": each / assumed.tflops}
 
 
@@ -122,7 +155,10 @@ def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions)
     axes = [axis for axis in AXES if cut or axis != "context"]
     yield f"layouts of {ranks:,} ranks, {' x '.join(axes)}, that fit; fastest first"
     if target.device == "cpu":
-        yield f"each has a share of {target.name}: {size(target.memory)}, {flops(assumed.tflops * 1e12)}/s"
+        yield (
+            f"each has a share of {target.name}: {size(target.memory)}, "
+            f"{flops(assumed.tflops * 1e12)}/s"
+        )
     if not found.layouts:
         yield none_found(found, ranks)
         return
@@ -132,7 +168,8 @@ def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions)
         yield "experts: the ranks over which they are spread x the slices of each"
     rows = [("layout", *spread, "recompute", "sequence", "memory", "waits", "sends", "step", "MFU")]
     for planned in found.layouts:
-        predicted, p = planned.prediction, planned.config.parallel
+        predicted = planned.prediction
+        p = planned.config.parallel
         assert predicted is not None
         sent = predicted.traffic
         rows.append(
@@ -157,17 +194,21 @@ def none_found(found: Found, ranks: int) -> str:
         least = f"the smallest of {found.too_large} needs {size(found.smallest)} a rank"
         return f"no layout of {ranks:,} ranks fits: {least}"
     return (
-        f"{ranks:,} ranks have no layout: pipeline is at most model.layers, tensor suits the model and one machine, "
+        f"{ranks:,} ranks have no layout: pipeline is at most model.layers, tensor suits the "
+        "model and one machine, "
         "and data x train.micro_batch divides train.global_batch"
     )
 
 
 def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> dict[str, Any]:
     """Return a plan as plain values, for JSON."""
-    p, predicted = planned.config.parallel, planned.prediction
+    p = planned.config.parallel
+    predicted = planned.prediction
     said: dict[str, Any] = {
         "parallel": p.model_dump(),
-        "ranks": [{**one.by_kind(), "logits": one.logits, "total": one.total} for one in planned.ranks],
+        "ranks": [
+            {**one.by_kind(), "logits": one.logits, "total": one.total} for one in planned.ranks
+        ],
         "total": planned.total,
         "verdict": target.verdict(planned.total),
     }
@@ -179,7 +220,10 @@ def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> di
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the rows as lines with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _alike(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:

@@ -1,9 +1,10 @@
 """All layouts of a number of ranks that a run can have and that fit its device, fastest first.
 
-Varied are tensor (within a machine), pipeline and data parallelism, context parallelism of long sequences, the ranks
-over which experts are spread and their slices, sequence parallelism, and what is recomputed; every other key of
-[parallel] stays as it is if it can. Layouts whose state alone does not fit, by the bytes of a parameter,
-are not looked at more closely, and neither are those that cannot be faster than the layouts that were found.
+Varied are tensor (within a machine), pipeline and data parallelism, context parallelism of long
+sequences, the ranks over which experts are spread and their slices, sequence parallelism, and what
+is recomputed; every other key of [parallel] stays as it is if it can. Layouts whose state alone
+does not fit, by the bytes of a parameter, are not looked at more closely, and neither are those
+that cannot be faster than the layouts that were found.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,9 @@ from tools.planning.speed import Assumptions, Prediction, least_seconds, passes_
 
 ORIGIN = "megaprec plan"
 MOST = 10  # layouts that are found
-LONG = 8192  # tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter parts
+# tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter
+# parts
+LONG = 8192
 NONE: dict[str, Any] = {"recompute_modules": (), "recompute_layers": 0, "recompute_fraction": 0.0}
 RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "none", **NONE},
@@ -34,7 +37,8 @@ RECOMPUTE: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Planned:
-    """A run in one layout: the bytes of each pipeline rank, and the predicted times; None if no peak speed is known."""
+    """A run in one layout: the bytes of each pipeline rank, and the predicted times; None if no
+    peak speed is known."""
 
     config: RunConfig
     ranks: Sequence[RankBytes]
@@ -55,8 +59,8 @@ class Planned:
 class Found:
     """The fastest layouts that fit, fastest first.
 
-    slower: how many others cannot be faster. too_large: how many do not fit. smallest: the bytes of the one of those
-    that needs least.
+    slower: how many others cannot be faster. too_large: how many do not fit. smallest: the bytes of
+    the one of those that needs least.
     """
 
     layouts: Sequence[Planned]
@@ -73,10 +77,18 @@ def plan_run(config: RunConfig, memory: MemoryModel, assumed: Assumptions | None
 
 
 def search(
-    config: RunConfig, ranks: int, target: Target, assumed: Assumptions, progress: Callable[[int, int], None]
+    config: RunConfig,
+    ranks: int,
+    target: Target,
+    assumed: Assumptions,
+    progress: Callable[[int, int], None],
 ) -> Found:
-    """Return the `MOST` fastest layouts of `ranks` ranks. progress: is told how many of how many are looked at."""
-    memory, found, too_large, slower = MemoryModel(target.device), list[Planned](), list[int](), 0
+    """Return the `MOST` fastest layouts of `ranks` ranks. progress: is told how many of how many
+    are looked at."""
+    memory = MemoryModel(target.device)
+    found = list[Planned]()
+    too_large = list[int]()
+    slower = 0
     every = sorted(
         ((least_seconds(one, assumed), one) for one in candidates(config, ranks, assumed.machine)),
         key=lambda pair: pair[0],
@@ -106,19 +118,24 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
     own = {key: getattr(p, key) for key in RECOMPUTE[0]}
     seen = set[str]()
     for axes in _axes(config, ranks, machine):
-        tensor, copies = axes["tensor"], axes["data"] * axes["context"]
+        tensor = axes["tensor"]
+        copies = axes["data"] * axes["context"]
         sequences = (p.sequence, True) if tensor > 1 else (p.sequence,)
         for experts in every_cut(p, config.model.experts, tensor, copies):
             for again, sequence in product((own, *RECOMPUTE), sequences):
-                fitting = fitted(config, {**axes, **experts, **again, "sequence": sequence, "schedule_file": ""})
+                fitting = fitted(
+                    config, {**axes, **experts, **again, "sequence": sequence, "schedule_file": ""}
+                )
                 if fitting and (said := _said(fitting.parallel)) not in seen:
                     seen.add(said)
                     yield config.with_parallel(fitting.parallel, ORIGIN)
 
 
 def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int]]:
-    """Yield the sizes of tensor, pipeline, context and data that make `ranks` ranks and share the batch evenly."""
-    p, t = config.parallel, config.train
+    """Yield the sizes of tensor, pipeline, context and data that make `ranks` ranks and share the
+    batch evenly."""
+    p = config.parallel
+    t = config.train
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     contexts = sorted({1, p.context, *(n for n in divisors if t.seq_length // n >= LONG)})
     for tensor, pipeline, context in product(divisors, divisors, contexts):
@@ -126,17 +143,25 @@ def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int
         if ranks % shared or pipeline > config.model.layers or tensor > max(machine, p.tensor):
             continue
         if t.global_batch % (t.micro_batch * (ranks // shared)) == 0:
-            yield {"tensor": tensor, "pipeline": pipeline, "context": context, "data": ranks // shared}
+            yield {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "context": context,
+                "data": ranks // shared,
+            }
 
 
 def _said(parallel: Parallel) -> str:
-    """Return a text that is the same for the same layout, however the slices of experts are said."""
+    """Return a text that is the same for the same layout, however the slices of experts are
+    said."""
     return parallel.model_copy(update={"expert_tensor": slices(parallel)}).model_dump_json()
 
 
 def least_bytes(config: RunConfig) -> int:
-    """Return the bytes of the mean rank's weights, gradients and optimizer state, by the bytes of a parameter."""
-    p, moments = config.parallel, least_moments(make_rule(config.optimizer))
+    """Return the bytes of the mean rank's weights, gradients and optimizer state, by the bytes of a
+    parameter."""
+    p = config.parallel
+    moments = least_moments(make_rule(config.optimizer))
     whole, sharded = config.plan.bytes_per_parameter(moments)
     in_fp8 = config.plan.bytes_per_parameter(moments, True) if config.plan.fp8 else (whole, sharded)
     least = min(whole, in_fp8[0]), min(sharded, in_fp8[1])
@@ -144,7 +169,9 @@ def least_bytes(config: RunConfig) -> int:
     experts = config.sized_model.expert_parameters
     others = config.sized_model.num_parameters - experts
     parts = ((others, p.tensor, over), (experts, p.expert * slices(p), sharing(p)))
-    held = (count / (cut * p.pipeline) * (least[0] + least[1] / shared) for count, cut, shared in parts)
+    held = (
+        count / (cut * p.pipeline) * (least[0] + least[1] / shared) for count, cut, shared in parts
+    )
     return int(sum(held))
 
 

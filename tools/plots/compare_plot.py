@@ -1,7 +1,8 @@
 """The picture of `megaprec compare`: the losses of several runs.
 
-A few runs share one panel. Many would hide each other, so each gets a panel of its own, in which the run with the
-lowest loss is grey; or, beside a run that the others are measured against, the differences from it.
+A few runs share one panel. Many would hide each other, so each gets a panel of its own, in which
+the run with the lowest loss is grey; or, beside a run that the others are measured against, the
+differences from it.
 """
 
 import math
@@ -34,18 +35,25 @@ class Curve:
     @property
     def final(self) -> float:
         """The mean loss over the newest applied steps; NaN if there are none."""
-        losses = [record["loss"] for record in self.records if record["outcome"] == "applied"][-LAST:]
+        losses = [record["loss"] for record in self.records if record["outcome"] == "applied"][
+            -LAST:
+        ]
         return sum(losses) / len(losses) if losses else math.nan
 
     @property
     def held_out(self) -> float:
         """The newest held-out loss; NaN if there is none."""
-        return next((record["eval_loss"] for record in reversed(self.records) if "eval_loss" in record), math.nan)
+        return next(
+            (record["eval_loss"] for record in reversed(self.records) if "eval_loss" in record),
+            math.nan,
+        )
 
     @property
     def held_out_step(self) -> int | None:
         """The step after which the newest held-out loss was computed; None if there is none."""
-        return next((record["step"] for record in reversed(self.records) if "eval_loss" in record), None)
+        return next(
+            (record["step"] for record in reversed(self.records) if "eval_loss" in record), None
+        )
 
 
 def by_loss(curves: Sequence[Curve]) -> list[Curve]:
@@ -53,7 +61,9 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
 
 
-def draw(curves: Sequence[Curve], path: Path, over: Over, against: Curve | None, figure_of: Any) -> None:
+def draw(
+    curves: Sequence[Curve], path: Path, over: Over, against: Curve | None, figure_of: Any
+) -> None:
     """Write the picture. figure_of: matplotlib's Figure."""
     if against is None and len(curves) <= TOGETHER:
         figure = figure_of(figsize=(11, 5.5), layout="constrained")
@@ -63,8 +73,14 @@ def draw(curves: Sequence[Curve], path: Path, over: Over, against: Curve | None,
         figure = figure_of(figsize=(12, 0.8 + 2.1 * rows), layout="constrained")
         grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
         _draw_apart(grid, by_loss(curves), over, against)
-        what = f"loss minus that of {against.name}" if against else f"loss; grey: {by_loss(curves)[0].name}"
-        figure.suptitle(f"{what}; nats a token, mean of the last {LAST} steps beside each name", parse_math=False)
+        if against:
+            what = f"loss minus that of {against.name}"
+        else:
+            what = f"loss; grey: {by_loss(curves)[0].name}"
+        figure.suptitle(
+            f"{what}; nats a token, mean of the last {LAST} steps beside each name",
+            parse_math=False,
+        )
     figure.savefig(path, dpi=110)
 
 
@@ -72,9 +88,12 @@ def _draw_together(axes: Any, curves: Sequence[Curve], over: Over) -> None:
     ends = []
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
-        x, y = positions(curve.records, over), values(curve.records, "loss")
+        x = positions(curve.records, over)
+        y = values(curve.records, "loss")
         mean = _draw_smoothed(axes, x, y, color)
-        ends.append((next((v for v in reversed(mean) if not math.isnan(v)), math.nan), curve, color))
+        ends.append(
+            (next((v for v in reversed(mean) if not math.isnan(v)), math.nan), curve, color)
+        )
         mark_skipped(axes, _skipped(curve, over), color, 0.015 * number)
     axes.set_title("loss, nats a token; crosses: skipped steps", loc="left", fontsize=10)
     axes.set_title(f"mean of last {LAST} steps", loc="right", fontsize=9)
@@ -88,7 +107,10 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, Curve, str]]) -> None:
     """Name each line at its end, far enough from the other names."""
     low, high = axes.get_ylim()
     width = max(len(curve.name) for _, curve, _ in ends)
-    heights = [(0.0 if math.isnan(end) else (end - low) / (high - low), curve, color) for end, curve, color in ends]
+    heights = [
+        (0.0 if math.isnan(end) else (end - low) / (high - low), curve, color)
+        for end, curve, color in ends
+    ]
     ranked = sorted(heights, key=lambda entry: -entry[0])
     places = [top := ranked[0][0], *(top := min(height, top - GAP) for height, _, _ in ranked[1:])]
     lift = max(0.0, -places[-1])
@@ -106,17 +128,29 @@ def _draw_apart(grid: Any, curves: Sequence[Curve], over: Over, against: Curve |
     reference = against or curves[0]
     losses = values(reference.records, "loss")
     base = {record["step"]: loss for record, loss in zip(reference.records, losses, strict=True)}
-    panels, shown = grid.flat, list[float]()
+    panels = grid.flat
+    shown = list[float]()
     for axes, curve in zip(panels, curves, strict=False):
-        x, y = positions(curve.records, over), values(curve.records, "loss")
+        x = positions(curve.records, over)
+        y = values(curve.records, "loss")
         if against:
-            y = [v - base.get(record["step"], math.nan) for v, record in zip(y, curve.records, strict=True)]
+            y = [
+                v - base.get(record["step"], math.nan)
+                for v, record in zip(y, curve.records, strict=True)
+            ]
             axes.axhline(0, color=GREY, linewidth=0.9)
         else:
-            axes.plot(positions(reference.records, over), smoothed(losses, _width(losses)), color=GREY, linewidth=1)
+            axes.plot(
+                positions(reference.records, over),
+                smoothed(losses, _width(losses)),
+                color=GREY,
+                linewidth=1,
+            )
         shown += [v for v in _draw_smoothed(axes, x, y, BLUE) if not math.isnan(v)]
         mark_skipped(axes, _skipped(curve, over), RED)
-        axes.set_title(f"{curve.name}  {curve.final:.4f}", loc="left", fontsize=8.5, parse_math=False)
+        axes.set_title(
+            f"{curve.name}  {curve.final:.4f}", loc="left", fontsize=8.5, parse_math=False
+        )
         plain(axes)
     for axes in list(grid.flat)[len(curves) :]:
         axes.axis("off")

@@ -66,7 +66,8 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write an .svg or .png file, by the suffix of `path`. Raises UserError for PNG without matplotlib."""
+        """Write an .svg or .png file, by the suffix of `path`. Raises UserError for PNG without
+        matplotlib."""
         if path.suffix == ".png":
             _save_png(self, path)
         else:
@@ -76,14 +77,25 @@ class Drawing:
 def to_svg(drawing: Drawing) -> str:
     """Return the text of an SVG file."""
     size = f'width="{drawing.width:g}" height="{drawing.height:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {drawing.width:g} {drawing.height:g}"'
-    lines = [f'{head} font-family="{FONT}">', f'<rect {size} fill="#ffffff"/>', *map(_svg, drawing.shapes), "</svg>"]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {drawing.width:g} '
+        f'{drawing.height:g}"'
+    )
+    lines = [
+        f'{head} font-family="{FONT}">',
+        f'<rect {size} fill="#ffffff"/>',
+        *map(_svg, drawing.shapes),
+        "</svg>",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _svg(shape: Shape) -> str:
     if isinstance(shape, Rect):
-        place = f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
+        place = (
+            f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
+            f'height="{shape.height:.2f}"'
+        )
         tip = f"<title>{escape(shape.tip)}</title>" if shape.tip else ""
         return f'<rect {place} rx="{shape.round:g}" fill="{shape.fill}">{tip}</rect>'
     if isinstance(shape, Line):
@@ -101,7 +113,9 @@ def _save_png(drawing: Drawing, path: Path) -> None:
         from matplotlib.figure import Figure  # noqa: PLC0415
         from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(f"{path}: PNG needs matplotlib: pip install matplotlib, or write .svg") from error
+        raise UserError(
+            f"{path}: PNG needs matplotlib: pip install matplotlib, or write .svg"
+        ) from error
     figure = Figure(figsize=(drawing.width / DPI, drawing.height / DPI), dpi=DPI)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -109,12 +123,17 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     axes.axis("off")
 
     def box(rect: Rect) -> FancyBboxPatch:
-        style = f"round,pad=0,rounding_size={min(rect.round, rect.width / 2)}" if rect.round else "square,pad=0"
+        if rect.round:
+            style = f"round,pad=0,rounding_size={min(rect.round, rect.width / 2)}"
+        else:
+            style = "square,pad=0"
         return FancyBboxPatch((rect.x, rect.y), rect.width, rect.height, boxstyle=style)
 
     rects, lines, texts = (_of(drawing.shapes, kind) for kind in (Rect, Line, Text))
     colors = [r.fill for r in rects]
-    axes.add_collection(PatchCollection([box(r) for r in rects], facecolors=colors, linewidths=0, zorder=2))
+    axes.add_collection(
+        PatchCollection([box(r) for r in rects], facecolors=colors, linewidths=0, zorder=2)
+    )
     axes.add_collection(
         LineCollection(
             [[(s.x1, s.y1), (s.x2, s.y2)] for s in lines],
@@ -125,7 +144,11 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     )
     places = {"start": "left", "middle": "center", "end": "right"}
     for t in texts:
-        look = {"fontsize": t.size * 72 / DPI, "color": t.color, "fontweight": "bold" if t.bold else "normal"}
+        look = {
+            "fontsize": t.size * 72 / DPI,
+            "color": t.color,
+            "fontweight": "bold" if t.bold else "normal",
+        }
         axes.text(t.x, t.y, t.text, ha=places[t.anchor], va="baseline", parse_math=False, **look)
     figure.savefig(path, dpi=2 * DPI)
 

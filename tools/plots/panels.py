@@ -1,7 +1,8 @@
-"""The pictures of a run as data: which quantities are shown, over what, smoothed how, and which are left out.
+"""The pictures of a run as data: which quantities are shown, over what, smoothed how, and which are
+left out.
 
-`training.png` and the page of `megaprec report` draw the same panels. A quantity without a finite value, or with one
-value throughout, gets no panel but a remark.
+`training.png` and the page of `megaprec report` draw the same panels. A quantity without a finite
+value, or with one value throughout, gets no panel but a remark.
 """
 
 import math
@@ -19,7 +20,8 @@ WIDEST = 201  # steps that a mean is taken of at most
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel; a value that is NaN leaves a gap. raw: the values that another line is the mean of."""
+    """One line of a panel; a value that is NaN leaves a gap. raw: the values that another line is
+    the mean of."""
 
     label: str
     x: Sequence[float]
@@ -29,7 +31,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity. skipped: x of steps that were not applied. base: of a logarithmic axis, 0 for a linear one."""
+    """One quantity. skipped: x of steps that were not applied. base: of a logarithmic axis, 0 for a
+    linear one."""
 
     title: str
     lines: Sequence[Line]
@@ -41,7 +44,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The panels of a run. remarks: on quantities that are left out. resumed: x at which the run was resumed."""
+    """The panels of a run. remarks: on quantities that are left out. resumed: x at which the run
+    was resumed."""
 
     panels: Sequence[Panel]
     x_label: str
@@ -72,11 +76,15 @@ OTHERS = (
 )
 
 
-def pictures(records: Sequence[Record], over: Over = "steps", resumes: Sequence[int] = ()) -> Pictures:
-    """Return the panels of the records of a run's steps. resumes: numbers of the steps after which it was resumed."""
+def pictures(
+    records: Sequence[Record], over: Over = "steps", resumes: Sequence[int] = ()
+) -> Pictures:
+    """Return the panels of the records of a run's steps. resumes: numbers of the steps after which
+    it was resumed."""
     x = positions(records, over)
     skipped = [at for at, record in zip(x, records, strict=True) if record["outcome"] != "applied"]
-    panels, remarks = list[Panel](), list[str]()
+    panels = list[Panel]()
+    remarks = list[str]()
     has_mfu = any("mfu" in record for record in records)
     for quantity in (LOSS, *OTHERS):
         if quantity.key == "tflops" and has_mfu:
@@ -91,14 +99,22 @@ def pictures(records: Sequence[Record], over: Over = "steps", resumes: Sequence[
         elif remark:
             remarks.append(remark)
     at = {record["step"]: here for record, here in zip(records, x, strict=True)}
-    tokens = [(here, record["tokens"]) for here, record in zip(x, records, strict=True) if "tokens" in record]
+    tokens = [
+        (here, record["tokens"])
+        for here, record in zip(x, records, strict=True)
+        if "tokens" in record
+    ]
     resumed = [at[step] for step in sorted(set(resumes)) if step in at]
     return Pictures(panels, axis_label(over), remarks, resumed, tokens if over == "steps" else ())
 
 
 def positions(records: Sequence[Record], over: Over) -> list[float]:
-    """Return the place of each record on the horizontal axis: its step, or the tokens seen so far."""
-    return [float(record["step"] if over == "steps" else record.get("tokens", math.nan)) for record in records]
+    """Return the place of each record on the horizontal axis: its step, or the tokens seen so
+    far."""
+    return [
+        float(record["step"] if over == "steps" else record.get("tokens", math.nan))
+        for record in records
+    ]
 
 
 def axis_label(over: Over) -> str:
@@ -109,13 +125,17 @@ def axis_label(over: Over) -> str:
 def values(records: Sequence[Record], key: str) -> list[float]:
     """Return a field of each record; NaN where it is missing or not finite."""
     found = (record.get(key) for record in records)
-    return [float(v) if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in found]
+    return [
+        float(v) if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in found
+    ]
 
 
 def smoothed(y: Sequence[float], width: int) -> list[float]:
-    """Return the mean of the `width` values around each one, of fewer near the ends. NaN stays and is not counted.
+    """Return the mean of the `width` values around each one, of fewer near the ends. NaN stays and
+    is not counted.
 
-    At the start, where a loss falls fast, as many values before as after: the mean begins with the first value.
+    At the start, where a loss falls fast, as many values before as after: the mean begins with the
+    first value.
     """
     sums = [0.0, *accumulate(0.0 if math.isnan(v) else v for v in y)]
     counts = [0, *accumulate(0 if math.isnan(v) else 1 for v in y)]
@@ -126,7 +146,8 @@ def smoothed(y: Sequence[float], width: int) -> list[float]:
 
 
 def mean_width(count: int) -> int:
-    """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it is a short one."""
+    """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it
+    is a short one."""
     width = min(WIDEST, count // 20 // 2 * 2 + 1)
     return width if width >= 3 else 1
 
@@ -139,7 +160,9 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _lines(quantity: _Quantity, records: Sequence[Record], x: Sequence[float]) -> tuple[list[Line], str]:
+def _lines(
+    quantity: _Quantity, records: Sequence[Record], x: Sequence[float]
+) -> tuple[list[Line], str]:
     """Return the lines of a quantity, or a remark on the reason why there is none."""
     y = [value * quantity.factor for value in values(records, quantity.key)]
     finite = [value for value in y if not math.isnan(value)]
@@ -150,13 +173,20 @@ def _lines(quantity: _Quantity, records: Sequence[Record], x: Sequence[float]) -
         return [], f"{name} {finite[0]:g} throughout"
     if not quantity.smooth or (width := mean_width(len(y))) == 1:
         return [Line("each step", x, y)], ""
-    return [Line("each step", x, y, "raw"), Line(f"mean of {width} steps", x, smoothed(y, width))], ""
+    return [
+        Line("each step", x, y, "raw"),
+        Line(f"mean of {width} steps", x, smoothed(y, width)),
+    ], ""
 
 
 def _held_out(records: Sequence[Record], x: Sequence[float]) -> Iterator[Line]:
     """Yield a line for the held-out text, and for each set of data.validation."""
-    kinds = dict.fromkeys(key for record in records for key in record if key == "eval_loss" or key.startswith(NAMED))
+    kinds = dict.fromkeys(
+        key for record in records for key in record if key == "eval_loss" or key.startswith(NAMED)
+    )
     for kind in kinds:
         there = [(at, record) for at, record in zip(x, records, strict=True) if kind in record]
         label = "held-out" if kind == "eval_loss" else kind.removeprefix(NAMED)
-        yield Line(label, [at for at, _ in there], values([record for _, record in there], kind), "other")
+        yield Line(
+            label, [at for at, _ in there], values([record for _, record in there], kind), "other"
+        )

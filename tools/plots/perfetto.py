@@ -1,4 +1,5 @@
-"""Timelines as Chrome traces: JSON files for Perfetto (ui.perfetto.dev) and chrome://tracing, written and read."""
+"""Timelines as Chrome traces: JSON files for Perfetto (ui.perfetto.dev) and chrome://tracing,
+written and read."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ MICROSECONDS = 1e6
 def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
     """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
     ranks = sorted({span.rank for span in spans})
-    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
+    ]
     for rank in ranks:
         name = {"name": f"pipeline rank {rank}"}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
@@ -34,7 +37,8 @@ def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Return the spans, in seconds, of a file that `write_trace` wrote. Raises UserError for any other file."""
+    """Return the spans, in seconds, of a file that `write_trace` wrote. Raises UserError for any
+    other file."""
     try:
         events = parse_json(read_text(path))["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]
@@ -46,7 +50,9 @@ def read_trace(path: Path) -> list[Span]:
 
 def _event(span: Span) -> dict[str, Any]:
     i = span.instruction
-    args: dict[str, Any] = {"stage": i.stage} | ({} if i.op is Op.REDUCE else {"micro-batch": i.microbatch})
+    args: dict[str, Any] = {"stage": i.stage} | (
+        {} if i.op is Op.REDUCE else {"micro-batch": i.microbatch}
+    )
     if message := Message.of(i):
         args["stages"] = f"{message.stage} and {message.stage + 1}"
     return {
@@ -62,5 +68,6 @@ def _event(span: Span) -> dict[str, Any]:
 
 
 def _span(event: dict[str, Any]) -> Span:
-    start, seconds = float(event["ts"]) / MICROSECONDS, float(event["dur"]) / MICROSECONDS
+    start = float(event["ts"]) / MICROSECONDS
+    seconds = float(event["dur"]) / MICROSECONDS
     return Span(int(event["tid"]), Instruction.parse(event["name"]), start, start + seconds)

@@ -1,4 +1,5 @@
-"""The picture training.png: loss, gradient norm, learning rate, speed and loss scale (`tools.plots.panels`)."""
+"""The picture training.png: loss, gradient norm, learning rate, speed and loss scale
+(`tools.plots.panels`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +10,17 @@ from tools.journal.records import read_events, read_metrics
 from tools.plots.panels import Over, Panel, Pictures, pictures, short
 
 PLOT = "training.png"
-BLUE, ORANGE, RED, GREY = "#1f5fa8", "#e07b00", "#d62728", "#8a8f98"
+BLUE = "#1f5fa8"
+ORANGE = "#e07b00"
+RED = "#d62728"
+GREY = "#8a8f98"
 OTHERS = (ORANGE, "#2a9d55", "#8250c4", "#7a5230")  # lines beside the main one
 PAIRED = 2  # panels beside each other, below that of the loss
 
 
 def plot_run(folder: Path, over: Over = "steps") -> Path | None:
-    """Plot folder/metrics.jsonl to folder/training.png and return its path; None without matplotlib."""
+    """Plot folder/metrics.jsonl to folder/training.png and return its path; None without
+    matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -29,14 +34,19 @@ def plot_run(folder: Path, over: Over = "steps") -> Path | None:
     grid = figure.add_gridspec(1 + rows, PAIRED, height_ratios=(1.9, *[1] * rows))
     for number, panel in enumerate(shown.panels):
         below = number - 1
-        axes = figure.add_subplot(grid[0, :] if number == 0 else grid[1 + below // PAIRED, below % PAIRED])
+        axes = figure.add_subplot(
+            grid[0, :] if number == 0 else grid[1 + below // PAIRED, below % PAIRED]
+        )
         draw_panel(axes, panel, shown.resumed, legend=number == 0)
         if number == 0 or number >= len(shown.panels) - PAIRED:
             axes.set_xlabel(shown.x_label)
         if number == 0 and shown.tokens:
             _add_tokens(axes, shown)
     skipped = sum(record["outcome"] != "applied" for record in records)
-    title = [f"{folder.resolve().name}: {counted(len(records), 'step')}, {skipped:,} skipped", *shown.remarks]
+    title = [
+        f"{folder.resolve().name}: {counted(len(records), 'step')}, {skipped:,} skipped",
+        *shown.remarks,
+    ]
     figure.suptitle("; ".join(title), parse_math=False, fontsize=12)
     figure.savefig(folder / PLOT, dpi=110)
     return folder / PLOT
@@ -54,7 +64,13 @@ def draw_panel(axes: Any, panel: Panel, resumed: Sequence[float], legend: bool) 
         steps = {"drawstyle": "steps-mid"} if panel.stepped else {}
         axes.plot(line.x, line.y, label=line.label, **look, **steps)
     for at in resumed:
-        axes.axvline(at, color=GREY, linewidth=0.9, linestyle=":", label="resumed" if at == resumed[0] else None)
+        axes.axvline(
+            at,
+            color=GREY,
+            linewidth=0.9,
+            linestyle=":",
+            label="resumed" if at == resumed[0] else None,
+        )
     if panel.base:
         axes.set_yscale("log", base=panel.base)
     elif panel.from_zero:
@@ -70,10 +86,18 @@ def draw_panel(axes: Any, panel: Panel, resumed: Sequence[float], legend: bool) 
 
 
 def mark_skipped(axes: Any, at: Sequence[float], color: str, height: float = 0.0) -> None:
-    """Mark skipped steps by crosses on the horizontal axis, or `height` of the panel's height above it."""
+    """Mark skipped steps by crosses on the horizontal axis, or `height` of the panel's height above
+    it."""
     look = {"color": color, "markersize": 5, "clip_on": False, "zorder": 5}
     if at:  # an empty line without clipping breaks the layout
-        axes.plot(at, [height] * len(at), "x", transform=axes.get_xaxis_transform(), label="skipped step", **look)
+        axes.plot(
+            at,
+            [height] * len(at),
+            "x",
+            transform=axes.get_xaxis_transform(),
+            label="skipped step",
+            **look,
+        )
 
 
 def plain(axes: Any) -> None:
@@ -81,7 +105,9 @@ def plain(axes: Any) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_xscale() == "linear":
-        axes.xaxis.set_major_formatter(lambda value, _: short(value) if value >= 1e5 else f"{value:,.6g}")
+        axes.xaxis.set_major_formatter(
+            lambda value, _: short(value) if value >= 1e5 else f"{value:,.6g}"
+        )
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 

@@ -1,4 +1,5 @@
-"""The records, the alarm and the plot of a run's comparisons of FP8 with precision.compute (`models.fp8_shadow`)."""
+"""The records, the alarm and the plot of a run's comparisons of FP8 with precision.compute
+(`models.fp8_shadow`)."""
 
 import math
 import re
@@ -44,22 +45,28 @@ def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
 
 
 def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
-    """Return a line for each value outside of its band; none if the pass without FP8 is not finite, for it says
-    nothing of FP8.
+    """Return a line for each value outside of its band; none if the pass without FP8 is not finite,
+    for it says nothing of FP8.
     """
     said = []
     if abs(shadow.gap) > fp8.shadow_loss_gap:
-        said.append(f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}")
+        said.append(
+            f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}"
+        )
     low = {name: cosine for name, cosine in shadow.cosines.items() if cosine < fp8.shadow_cosine}
     if low:
         name, cosine = shadow.worst
         others = f" and {len(low) - 1} more" if len(low) > 1 else ""
-        said.append(f"cosine {cosine:.3f} of {name}{others} is below fp8.shadow_cosine = {fp8.shadow_cosine:g}")
+        said.append(
+            f"cosine {cosine:.3f} of {name}{others} is below fp8.shadow_cosine = "
+            f"{fp8.shadow_cosine:g}"
+        )
     return said
 
 
 def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
-    """Plot the comparisons in `folder`, with the limits of alarms, to fp8-shadow.png and return its path.
+    """Plot the comparisons in `folder`, with the limits of alarms, to fp8-shadow.png and return its
+    path.
 
     None without comparisons or matplotlib.
     """
@@ -80,7 +87,10 @@ def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
     for axes in (gap, cosines, lost):
         plain(axes)
     alarmed = sum(bool(event["alarms"]) for event in events)
-    figure.suptitle(f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} alarms")
+    figure.suptitle(
+        f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, "
+        f"{alarmed} alarms"
+    )
     figure.savefig(folder / PICTURE, dpi=110)
     return folder / PICTURE
 
@@ -91,7 +101,12 @@ def _steps(events: list[dict[str, Any]]) -> list[int]:
 
 def _draw_gap(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.plot(_steps(events), [_finite(event["loss_gap"]) * 100 for event in events], color=BLUE, marker=".")
+    axes.plot(
+        _steps(events),
+        [_finite(event["loss_gap"]) * 100 for event in events],
+        color=BLUE,
+        marker=".",
+    )
     _draw_limit(axes, 100 * limit, -100 * limit, f"±{100 * limit:g} %")
     alarmed = [event for event in events if event["alarms"]]
     if alarmed:
@@ -101,7 +116,8 @@ def _draw_gap(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
 
 
 def _draw_limit(axes: Any, high: float, low: float, said: str) -> None:
-    """Shade the band of values without an alarm, or name its limits if they are too far away to be shown."""
+    """Shade the band of values without an alarm, or name its limits if they are too far away to be
+    shown."""
     bottom, top = axes.get_ylim()
     shown = [value for value in (low, high) if math.isfinite(value)]
     if max(top, *shown) - min(bottom, *shown) > NEAR * (top - bottom):
@@ -115,7 +131,8 @@ def _draw_limit(axes: Any, high: float, low: float, said: str) -> None:
 
 
 def _draw_cosines(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
-    """Plot a line per layer, the lowest cosine of its weights, and name the layer that is lowest of all."""
+    """Plot a line per layer, the lowest cosine of its weights, and name the layer that is lowest of
+    all."""
     worst = [_worst_of_layers(event) for event in events]
     layers = sorted({layer for found in worst for layer in found})
     every = -(-(len(layers) - 1) // (NAMED - 1)) or 1
@@ -123,7 +140,12 @@ def _draw_cosines(axes: Any, events: list[dict[str, Any]], limit: float) -> None
         share = layer / max(1, *layers)
         color = 0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share
         label = f"layer {layer}" if layer % every == 0 or layer == layers[-1] else None
-        axes.plot(_steps(events), [found.get(layer, math.nan) for found in worst], color=color, label=label)
+        axes.plot(
+            _steps(events),
+            [found.get(layer, math.nan) for found in worst],
+            color=color,
+            label=label,
+        )
     lowest = [
         (cosine, event["step"], layer)
         for event, found in zip(events, worst, strict=True)
@@ -132,13 +154,20 @@ def _draw_cosines(axes: Any, events: list[dict[str, Any]], limit: float) -> None
     ]
     if lowest:
         cosine, step, layer = min(lowest)
-        axes.annotate(f"layer {layer}: {cosine:.3f}", (step, cosine), (8, -3), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            f"layer {layer}: {cosine:.3f}",
+            (step, cosine),
+            (8, -3),
+            textcoords="offset points",
+            fontsize=8,
+        )
     _draw_limit(axes, math.inf, limit, f"{limit:g}")
     _add_title(axes, "lowest cosine of a layer's gradients")
 
 
 def _add_title(axes: Any, title: str) -> None:
-    """Add the title above the panel on the left, and on the right a legend, which never lies over a curve."""
+    """Add the title above the panel on the left, and on the right a legend, which never lies over a
+    curve."""
     axes.set_title(title, loc="left", fontsize=10)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(
@@ -156,12 +185,20 @@ def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
 
 
 def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
-    """Plot, by role, the saturated and underflowed ratios of the worst product, as far as there are any."""
+    """Plot, by role, the saturated and underflowed ratios of the worst product, as far as there are
+    any."""
     for kind, style in (("saturated", "-"), ("underflowed", ":")):
         for role, color in ROLES.items():
             worst = [100 * _largest(event[kind], f".{role}") for event in events]
             if any(worst):
-                axes.plot(_steps(events), worst, style, color=color, label=f"{role}s {kind}", linewidth=1.2)
+                axes.plot(
+                    _steps(events),
+                    worst,
+                    style,
+                    color=color,
+                    label=f"{role}s {kind}",
+                    linewidth=1.2,
+                )
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
@@ -169,7 +206,9 @@ def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
 
 
 def _largest(parts: dict[str, float | str], ending: str) -> float:
-    return max((_finite(part) for name, part in parts.items() if name.endswith(ending)), default=0.0)
+    return max(
+        (_finite(part) for name, part in parts.items() if name.endswith(ending)), default=0.0
+    )
 
 
 def _finite(value: float | str) -> float:

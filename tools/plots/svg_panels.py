@@ -1,4 +1,5 @@
-"""A panel of `tools.plots.panels` as SVG for a web page: no library, colours from the page, readable on a phone."""
+"""A panel of `tools.plots.panels` as SVG for a web page: no library, colours from the page,
+readable on a phone."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,9 +7,15 @@ from html import escape
 
 from tools.plots.panels import Line, Panel, Pictures, short
 
-WIDTH, HEIGHT = 480, 220
-LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 22
-MOST = 240  # stretches that a line is thinned to: the lowest and the highest value of each are drawn
+WIDTH = 480
+HEIGHT = 220
+LEFT = 58
+RIGHT = 10
+TOP = 8
+BOTTOM = 22
+MOST = (
+    240  # stretches that a line is thinned to: the lowest and the highest value of each are drawn
+)
 TICKS = 4
 OTHERS = 4  # classes of lines beside the main one: other0, other1, ...
 
@@ -19,8 +26,10 @@ class _Frame:
     def __init__(self, panel: Panel) -> None:
         xs = [x for line in panel.lines for x in line.x if not math.isnan(x)]
         ys = [self.scaled(panel, y) for line in panel.lines for y in line.y if not math.isnan(y)]
-        self.panel, self.x = panel, (min(xs), max(xs))
-        low, high = (0.0 if panel.from_zero else min(ys)), max(ys)
+        self.panel = panel
+        self.x = (min(xs), max(xs))
+        low = 0.0 if panel.from_zero else min(ys)
+        high = max(ys)
         room = 0.06 * (high - low) or 0.5
         self.y = (low if panel.from_zero else low - room), high + room
 
@@ -41,7 +50,10 @@ def to_svg(panel: Panel, shown: Pictures) -> str:
     """Return the SVG of a panel, without its title."""
     frame = _Frame(panel)
     numbered = iter(range(len(panel.lines)))
-    marks = [f'<path class="resumed" d="M{frame.at_x(x):.1f} {TOP}V{HEIGHT - BOTTOM}"/>' for x in shown.resumed]
+    marks = [
+        f'<path class="resumed" d="M{frame.at_x(x):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
+        for x in shown.resumed
+    ]
     lines = [
         f'<path class="{line.look if line.look != "other" else f"other{next(numbered) % OTHERS}"}" '
         f'd="{"".join(_path(line, frame))}"/>'
@@ -61,17 +73,21 @@ def legend(panel: Panel, shown: Pictures) -> str:
     """Return the legend of a panel as HTML; empty if it has one line only."""
     numbered = iter(range(len(panel.lines)))
     named = [
-        (line.look if line.look != "other" else f"other{next(numbered) % OTHERS}", line.label) for line in panel.lines
+        (line.look if line.look != "other" else f"other{next(numbered) % OTHERS}", line.label)
+        for line in panel.lines
     ]
     named += [("skip", "skipped step")] if panel.skipped else []
     named += [("resumed", "resumed")] if shown.resumed else []
     if len(named) == 1:
         return ""
-    return "".join(f'<span class="key"><i class="{kind}"></i>{escape(label)}</span>' for kind, label in named)
+    return "".join(
+        f'<span class="key"><i class="{kind}"></i>{escape(label)}</span>' for kind, label in named
+    )
 
 
 def _axes(frame: _Frame) -> Iterator[str]:
-    base, end = HEIGHT - BOTTOM, WIDTH - RIGHT
+    base = HEIGHT - BOTTOM
+    end = WIDTH - RIGHT
     for y, label in _y_ticks(frame):
         at = frame.at_y(y)
         yield f'<path class="grid" d="M{LEFT} {at:.1f}H{end}"/>'
@@ -80,13 +96,18 @@ def _axes(frame: _Frame) -> Iterator[str]:
     for x in _round_numbers(*frame.x):
         at = frame.at_x(x)
         anchor = "end" if at > WIDTH - 30 else "middle"
-        yield f'<text x="{at:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{short(x) if x >= 1e4 else f"{x:g}"}</text>'
+        yield (
+            f'<text x="{at:.1f}" y="{HEIGHT - 6}" '
+            f'text-anchor="{anchor}">{short(x) if x >= 1e4 else f"{x:g}"}</text>'
+        )
 
 
 def _y_ticks(frame: _Frame) -> Iterator[tuple[float, str]]:
     low, high = frame.y
     if not frame.panel.base:
-        yield from ((y, short(y) if abs(y) >= 1e4 else f"{y:.4g}") for y in _round_numbers(low, high))
+        yield from (
+            (y, short(y) if abs(y) >= 1e4 else f"{y:.4g}") for y in _round_numbers(low, high)
+        )
         return
     every = max(1, math.ceil((high - low) / TICKS))
     for power in range(math.ceil(low), math.floor(high) + 1):
@@ -107,7 +128,8 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 def _path(line: Line, frame: _Frame) -> Iterator[str]:
     """Yield the parts of a path; a gap begins a new part."""
-    pen, before = "M", math.nan
+    pen = "M"
+    before = math.nan
     for x, y in _points(line):
         if math.isnan(y) or math.isnan(x):
             pen = "M"
@@ -115,19 +137,22 @@ def _path(line: Line, frame: _Frame) -> Iterator[str]:
         if frame.panel.stepped and pen == "L":
             yield f"H{frame.at_x(x):.1f}"
         yield f"{pen}{frame.at_x(x):.1f} {frame.at_y(y):.1f}"
-        pen, before = "L", y
+        pen = "L"
+        before = y
     if frame.panel.stepped and not math.isnan(before):
         yield f"H{frame.at_x(frame.x[1]):.1f}"
 
 
 def _points(line: Line) -> Iterator[tuple[float, float]]:
-    """Yield the points of a line; of a long one the lowest and the highest of each stretch, in order."""
+    """Yield the points of a line; of a long one the lowest and the highest of each stretch, in
+    order."""
     count = len(line.x)
     if count <= 2 * MOST:
         yield from zip(line.x, line.y, strict=True)
         return
     for part in range(MOST):
-        first, end = part * count // MOST, (part + 1) * count // MOST
+        first = part * count // MOST
+        end = (part + 1) * count // MOST
         there = [n for n in range(first, end) if not math.isnan(line.y[n])]
         if not there:
             yield line.x[first], math.nan
@@ -137,4 +162,6 @@ def _points(line: Line) -> Iterator[tuple[float, float]]:
 
 
 def _thinned(places: Sequence[float]) -> Sequence[float]:
-    return places if len(places) <= MOST else [places[n * len(places) // MOST] for n in range(MOST)]
+    if len(places) <= MOST:
+        return places
+    return [places[n * len(places) // MOST] for n in range(MOST)]

@@ -1,8 +1,9 @@
 """Timelines of a pipeline: a row per rank and a block per computation, simulated or measured.
 
-Grey is waiting. Below each row stands the number of activations that the rank holds, from their forward pass to their
-weight gradient. In text a block is its name, repeated for its duration, in small letters for later stages of the same
-rank, and a dot is waiting; where names do not fit, single letters replace them.
+Grey is waiting. Below each row stands the number of activations that the rank holds, from their
+forward pass to their weight gradient. In text a block is its name, repeated for its duration, in
+small letters for later stages of the same rank, and a dot is waiting; where names do not fit,
+single letters replace them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,22 @@ from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Messa
 from parallel.pipeline.simulation import Mark, Span
 from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
 
-LEFT, TRACK, MARGIN = 76.0, 1000.0, 24.0
-COLUMN, LETTER, GAP = 74.0, 7.6, 18.0  # least width of a column of facts, of a letter, and between columns
-ROW, STRIP, PITCH = 26.0, 9.0, 44.0  # heights of blocks and of held activations, and distance of rows
-INK, FAINT, WAITING, HELD, RED = "#24292f", "#6e7781", "#eef0f3", "#b6c2d1", "#d1242f"
+LEFT = 76.0
+TRACK = 1000.0
+MARGIN = 24.0
+# least width of a column of facts, of a letter, and between columns
+COLUMN = 74.0
+LETTER = 7.6
+GAP = 18.0
+# heights of blocks and of held activations, and distance of rows
+ROW = 26.0
+STRIP = 9.0
+PITCH = 44.0
+INK = "#24292f"
+FAINT = "#6e7781"
+WAITING = "#eef0f3"
+HELD = "#b6c2d1"
+RED = "#d1242f"
 LOOKS = {
     Op.FORWARD: ("forward", "#3f7fca"),
     Op.BACKWARD: ("backward", "#2f9e77"),
@@ -30,7 +43,8 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline. facts: a column of text per rank, by heading. marks: places where a rank goes wrong."""
+    """One timeline. facts: a column of text per rank, by heading. marks: places where a rank goes
+    wrong."""
 
     title: str
     spans: Sequence[Span]
@@ -61,7 +75,9 @@ class Panel:
     @cached_property
     def most_held(self) -> int:
         """The largest number of activations that any rank holds."""
-        return max((n for rank in range(self.ranks) for _, n in _activations(self.of(rank))), default=0)
+        return max(
+            (n for rank in range(self.ranks) for _, n in _activations(self.of(rank))), default=0
+        )
 
     @cached_property
     def _by_rank(self) -> list[list[Span]]:
@@ -72,7 +88,8 @@ class Panel:
 
 
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
-    """Return a drawing of the panels below each other, on one time scale, under a title and lines of text."""
+    """Return a drawing of the panels below each other, on one time scale, under a title and lines
+    of text."""
     facts = max(ends[-1] for panel in panels if (ends := [LEFT + TRACK, *_columns(panel)]))
     drawing = Drawing(facts + MARGIN, 0)
     drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
@@ -92,19 +109,31 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
 
 def _columns(panel: Panel) -> list[float]:
     """Return the right end of each column of facts, which is as wide as its longest text."""
-    widths = (max(COLUMN, GAP + LETTER * max(map(len, (head, *texts)))) for head, texts in panel.facts.items())
+    widths = (
+        max(COLUMN, GAP + LETTER * max(map(len, (head, *texts))))
+        for head, texts in panel.facts.items()
+    )
     return [LEFT + TRACK + end for end in accumulate(widths)]
 
 
 def _legend(panels: Sequence[Panel], y: float) -> Iterator[Shape]:
-    present = {span.instruction.op for panel in panels for span in panel.computed if span.end > span.start}
-    entries = [look for op, look in LOOKS.items() if op in present] + [("waiting", WAITING), ("held", HELD)]
+    present = {
+        span.instruction.op for panel in panels for span in panel.computed if span.end > span.start
+    }
+    entries = [look for op, look in LOOKS.items() if op in present] + [
+        ("waiting", WAITING),
+        ("held", HELD),
+    ]
     x = MARGIN
     for name, color in entries:
         yield Rect(x, y, 14, 14, color, 3)
         yield Text(x + 20, y + 12, name, 12, INK)
         x += 42 + 7.2 * len(name)
-    if any(len({s.instruction.stage for s in panel.of(rank)}) > 1 for panel in panels for rank in range(panel.ranks)):
+    if any(
+        len({s.instruction.stage for s in panel.of(rank)}) > 1
+        for panel in panels
+        for rank in range(panel.ranks)
+    ):
         yield Text(x, y + 12, "lighter: a later stage of the same rank", 12, FAINT)
 
 
@@ -142,7 +171,11 @@ def _row(panel: Panel, rank: int, y: float, scale: float) -> Iterator[Shape]:
     yield Rect(LEFT, y, panel.length * scale, ROW, WAITING, 2)
     for span in own:
         yield from _block(
-            span, stages.index(span.instruction.stage), LEFT + (span.start - panel.start) * scale, y, scale
+            span,
+            stages.index(span.instruction.stage),
+            LEFT + (span.start - panel.start) * scale,
+            y,
+            scale,
         )
     yield from _held(panel, own, y + ROW + STRIP + 1.5, scale)
     for end, values in zip(_columns(panel), panel.facts.values(), strict=True):
@@ -153,15 +186,25 @@ def _row(panel: Panel, rank: int, y: float, scale: float) -> Iterator[Shape]:
 
 
 def _block(span: Span, chunk: int, x: float, y: float, scale: float) -> Iterator[Shape]:
-    i, width = span.instruction, (span.end - span.start) * scale
+    i = span.instruction
+    width = (span.end - span.start) * scale
     if width <= 0:
         return
     color = _lighter(LOOKS[i.op][1], min(0.55, 0.33 * chunk))
-    yield Rect(x + 0.4, y, max(width - 0.8, 0.4), ROW, color, 2, f"{i}  {span.end - span.start:.4g}")
+    yield Rect(
+        x + 0.4, y, max(width - 0.8, 0.4), ROW, color, 2, f"{i}  {span.end - span.start:.4g}"
+    )
     label = "" if i.op is Op.REDUCE else str(i.microbatch)
     size = min(11.0, (width - 1.5) / (0.64 * max(len(label), 1)))
     if size >= 7:
-        yield Text(x + width / 2, y + ROW / 2 + 0.36 * size, label, size, "#ffffff" if chunk == 0 else INK, "middle")
+        yield Text(
+            x + width / 2,
+            y + ROW / 2 + 0.36 * size,
+            label,
+            size,
+            "#ffffff" if chunk == 0 else INK,
+            "middle",
+        )
 
 
 def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Iterator[Shape]:
@@ -170,14 +213,17 @@ def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Ite
         height = STRIP * count / max(panel.most_held, 1)
         if height and end > start:
             x = LEFT + (start - panel.start) * scale
-            yield Rect(x, bottom - height, (end - start) * scale + 0.3, height, HELD, 0, f"{count} held")
+            yield Rect(
+                x, bottom - height, (end - start) * scale + 0.3, height, HELD, 0, f"{count} held"
+            )
 
 
 def _activations(own: Sequence[Span]) -> list[tuple[float, int]]:
     """Return (time, activations held from then on) pairs."""
     changes = [(s.start, +1) for s in own if s.instruction.op is Op.FORWARD]
     changes += [(s.end, -1) for s in own if s.instruction.op in WEIGHT_GRADIENTS]
-    held, steps = 0, [(0.0, 0)]
+    held = 0
+    steps = [(0.0, 0)]
     for time, change in sorted(changes):
         held += change
         steps.append((time, held))
@@ -190,9 +236,13 @@ def _lighter(color: str, share: float) -> str:
 
 
 def as_text(panel: Panel, width: int) -> str:
-    """Return the panel as lines of at most `width` characters; the length of a block is its duration."""
+    """Return the panel as lines of at most `width` characters; the length of a block is its
+    duration."""
     longest = panel.length or 1.0
-    shortest = min((s.end - s.start for s in panel.computed if s.instruction.op in COMPUTATIONS), default=longest)
+    shortest = min(
+        (s.end - s.start for s in panel.computed if s.instruction.op in COMPUTATIONS),
+        default=longest,
+    )
     room = width - 9
     each = min(3, int(room * shortest / longest))  # characters of the shortest computation
     columns = round(longest / shortest * each) if each > 1 else room
@@ -202,11 +252,14 @@ def as_text(panel: Panel, width: int) -> str:
         own = panel.of(rank)
         lowest = min((span.instruction.stage for span in own), default=0)
         for span in own:
-            first, last = (round((t - panel.start) / longest * columns) for t in (span.start, span.end))
+            first, last = (
+                round((t - panel.start) / longest * columns) for t in (span.start, span.end)
+            )
             i = span.instruction
             letter = i.op if i.stage == lowest else i.op.lower()
             name = f"{letter}{i.microbatch}"
-            fits = len(name) + (each < 2) <= last - first  # a gap, where one name can be as long as another
+            # a gap, where one name can be as long as another
+            fits = len(name) + (each < 2) <= last - first
             cells[first:last] = name.ljust(last - first) if fits else letter * (last - first)
         rows.append(f"rank {rank:<3} {''.join(cells)}")
     return "\n".join(rows)

@@ -1,7 +1,8 @@
-"""Damage to a checkpoint that its own checks do not see: the control that a proof would find a difference.
+"""Damage to a checkpoint that its own checks do not see: the control that a proof would find a
+difference.
 
-One sign is turned in one element of a moment, or of a weight if the optimizer keeps no moments, and the digests of the
-file are made to fit. A run that resumes from it computes another state.
+One sign is turned in one element of a moment, or of a weight if the optimizer keeps no moments, and
+the digests of the file are made to fit. A run that resumes from it computes another state.
 """
 
 import json
@@ -17,12 +18,15 @@ from megaprec.errors import UserError
 
 
 def turn_one_sign(checkpoint: Path) -> str:
-    """Turn the sign of the largest element of a moment; return "kind/logical name". Raises UserError if all are zero.
+    """Turn the sign of the largest element of a moment; return "kind/logical name". Raises
+    UserError if all are zero.
 
     The files must not be shared with another checkpoint.
     """
     store = Store(checkpoint)
-    keys = sorted(store.index["tensors"], key=lambda key: (key.startswith(("weight/", "fp8/")), key))
+    keys = sorted(
+        store.index["tensors"], key=lambda key: (key.startswith(("weight/", "fp8/")), key)
+    )
     for key in (key for key in keys if not key.startswith("fp8/")):
         name = store.index["tensors"][key]["chunks"][0]["file"]
         inside = key.removeprefix("weight/")
@@ -33,11 +37,14 @@ def turn_one_sign(checkpoint: Path) -> str:
             _turn(store.file(name), inside, place, values)
             _fit(store, name)
             return key
-    raise UserError(f"{checkpoint} has no element other than zero, so no damage to it would change anything")
+    raise UserError(
+        f"{checkpoint} has no element other than zero, so no damage to it would change anything"
+    )
 
 
 def _turn(file: Path, key: str, place: int, values: Tensor) -> None:
-    """Turn the sign of element `place` of a stored tensor, whose `values` are given, in the file."""
+    """Turn the sign of element `place` of a stored tensor, whose `values` are given, in the
+    file."""
     turned = (-values[place : place + 1]).view(torch.uint8).numpy().tobytes()
     with file.open("r+b") as opened:
         length = int.from_bytes(opened.read(8), "little")

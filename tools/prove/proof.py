@@ -1,7 +1,10 @@
-"""The rows of a proof: what is run, what is compared with the straight run, and the verdict of each.
+"""The rows of a proof: what is run, what is compared with the straight run, and the verdict of
+each.
 
-A row is proven if all bits are equal, wrong if one is not, or not tried for a stated reason. The last row is the
-control: a resume that was damaged on purpose. If its difference is not seen, the other rows prove nothing.
+A row is proven if all bits are equal, wrong if one is not, or not tried for a stated reason. The
+last row is the
+control: a resume that was damaged on purpose. If its difference is not seen, the other rows prove
+    nothing.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -17,8 +20,12 @@ from tools.prove.damage import turn_one_sign
 from tools.prove.parting import Parting, by_step, first_parting
 from tools.prove.runs import Failure, Room
 
-STRAIGHT, AGAIN, RESUMED, CONTROL = "straight", "again", "resumed", "broken resume"
-LOADED, OTHER_LAYOUT = "loaded elsewhere", "other layout"
+STRAIGHT = "straight"
+AGAIN = "again"
+RESUMED = "resumed"
+CONTROL = "broken resume"
+LOADED = "loaded elsewhere"
+OTHER_LAYOUT = "other layout"
 NEEDED = (AGAIN, RESUMED, CONTROL)  # rows without which no run is proven
 Row = dict[str, Any]
 
@@ -52,8 +59,12 @@ def is_canonical(config: RunConfig) -> bool:
 def other_layout(config: RunConfig) -> Layout | None:
     """Return a small layout other than the run's own that it can have, None if there is none."""
     sayings = [*reversed(every(2)), {}]
-    found = (fitted(config, said) for said in (sayings if config.world_size == 1 else sayings[::-1]))
-    return next((one for one in found if one.parallel != config.parallel and _fits(config, one)), None)
+    found = (
+        fitted(config, said) for said in (sayings if config.world_size == 1 else sayings[::-1])
+    )
+    return next(
+        (one for one in found if one.parallel != config.parallel and _fits(config, one)), None
+    )
 
 
 def _fits(config: RunConfig, layout: Layout) -> bool:
@@ -71,8 +82,15 @@ def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:
     if room.digests(AGAIN):
         room.copy(AGAIN, RESUMED)
         yield _tried(RESUMED, span.after, lambda: _resumed(room, span, RESUMED))
-        yield _tried(LOADED, range(span.stop, span.stop + 1), lambda: _loaded(room, span, layout), layout)
-        yield _tried(OTHER_LAYOUT, range(span.first + 1, span.last + 1), lambda: _moved(room, span, layout), layout)
+        yield _tried(
+            LOADED, range(span.stop, span.stop + 1), lambda: _loaded(room, span, layout), layout
+        )
+        yield _tried(
+            OTHER_LAYOUT,
+            range(span.first + 1, span.last + 1),
+            lambda: _moved(room, span, layout),
+            layout,
+        )
         yield _tried(CONTROL, range(span.stop, span.stop + 2), lambda: _control(room, span))
 
 
@@ -81,12 +99,19 @@ def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
     verdicts = {row["row"]: row["verdict"] for row in rows}
     if WRONG in verdicts.values():
         return WRONG
-    return PROVEN if all(verdicts.get(name) == PROVEN for name in needed) else NOT_TRIED
+    if all(verdicts.get(name) == PROVEN for name in needed):
+        return PROVEN
+    return NOT_TRIED
 
 
 def needed_rows(config: RunConfig, named: bool) -> tuple[str, ...]:
-    """Return the rows that a proof needs. named: the user has named a layout, and waits for a verdict on it."""
-    return (*NEEDED, *((LOADED,) if named else ()), *((OTHER_LAYOUT,) if named and is_canonical(config) else ()))
+    """Return the rows that a proof needs. named: the user has named a layout, and waits for a
+    verdict on it."""
+    return (
+        *NEEDED,
+        *((LOADED,) if named else ()),
+        *((OTHER_LAYOUT,) if named and is_canonical(config) else ()),
+    )
 
 
 def _tried(name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None) -> Row:
@@ -119,10 +144,15 @@ def _again(room: Room, span: Span) -> Row:
 def _resumed(room: Room, span: Span, name: str, parallel: Parallel | None = None) -> Row:
     """Resume a copy of the stopped run and compare the loaded state, then each step."""
     if not _applied(room, span.before) or not _applied(room, span.after):
-        return _untried("no step was applied before the stop, or none after it: take more --steps, or lower the scale")
+        return _untried(
+            "no step was applied before the stop, or none after it: take more --steps, or "
+            "lower the scale"
+        )
     room.take(name, span.last, parallel)
     found = _compare_loaded(room, name, span.stop)
-    return found if found["verdict"] != PROVEN else _compared(room, name, span.after)
+    if found["verdict"] != PROVEN:
+        return found
+    return _compared(room, name, span.after)
 
 
 def _loaded(room: Room, span: Span, layout: Layout | None) -> Row:
@@ -141,7 +171,8 @@ def _moved(room: Room, span: Span, layout: Layout | None) -> Row:
     """Train straight in another layout, and resume in it, if the numerics are canonical."""
     if not is_canonical(room.config):
         return _untried(
-            'train.numerics = "fast": another layout adds in another order, so its last bits differ; '
+            'train.numerics = "fast": another layout adds in another order, so its last bits '
+            "differ; "
             "megaprec parity compares layouts with bounds"
         )
     if layout is None:
@@ -156,16 +187,28 @@ def _moved(room: Room, span: Span, layout: Layout | None) -> Row:
 
 
 def _control(room: Room, span: Span) -> Row:
-    """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded and a step later."""
+    """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded
+    and a step later."""
     if not _applied(room, span.before) or not _applied(room, range(span.stop + 1, span.stop + 2)):
-        return _untried("the step after the stop, or all steps before it, were not applied: take other --steps")
+        return _untried(
+            "the step after the stop, or all steps before it, were not applied: take other --steps"
+        )
     damaged = turn_one_sign(room.copy(AGAIN, CONTROL))
     room.take(CONTROL, span.stop + 1)
-    loaded, later = _compare_loaded(room, CONTROL, span.stop), _compared(room, CONTROL, (span.stop + 1,))
+    loaded = _compare_loaded(room, CONTROL, span.stop)
+    later = _compared(room, CONTROL, (span.stop + 1,))
     seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
     if len(seen) < 2:
-        why = f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 comparisons saw it"
-        return {"verdict": WRONG, "why": f"{why}: this proof is worth nothing", "damaged": damaged, "seen": seen}
+        why = (
+            f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 "
+            "comparisons saw it"
+        )
+        return {
+            "verdict": WRONG,
+            "why": f"{why}: this proof is worth nothing",
+            "damaged": damaged,
+            "seen": seen,
+        }
     return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
 
 
@@ -179,7 +222,8 @@ def _compared(room: Room, name: str, steps: Collection[int]) -> Row:
 
 def _compare_loaded(room: Room, name: str, stop: int) -> Row:
     """Compare the state that a run has loaded with that of the straight run after step `stop`."""
-    ours, theirs = by_step(room.digests(name), loaded=True), by_step(room.digests(STRAIGHT))
+    ours = by_step(room.digests(name), loaded=True)
+    theirs = by_step(room.digests(STRAIGHT))
     if stop not in ours or stop not in theirs:
         return _untried(f"there is no digest of the state loaded after step {stop}")
     return _verdict(first_parting({stop: ours[stop]}, theirs, state_only=True))

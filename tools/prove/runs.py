@@ -1,7 +1,9 @@
-"""The runs of a proof: `megaprec train` in processes of their own, each in a folder of a temporary one.
+"""The runs of a proof: `megaprec train` in processes of their own, each in a folder of a temporary
+one.
 
-Steps, numbers, data and precision are the user's. Left out is what changes no number: evaluations, trackers, plots, the
-sample text. The learning rate is that of the whole run, although few of its steps are taken.
+Steps, numbers, data and precision are the user's. Left out is what changes no number: evaluations,
+trackers, plots, the sample text. The learning rate is that of the whole run, although few of its
+steps are taken.
 """
 
 import os
@@ -24,7 +26,9 @@ from tools.journal.records import read_digests, read_metrics
 from tools.training.corpus import cache_of
 from tools.training.launch import own_program
 
-HELD_BACK = 3  # exit code of a run that stopped itself, or of whose steps none was applied: its records are complete
+# exit code of a run that stopped itself, or of whose steps none was applied: its records are
+# complete
+HELD_BACK = 3
 
 
 class Failure(Exception):
@@ -33,7 +37,8 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Room:
-    """The place of a proof. config: the user's run. folder: an empty one. start: checkpoint that all runs begin with.
+    """The place of a proof. config: the user's run. folder: an empty one. start: checkpoint that
+    all runs begin with.
 
     step: of that checkpoint, 0 without one.
     """
@@ -60,7 +65,9 @@ class Room:
     def _said(self, name: str) -> str:
         """Return the last line of a run, which names the user's checkpoint in place of its copy."""
         said = _last_line(self.folder / f"{name}.log")
-        return said.replace(str(self._begun(name, self.start)), str(self.start)) if self.start else said
+        if self.start:
+            return said.replace(str(self._begun(name, self.start)), str(self.start))
+        return said
 
     def copy(self, name: str, to: str) -> Path:
         """Copy a run that has ended, without sharing files; return its newest checkpoint."""
@@ -80,7 +87,9 @@ class Room:
         _tell(f"{name}: to step {last}, {counted(config.world_size, 'rank')}")
         began = time.monotonic()
         with (self.folder / f"{name}.log").open("ab") as log:
-            code = subprocess.run(own_program(["train", str(file)]), stdout=log, stderr=log, check=False).returncode
+            code = subprocess.run(
+                own_program(["train", str(file)]), stdout=log, stderr=log, check=False
+            ).returncode
         if code not in (0, HELD_BACK):
             raise Failure(f"{name}: exit code {code}: {self._said(name)}")
         _tell(f"{name}: {time.monotonic() - began:.0f} s")
@@ -94,14 +103,23 @@ class Room:
         return [r["step"] for r in read_metrics(self.folder / name) if r["outcome"] not in SKIPPED]
 
 
-def _ready(config: RunConfig, folder: Path, data: Path, last: int, parallel: Parallel | None) -> RunConfig:
-    """Return the user's run up to step `last`, in another folder. data: folder of data sets that are built for it."""
-    own, lr, length = cache_of(config), config.lr, config.lr_schedule.total
+def _ready(
+    config: RunConfig, folder: Path, data: Path, last: int, parallel: Parallel | None
+) -> RunConfig:
+    """Return the user's run up to step `last`, in another folder. data: folder of data sets that
+    are built for it."""
+    own = cache_of(config)
+    lr = config.lr
+    length = config.lr_schedule.total
     cache = own if own.is_dir() else data
     tables: dict[str, Any] = {
-        "train": config.train.model_copy(update={"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}),
+        "train": config.train.model_copy(
+            update={"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}
+        ),
         "checkpoint": config.checkpoint.model_copy(update={"every": 0, "keep": 1, "resume": True}),
-        "log": type(config.log)(digests=1, plot=False, progress=False, peak_tflops=config.log.peak_tflops),
+        "log": type(config.log)(
+            digests=1, plot=False, progress=False, peak_tflops=config.log.peak_tflops
+        ),
         "lr": lr.model_copy(update={"length": length}),
         "data": config.data.model_copy(update={"cache": str(cache.absolute()), "validation": ()}),
         "parallel": (parallel or config.parallel).model_copy(update={"elastic": False}),
@@ -110,7 +128,8 @@ def _ready(config: RunConfig, folder: Path, data: Path, last: int, parallel: Par
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file of a checkpoint, which no run changes, or copy it if the folders are on different filesystems."""
+    """Link a file of a checkpoint, which no run changes, or copy it if the folders are on different
+    filesystems."""
     try:
         os.link(source, target)
     except OSError:
@@ -122,5 +141,9 @@ def _tell(text: str) -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return lines[-1] if lines else "it printed nothing"

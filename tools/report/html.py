@@ -32,10 +32,14 @@ def facts(rows: Sequence[tuple[str, Text]]) -> Html:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Text]], most: int = 200) -> Html:
-    """Return a table of at most `most` rows, the last ones. On a narrow screen each cell is a line with its heading."""
+    """Return a table of at most `most` rows, the last ones. On a narrow screen each cell is a line
+    with its heading."""
     top = "".join(f"<th>{html(name)}</th>" for name in head)
     lines = (
-        "".join(f'<td data-head="{html(name)}">{html(cell)}</td>' for name, cell in zip(head, row, strict=True))
+        "".join(
+            f'<td data-head="{html(name)}">{html(cell)}</td>'
+            for name, cell in zip(head, row, strict=True)
+        )
         for row in rows[-most:]
     )
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -1,5 +1,5 @@
-"""The page of a report: one HTML file without scripts, links or files of others, for wide and narrow, light and dark
-screens.
+"""The page of a report: one HTML file without scripts, links or files of others, for wide and
+narrow, light and dark screens.
 """
 
 from html import escape
@@ -55,14 +55,18 @@ summary { cursor: pointer; color: var(--main) }
 def page(run: Run) -> str:
     """Return the page of a run."""
     made = [(title, part) for title, section in SECTIONS if (part := section(run)) is not None]
-    links = "".join(f'<a href="#s{number}">{html(title)}</a>' for number, (title, _) in enumerate(made))
+    links = "".join(
+        f'<a href="#s{number}">{html(title)}</a>' for number, (title, _) in enumerate(made)
+    )
     body = "\n".join(
         f'<section id="s{number}"><h2>{html(title)}</h2>\n{part.text}</section>'
         for number, (title, part) in enumerate(made)
     )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html(run.name)}</title>'
+        '<!doctype html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{html(run.name)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"><style>{STYLE}</style></head>\n'
+        '<meta http-equiv="Content-Security-Policy" '
+        f'content="{escape(POLICY)}"><style>{STYLE}</style></head>\n'
         f"<body><h1>{html(run.name)}</h1><nav>{links}</nav>\n{body}\n</body></html>\n"
     )

@@ -1,4 +1,5 @@
-"""A run folder as the report reads it. Every file of it may be missing, damaged or written by someone else."""
+"""A run folder as the report reads it. Every file of it may be missing, damaged or written by
+someone else."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +51,10 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """Notes on damaged lines of the records, and on steps without one."""
-        found = (*(odd_lines(self.folder / name) for name in (METRICS, EVENTS)), lost_steps(self.folder / METRICS))
+        found = (
+            *(odd_lines(self.folder / name) for name in (METRICS, EVENTS)),
+            lost_steps(self.folder / METRICS),
+        )
         return [note for note in found if note]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
@@ -62,7 +66,11 @@ class Run:
         """The resolved run file that the run has saved."""
         for name in ("run.toml", "run.resolved.toml"):
             path = self.folder / name
-            if path.is_file() and path.stat().st_size < LARGEST and read_whole(path).startswith(SAVED.encode()):
+            if (
+                path.is_file()
+                and path.stat().st_size < LARGEST
+                and read_whole(path).startswith(SAVED.encode())
+            ):
                 return path
         return None
 
@@ -87,7 +95,9 @@ class Run:
         """Return a JSON file of the folder; None if there is none that can be read."""
         path = self.folder / name
         try:
-            return parse_json(read_whole(path)) if path.is_file() and path.stat().st_size < LARGEST else None
+            if path.is_file() and path.stat().st_size < LARGEST:
+                return parse_json(read_whole(path))
+            return None
         except (OSError, ValueError):
             return None
 

@@ -1,4 +1,5 @@
-"""The sections of a report, in the order of the page. Each is made of a run alone; None leaves it out."""
+"""The sections of a report, in the order of the page. Each is made of a run alone; None leaves it
+out."""
 
 import base64
 import math
@@ -38,16 +39,24 @@ Section = Callable[[Run], Html | None]
 
 def summary(run: Run) -> Html:
     """Return how far the run got, and its most important numbers."""
-    last, ends = run.records[-1], run.of_kind("end")
+    last = run.records[-1]
+    ends = run.of_kind("end")
     steps = run.config.train.steps if isinstance(run.config, RunConfig) else 0
     curve = Curve(run.name, run.records)
     done = f"{last['step']:,}{f' of {steps:,}' if steps else ''}"
     rows: list[tuple[str, Text]] = [("steps", done), ("skipped steps", f"{curve.skipped:,}")]
     if isinstance(last.get("tokens"), int | float):
         rows.append(("tokens read", f"{last['tokens']:,}"))
-    if isinstance(last.get("learned_tokens"), int | float) and last["learned_tokens"] != last.get("tokens"):
+    if isinstance(last.get("learned_tokens"), int | float) and last["learned_tokens"] != last.get(
+        "tokens"
+    ):
         rows.append(("tokens learned", f"{last['learned_tokens']:,}"))
-    rows.append((f"loss, mean of last {LAST} steps", "none" if math.isnan(curve.final) else f"{curve.final:.4f}"))
+    rows.append(
+        (
+            f"loss, mean of last {LAST} steps",
+            "none" if math.isnan(curve.final) else f"{curve.final:.4f}",
+        )
+    )
     if not math.isnan(curve.held_out):
         at = curve.held_out_step
         after = "" if at == last["step"] else f", after step {at:,}"
@@ -58,14 +67,26 @@ def summary(run: Run) -> Html:
         rows += _model_facts(run.config)
     notes = [
         *run.notes,
-        *(["every step was skipped: nothing was learned"] if curve.skipped == len(run.records) else []),
+        *(
+            ["every step was skipped: nothing was learned"]
+            if curve.skipped == len(run.records)
+            else []
+        ),
     ]
-    return Html("".join(html(part) for part in (facts(rows), *(paragraph("Note: ", note) for note in notes))))
+    return Html(
+        "".join(
+            html(part) for part in (facts(rows), *(paragraph("Note: ", note) for note in notes))
+        )
+    )
 
 
 def _model_facts(config: RunConfig) -> list[tuple[str, Text]]:
-    p, model = config.parallel, config.sized_model
-    size = f"{model.family}, {model.num_parameters:,} parameters" if not model.factory else model.factory
+    p = config.parallel
+    model = config.sized_model
+    if not model.factory:
+        size = f"{model.family}, {model.num_parameters:,} parameters"
+    else:
+        size = model.factory
     return [("model", size), ("layout", in_words(p)), ("precision", str(config.precision.compute))]
 
 
@@ -75,12 +96,15 @@ def curves(run: Run) -> Html:
     resumes = [event["step"] for event in run.of_kind("resume")]
     shown = pictures(run.records, over, resumes)
     figures = [
-        f"<figure><figcaption><b>{html(panel.title)}</b> {legend(panel, shown) if not number else ''}</figcaption>"
+        f"<figure><figcaption><b>{html(panel.title)}</b> "
+        f"{legend(panel, shown) if not number else ''}</figcaption>"
         f"{to_svg(panel, shown)}</figure>"
         for number, panel in enumerate(shown.panels)
     ]
     remarks = "; ".join(shown.remarks)
-    below = paragraph(f"Horizontal axis: {shown.x_label}. ", f"Without a picture: {remarks}." if remarks else "")
+    below = paragraph(
+        f"Horizontal axis: {shown.x_label}. ", f"Without a picture: {remarks}." if remarks else ""
+    )
     return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
 
 
@@ -109,10 +133,19 @@ def skips(run: Run) -> Html | None:
     if not events and not empty:
         return None
     rows = [
-        (event["step"], _scale(event["loss_scale"]), event.get("outcome", ""), _offenders(event), event["advice"])
+        (
+            event["step"],
+            _scale(event["loss_scale"]),
+            event.get("outcome", ""),
+            _offenders(event),
+            event["advice"],
+        )
         for event in events
     ]
-    rows += [(event["step"], "", event.get("outcome", ""), "no token counts", event["advice"]) for event in empty]
+    rows += [
+        (event["step"], "", event.get("outcome", ""), "no token counts", event["advice"])
+        for event in empty
+    ]
     return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
 
 
@@ -127,7 +160,9 @@ def _offenders(event: dict[str, Any]) -> Text:
     if not isinstance(found, list):
         return "not known"
     named = [
-        f"{one.get('name')}: {one.get('infs')} inf, {one.get('nans')} NaN" for one in found if isinstance(one, dict)
+        f"{one.get('name')}: {one.get('infs')} inf, {one.get('nans')} NaN"
+        for one in found
+        if isinstance(one, dict)
     ]
     more = f" and {len(named) - 1} more" if len(named) > 1 else ""
     return f"{named[0]}{more}" if named else "not known"
@@ -141,12 +176,19 @@ def speed(run: Run) -> Html:
         ranked = sorted(seconds)
         rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
-            ("19 of 20 steps take at most", f"{ranked[min(len(ranked) - 1, len(ranked) * 19 // 20)]:.4g} s"),
+            (
+                "19 of 20 steps take at most",
+                f"{ranked[min(len(ranked) - 1, len(ranked) * 19 // 20)]:.4g} s",
+            ),
             ("time in steps", _duration(sum(seconds))),
         ]
     shown: Sequence[tuple[str, str, Callable[[float], str]]] = (
         ("tokens_per_s", "tokens/s, median", "{:,.0f}".format),
-        ("tflops", "speed of the model's products, a rank, median", lambda count: f"{flops(count * 1e12)}/s"),
+        (
+            "tflops",
+            "speed of the model's products, a rank, median",
+            lambda count: f"{flops(count * 1e12)}/s",
+        ),
         ("mfu", "model FLOPs utilization, median", "{:.1%}".format),
     )
     for key, name, words in shown:
@@ -164,13 +206,17 @@ def memory(run: Run) -> Html | None:
     rows: list[tuple[str, Text]] = []
     if isinstance(largest.get("held_memory"), int | float):
         rows.append(("weights, gradients, optimizer state", _bytes(largest["held_memory"])))
-    whose = "of the device" if largest.get("memory_of") == "device" else "of the process, libraries included"
+    if largest.get("memory_of") == "device":
+        whose = "of the device"
+    else:
+        whose = "of the process, libraries included"
     rows.append((f"peak {whose}", _bytes(largest["peak_memory"])))
     return Html(facts(rows).text + paragraph("On rank 0, the largest of all starts.").text)
 
 
 def schedule(run: Run) -> Html | None:
-    """Return the pipeline schedule: its predicted timeline, and the measured one if the run has recorded one."""
+    """Return the pipeline schedule: its predicted timeline, and the measured one if the run has
+    recorded one."""
     config = run.config
     if not isinstance(config, RunConfig):
         return paragraph(f"Not known: {config}.")
@@ -182,9 +228,13 @@ def schedule(run: Run) -> Html | None:
     made = config.schedule
     costs = config.stage_costs(config.sized_model, made.rank_of_stage)
     predicted = simulate(made, lambda i: costs[i.stage].of(i))
-    rows: list[tuple[str, Text]] = [("schedule", config.parallel.schedule), ("bubble, predicted", _percent(predicted))]
+    rows: list[tuple[str, Text]] = [
+        ("schedule", config.parallel.schedule),
+        ("bubble, predicted", _percent(predicted)),
+    ]
     panels = [Timeline("predicted", predicted, len(made.programs), "FLOPs")]
-    path, wanted = run.folder / TIMELINE, [(r, i) for r, program in enumerate(made.programs) for i in program]
+    path = run.folder / TIMELINE
+    wanted = [(r, i) for r, program in enumerate(made.programs) for i in program]
     try:
         measured = read_trace(path) if path.is_file() else []
     except UserError as error:
@@ -212,7 +262,10 @@ def fp8(run: Run) -> Html | None:
     if not events:
         return None
     alarmed = [event for event in events if event["alarms"]]
-    rows: list[tuple[str, Text]] = [("compared micro-batches", len(events)), ("alarms", len(alarmed))]
+    rows: list[tuple[str, Text]] = [
+        ("compared micro-batches", len(events)),
+        ("alarms", len(alarmed)),
+    ]
     body = facts(rows).text
     if alarmed:
         cells = [(event["step"], _list(event["alarms"])) for event in alarmed]
@@ -222,17 +275,23 @@ def fp8(run: Run) -> Html | None:
         content = read_whole(path)
         if content.startswith(b"\x89PNG"):
             data = base64.b64encode(content).decode()
-            body += f'<div class="scroll"><img class="wide" alt="FP8 shadow" src="data:image/png;base64,{data}"/></div>'
+            body += (
+                '<div class="scroll"><img class="wide" alt="FP8 shadow" '
+                f'src="data:image/png;base64,{data}"/></div>'
+            )
     return Html(body)
 
 
 def evidence(run: Run) -> Html:
-    """Return what proves that the run computed what it should: certificates and checks. Later kinds are added here."""
+    """Return what proves that the run computed what it should: certificates and checks. Later kinds
+    are added here."""
     parts = [_parity(run), _proof(run)]
     checked = [record["sentinel"] for record in run.records if "sentinel" in record]
     if checked:
         clean = sum(word == "clean" for word in checked)
-        parts.append(paragraph(f"The sentinel checked {len(checked):,} steps; {clean:,} were clean."))
+        parts.append(
+            paragraph(f"The sentinel checked {len(checked):,} steps; {clean:,} were clean.")
+        )
     return Html("".join(part.text for part in parts))
 
 
@@ -241,7 +300,9 @@ def _parity(run: Run) -> Html:
     if made is None:
         return paragraph(NO_CERTIFICATE)
     try:
-        rows = [(str(one["layout"]), str(one["precision"]), verdict(one)) for one in made["layouts"]]
+        rows = [
+            (str(one["layout"]), str(one["precision"]), verdict(one)) for one in made["layouts"]
+        ]
         said = conclusion(made)
     except (KeyError, TypeError, AttributeError, ValueError):
         return paragraph("parity.json is not a certificate.")
@@ -255,7 +316,12 @@ def _proof(run: Run) -> Html:
         return paragraph(NO_PROOF)
     try:
         rows = [
-            (str(row["row"]), f"{row['steps'][0]} to {row['steps'][1]}", str(row["verdict"]), str(row.get("why", "")))
+            (
+                str(row["row"]),
+                f"{row['steps'][0]} to {row['steps'][1]}",
+                str(row["verdict"]),
+                str(row.get("why", "")),
+            )
             for row in made["rows"]
         ]
         said = f"steps {made['first_step']} to {made['last_step']}: {made['verdict']}"
@@ -267,32 +333,52 @@ def _proof(run: Run) -> Html:
 
 
 def _of_other_keys(run: Run, made: Any) -> Html:
-    """Return a note if a certificate is not of the run as run.toml describes it; nothing if it is."""
+    """Return a note if a certificate is not of the run as run.toml describes it; nothing if it
+    is."""
     about = made.get("configuration")
     digest = about.get("sha256") if isinstance(about, dict) else None
     if not isinstance(run.config, RunConfig):
-        return paragraph("Note: whether the certificate below is of this run is not known: run.toml cannot be read.")
+        return paragraph(
+            "Note: whether the certificate below is of this run is not known: run.toml "
+            "cannot be read."
+        )
     if digest == run_digest(run.config):
         return Html("")
-    other = "of another run, or made before a key was changed: that it holds for this run as it is was not tried."
-    return paragraph(f"Note: the certificate below is of other keys than those of run.toml, {other}")
+    other = (
+        "of another run, or made before a key was changed: that it holds for this run as it is "
+        "was not tried."
+    )
+    return paragraph(
+        f"Note: the certificate below is of other keys than those of run.toml, {other}"
+    )
 
 
 def faults(run: Run) -> Html | None:
     """Return restarts, silent faults and the record of an abnormal end."""
     parts = []
     if restarts := run.of_kind("restart"):
-        rows = [(event["step"], event["ranks"], event["why"], _number(event["left"])) for event in restarts]
+        rows = [
+            (event["step"], event["ranks"], event["why"], _number(event["left"]))
+            for event in restarts
+        ]
         parts.append(table(("from step", "ranks", "why", "restarts left"), rows))
     if silent := run.of_kind("silent_fault"):
-        rows = [(e["checked_step"], e["kind"], e["what"], str(e["ranks"]), str(e["hosts"])) for e in silent]
+        rows = [
+            (e["checked_step"], e["kind"], e["what"], str(e["ranks"]), str(e["hosts"]))
+            for e in silent
+        ]
         parts.append(table(("checked step", "kind", "seen in", "ranks", "hosts"), rows))
     stopped = [event for event in run.of_kind("end") if not event["complete"]]
     if stopped:
-        parts.append(table(("stopped after step", "why"), [(event["step"], event["why"]) for event in stopped]))
+        parts.append(
+            table(
+                ("stopped after step", "why"), [(event["step"], event["why"]) for event in stopped]
+            )
+        )
     try:
         ended = [
-            (record.rank.rank, record.rank.host, record.verdict or record.ended) for record in read_records(run.folder)
+            (record.rank.rank, record.rank.host, record.verdict or record.ended)
+            for record in read_records(run.folder)
         ]
         parts.append(table(("rank", "host", "abnormal end"), ended))
     except (UserError, OSError):
@@ -307,7 +393,10 @@ def configuration(run: Run) -> Html:
     rows = [(key.name, key.value, key.origin) for key in run.keys]
     head = ("key", "value", "origin")
     given = [row for row in rows if row[2] != "default"]
-    return Html(table(head, given, len(rows)).text + folded(f"all {len(rows)} keys", table(head, rows, len(rows))).text)
+    return Html(
+        table(head, given, len(rows)).text
+        + folded(f"all {len(rows)} keys", table(head, rows, len(rows))).text
+    )
 
 
 SECTIONS: Sequence[tuple[str, Section]] = (
@@ -326,7 +415,9 @@ SECTIONS: Sequence[tuple[str, Section]] = (
 
 
 def _list(words: Any) -> Html:
-    return Html("<br/>".join(html(str(word)) for word in (words if isinstance(words, list) else [words])))
+    return Html(
+        "<br/>".join(html(str(word)) for word in (words if isinstance(words, list) else [words]))
+    )
 
 
 def _finite(run: Run, key: str) -> list[float]:
@@ -335,7 +426,11 @@ def _finite(run: Run, key: str) -> list[float]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "not known" if value is None else str(value)
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    if value is None:
+        return "not known"
+    return str(value)
 
 
 def _percent(spans: Any) -> str:
@@ -343,9 +438,13 @@ def _percent(spans: Any) -> str:
 
 
 def _bytes(count: float) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+    if hours:
+        return f"{hours} h {rest // 60} min"
+    return f"{rest // 60} min {rest % 60} s"

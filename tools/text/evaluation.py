@@ -1,7 +1,8 @@
-"""The loss of a model on texts: sums over all tokens that are predicted, divided by tokens or by bytes of the text.
+"""The loss of a model on texts: sums over all tokens that are predicted, divided by tokens or by
+bytes of the text.
 
-Bits per byte do not depend on the tokenizer, so they compare models with different ones: the sum of the losses in bits,
-divided by the bytes of the text as it stands in the file, in UTF-8.
+Bits per byte do not depend on the tokenizer, so they compare models with different ones: the sum of
+the losses in bits, divided by the bytes of the text as it stands in the file, in UTF-8.
 """
 
 import math
@@ -22,7 +23,8 @@ LOGITS = 1 << 25  # of a batch at most, unless one window has more
 
 @dataclass
 class Score:
-    """Sums over texts. nats: of the losses of `tokens` tokens. size: bytes of the texts; None if they are unknown."""
+    """Sums over texts. nats: of the losses of `tokens` tokens. size: bytes of the texts; None if
+    they are unknown."""
 
     documents: int = 0
     tokens: int = 0
@@ -36,7 +38,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf if self.loss > 0 else math.nan
+        if self.loss < 700:
+            return math.exp(self.loss)
+        if self.loss > 0:
+            return math.inf
+        return math.nan
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -54,10 +60,10 @@ def score(
 ) -> Score:
     """Return the score of a model on documents.
 
-    begin: id of the token before a document; None: the first token of each is not predicted, and the bytes of those
-    that are are not known. length, stride: of the windows, in tokens, see
-    `tools.text.windows`. report: called with the number of tokens after each batch. Replicas share the batches. All
-    ranks of the model's layout return the same score.
+    begin: id of the token before a document; None: the first token of each is not predicted, and
+    the bytes of those that are are not known. length, stride: of the windows, in tokens, see
+    `tools.text.windows`. report: called with the number of tokens after each batch. Replicas share
+    the batches. All ranks of the model's layout return the same score.
     """
     config = model.any.config
     total = Score(size=None if begin is None else 0)
@@ -80,7 +86,8 @@ def score(
 
 
 def batches(every: Iterable[Window], tokens: int, same_length: bool) -> Iterator[list[Window]]:
-    """Yield the windows in batches of about `tokens` tokens, padding included, those of similar length together.
+    """Yield the windows in batches of about `tokens` tokens, padding included, those of similar
+    length together.
 
     same_length: the windows of a batch have the same length, for models whose angles depend on it.
     """
@@ -97,7 +104,8 @@ def batches(every: Iterable[Window], tokens: int, same_length: bool) -> Iterator
 
 
 def _nats(model: Relay, batch: list[Window]) -> float:
-    """Return the sum of the losses of the targets that count, on the last stage's first tensor rank; 0 on others."""
+    """Return the sum of the losses of the targets that count, on the last stage's first tensor
+    rank; 0 on others."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
     if logits is None or model.last is None:
@@ -111,7 +119,8 @@ def _nats(model: Relay, batch: list[Window]) -> float:
 def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, targets and which targets count, [s, b] each, on the model's device.
 
-    Padding is on the right, so no token attends to it. Sequence-parallel ranks have equal parts of s.
+    Padding is on the right, so no token attends to it. Sequence-parallel ranks have equal parts of
+    s.
     """
     context = model.any.context
     unit = context.tp.size if context.cut_sequence else 1
@@ -122,5 +131,7 @@ def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
         here = len(window.tokens)
         tokens[:here, column], targets[:here, column] = window.tokens, window.targets
         counts[window.first : here, column] = True
-    ids, after, counted = (torch.from_numpy(one).to(model.device) for one in (tokens, targets, counts))
+    ids, after, counted = (
+        torch.from_numpy(one).to(model.device) for one in (tokens, targets, counts)
+    )
     return ids, after, counted

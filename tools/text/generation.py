@@ -14,21 +14,24 @@ from tools.text.sampling import Sampling
 
 
 def harmless(text: str) -> str:
-    """Return `text` for a terminal, with control characters, which an untrained model may emit, as U+FFFD."""
-    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    """Return `text` for a terminal, with control characters, which an untrained model may emit, as
+    U+FFFD."""
+    return "".join(
+        "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
 
 
 class Generation:
     """The text that continues a prompt. Iterating it, once, yields the text in pieces.
 
-    finish: why the text ended, known at the end. "end": the model ended the document; "stop": a stop string came, which
-    is left out; "length": `tokens` tokens were generated.
+    finish: why the text ended, known at the end. "end": the model ended the document; "stop": a
+    stop string came, which is left out; "length": `tokens` tokens were generated.
     tokens: number of tokens generated so far, the token that ends a document included.
-    slid: True if the text has outgrown the model's positions. Each further token then sees only the newest tokens that
-    fit, and the cache is of no use.
+    slid: True if the text has outgrown the model's positions. Each further token then sees only the
+    newest tokens that fit, and the cache is of no use.
 
-    Only tokens that the tokenizer has are chosen, though a model's vocabulary is often padded with others.
-    Raises UserError for an empty prompt if the model has no token to begin a document with.
+    Only tokens that the tokenizer has are chosen, though a model's vocabulary is often padded with
+    others. Raises UserError for an empty prompt if the model has no token to begin a document with.
     """
 
     def __init__(
@@ -40,15 +43,22 @@ class Generation:
         seed: int = 0,
         stop: Sequence[str] = (),
     ) -> None:
-        self._model, self._limit, self._sampling = model, tokens, sampling
-        self._tokenizer, self._stop = _tokenizer(model), tuple(stop)
+        self._model = model
+        self._limit = tokens
+        self._sampling = sampling
+        self._tokenizer = _tokenizer(model)
+        self._stop = tuple(stop)
         self._barred = _barred(self._tokenizer, model.stage.config.vocab)
         self._generator = torch.Generator().manual_seed(seed)
         self._ids = ([] if model.begin is None else [model.begin]) + self._tokenizer.encode(prompt)
         self._prompt = len(self._ids)
-        self.finish, self.slid = "", False
+        self.finish = ""
+        self.slid = False
         if not self._ids:
-            raise UserError("the prompt is empty and the model has no token to begin a document with: give a prompt")
+            raise UserError(
+                "the prompt is empty and the model has no token to begin a document with: "
+                "give a prompt"
+            )
 
     @property
     def ids(self) -> list[int]:
@@ -60,8 +70,10 @@ class Generation:
         return len(self.ids)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield text as soon as it is certain: whole characters, and no beginning of a stop string."""
-        said, text = 0, ""
+        """Yield text as soon as it is certain: whole characters, and no beginning of a stop
+        string."""
+        said = 0
+        text = ""
         for text in self._texts():
             if (place := _earliest(text, self._stop)) is not None:
                 self.finish = "stop"
@@ -73,12 +85,14 @@ class Generation:
         yield text[said:]
 
     def _texts(self) -> Iterator[str]:
-        """Yield the text so far after each token, without a character at its end that is not complete."""
+        """Yield the text so far after each token, without a character at its end that is not
+        complete."""
         before = self._tokenizer.decode(self._ids)
         yield ""
         for _ in self._chosen():
             whole = self._tokenizer.decode(self._ids)
-            yield whole[len(before) :].rstrip("\ufffd")  # a character of several tokens may not be complete yet
+            # a character of several tokens may not be complete yet
+            yield whole[len(before) :].rstrip("\ufffd")
 
     def _chosen(self) -> Iterator[int]:
         """Choose and append tokens; set `finish` at the end."""
@@ -103,14 +117,19 @@ class Generation:
 
 def _tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
     if model.tokenizer is None:
-        raise UserError("the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE")
+        raise UserError(
+            "the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE"
+        )
     return model.tokenizer
 
 
 def _barred(tokenizer: Tokenizer, vocab: int) -> Tensor | None:
-    """Return [vocab], True for ids that the tokenizer has no token for; None if it has one for each."""
+    """Return [vocab], True for ids that the tokenizer has no token for; None if it has one for
+    each."""
     strange = [*range(tokenizer.vocab_size, vocab), *tokenizer.holes]
-    return torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(strange), True) if strange else None
+    if strange:
+        return torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(strange), True)
+    return None
 
 
 def _earliest(text: str, stop: Sequence[str]) -> int | None:
@@ -119,5 +138,8 @@ def _earliest(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _begun(text: str, stop: Sequence[str]) -> int:
-    """Return the number of characters at the end of the text that may turn out to begin a stop string."""
-    return max((n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+    """Return the number of characters at the end of the text that may turn out to begin a stop
+    string."""
+    return max(
+        (n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0
+    )

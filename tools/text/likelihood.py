@@ -16,12 +16,17 @@ from tools.text.windows import Window
 
 
 @torch.no_grad()
-def likelihoods(model: Relay, windows: Sequence[Window], report: Callable[[int], None]) -> list[tuple[float, bool]]:
-    """Return for each window the log probability of its targets that count, and if each is the likeliest token.
+def likelihoods(
+    model: Relay, windows: Sequence[Window], report: Callable[[int], None]
+) -> list[tuple[float, bool]]:
+    """Return for each window the log probability of its targets that count, and if each is the
+    likeliest token.
 
-    windows: the same on all ranks, which return the same. report: called with the number of windows of each batch.
+    windows: the same on all ranks, which return the same. report: called with the number of windows
+        of each batch.
     """
-    found = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)  # log probability, other tokens
+    # log probability, other tokens
+    found = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
     place = {id(window): n for n, window in enumerate(windows)}
     config = model.any.config
     every = [*batches(windows, LOGITS // config.vocab, config.rope_scaling.kind == "dynamic")]
@@ -29,8 +34,11 @@ def likelihoods(model: Relay, windows: Sequence[Window], report: Callable[[int],
         if number % model.dp.size == model.dp.rank:
             found[[place[id(window)] for window in batch]] = _of_batch(model, batch)
         report(len(batch))
-    if model.any.context.experts is not None and model.dp.rank >= (len(every) % model.dp.size or model.dp.size):
-        _of_batch(model, every[0])  # tokens of replicas with a batch more may travel to this rank's experts
+    if model.any.context.experts is not None and model.dp.rank >= (
+        len(every) % model.dp.size or model.dp.size
+    ):
+        # tokens of replicas with a batch more may travel to this rank's experts
+        _of_batch(model, every[0])
     return [(said, not others) for said, others in model.world.sum_(found).tolist()]
 
 
@@ -48,7 +56,8 @@ def _of_batch(model: Relay, batch: list[Window]) -> Tensor:
 
 def _likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     """Return which targets have the largest logit, bool [s, b]. logits: [s, b, own vocabulary]."""
-    part, tp = layout_of(stage.head).parts[0], stage.context.tp
+    part = layout_of(stage.head).parts[0]
+    tp = stage.context.tp
     own = logits[..., : part.local[0]].double()  # without padding
     local = targets - part.start
     here = (local >= 0) & (local < part.local[0])

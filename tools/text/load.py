@@ -1,8 +1,9 @@
-"""A trained model in one process, from a folder of any format, with the tokens that begin and end its documents.
+"""A trained model in one process, from a folder of any format, with the tokens that begin and end
+its documents.
 
-Models differ in what stands before a document. Some have a begin token, others have seen the end token of the document
-before. A run's checkpoint has recorded which it was trained with; otherwise the folder's config.json says it; if
-neither does, it is the tokenizer's end token.
+Models differ in what stands before a document. Some have a begin token, others have seen the end
+token of the document before. A run's checkpoint has recorded which it was trained with; otherwise
+the folder's config.json says it; if neither does, it is the tokenizer's end token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,9 +39,11 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(frozen=True)
 class Loaded(Generic[S]):
-    """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that end a document.
+    """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that
+    end a document.
 
-    notes: lines for the user on what is not followed. generation: contents of generation_config.json.
+    notes: lines for the user on what is not followed. generation: contents of
+        generation_config.json.
     """
 
     stage: S
@@ -52,44 +55,76 @@ class Loaded(Generic[S]):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path`, or the newest checkpoint of the run folder `path`. Raises UserError if there is none."""
+    """Return `path`, or the newest checkpoint of the run folder `path`. Raises UserError if there
+    is none."""
     found = checkpoint_at(path)
     if found is None:
-        there = "has no checkpoint" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
+        if path.is_dir():
+            there = "has no checkpoint"
+        elif path.exists():
+            there = "is not a folder"
+        else:
+            there = "does not exist"
         raise UserError(
-            f"{path} {there}: give a run folder, or one of the folders step_... in its checkpoints, or a Hugging "
+            f"{path} {there}: give a run folder, or one of the folders step_... in its "
+            "checkpoints, or a Hugging "
             "Face folder"
         )
     return found
 
 
 def load_model(
-    path: Path, kind: type[S], compute: str = "fp32", tokenizer: Path | None = None, mesh: DeviceMesh | None = None
+    path: Path,
+    kind: type[S],
+    compute: str = "fp32",
+    tokenizer: Path | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Loaded[S]:
     """Return the model on the CPU, whatever format, layout and precision the folder has.
 
-    kind: class of the stage that holds it. compute: precision, as in precision.compute. tokenizer: file to use in place
-    of the folder's own. mesh: the layout of the ranks, each of which reads what it holds of the stage of its pipeline
-    rank; None: the whole model is on this process. Raises UserError.
+    kind: class of the stage that holds it. compute: precision, as in precision.compute. tokenizer:
+    file to use in place of the folder's own. mesh: the layout of the ranks, each of which reads
+    what it holds of the stage of its pipeline rank; None: the whole model is on this process.
+    Raises UserError.
     """
     source = _open(path)
     own = main_file(source.tokenizer)
-    words = load_tokenizer(tokenizer) if tokenizer else check_tokenizer(source.tokenizer, source.model.vocab)
+    if tokenizer:
+        words = load_tokenizer(tokenizer)
+    else:
+        words = check_tokenizer(source.tokenizer, source.model.vocab)
     if words and words.vocab_size > source.model.vocab:
-        raise UserError(f"{words.path} has {words.vocab_size} tokens, but the model knows {source.model.vocab}")
-    config, pp, tp = source.model.alone.undrawn, Axis.of(mesh, "pp"), Axis.of(mesh, "tp")
+        raise UserError(
+            f"{words.path} has {words.vocab_size} tokens, but the model knows {source.model.vocab}"
+        )
+    config = source.model.alone.undrawn
+    pp = Axis.of(mesh, "pp")
+    tp = Axis.of(mesh, "tp")
     require_layout(config, tp.size, pp.size)
     cut = cuts(config, pp.size, config.max_positions)[pp.rank]
     tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
     stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)
-    notes = [note for note in source.facts.notes if not note.endswith(KEPT)]  # `_left_out` says what comes of these
-    notes += [*folder_notes(source.path, source.tokenizer), *(words.notes if words else ()), *_left_out(source, words)]
+    # `_left_out` says what comes of these
+    notes = [note for note in source.facts.notes if not note.endswith(KEPT)]
+    notes += [
+        *folder_notes(source.path, source.tokenizer),
+        *(words.notes if words else ()),
+        *_left_out(source, words),
+    ]
     if tokenizer and own and read_whole(own) != read_whole(tokenizer):
         notes.append(
-            f"{tokenizer} is used, not {own}, which the model was trained with: their tokens must mean the same"
+            f"{tokenizer} is used, not {own}, which the model was trained with: their tokens "
+            "must mean the same"
         )
-    return Loaded(stage, words, _begin(source, words), _ends(source, words), tuple(notes), source.facts.generation)
+    return Loaded(
+        stage,
+        words,
+        _begin(source, words),
+        _ends(source, words),
+        tuple(notes),
+        source.facts.generation,
+    )
 
 
 def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
@@ -99,16 +134,25 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     widths = model.ffn_widths.values()
     if model.heads % tensor or any(width % tensor for width in widths) or not kv:
         features = " and ".join(map(str, widths))
-        sizes = f"{model.heads} heads, {model.kv_heads} kv heads and {features} features of the feed-forward"
-        problems.append(f"--tensor {tensor} does not divide the model's {sizes} evenly: give another number")
+        sizes = (
+            f"{model.heads} heads, {model.kv_heads} kv heads and {features} features of the "
+            "feed-forward"
+        )
+        problems.append(
+            f"--tensor {tensor} does not divide the model's {sizes} evenly: give another number"
+        )
     if pipeline > model.layers:
-        problems.append(f"--pipeline {pipeline}: the model has {model.layers} layers; give at most as many stages")
+        problems.append(
+            f"--pipeline {pipeline}: the model has {model.layers} layers; give at most as "
+            "many stages"
+        )
     if problems:
         raise UserError(*problems)
 
 
 def _open(path: Path) -> Source:
-    """Open a folder. Raises UserError if its files are damaged, or if it holds no model of a built-in family."""
+    """Open a folder. Raises UserError if its files are damaged, or if it holds no model of a
+    built-in family."""
     if not path.is_dir() or not any(one.find(path) for one in FORMATS.values()):
         find_checkpoint(path)
     if checkpoint := checkpoint_at(path):
@@ -121,8 +165,8 @@ def _open(path: Path) -> Source:
 def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
     """Return the id of the token before documents in the training of the model.
 
-    A run of ours has recorded it. A config.json names it; if it names an end token alone, that is what stands before a
-    document, and if it names neither, there is none.
+    A run of ours has recorded it. A config.json names it; if it names an end token alone, that is
+    what stands before a document, and if it names neither, there is none.
     """
     facts = source.facts
     if facts.documents:
@@ -135,16 +179,24 @@ def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
 
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids that end a document: those of config.json, of generation_config.json and of the tokenizer."""
-    known, facts = _known(source, tokenizer), source.facts
+    """Return the ids that end a document: those of config.json, of generation_config.json and of
+    the tokenizer."""
+    known = _known(source, tokenizer)
+    facts = source.facts
     own = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
-    said = [id for table in (facts.special, facts.generation) for id in said_ids(table, "eos_token_id", known)]
+    said = [
+        id
+        for table in (facts.special, facts.generation)
+        for id in said_ids(table, "eos_token_id", known)
+    ]
     return frozenset((*own, *said))
 
 
 def _known(source: Source, tokenizer: Tokenizer | None) -> int:
     """Return the number of ids that a token may have."""
-    return min(source.model.vocab, tokenizer.vocab_size) if tokenizer else source.model.vocab
+    if tokenizer:
+        return min(source.model.vocab, tokenizer.vocab_size)
+    return source.model.vocab
 
 
 def _listed(said: Mapping[str, Any], key: str) -> list[Any]:
@@ -153,12 +205,23 @@ def _listed(said: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _left_out(source: Source, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Yield a note for each id that is said to begin or end a document, but that no token has. -1 stands for none."""
-    facts, known = source.facts, _known(source, tokenizer)
+    """Yield a note for each id that is said to begin or end a document, but that no token has. -1
+    stands for none."""
+    facts = source.facts
+    known = _known(source, tokenizer)
     said = [("bos_token_id", facts.special, ""), ("eos_token_id", facts.special, "")]
-    for key, table, where in (*said, ("eos_token_id", facts.generation, " of generation_config.json")):
+    for key, table, where in (
+        *said,
+        ("eos_token_id", facts.generation, " of generation_config.json"),
+    ):
         kept = said_ids(table, key, known)
         if wrong := [one for one in _listed(table, key) if one not in (*kept, None, -1)]:
-            yield f"{source.path}: {key} = {wrong[0]!r}{where} is not followed: no token has this number"
+            yield (
+                f"{source.path}: {key} = {wrong[0]!r}{where} is not followed: no token has this "
+                "number"
+            )
         if key == "bos_token_id" and len(kept) > 1:
-            yield f"{source.path}: {key} has {len(kept)} tokens: documents begin with the first, {kept[0]}"
+            yield (
+                f"{source.path}: {key} has {len(kept)} tokens: documents begin with the first, "
+                f"{kept[0]}"
+            )

@@ -1,10 +1,13 @@
-"""Documents cut into windows, the samples of an evaluation, so that each of their tokens is predicted exactly once.
+"""Documents cut into windows, the samples of an evaluation, so that each of their tokens is
+predicted exactly once.
 
-A document is evaluated alone, with the token before it that the model has for this (`Loaded.begin`). The token that
-ends it is no text and is not predicted. A document of more tokens than a window has several windows. Each after the
-first predicts the next `stride` tokens from the tokens before them, as many as the window holds: with a stride as long
-as the window from at least one, with a shorter stride from at least `window - stride + 1`. The last window of a
-document is filled up with earlier tokens. So do lm-evaluation-harness's rolling windows, whose stride is the window.
+A document is evaluated alone, with the token before it that the model has for this
+(`Loaded.begin`). The token that ends it is no text and is not predicted. A document of more tokens
+than a window has several windows. Each after the first predicts the next `stride` tokens from the
+tokens before them, as many as the window holds: with a stride as long as the window from at least
+one, with a shorter stride from at least `window - stride + 1`. The last window of a document is
+filled up with earlier tokens. So do lm-evaluation-harness's rolling windows, whose stride is the
+window.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +31,8 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Document:
-    """The token ids of a document's text, int64 [n], and the number of bytes of the text in UTF-8; None if unknown."""
+    """The token ids of a document's text, int64 [n], and the number of bytes of the text in UTF-8;
+    None if unknown."""
 
     ids: Ids
     size: int | None
@@ -36,7 +40,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Window:
-    """A sample: each of `tokens` predicts the target at its place. Targets before `first` do not count.
+    """A sample: each of `tokens` predicts the target at its place. Targets before `first` do not
+    count.
 
     tokens, targets: int64 [n].
     """
@@ -49,7 +54,9 @@ class Window:
 def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[Window]:
     """Yield the windows of a document. Without a begin token its first token is not predicted."""
     stream = ids if begin is None else np.concatenate(([begin], ids))
-    done, last = 0, len(stream) - 1  # number of tokens predicted, and to predict
+    # number of tokens predicted, and to predict
+    done = 0
+    last = len(stream) - 1
     while done < last:
         end = min(done + (stride if done else length), last)
         start = max(0, end - length)
@@ -57,10 +64,14 @@ def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[W
         done = end
 
 
-def documents(path: str, model: Loaded[Stage], text_field: str, max_chars: int | None) -> Iterable[Document]:
-    """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and PREFIX.idx.
+def documents(
+    path: str, model: Loaded[Stage], text_field: str, max_chars: int | None
+) -> Iterable[Document]:
+    """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and
+    PREFIX.idx.
 
-    max_chars: number of characters of a text to read. Raises UserError, at the latest when they are iterated.
+    max_chars: number of characters of a text to read. Raises UserError, at the latest when they are
+        iterated.
     """
     if path.endswith((".bin", ".idx")):
         raise UserError(f'{path}: give the common prefix of the .bin and .idx pair, "{path[:-4]}"')
@@ -68,8 +79,11 @@ def documents(path: str, model: Loaded[Stage], text_field: str, max_chars: int |
         if max_chars is not None:
             raise UserError(f"{path} is a data set of tokens: --max-chars is for texts")
         dataset = IndexedDataset(Path(path))
-        words, vocab = model.tokenizer, model.stage.config.vocab
-        check_vocabulary(dataset, contents_of(dataset), min(words.vocab_size, vocab) if words else vocab)
+        words = model.tokenizer
+        vocab = model.stage.config.vocab
+        check_vocabulary(
+            dataset, contents_of(dataset), min(words.vocab_size, vocab) if words else vocab
+        )
         return _of_tokens(dataset, model)
     source = open_source(path, text_field=text_field, max_chars=max_chars)
     if model.tokenizer is None:
@@ -78,11 +92,14 @@ def documents(path: str, model: Loaded[Stage], text_field: str, max_chars: int |
 
 
 def _of_text(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[Document]:
-    name, ids, size = "", list[Ids](), 0
+    name = ""
+    ids = list[Ids]()
+    size = 0
     for document, text in pieces:
         if document != name and ids:
             yield Document(np.concatenate(ids), size)
-            ids, size = [], 0
+            ids = []
+            size = 0
         name = document
         ids.append(np.array(tokenizer.encode(text), np.int64))
         size += len(text.encode())
@@ -99,7 +116,8 @@ def _of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Docume
         if len(ids) and ids[0] == model.begin:  # it stands before each document anyway
             ids = ids[1:]
         if size is not None:
-            yield Document(ids, 0 if number else size)  # of all documents, with the first: only the sum is known
+            # of all documents, with the first: only the sum is known
+            yield Document(ids, 0 if number else size)
         elif model.tokenizer:
             yield Document(ids, len(model.tokenizer.decode(ids.tolist()).encode()))
         else:
@@ -107,6 +125,7 @@ def _of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Docume
 
 
 def _recorded_size(dataset: IndexedDataset) -> int | None:
-    """Return the number of bytes of the text that a data set was built of, None if its build has not recorded it."""
+    """Return the number of bytes of the text that a data set was built of, None if its build has
+    not recorded it."""
     record = read_record(dataset.prefix)
     return record.get("bytes") if record else None

@@ -1,7 +1,8 @@
 """The software and the processor that the bits of a run depend on, besides its keys.
 
-Another version of torch or another instruction set computes products and functions by other code, and the last bits of
-the results differ. A checkpoint records both, and a resume elsewhere says that it is not bit for bit.
+Another version of torch or another instruction set computes products and functions by other code,
+and the last bits of the results differ. A checkpoint records both, and a resume elsewhere says that
+it is not bit for bit.
 """
 
 from collections.abc import Iterator
@@ -17,15 +18,25 @@ def arithmetic() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the GPU, if this process uses one; otherwise torch's instruction set and the instructions for bf16."""
+    """Return the GPU, if this process uses one; otherwise torch's instruction set and the
+    instructions for bf16."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
-    products = {"AVX512_BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
-    return ", ".join((torch.backends.cpu.get_cpu_capability(), *(name for name, there in products.items() if there)))
+    products = {
+        "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
+    return ", ".join(
+        (
+            torch.backends.cpu.get_cpu_capability(),
+            *(name for name, there in products.items() if there),
+        )
+    )
 
 
 def moved(store: Store) -> Iterator[str]:
-    """Yield a line for each of these that differs from the checkpoint. Those that it does not record are omitted."""
+    """Yield a line for each of these that differs from the checkpoint. Those that it does not
+    record are omitted."""
     for name, here in arithmetic().items():
         was = store.index.get(name, here)
         if was != here:

@@ -31,28 +31,44 @@ SAMPLE_TOKENS = 60
 NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
-def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
+def print_start(
+    config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int
+) -> None:
     """Print model, data, layout, batch sizes, precision and stages."""
-    p, t, model = config.parallel, config.train, corpus.model
+    p = config.parallel
+    t = config.train
+    model = corpus.model
     replicas = counted(p.data, "replica")
     layout, _, experts = in_words(p).partition(", ")
     tokens, documents = (
-        sum(counts) for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
+        sum(counts)
+        for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
     )
     modes = [
         p.schedule_file or p.schedule,
         *(["sequence parallel"] if p.sequence and not config.canonical_shards else []),
-        *([f"canonical in {counted(config.canonical_shards, 'shard')}"] if config.canonical_shards else []),
-        *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
+        *(
+            [f"canonical in {counted(config.canonical_shards, 'shard')}"]
+            if config.canonical_shards
+            else []
+        ),
+        *(
+            [f"recompute {', '.join(p.recompute_modules) or p.recompute}"]
+            if p.recompute != "none"
+            else []
+        ),
         *([f"context by {p.context_by}"] if p.context > 1 else []),
         *(["ZeRO-1"] if p.zero and p.copies > 1 else []),
     ]
     say(
-        f"model      {model.family}, {model.num_parameters:,} parameters: {counted(model.layers, 'layer')}, "
+        f"model      {model.family}, {model.num_parameters:,} parameters: "
+        f"{counted(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
-        f"data       {tokens:,} tokens in {counted(documents, 'document')}, {_samples(config, corpus)}\n"
+        f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
+        f"{_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {experts and f'{experts}, '}{', '.join(modes)}\n"
-        f"batch      {t.global_batch} samples = {replicas} x {counted(config.num_microbatches, 'micro-batch', 'es')} x "
+        f"batch      {t.global_batch} samples = {replicas} x "
+        f"{counted(config.num_microbatches, 'micro-batch', 'es')} x "
         f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
@@ -62,7 +78,8 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         if taken < there:
             of = "held-out" if name == "eval_loss" else name.removeprefix(NAMED)
             say(
-                f"evaluated  {taken:,} of {there:,} {of} samples: train.eval_batches = {t.eval_batches} of "
+                f"evaluated  {taken:,} of {there:,} {of} samples: train.eval_batches = "
+                f"{t.eval_batches} of "
                 f"train.global_batch = {t.global_batch}"
             )
     for note in corpus.notes:
@@ -85,32 +102,42 @@ def _left(done: int, steps: int) -> str:
     """Return the steps that remain of a resumed run, in words."""
     if done >= steps:
         return "no step is left: train.steps is reached"
-    return f"steps {done + 1} to {steps} are left" if done + 1 < steps else f"step {steps} is left"
+    if done + 1 < steps:
+        return f"steps {done + 1} to {steps} are left"
+    return f"step {steps} is left"
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:
-    """Return the number of samples; of a blend a line per data set with its share and its epochs."""
+    """Return the number of samples; of a blend a line per data set with its share and its
+    epochs."""
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     samples = config.train.steps * config.train.global_batch
     lines = [f"blended from {len(corpus.datasets)}"]
-    for one, part, taken in zip(config.data.blend, corpus.train.parts, corpus.train.taken(samples), strict=True):
+    for one, part, taken in zip(
+        config.data.blend, corpus.train.parts, corpus.train.taken(samples), strict=True
+    ):
         share = one.weight / sum(other.weight for other in config.data.blend)
         lines.append(
-            f"           {share:.4g} of the samples from {one.source}: {taken:,} of {len(part):,} samples, "
+            f"           {share:.4g} of the samples from {one.source}: {taken:,} of "
+            f"{len(part):,} samples, "
             f"{taken / len(part):.2f} epochs in {config.train.steps} steps"
         )
     return "\n".join(lines)
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
-    """Print what Muon updates, and the memory of weights, gradients and optimizer state, by formula and on rank 0.
+    """Print what Muon updates, and the memory of weights, gradients and optimizer state, by formula
+    and on rank 0.
 
     The formula leaves out routers' corrections, a number for each expert.
     """
     buffers = optimizer.all_buffers()
     trained = (buffer for buffer in buffers if not buffer.balances)
-    kinds = sorted({(b.in_codes, -len(b.state), not b.of_experts, b.shards.size) for b in trained}, reverse=True)
+    kinds = sorted(
+        {(b.in_codes, -len(b.state), not b.of_experts, b.shards.size) for b in trained},
+        reverse=True,
+    )
     formula = ", ".join(
         _formula(optimizer, in_fp8, -moments, ranks) + ("" if usual else " of experts")
         for in_fp8, moments, usual, ranks in kinds
@@ -118,7 +145,9 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     held = sum(buffer.num_bytes() for buffer in buffers)
     for line in _muon(optimizer):
         say(line)
-    say(f"memory     {formula} for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0")
+    say(
+        f"memory     {formula} for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
+    )
     if isinstance(optimizer, PostValidationOptimizer):
         say(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
@@ -133,22 +162,36 @@ def print_marked(optimizer: ParallelAMPOptimizer) -> None:
 def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool, moments: int, ranks: int) -> str:
     """Return the bytes of a parameter whose optimizer state is cut over `ranks`."""
     whole, cut = optimizer.plan.bytes_per_parameter(moments, in_fp8)
-    said = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
-    by = f" updated by {'Muon' if moments == 1 else 'AdamW'}" if isinstance(optimizer.rule, Muon) else ""
+    if ranks > 1:
+        said = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}"
+    else:
+        said = f"{whole} + {cut} = {whole + cut}"
+    if isinstance(optimizer.rule, Muon):
+        by = f" updated by {'Muon' if moments == 1 else 'AdamW'}"
+    else:
+        by = ""
     return f"{said} bytes a parameter{by}{' kept in FP8' if in_fp8 else ''}"
 
 
 def _muon(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
-    """Yield a line about the tensors of this rank that Muon updates, and those that AdamW updates in its stead."""
-    rule, parts = optimizer.rule, [piece.part for buffer in optimizer.all_buffers() for piece in buffer.pieces]
+    """Yield a line about the tensors of this rank that Muon updates, and those that AdamW updates
+    in its stead."""
+    rule = optimizer.rule
+    parts = [piece.part for buffer in optimizer.all_buffers() for piece in buffer.pieces]
     if isinstance(rule, Muon):
         matrices = [part for part in parts if rule.updates(part)]
-        rest = sorted((part for part in parts if not rule.updates(part)), key=lambda part: -len(part.shape))
-        others = ", ".join(part.name for part in rest[:3]) + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
+        rest = sorted(
+            (part for part in parts if not rule.updates(part)), key=lambda part: -len(part.shape)
+        )
+        others = ", ".join(part.name for part in rest[:3]) + (
+            f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+        )
         size = sum(prod(part.shape) for part in matrices)
         yield (
-            f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in number, iterated in "
-            f"{dtype_name(rule.iteration_dtype(optimizer.plan.masters))}; AdamW updates {others or 'nothing'}"
+            f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in "
+            "number, iterated in "
+            f"{dtype_name(rule.iteration_dtype(optimizer.plan.masters))}; AdamW updates "
+            f"{others or 'nothing'}"
         )
 
 
@@ -157,12 +200,17 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     schedule = config.schedule
     costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
     total = sum(cost.forward for cost in costs)
-    said = ", ".join(f"{counted(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
-    return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
+    said = ", ".join(
+        f"{counted(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs
+    )
+    return (
+        f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
+    )
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:
-    """Print how many steps were skipped, the tokens that were not learned, and where the learning rate ended.
+    """Print how many steps were skipped, the tokens that were not learned, and where the learning
+    rate ended.
 
     The rate follows applied steps, so skips cut its schedule short.
     """
@@ -170,7 +218,8 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
         return
     read = progress.tokens
     say(
-        f"skipped    {progress.skipped:,} of {counted(progress.step, 'step')}: {progress.learned_tokens:,} of "
+        f"skipped    {progress.skipped:,} of {counted(progress.step, 'step')}: "
+        f"{progress.learned_tokens:,} of "
         f"{read:,} tokens were learned"
     )
     if not progress.applied:
@@ -188,7 +237,8 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
         return
     steps = config.train.steps + progress.skipped
     say(
-        f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the schedule was cut "
+        f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so "
+        "the schedule was cut "
         f"short; train.steps={steps} lr.length={schedule.total} goes on to its end"
     )
 
@@ -204,9 +254,12 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
 
 
 def _sample(folder: Path, prompt: str) -> str:
-    """Return a text that begins with the prompt, or the reason why the prompt cannot be continued."""
+    """Return a text that begins with the prompt, or the reason why the prompt cannot be
+    continued."""
     try:
-        text = "".join(Generation(load_model(folder, CachedStage), prompt, SAMPLE_TOKENS, Sampling()))
+        text = "".join(
+            Generation(load_model(folder, CachedStage), prompt, SAMPLE_TOKENS, Sampling())
+        )
     except UserError as error:
         return f"none: {error}"
     return f"{prompt}{harmless(text)}"

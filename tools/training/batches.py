@@ -1,4 +1,5 @@
-"""The part of each global batch that a data-parallel rank trains on, read one step ahead (`prefetch.py`)."""
+"""The part of each global batch that a data-parallel rank trains on, read one step ahead
+(`prefetch.py`)."""
 
 from dataclasses import replace
 
@@ -16,28 +17,43 @@ from tools.training.prefetch import Prefetch
 
 
 class Batches:
-    """Reads the shares of a run. samples: of the training data. position: is told when this rank reads or waits."""
+    """Reads the shares of a run. samples: of the training data. position: is told when this rank
+    reads or waits."""
 
-    def __init__(self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position) -> None:
-        self._batch, self._end = config.train.global_batch, config.train.global_batch * config.train.steps
-        self._dp, self._position = dp, position
+    def __init__(
+        self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
+    ) -> None:
+        self._batch = config.train.global_batch
+        self._end = config.train.global_batch * config.train.steps
+        self._dp = dp
+        self._position = position
         self._ahead = Prefetch(lambda first: self._read(samples, first, dp.rank))
 
     def take(self, first: int) -> Share:
-        """Return this rank's share of the training batch that begins at `first`, and begin to read the next step's."""
+        """Return this rank's share of the training batch that begins at `first`, and begin to read
+        the next step's."""
         self._position.at("reading of samples")
         following = first + self._batch
         return self._ahead.take(first, following if following < self._end else None)
 
-    def share(self, samples: Samples | Blend, first: int, replica: int | None = None, end: int | None = None) -> Share:
-        """Return a data-parallel rank's consecutive part of the global batch that begins at `first`.
+    def share(
+        self,
+        samples: Samples | Blend,
+        first: int,
+        replica: int | None = None,
+        end: int | None = None,
+    ) -> Share:
+        """Return a data-parallel rank's consecutive part of the global batch that begins at
+        `first`.
 
-        replica: the data-parallel rank; None: this one. end: the position from which on samples only fill the batch,
-        and do not count in its loss; None: all count.
+        replica: the data-parallel rank; None: this one. end: the position from which on samples
+        only fill the batch, and do not count in its loss; None: all count.
         """
         self._position.at("reading of samples")
         share = self._read(samples, first, self._dp.rank if replica is None else replica)
-        if end is None or first + self._batch <= end:  # the same on every rank: all have a mask, or none has
+        if (
+            end is None or first + self._batch <= end
+        ):  # the same on every rank: all have a mask, or none has
             return share
         begin = first + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
@@ -52,5 +68,6 @@ class Batches:
 
 
 def evaluated_samples(train: Train, there: int) -> int:
-    """Return how many samples an evaluation is of: train.eval_batches global batches, or all that are there."""
+    """Return how many samples an evaluation is of: train.eval_batches global batches, or all that
+    are there."""
     return min(there, train.eval_batches * train.global_batch)

@@ -1,4 +1,5 @@
-"""Notes on the tokens that stand before and after documents in training, where they are not what one would think."""
+"""Notes on the tokens that stand before and after documents in training, where they are not what
+one would think."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ def begin_notes(
 ) -> Iterator[str]:
     """Yield the notes of a run. streams: its data sets as they are trained on.
 
-    begin: the token that data.begin asks for. documents: the tokens that the model sees around documents.
+    begin: the token that data.begin asks for. documents: the tokens that the model sees around
+        documents.
     """
     if begin is not None:
         yield from _placed(config, streams, begin)
@@ -27,16 +29,22 @@ def begin_notes(
         initial = initial_model(Path(config.train.init_from))
         if initial.begin not in (None, documents.begin):
             yield (
-                f'data.begin = "none": the weights of train.init_from were trained with token {initial.begin} before '
+                'data.begin = "none": the weights of train.init_from were trained with token '
+                f"{initial.begin} before "
                 f"documents ({initial.origin}), and documents have none here"
             )
     elif documents.begin not in (None, documents.end):
-        yield f"documents begin with token {documents.begin} in the data; evaluation and export put it there, too"
+        yield (
+            f"documents begin with token {documents.begin} in the data; evaluation and export put "
+            "it there, too"
+        )
     if tokenizer and tokenizer.eos is not None and documents.end is None:
         before = "no token" if documents.begin is None else f"token {documents.begin}"
         yield (
-            f"documents do not end with token {tokenizer.eos}, which ends them by {tokenizer.path}: the model does not "
-            f"learn where a text ends, and is evaluated with {before} before a document, as it is trained"
+            f"documents do not end with token {tokenizer.eos}, which ends them by "
+            f"{tokenizer.path}: the model does not "
+            f"learn where a text ends, and is evaluated with {before} before a document, as "
+            "it is trained"
         )
 
 
@@ -45,7 +53,13 @@ def _placed(config: RunConfig, streams: Sequence[IndexedDataset], begin: int) ->
     origin = config.origin("data.begin")
     asked = f"data.begin = {begin} ({origin})"
     if any(isinstance(stream, Begun) for stream in streams):
-        yield f"{asked}: this token is put before each document, in evaluation, generation and export, too"
+        yield (
+            f"{asked}: this token is put before each document, in evaluation, generation and "
+            "export, too"
+        )
     there = [str(stream.prefix) for stream in streams if not isinstance(stream, Begun)]
     if there:
-        yield f"{asked}: documents of {', '.join(there)} begin after this token already; none is added"
+        yield (
+            f"{asked}: documents of {', '.join(there)} begin after this token already; none is "
+            "added"
+        )

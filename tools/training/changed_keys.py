@@ -1,7 +1,7 @@
 """Keys of a resumed run that differ from those of the checkpoint's run, and their effect.
 
-Every such key is named. Most may change; the run is then no longer bit for bit the one without the change, which MARK
-says, except for keys that no number depends on.
+Every such key is named. Most may change; the run is then no longer bit for bit the one without the
+change, which MARK says, except for keys that no number depends on.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ from tools.journal.records import read_metrics
 
 MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
-# Keys that no number depends on. The data is compared by its tokens, the learning rate by its schedule.
+# Keys that no number depends on. The data is compared by its tokens, the learning rate by its
+# schedule.
 FREELY = (
     "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "train.restarts",
     "data.source", "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars",
@@ -37,12 +38,14 @@ FREELY = (
     "fp8.shadow_*", "lr.*",
 )  # fmt: skip
 
-LAYOUT = ("parallel.*",)  # keys that no number depends on either if sums have one order in every layout
+# keys that no number depends on either if sums have one order in every layout
+LAYOUT = ("parallel.*",)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rates of a run. each: what a step adds to the count that the schedule is a function of."""
+    """The learning rates of a run. each: what a step adds to the count that the schedule is a
+    function of."""
 
     schedule: LRSchedule
     each: int
@@ -59,7 +62,8 @@ class Rates:
         return self.schedule.at(self._taken(progress) + steps * self.each)
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps, as `at` counts them, before and after each end of a formula of the schedule."""
+        """Yield the steps, as `at` counts them, before and after each end of a formula of the
+        schedule."""
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
             step = (count - self._taken(progress)) // self.each
@@ -70,25 +74,34 @@ class Rates:
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
-    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but tables that it stores
-    separately.
+    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but tables that it
+    stores separately.
     """
     tables = (table for table in config if table[0] not in ("model", "parallel", "precision"))
     return {f"{table}.{key}": toml(value) for table, values in tables for key, value in values}
 
 
 def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
-    """Return a line for each key that differs from the checkpoint. Keys that it does not know are omitted."""
-    was, now = saved_keys(store), _all_keys(config)
-    before, after = _rates(was), Rates.of(config.lr, config.train)
+    """Return a line for each key that differs from the checkpoint. Keys that it does not know are
+    omitted."""
+    was = saved_keys(store)
+    now = _all_keys(config)
+    before = _rates(was)
+    after = Rates.of(config.lr, config.train)
     canonical = was.get("train.numerics") == now["train.numerics"] == toml("canonical")
     rates = before is not None and not same_rates(before, after, progress)
     lines = []
     for key in was.keys() & now.keys():
         if was[key] != now[key]:
-            free = any(fnmatchcase(key, pattern) for pattern in (*FREELY, *(LAYOUT if canonical else ())))
-            rated = key.startswith("lr.") or (key == "train.steps" and config.lr.schedule != "constant")
-            lines.append(f"{key}: {was[key]} -> {now[key]}{MARK if not free or (rated and rates) else ''}")
+            free = any(
+                fnmatchcase(key, pattern) for pattern in (*FREELY, *(LAYOUT if canonical else ()))
+            )
+            rated = key.startswith("lr.") or (
+                key == "train.steps" and config.lr.schedule != "constant"
+            )
+            lines.append(
+                f"{key}: {was[key]} -> {now[key]}{MARK if not free or (rated and rates) else ''}"
+            )
     return sorted(lines)
 
 
@@ -99,13 +112,19 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
     before = _rates(was)
     if before is None or not progress.applied or before == Rates.of(config.lr, config.train):
         return
-    if last is None or not _far(last, rate) or not _far(before.at(progress), rate):  # or was to come, as in warm-up
+    if (
+        last is None or not _far(last, rate) or not _far(before.at(progress), rate)
+    ):  # or was to come, as in warm-up
         return
     yield (
-        f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
-        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 keeps the "
-        f"old rate; train.init_from={store.path} with another train.folder and lr.warmup starts a new run with "
-        'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" from the start'
+        f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in "
+        f"step {progress.step + 1}"
+        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} "
+        "lr.warmup=0 keeps the "
+        f"old rate; train.init_from={store.path} with another train.folder and lr.warmup "
+        "starts a new run with "
+        'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" '
+        "from the start"
     )
 
 
@@ -113,12 +132,16 @@ def _far(one: float, other: float) -> bool:
     return max(one, other) > JUMP * min(one, other)
 
 
-def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple[float | None, float]:
-    """Return the learning rates of the last step before a resume, None if it is not known, and of the next one.
+def rates_around(
+    store: Store, config: RunConfig, progress: TrainState
+) -> tuple[float | None, float]:
+    """Return the learning rates of the last step before a resume, None if it is not known, and of
+    the next one.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
-    before, following = _rates(saved_keys(store)), Rates.of(config.lr, config.train).at(progress)
+    before = _rates(saved_keys(store))
+    following = Rates.of(config.lr, config.train).at(progress)
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
             return record["lr"], following
@@ -126,7 +149,8 @@ def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple
 
 
 def _stretched(was: dict[str, str], config: RunConfig) -> str:
-    steps, kind = was.get("train.steps"), config.lr.schedule
+    steps = was.get("train.steps")
+    kind = config.lr.schedule
     if steps is None or steps == toml(config.train.steps) or kind == "constant" or config.lr.length:
         return ""
     return f": train.steps {steps} -> {config.train.steps} stretches the {kind} schedule"
@@ -134,24 +158,40 @@ def _stretched(was: dict[str, str], config: RunConfig) -> str:
 
 def _all_keys(config: RunConfig) -> dict[str, str]:
     tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
-    tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in TRAINING}
-    return {key: value for key, value in (keys_of(config) | _flat(tables)).items() if key not in PLAN_ONLY}
+    tables["model"] = {
+        key: value for key, value in config.model.model_dump().items() if key in TRAINING
+    }
+    return {
+        key: value
+        for key, value in (keys_of(config) | _flat(tables)).items()
+        if key not in PLAN_ONLY
+    }
 
 
 def saved_keys(store: Store) -> dict[str, str]:
-    """Return the keys that the checkpoint stores of its run. Raises UserError if they are damaged."""
+    """Return the keys that the checkpoint stores of its run. Raises UserError if they are
+    damaged."""
     run = store.index.get("run", {})
-    tables = {"parallel": store.index.get("layout", {}), "precision": store.index.get("precision", {})}
+    tables = {
+        "parallel": store.index.get("layout", {}),
+        "precision": store.index.get("precision", {}),
+    }
     tables["model"] = {key: value for key, value in kept(store, "model").items() if key in TRAINING}
     if not all(isinstance(table, dict) for table in (run, *tables.values())) or not all(
         isinstance(value, str) for value in run.values()
     ):
-        raise UserError(f'{store.path} is damaged: "run" in its checkpoint.json is not as it was written')
+        raise UserError(
+            f'{store.path} is damaged: "run" in its checkpoint.json is not as it was written'
+        )
     return run | _flat(tables)
 
 
 def _flat(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {f"{name}.{key}": toml(value) for name, values in tables.items() for key, value in values.items()}
+    return {
+        f"{name}.{key}": toml(value)
+        for name, values in tables.items()
+        for key, value in values.items()
+    }
 
 
 def _rates(keys: dict[str, str]) -> Rates | None:
@@ -168,8 +208,8 @@ def _rates(keys: dict[str, str]) -> Rates | None:
 
 
 def same_rates(before: Rates, after: Rates, progress: TrainState) -> bool:
-    """Return True if both have the same rates for all steps after `progress`, compared at up to a thousand of them and
-    around the ends of warm-up, stable phase and schedule.
+    """Return True if both have the same rates for all steps after `progress`, compared at up to a
+    thousand of them and around the ends of warm-up, stable phase and schedule.
     """
     ends = {step for rates in (before, after) for step in rates.ends(progress)}
     last = max(0, *ends)

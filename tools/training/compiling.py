@@ -1,9 +1,11 @@
-"""The compiled leaves and regions of a run (`train.compile`), decided by all ranks together before the first step.
+"""The compiled leaves and regions of a run (`train.compile`), decided by all ranks together before
+the first step.
 
-Each rank runs its stages on tensors without storage, which shows every call of a leaf or a region in a training step.
-It compiles these calls, tries each and compares it with its function. Compiled code rounds differently, and tensor
-ranks compute the same norms of the same numbers, so what one rank cannot compile is compiled on none. torch keeps
-compiled code between runs, in the folder that TORCHINDUCTOR_CACHE_DIR names.
+Each rank runs its stages on tensors without storage, which shows every call of a leaf or a region
+in a training step. It compiles these calls, tries each and compares it with its function. Compiled
+code rounds differently, and tensor ranks compute the same norms of the same numbers, so what one
+rank cannot compile is compiled on none. torch keeps compiled code between runs, in the folder that
+TORCHINDUCTOR_CACHE_DIR names.
 """
 
 import importlib
@@ -33,20 +35,30 @@ from tools.training.changed_keys import MARK
 LONGEST = 160  # characters of a compiler's error
 
 
-def leaves_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, resumed: Path | None = None) -> Leaves:
-    """Return the form of the leaves by `train.compile`, the same on every rank. Collective; rank 0 says what it is.
+def leaves_of(
+    config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, resumed: Path | None = None
+) -> Leaves:
+    """Return the form of the leaves by `train.compile`, the same on every rank. Collective; rank 0
+    says what it is.
 
     model: with the size of its vocabulary. resumed: the checkpoint from which the run resumes.
     """
     if config.train.compile == "off":
         return PLAIN
-    world, device, start = Axis.world(mesh), device_of(mesh), time.perf_counter()
+    world = Axis.world(mesh)
+    device = device_of(mesh)
+    start = time.perf_counter()
     calls = calls_of(config, model, mesh, device)
     if world.rank == 0:
-        say(f"compiling  {counted(len(calls), 'form')}: some seconds each at first, less in later runs")
+        say(
+            f"compiling  {counted(len(calls), 'form')}: some seconds each at first, less in "
+            "later runs"
+        )
     made, failed = tried(calls)
     every = everyones(dict.fromkeys((call.name for call in made), ""), world, device)
-    failures = everyones({name: f"rank {world.rank}: {why}" for name, why in failed.items()}, world, device)
+    failures = everyones(
+        {name: f"rank {world.rank}: {why}" for name, why in failed.items()}, world, device
+    )
     names = ", ".join(sorted({*every} - {*failures}))
     if world.rank == 0:
         seconds = time.perf_counter() - start
@@ -66,15 +78,20 @@ def _outcome(names: str, failures: Mapping[str, str], seconds: float) -> Iterato
 
 
 def _changed(names: str, resumed: Path | None) -> Iterator[str]:
-    """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was the same."""
+    """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was
+    the same."""
     was = Store(resumed).index.get("compiled", names) if resumed else names
     if was != names:
         yield f"changed    compiled code: {was or 'none'} -> {names or 'none'}{MARK}"
 
 
-def calls_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device) -> list[Call]:
+def calls_of(
+    config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device
+) -> list[Call]:
     """Return the calls of leaves in a training step of this rank."""
-    train, parallel, schedule = config.train, config.parallel, config.schedule
+    train = config.train
+    parallel = config.parallel
+    schedule = config.schedule
     noted = dict[Call, None]()
     memory = StageMemory(
         model,
@@ -101,8 +118,10 @@ def calls_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, dev
 
 
 def tried(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, str]]:
-    """Compile and try each call; return the compiled forms, and why leaves cannot be compiled, by name."""
-    made, failed = dict[Call, Callable[..., Any]](), dict[str, str]()
+    """Compile and try each call; return the compiled forms, and why leaves cannot be compiled, by
+    name."""
+    made = dict[Call, Callable[..., Any]]()
+    failed = dict[str, str]()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
         for call in calls:

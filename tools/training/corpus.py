@@ -1,7 +1,9 @@
-"""The data of a run: text or token files of [data], tokenized if necessary, split into training and held-out samples.
+"""The data of a run: text or token files of [data], tokenized if necessary, split into training and
+held-out samples.
 
-A run has one text or data set (data.source) or a blend of several (data.blend). All share one tokenizer: the given one,
-the one that lies beside the data sets, or one that is trained on all texts of the run.
+A run has one text or data set (data.source) or a blend of several (data.blend). All share one
+tokenizer: the given one, the one that lies beside the data sets, or one that is trained on all
+texts of the run.
 """
 
 import sys
@@ -45,12 +47,13 @@ from tools.training.validation_sets import build_validation, check_validation, o
 
 @dataclass(frozen=True)
 class Corpus:
-    """The opened data of a run. model: the run's, with its vocabulary size. held_out, tokenizer: None if the run has
-    none.
+    """The opened data of a run. model: the run's, with its vocabulary size. held_out, tokenizer:
+    None if the run has none.
 
-    begin: id of the token that stands before each document of the samples, None if none was asked for. documents: the
-    tokens that the model sees before and after documents. identity: identifies the data in checkpoints; None if it was
-    not checked. notes: lines for the user. validation: further sets to evaluate, by name.
+    begin: id of the token that stands before each document of the samples, None if none was asked
+    for. documents: the tokens that the model sees before and after documents. identity: identifies
+    the data in checkpoints; None if it was not checked. notes: lines for the user. validation:
+    further sets to evaluate, by name.
     """
 
     datasets: tuple[IndexedDataset, ...]
@@ -66,19 +69,24 @@ class Corpus:
 
     @property
     def ids(self) -> int:
-        """Return the number of ids that data may have: that of the tokenizer, or of the model if there is none."""
+        """Return the number of ids that data may have: that of the tokenizer, or of the model if
+        there is none."""
         return self.tokenizer.vocab_size if self.tokenizer else self.model.vocab
 
     @property
     def evaluated(self) -> dict[str, Samples | Blend]:
-        """Return the samples of each evaluation, by the field of metrics.jsonl that its loss has."""
+        """Return the samples of each evaluation, by the field of metrics.jsonl that its loss
+        has."""
         held_out = {} if self.held_out is None else {"eval_loss": self.held_out}
-        return held_out | {f"eval_loss/{name}": samples for name, samples in self.validation.items()}
+        return held_out | {
+            f"eval_loss/{name}": samples for name, samples in self.validation.items()
+        }
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One text or data set of a run. key: the run-file key that names it. name: the value of that key."""
+    """One text or data set of a run. key: the run-file key that names it. name: the value of that
+    key."""
 
     key: str
     name: str
@@ -92,33 +100,48 @@ class _Part:
 
 
 def check_sources(config: RunConfig) -> None:
-    """Raise UserError for parts of [data] that do not exist, cannot be read or do not fit together. Builds nothing."""
-    check_all(config, _find_data, _find_tokenizer, lambda config: check_validation(config, cache_of(config)))
+    """Raise UserError for parts of [data] that do not exist, cannot be read or do not fit together.
+    Builds nothing."""
+    check_all(
+        config,
+        _find_data,
+        _find_tokenizer,
+        lambda config: check_validation(config, cache_of(config)),
+    )
 
 
 def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     """Build missing data sets, open all, and check the files that this machine has not yet checked.
 
-    One process at a time does so. allowed: differences from the checkpoint's data that are accepted, of
-    `data_identity.ALLOW`.
+    One process at a time does so. allowed: differences from the checkpoint's data that are
+    accepted, of `data_identity.ALLOW`.
 
-    Raises UserError for a missing or empty text, a damaged data set, a text too short for one sample, and a token id
-    outside of the vocabulary.
+    Raises UserError for a missing or empty text, a damaged data set, a text too short for one
+    sample, and a token id outside of the vocabulary.
     """
-    parts, given = _parts(config), _given(config)
+    parts = _parts(config)
+    given = _given(config)
     texts = [part for part in parts if not part.ready]
     model_file = _build(config, texts, given, allowed) if texts else given
     corpus = looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
     notes = build_validation(config, corpus.tokenizer, corpus.ids, cache_of(config))
-    streams = [part.dataset for part in (corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train])]
+    streams = [
+        part.dataset
+        for part in (corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train])
+    ]
     of_begin = begin_notes(config, streams, corpus.begin, corpus.documents, corpus.tokenizer)
     said = tuple(dict.fromkeys((*corpus.notes, *of_begin, *notes)))
-    return replace(corpus, notes=said, validation=open_validation(config, cache_of(config), corpus.begin))
+    return replace(
+        corpus, notes=said, validation=open_validation(config, cache_of(config), corpus.begin)
+    )
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
-    """Return the corpus with its identity, after checking its files. Raises UserError for damaged data."""
-    sets, notes, records = list[DataSet](), list[str](), dict[Path, dict[str, Any] | None]()
+    """Return the corpus with its identity, after checking its files. Raises UserError for damaged
+    data."""
+    sets = list[DataSet]()
+    notes = list[str]()
+    records = dict[Path, dict[str, Any] | None]()
     tokenizer = corpus.tokenizer.path if corpus.tokenizer else None
     for part, dataset in zip(_parts(config), corpus.datasets, strict=True):
         again = f"remove {beside(part.prefix, '.idx')} and the same command makes it anew"
@@ -133,7 +156,8 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
         text = _text_of(record) if record else None
         sets.append(DataSet(source=part.name, weight=part.weight, text=text, **what))
     notes += unlike_notes(records) if corpus.tokenizer is None else ()
-    data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
+    data = config.data
+    digest = file_digest(tokenizer) if tokenizer else ""
     identity = Identity(
         sets=sets,
         tokenizer=digest,
@@ -146,7 +170,8 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
 
 
 def _text_of(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the identity of the text of a data set, and the digest and length of its content if they are known."""
+    """Return the identity of the text of a data set, and the digest and length of its content if
+    they are known."""
     source = record.get("source")
     if not isinstance(source, dict) or "text_sha256" not in record:
         return source
@@ -154,12 +179,15 @@ def _text_of(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
-    """Open existing data sets and an existing tokenizer file. Any number of processes may do so at once."""
+    """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
+    once."""
     tokenizer = load_tokenizer(model_file) if model_file else None
     model = config.model.with_vocab(_vocab(config, tokenizer))
     begin = begin_asked_for(config)
     _require_token(config, begin, tokenizer.vocab_size if tokenizer else model.vocab)
-    train, data, parts = config.train, config.data, _parts(config)
+    train = config.train
+    data = config.data
+    parts = _parts(config)
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
     datasets = list[IndexedDataset]()
     streams = list[IndexedDataset]()
@@ -169,7 +197,9 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
             datasets.append(IndexedDataset(prefix))
             streams.append(with_begin(datasets[-1], begin))
         with _about(config, part, "data.held_out", "train.seq_length"):
-            trained, held = split(streams[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets)
+            trained, held = split(
+                streams[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets
+            )
             halves.append((trained, held))
         with _about(config, part):
             trained.require_counted("training samples")
@@ -189,10 +219,11 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
 
 
 def begin_asked_for(config: RunConfig) -> int | None:
-    """Return the id of the token before each document that data.begin asks for, None if it asks for none.
+    """Return the id of the token before each document that data.begin asks for, None if it asks for
+    none.
 
-    Where the user leaves it open, a resume takes what the checkpoint was trained with: it does not use the weights of
-    train.init_from. Otherwise the run file has the id of these weights.
+    Where the user leaves it open, a resume takes what the checkpoint was trained with: it does not
+    use the weights of train.init_from. Otherwise the run file has the id of these weights.
     """
     asked = config.data.begin
     left_open = asked == "auto" or _is_of_first_weights(config)
@@ -206,14 +237,18 @@ def begin_asked_for(config: RunConfig) -> int | None:
 def _is_of_first_weights(config: RunConfig) -> bool:
     """Return True if the value of data.begin comes from train.init_from."""
     first_weights = config.train.init_from
-    return bool(first_weights) and config.origin("data.begin") == initial_model(Path(first_weights)).origin
+    return (
+        bool(first_weights)
+        and config.origin("data.begin") == initial_model(Path(first_weights)).origin
+    )
 
 
 def _require_token(config: RunConfig, begin: int | None, ids: int) -> None:
     """Raise UserError if there is no token `begin` among the ids below `ids`."""
     if begin is not None and begin >= ids:
         raise UserError(
-            f"data.begin = {begin} ({config.origin('data.begin')}): ids are below {ids}: give the id of the token that "
+            f"data.begin = {begin} ({config.origin('data.begin')}): ids are below {ids}: give "
+            "the id of the token that "
             'begins a document, or "none"'
         )
 
@@ -233,7 +268,8 @@ def open_kept(config: RunConfig) -> Corpus:
 
     Raises UserError if they no longer exist.
     """
-    parts, given = _parts(config), _given(config)
+    parts = _parts(config)
+    given = _given(config)
     left = _learned(config)
     if given is None and not all(part.ready for part in parts) and left.is_file():
         given = left
@@ -245,7 +281,8 @@ def open_kept(config: RunConfig) -> Corpus:
 
 @contextmanager
 def _about(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
-    """Prefix the problems raised inside the context with the part of the data and the keys that they concern."""
+    """Prefix the problems raised inside the context with the part of the data and the keys that
+    they concern."""
     try:
         yield
     except UserError as error:
@@ -253,11 +290,16 @@ def _about(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
         said += [f"{key} = {config.value(key)}" for key in keys]
         path = (part.key, part.name) if part else ("data.tokenizer", config.data.tokenizer)
         hint = beside_run_file(config.origin(path[0].split("[")[0]), path[1])
-        raise UserError(*(f"{', '.join(said)}: {problem}{hint}" for problem in error.problems)) from error
+        raise UserError(
+            *(f"{', '.join(said)}: {problem}{hint}" for problem in error.problems)
+        ) from error
 
 
 def _parts(config: RunConfig) -> list[_Part]:
-    named = [(f"data.blend[{n}].source", one.source, one.weight) for n, one in enumerate(config.data.blend)]
+    named = [
+        (f"data.blend[{n}].source", one.source, one.weight)
+        for n, one in enumerate(config.data.blend)
+    ]
     parts = []
     for n, (key, name, weight) in enumerate(named or [("data.source", config.data.source, 1.0)]):
         ready = beside(Path(name), ".idx").is_file()
@@ -290,14 +332,18 @@ def _find_tokenizer(config: RunConfig) -> None:
         key = ready[0].key
         if config.log.sample:
             raise UserError(
-                f"log.sample needs a tokenizer, but {key} has none: set data.tokenizer or remove log.sample"
+                f"log.sample needs a tokenizer, but {key} has none: set data.tokenizer or "
+                "remove log.sample"
             )
         if len(ready) < len(parts):
-            raise UserError(f"{key} has no tokenizer, which the texts of the blend need: set data.tokenizer")
+            raise UserError(
+                f"{key} has no tokenizer, which the texts of the blend need: set data.tokenizer"
+            )
 
 
 def _given(config: RunConfig) -> Path | None:
-    """Return the tokenizer file: data.tokenizer, or the one that `megaprec data build` left beside its data sets.
+    """Return the tokenizer file: data.tokenizer, or the one that `megaprec data build` left beside
+    its data sets.
 
     Raises UserError if the data sets of a blend have different tokenizers.
     """
@@ -307,7 +353,8 @@ def _given(config: RunConfig) -> Path | None:
     there = [file for file in left if file.is_file()]
     if any(read_whole(file) != read_whole(there[0]) for file in there[1:]):
         raise UserError(
-            f"data.blend: {', '.join(map(str, there))} are different tokenizers, so equal token ids mean "
+            f"data.blend: {', '.join(map(str, there))} are different tokenizers, so equal "
+            "token ids mean "
             "different tokens: build the data sets with one --tokenizer"
         )
     return there[0] if there else None
@@ -323,7 +370,9 @@ def _source(config: RunConfig, part: _Part) -> Source:
 
 def cache_of(config: RunConfig) -> Path:
     """Return the folder of the data sets that are built of texts."""
-    return Path(config.data.cache) if config.data.cache else Path(config.train.folder) / "data"
+    if config.data.cache:
+        return Path(config.data.cache)
+    return Path(config.train.folder) / "data"
 
 
 def _learned(config: RunConfig) -> Path:
@@ -333,10 +382,11 @@ def _learned(config: RunConfig) -> Path:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The tokenizer of texts. kept: its copy in the run's newest checkpoint, if it must stay the same.
+    """The tokenizer of texts. kept: its copy in the run's newest checkpoint, if it must stay the
+    same.
 
-    file: its path, whether it exists or not. vocab_size: vocabulary size to train if it does not exist; None if it is
-    given.
+    file: its path, whether it exists or not. vocab_size: vocabulary size to train if it does not
+    exist; None if it is given.
     """
 
     file: Path
@@ -344,7 +394,8 @@ class _Encoding:
     kept: Path | None = None
 
     def reusable(self, part: _Part, source: Source, by_content: bool = False) -> BuildResult | None:
-        """Return the existing data set of a text if it is the one that would be built, otherwise None.
+        """Return the existing data set of a text if it is the one that would be built, otherwise
+        None.
 
         by_content: a text with another name or time is read.
         """
@@ -356,16 +407,21 @@ class _Encoding:
     @property
     def there(self) -> bool:
         """Return True if the file exists and is the required tokenizer."""
-        return self.file.is_file() and (self.kept is None or read_whole(self.file) == read_whole(self.kept))
+        return self.file.is_file() and (
+            self.kept is None or read_whole(self.file) == read_whole(self.kept)
+        )
 
 
-def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowed: Collection[str]) -> Path:
+def _build(
+    config: RunConfig, texts: Sequence[_Part], given: Path | None, allowed: Collection[str]
+) -> Path:
     """Build the data sets of texts, one process at a time; return the tokenizer file.
 
-    A data set in the run's own folder may be replaced as long as the run resumes with the data of its checkpoint, or
-    may use other data; one in data.cache may not.
+    A data set in the run's own folder may be replaced as long as the run resumes with the data of
+    its checkpoint, or may use other data; one in data.cache may not.
     """
-    sources, store = {part: _source(config, part) for part in texts}, newest(config.checkpoint_folder)
+    sources = {part: _source(config, part) for part in texts}
+    store = newest(config.checkpoint_folder)
     encoding = _encoding(config, given, store if "tokenizer" not in allowed else None)
 
     def there(part: _Part, by_content: bool = False) -> bool:
@@ -377,24 +433,35 @@ def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowe
         missing = [part for part in texts if not there(part)]
         same = [part for part in missing if there(part, by_content=True)]
         for part in same:
-            print(f"{part.key}: {toml(part.name)} has another name or time and is the same text", file=sys.stderr)
+            print(
+                f"{part.key}: {toml(part.name)} has another name or time and is the same text",
+                file=sys.stderr,
+            )
         if len(same) < len(missing):
             _build_alone(config, sources, encoding, store, allowed)
     return encoding.file
 
 
 def _encoding(config: RunConfig, given: Path | None, store: Store | None) -> _Encoding:
-    """Return the tokenizer of texts. store: the checkpoint to resume from, whose tokenizer must stay. Raises
-    UserError.
+    """Return the tokenizer of texts. store: the checkpoint to resume from, whose tokenizer must
+    stay. Raises UserError.
     """
     kept = read_tokenizer(store) if store and not given else None
     if store is None or given or kept is None:
         return _Encoding(given or _learned(config), None if given else config.data.vocab_size)
-    copy = f"set data.tokenizer to a copy of {kept}, or give --allow tokenizer to have another one learned"
+    copy = (
+        f"set data.tokenizer to a copy of {kept}, or give --allow tokenizer to have another one "
+        "learned"
+    )
     if kept.suffix != ".model":
-        raise UserError(f"data.tokenizer is empty, but {store.path} was trained with a tokenizer: {copy}")
+        raise UserError(
+            f"data.tokenizer is empty, but {store.path} was trained with a tokenizer: {copy}"
+        )
     if (size := load_tokenizer(kept).vocab_size) != config.data.vocab_size:
-        raise UserError(f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} tokens: {copy}")
+        raise UserError(
+            f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} "
+            f"tokens: {copy}"
+        )
     return _Encoding(_learned(config), None, kept)
 
 
@@ -409,8 +476,12 @@ def _build_alone(
     store: Store | None,
     allowed: Collection[str],
 ) -> None:
-    data, own, first = config.data, not config.data.cache, next(iter(sources))
-    missing = {part: source for part, source in sources.items() if not encoding.reusable(part, source)}
+    data = config.data
+    own = not config.data.cache
+    first = next(iter(sources))
+    missing = {
+        part: source for part, source in sources.items() if not encoding.reusable(part, source)
+    }
     problems = [*_other_texts(missing, store, allowed), *_in_the_way(config, missing, encoding)]
     if problems:
         raise UserError(*problems)
@@ -420,7 +491,9 @@ def _build_alone(
     elif encoding.vocab_size is not None:
         texts = chain.from_iterable(sources.values())
         with _about(config, first, "data.vocab_size"):
-            train_sentencepiece((text for _, text in texts), encoding.file.with_suffix(""), data.vocab_size, own)
+            train_sentencepiece(
+                (text for _, text in texts), encoding.file.with_suffix(""), data.vocab_size, own
+            )
     for part, source in sources.items():
         with _about(config, part), building(source) as report:
             prepare(
@@ -433,7 +506,9 @@ def _build_alone(
             )
 
 
-def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Collection[str]) -> Iterator[str]:
+def _other_texts(
+    texts: dict[_Part, Source], store: Store | None, allowed: Collection[str]
+) -> Iterator[str]:
     """Yield a problem if the texts are not those that the checkpoint was trained on."""
     if store is None or "data" in allowed:
         return
@@ -450,13 +525,15 @@ def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Colle
         names = f"{was_there}{toml(part.name)}"
         differs = "its documents are others" if compared else _unknown_text(part)
         yield (
-            f"{part.key}: {names}: not the text that {store.path} was trained on ({differs}): give --allow data to go "
+            f"{part.key}: {names}: not the text that {store.path} was trained on ({differs}): "
+            "give --allow data to go "
             f"on with it anyway, or another train.folder{_tokens_there(part)}"
         )
 
 
 def _is_text(kept: dict[str, Any] | None, source: Source) -> bool:
-    """Return True if a source is the text that a checkpoint was trained on, by names, sizes and times or by content."""
+    """Return True if a source is the text that a checkpoint was trained on, by names, sizes and
+    times or by content."""
     if kept is None:
         return False
     identity = {key: value for key, value in kept.items() if key not in ("sha256", "chars")}
@@ -467,28 +544,36 @@ def _is_text(kept: dict[str, Any] | None, source: Source) -> bool:
 
 
 def _unknown_text(part: _Part) -> str:
-    """Return the reason why a text is taken for another one where no digest of the text is known."""
+    """Return the reason why a text is taken for another one where no digest of the text is
+    known."""
     index = beside(part.prefix, ".idx")
     return (
-        "its files have another name, size or time, or text_field or max_chars is another; if the text is the same, "
+        "its files have another name, size or time, or text_field or max_chars is another; "
+        "if the text is the same, "
         f"remove {index} and the same command makes its tokens anew and compares them"
     )
 
 
 def _tokens_there(part: _Part) -> str:
     there = beside(part.prefix, ".idx").exists()
-    return f"; {part.key}={part.prefix} goes on with the tokens that are there" if there else ""
+    if there:
+        return f"; {part.key}={part.prefix} goes on with the tokens that are there"
+    return ""
 
 
-def _in_the_way(config: RunConfig, texts: dict[_Part, Source], encoding: _Encoding) -> Iterator[str]:
-    """Yield problems if data.cache holds data sets of other texts or tokenizers, which other runs may use."""
+def _in_the_way(
+    config: RunConfig, texts: dict[_Part, Source], encoding: _Encoding
+) -> Iterator[str]:
+    """Yield problems if data.cache holds data sets of other texts or tokenizers, which other runs
+    may use."""
     if not config.data.cache:
         return
     files = [beside(part.prefix, ".idx") for part in texts]
     files += [encoding.file] if encoding.kept and not encoding.there else []
     for file in (file for file in files if file.exists()):
         yield (
-            f"{file} was built of another text or tokenizer than [data] names, and other runs may use it: set "
+            f"{file} was built of another text or tokenizer than [data] names, and other runs "
+            "may use it: set "
             "another data.cache"
         )
 
@@ -497,19 +582,23 @@ def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     asked = config.model.vocab
     if tokenizer is None and asked == 0:
         raise UserError(
-            "model.vocab = 0 takes the vocabulary size of the tokenizer, but data.source has none: set model.vocab "
+            "model.vocab = 0 takes the vocabulary size of the tokenizer, but data.source has "
+            "none: set model.vocab "
             "or data.tokenizer"
         )
     if tokenizer is not None and 0 < asked < tokenizer.vocab_size:
         initial = config.train.init_from
         if initial:
             raise UserError(
-                f"data.tokenizer: {tokenizer.path} has {tokenizer.vocab_size} tokens, but the weights of "
-                f"train.init_from = {toml(initial)} have {asked}: remove data.tokenizer if the folder has its own, "
+                f"data.tokenizer: {tokenizer.path} has {tokenizer.vocab_size} tokens, but the "
+                "weights of "
+                f"train.init_from = {toml(initial)} have {asked}: remove data.tokenizer if "
+                "the folder has its own, "
                 f"give one of at most {asked} tokens, or train without train.init_from"
             )
         raise UserError(
-            f"model.vocab = {asked} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.path}: "
+            f"model.vocab = {asked} is smaller than the {tokenizer.vocab_size} tokens of "
+            f"{tokenizer.path}: "
             f"use 0 or at least {tokenizer.vocab_size}"
         )
     return asked or (tokenizer.vocab_size if tokenizer else 0)

@@ -1,9 +1,9 @@
-"""The identity of the data that a run is trained on, as its checkpoints store it, and its differences from another
-run's.
+"""The identity of the data that a run is trained on, as its checkpoints store it, and its
+differences from another run's.
 
-A resumed run continues at a sample number. With other tokens, another order or another held-out part, that number means
-another sample: text would be trained on twice or never, or the model would be evaluated on text that it has seen. Such
-a run is refused unless --allow accepts the difference.
+A resumed run continues at a sample number. With other tokens, another order or another held-out
+part, that number means another sample: text would be trained on twice or never, or the model would
+be evaluated on text that it has seen. Such a run is refused unless --allow accepts the difference.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ class _Kept(BaseModel):
 
 
 class DataSet(_Kept):
-    """One text or data set. source: its name in the run file. text: the text that was tokenized, None if unknown.
+    """One text or data set. source: its name in the run file. text: the text that was tokenized,
+    None if unknown.
 
     The other fields are those of `megaprec.data.intact.Contents`.
     """
@@ -43,8 +44,9 @@ class DataSet(_Kept):
 
 
 class Identity(_Kept):
-    """All settings that decide which samples come in which order. tokenizer: SHA-256 of its file, empty if there
-    is none. begin: id of the token before each document that data.begin asks for, None if it asks for none.
+    """All settings that decide which samples come in which order. tokenizer: SHA-256 of its file,
+    empty if there is none. begin: id of the token before each document that data.begin asks for,
+    None if it asks for none.
     """
 
     sets: list[DataSet]
@@ -64,29 +66,43 @@ class Difference:
 
 
 def read_identity(store: Store) -> Identity | None:
-    """Return the data that a checkpoint was trained on; None if an earlier version saved it. Raises UserError."""
+    """Return the data that a checkpoint was trained on; None if an earlier version saved it. Raises
+    UserError."""
     if "data" not in store.index:
         return None
     try:
         return Identity.model_validate(store.index["data"])
     except ValidationError as error:
         found = error.errors(include_url=False)
-        unknown = [".".join(map(str, ("data", *e["loc"]))) for e in found if e["type"] == "extra_forbidden"]
+        unknown = [
+            ".".join(map(str, ("data", *e["loc"]))) for e in found if e["type"] == "extra_forbidden"
+        ]
         if len(unknown) == len(found):
             raise newer_version(store.path, f"says {', '.join(unknown)}") from error
-        raise UserError(f'{store.path} is damaged: "data" in its checkpoint.json is not as it was written') from error
+        raise UserError(
+            f'{store.path} is damaged: "data" in its checkpoint.json is not as it was written'
+        ) from error
 
 
 def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Difference]:
     """Yield the differences between the keys of the run and the stored identity."""
     if kept.held_out != data.held_out:
-        line = f"data.held_out: {toml(kept.held_out)} -> {toml(data.held_out)}: other text is kept for evaluation"
+        line = (
+            f"data.held_out: {toml(kept.held_out)} -> {toml(data.held_out)}: other text is kept "
+            "for evaluation"
+        )
         yield Difference("data", line)
     if kept.shuffle != data.shuffle:
-        line = f"data.shuffle: {toml(kept.shuffle)} -> {toml(data.shuffle)}: samples come in another order"
+        line = (
+            f"data.shuffle: {toml(kept.shuffle)} -> {toml(data.shuffle)}: samples come in another "
+            "order"
+        )
         yield Difference("shuffle", line)
     if kept.seed != train.seed:
-        line = f"train.seed: {kept.seed} -> {train.seed}: samples come in another order, and dropout is another"
+        line = (
+            f"train.seed: {kept.seed} -> {train.seed}: samples come in another order, and dropout "
+            "is another"
+        )
         yield Difference("seed", line)
     weights = [one.weight for one in data.blend] or [1.0]
     if len(kept.sets) != len(weights):
@@ -94,15 +110,21 @@ def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Differe
         return
     for n, (one, weight) in enumerate(zip(kept.sets, weights, strict=True)):
         if one.weight != weight:
-            yield Difference("data", f"data.blend[{n}].weight: {toml(one.weight)} -> {toml(weight)}")
+            yield Difference(
+                "data", f"data.blend[{n}].weight: {toml(one.weight)} -> {toml(weight)}"
+            )
 
 
 def other_sets(kept: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
-    """Yield the differences between the data sets of the run and the stored ones. between: the old and the new."""
+    """Yield the differences between the data sets of the run and the stored ones. between: the old
+    and the new."""
     if kept.begin != now.begin:
         was = "none" if kept.begin is None else kept.begin
         one = "none" if now.begin is None else now.begin
-        yield Difference("data", f"data.begin: {toml(was)}{between}{toml(one)}: the tokens before documents are others")
+        yield Difference(
+            "data",
+            f"data.begin: {toml(was)}{between}{toml(one)}: the tokens before documents are others",
+        )
     if len(kept.sets) != len(now.sets):
         return
     for n, (was, one) in enumerate(zip(kept.sets, now.sets, strict=True)):
@@ -112,10 +134,14 @@ def other_sets(kept: Identity, now: Identity, between: str = " -> ") -> Iterator
 
 
 def _same(was: DataSet, one: DataSet) -> bool:
-    """Return True unless the digests differ; digests of different sets of blocks cannot be compared and count as
-    equal.
+    """Return True unless the digests differ; digests of different sets of blocks cannot be compared
+    and count as equal.
     """
-    sizes = (was.tokens, was.documents, was.idx_sha256) == (one.tokens, one.documents, one.idx_sha256)
+    sizes = (was.tokens, was.documents, was.idx_sha256) == (
+        one.tokens,
+        one.documents,
+        one.idx_sha256,
+    )
     return sizes and (was.bin_sha256 == one.bin_sha256 or was.sampled != one.sampled)
 
 

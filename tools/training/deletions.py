@@ -38,13 +38,15 @@ def deletion_lines(config: RunConfig, done: int) -> Iterator[str]:
 
 
 def _saves_after(done: int, config: RunConfig) -> Sequence[int]:
-    """Return the steps after which the run will save, beginning after `done`; many, but not stored."""
+    """Return the steps after which the run will save, beginning after `done`; many, but not
+    stored."""
     steps = config.train.steps
     every = config.checkpoint.every
     if not every:
         return (steps,)
     due = range(done - done % every + every, steps + 1, every)
-    # The last save, after an unequal rest, is as good as one at the next multiple of `every`: it is the newest.
+    # The last save, after an unequal rest, is as good as one at the next multiple of `every`: it is
+    # the newest.
     return due if steps % every == 0 else range(due.start, steps + every, every)
 
 
@@ -58,10 +60,13 @@ def _later_ones_go(following: Sequence[int], rule: Keep) -> bool:
 
 
 def _rule(settings: Checkpoint) -> str:
-    newest = (
-        "the newest checkpoint" if settings.keep == 1 else f"the newest {counted(int(settings.keep), 'checkpoint')}"
-    )
-    return f"{newest} and those of each multiple of {settings.keep_every} steps" if settings.keep_every else newest
+    if settings.keep == 1:
+        newest = "the newest checkpoint"
+    else:
+        newest = f"the newest {counted(int(settings.keep), 'checkpoint')}"
+    if settings.keep_every:
+        return f"{newest} and those of each multiple of {settings.keep_every} steps"
+    return newest
 
 
 def _names(names: Sequence[str]) -> str:

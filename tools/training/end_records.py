@@ -1,4 +1,5 @@
-"""Records of a run's abnormal end: a JSON file for each rank that could write one, in the folder of the run.
+"""Records of a run's abnormal end: a JSON file for each rank that could write one, in the folder of
+the run.
 
 They are removed when the next run in the folder begins.
 """
@@ -24,8 +25,10 @@ PATIENCE = 3.0  # seconds for writing a record; the filesystem may be what hangs
 class EndRecord(BaseModel):
     """The end of a run as one rank saw it.
 
-    rank: the position of the rank that wrote the record. ranks: number of ranks of the run. ended: why it ended.
-    verdict: the cause of a hang, empty if there was none. culprits: ranks that hang, or the rank itself if it failed.
+    rank: the position of the rank that wrote the record. ranks: number of ranks of the run. ended:
+        why it ended.
+    verdict: the cause of a hang, empty if there was none. culprits: ranks that hang, or the rank
+        itself if it failed.
     others: the last known positions of other ranks.
     """
 
@@ -47,11 +50,15 @@ class EndRecord(BaseModel):
 
 
 def write_record(folder: Path, record: EndRecord) -> None:
-    """Write a record into the run folder, unless that fails or takes long: the cause must be told in any case."""
+    """Write a record into the run folder, unless that fails or takes long: the cause must be told
+    in any case."""
 
     def write() -> None:
         with suppress(OSError):
-            write_whole(folder / FOLDER / f"rank-{record.rank.rank:05d}.json", record.model_dump_json().encode())
+            write_whole(
+                folder / FOLDER / f"rank-{record.rank.rank:05d}.json",
+                record.model_dump_json().encode(),
+            )
 
     writing = Thread(target=write, daemon=True)
     writing.start()
@@ -65,13 +72,18 @@ def forget_records(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> Sequence[EndRecord]:
-    """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one is damaged."""
+    """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one
+    is damaged."""
     if not folder.is_dir():
-        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give the run's folder")
+        raise UserError(
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give the "
+            "run's folder"
+        )
     records = [_read(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
     if not records:
         raise UserError(
-            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, or still trains"
+            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, "
+            "or still trains"
         )
     return sorted(records, key=lambda record: record.rank.rank)
 
@@ -82,4 +94,6 @@ def _read(file: Path) -> EndRecord:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     except ValidationError as error:
-        raise UserError(f"{file} is damaged ({error.errors()[0]['msg']}): remove it to see the other ranks") from error
+        raise UserError(
+            f"{file} is damaged ({error.errors()[0]['msg']}): remove it to see the other ranks"
+        ) from error

@@ -1,8 +1,8 @@
 """The ends of a rank's program that are no crash, and their exit codes.
 
-A run that ends because of wrong input, because it stopped itself or because of a signal would end in the same way if
-it were started again. Launchers know such an end by the reason that the rank has noted, "Type: message", also of a rank
-that they have stopped before it could exit with its code.
+A run that ends because of wrong input, because it stopped itself or because of a signal would end
+in the same way if it were started again. Launchers know such an end by the reason that the rank has
+noted, "Type: message", also of a rank that they have stopped before it could exit with its code.
 """
 
 import signal
@@ -18,7 +18,8 @@ ON_PURPOSE = (*CODES, Stopped)
 
 
 def reported(error: Exception) -> Exception:
-    """Return the exception that the user is told: UserError for a file that cannot be read or written.
+    """Return the exception that the user is told: UserError for a file that cannot be read or
+    written.
 
     Its type is one of ON_PURPOSE, or another that is a crash.
     """
@@ -35,7 +36,8 @@ def ended_on_purpose(said: str) -> bool:
 def code_of(said: str, exitcode: int) -> int:
     """Return the exit code that belongs to a rank's reason, "" for none.
 
-    exitcode: of its process, which the launcher may have stopped, by SIGTERM, before it exited by itself.
+    exitcode: of its process, which the launcher may have stopped, by SIGTERM, before it exited by
+        itself.
     """
     if said.startswith(f"{Stopped.__name__}: "):
         return Stopped.named_by(said).code

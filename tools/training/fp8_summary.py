@@ -1,5 +1,5 @@
-"""The FP8 lines that a run prints before it starts, and the checks of FP8 settings that need the model or the
-device.
+"""The FP8 lines that a run prints before it starts, and the checks of FP8 settings that need the
+model or the device.
 """
 
 import re
@@ -41,7 +41,8 @@ INSTEAD = {  # dialect -> field of the recipe -> key of the dialect
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raise UserError if FP8 settings cannot be carried out: not computed, no such weights, or no backend."""
+    """Raise UserError if FP8 settings cannot be carried out: not computed, no such weights, or no
+    backend."""
     recipe = config.plan.fp8
     if recipe is None:
         return
@@ -79,8 +80,8 @@ def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    """Yield lines on the recipe, on the kernels of a device, and on the weights whose products are not in FP8, by
-    reason.
+    """Yield lines on the recipe, on the kernels of a device, and on the weights whose products are
+    not in FP8, by reason.
     """
     recipe = config.plan.fp8
     if recipe is None:
@@ -98,13 +99,16 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
 
 
 def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Eligibility]:
-    """Return the eligibility of each weight of the layers, as the tensor-parallel ranks of the run hold it."""
+    """Return the eligibility of each weight of the layers, as the tensor-parallel ranks of the run
+    hold it."""
     return _stage(config, model, recipe).context.fp8.reached
 
 
 def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
-    """Return the whole model as one tensor-parallel rank of the run holds it, on the meta device."""
-    plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
+    """Return the whole model as one tensor-parallel rank of the run holds it, on the meta
+    device."""
+    plan = replace(config.plan, fp8=recipe)
+    tp = Axis("tp", 0, config.parallel.tensor)
     experts = lone_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
     context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp), experts=experts)
     with torch.device("meta"):
@@ -136,7 +140,8 @@ def _ways(plan: PrecisionPlan, device: str) -> str:
 
 
 def _names(reached: list[Eligibility]) -> Iterator[str]:
-    """Yield the names of the weights, those of all layers and experts together: "layers.0-3.mlp.down.weight"."""
+    """Yield the names of the weights, those of all layers and experts together:
+    "layers.0-3.mlp.down.weight"."""
     alike = defaultdict[str, dict[int, int]](dict)
     for one in reached:
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", one.name)

@@ -1,4 +1,5 @@
-"""Ending a run that hangs: each rank leaves a record of what it was doing, and the cause is printed once, last.
+"""Ending a run that hangs: each rank leaves a record of what it was doing, and the cause is printed
+once, last.
 
 `megaprec diagnose` reads the records (`end_records.py`).
 """
@@ -28,14 +29,18 @@ LEFT = "left, because of that"
 
 
 @contextmanager
-def watching(folder: Path, store: dist.Store, position: Position, timeout: float, peers: int) -> Iterator[Watchdog]:
-    """Within the context this rank is watched by a watchdog, which ends the process if the run hangs.
+def watching(
+    folder: Path, store: dist.Store, position: Position, timeout: float, peers: int
+) -> Iterator[Watchdog]:
+    """Within the context this rank is watched by a watchdog, which ends the process if the run
+    hangs.
 
     folder: of the run. store: the ranks' store. timeout: `parallel.timeout`. peers: ranks of a
-    stage. If this rank fails, its record is written; if it failed because it lost its connection to another rank, it
-    leaves with that rank's verdict.
+    stage. If this rank fails, its record is written; if it failed because it lost its connection to
+    another rank, it leaves with that rank's verdict.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
 
     def leave(verdict: Verdict) -> None:
         _leave(folder, size, verdict, dog.me())
@@ -50,15 +55,20 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
         raise
     except Exception as error:
         if size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, while this rank leaves by itself
+            # the launcher's, while this rank leaves by itself
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if lost_connection(str(error)):
             dog.lost_connection(search="TORCHELASTIC_RUN_ID" not in os.environ)
-            me, ended = dog.me(), "lost the connection to another rank"
+            me = dog.me()
+            ended = "lost the connection to another rank"
             write_record(folder, EndRecord(rank=me, ranks=size, ended=ended, others=dog.others()))
             raise
         reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        me, others = dog.me(), dog.others()
-        write_record(folder, EndRecord(rank=me, ranks=size, ended=reason, culprits=(rank,), others=others))
+        me = dog.me()
+        others = dog.others()
+        write_record(
+            folder, EndRecord(rank=me, ranks=size, ended=reason, culprits=(rank,), others=others)
+        )
         if not started_here():
             dog.failed(reason)
         raise
@@ -70,15 +80,25 @@ def tell_waiting(dog: Watchdog, seconds: float) -> None:
     """Print what this rank waits for, during the preparation of the data: once on each machine."""
     if dog.first and _first_here(dog.rank):
         what = f"waits for rank 0 on {dog.first.host}, which prepares the data"
-        print(f"rank {dog.rank} on {socket.gethostname()} {what}: {seconds:.0f} s so far", file=sys.stderr, flush=True)
+        print(
+            f"rank {dog.rank} on {socket.gethostname()} {what}: {seconds:.0f} s so far",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def straggler_events(dog: Watchdog) -> list[dict[str, Any]]:
-    """Return the lines of events.jsonl about ranks that have become slow, or are so no longer, since the last call."""
+    """Return the lines of events.jsonl about ranks that have become slow, or are so no longer,
+    since the last call."""
     events = []
     for found, line in dog.noticed():
         since = {"since": found.since} if found.since else {}
-        head = {"event": "straggler", "step": found.step, "rank": found.rank, "slow": bool(found.since)}
+        head = {
+            "event": "straggler",
+            "step": found.step,
+            "rank": found.rank,
+            "slow": bool(found.since),
+        }
         events.append({**head, **since, "factor": round(found.factor, 2), "said": line})
     return events
 
@@ -89,7 +109,8 @@ def _first_here(rank: int) -> bool:
 
 
 def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
-    """Leave a record, kill the ranks on this machine that are stopped, tell the cause, and end this process."""
+    """Leave a record, kill the ranks on this machine that are stopped, tell the cause, and end this
+    process."""
     try:
         others = tuple(one for one in verdict.beats if one.rank != me.rank)
         said = {"verdict": verdict.reason, "culprits": verdict.culprits, "others": others}
@@ -108,7 +129,8 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
 
 
 def _speaker(verdict: Verdict, me: Beat) -> int:
-    """Return the rank that prints the cause: the lowest that does not hang, of those that can be reached."""
+    """Return the rank that prints the cause: the lowest that does not hang, of those that can be
+    reached."""
     if len(verdict.beats) == 1:  # about the store; each rank has found it out alone
         return me.rank if _first_here(me.rank) else -1
     there = [one.rank for one in verdict.beats if one.rank not in verdict.silent]

@@ -1,9 +1,10 @@
 """Starting local ranks with torch's elastic launcher.
 
-`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits. When a rank
-fails, the others are stopped, and the caller's `Again` says how many ranks are started again; if none, its exit code is
-returned, and its reason, stored by `note_failure`, is printed last. A signal to the launcher is passed on to the ranks,
-which may take their time to end; a second signal kills them. After a signal no rank is started.
+`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine,
+and waits. When a rank fails, the others are stopped, and the caller's `Again` says how many ranks
+are started again; if none, its exit code is returned, and its reason, stored by `note_failure`, is
+printed last. A signal to the launcher is passed on to the ranks, which may take their time to end;
+a second signal kills them. After a signal no rank is started.
 
 If something else has started the ranks (torchrun, Kubernetes, srun), nothing is launched: see
 `parallel.described_world`.
@@ -38,11 +39,14 @@ from tools.training.signals import SIGNALS, Stopped, end, listening
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 # Errors of gloo, NCCL and the store when another rank is gone.
-LOST = re.compile(r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort", re.I)
-# Not `-m megaprec`, for the caller need not have megaprec installed.
-# Ctrl-C ends a rank without a traceback, for the launcher reports it. One that came while Python itself started has
-# waited until then (`_Agent`). On Linux a rank ends when its launcher is killed (prctl's option 1 is PR_SET_PDEATHSIG);
-# elsewhere it would keep running.
+LOST = re.compile(
+    r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort",
+    re.I,
+)
+# Not `-m megaprec`, for the caller need not have megaprec installed. Ctrl-C ends a rank without a
+# traceback, for the launcher reports it. One that came while Python itself started has waited until
+# then (`_Agent`). On Linux a rank ends when its launcher is killed (prctl's option 1 is
+# PR_SET_PDEATHSIG); elsewhere it would keep running.
 PROGRAM = """
 import ctypes, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -58,14 +62,16 @@ sys.exit(main())
 
 @dataclass(frozen=True)
 class Loss:
-    """The first rank that failed. exitcode: -n if signal n ended it. said: the line that names rank and reason."""
+    """The first rank that failed. exitcode: -n if signal n ended it. said: the line that names rank
+    and reason."""
 
     rank: int
     exitcode: int
     said: str
 
 
-Again = Callable[[Loss], int]  # returns the number of ranks to start after a failure, 0 to end the run
+# returns the number of ranks to start after a failure, 0 to end the run
+Again = Callable[[Loss], int]
 
 
 def _never(loss: Loss) -> int:
@@ -78,16 +84,18 @@ def launch_local(argv: Sequence[str], ranks: int, threads: int = 0, again: Again
 
 
 def own_program(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs `megaprec <argv>` and is killed if this process ends."""
+    """Return the command line of a process that runs `megaprec <argv>` and is killed if this
+    process ends."""
     return [sys.executable, "-P", "-c", PROGRAM, str(Path(__file__).resolve().parents[2]), *argv]
 
 
 def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
     """Run `command` once per rank with torchrun's variables set, and wait for all.
 
-    threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of the cores. again:
-    called after each failure that no signal to the launcher has caused. Returns 0, or the exit code of the first rank
-    that failed (128 + signal if a signal ended it or the launcher). Raises UserError if ranks cannot meet here.
+    threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of
+    the cores. again: called after each failure that no signal to the launcher has caused. Returns
+    0, or the exit code of the first rank that failed (128 + signal if a signal ended it or the
+    launcher). Raises UserError if ranks cannot meet here.
     """
     require_ground(ranks)
     with own_folder() as folder, _launching(threads or share_of_cores(ranks)):
@@ -110,8 +118,8 @@ def loss_of(failures: Mapping[int, ProcessFailure]) -> Loss:
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
-    """Print why the ranks ended, unless they have, and return the exit code. told: the signal that was passed on
-    to them.
+    """Print why the ranks ended, unless they have, and return the exit code. told: the signal that
+    was passed on to them.
     """
     rank, failure = first_failure(failures, told)
     code = _own_code(failure)
@@ -131,9 +139,11 @@ def _stopped(number: signal.Signals) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which starts all ranks, or none if a signal came before; one that comes meanwhile is handed on.
+    """torch's agent, which starts all ranks, or none if a signal came before; one that comes
+    meanwhile is handed on.
 
-    The ranks inherit that Ctrl-C waits, until they can end by it without a traceback of Python's own start (`PROGRAM`).
+    The ranks inherit that Ctrl-C waits, until they can end by it without a traceback of Python's
+    own start (`PROGRAM`).
     """
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, ranks: "_Ranks") -> None:
@@ -157,13 +167,17 @@ class _Agent(LocalElasticAgent):
 
 
 class _Ranks:
-    """Processes of `command` under torch's agent, which stores the reasons of failures in `folder`."""
+    """Processes of `command` under torch's agent, which stores the reasons of failures in
+    `folder`."""
 
     def __init__(self, command: Sequence[str], folder: str) -> None:
-        self.command = [part.replace("$", "$$") for part in command]  # the agent would substitute $name
+        # the agent would substitute $name
+        self.command = [part.replace("$", "$$") for part in command]
         self.folder = folder
         self.pids: list[int] = []  # while ranks run
-        self.told: signal.Signals | None = None  # the signal that was passed on, or came before there were ranks
+        self.told: signal.Signals | None = (
+            None  # the signal that was passed on, or came before there were ranks
+        )
 
     def run(self, ranks: int) -> Mapping[int, ProcessFailure]:
         """Start ranks, wait for all and return those that failed.
@@ -197,14 +211,16 @@ class _Ranks:
             meeting.shutdown()
 
     def hand_on(self, number: signal.Signals) -> None:
-        """Send each rank the signal that this process received; if there is none yet, none will be started."""
+        """Send each rank the signal that this process received; if there is none yet, none will be
+        started."""
         self.told = number
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self, number: signal.Signals) -> None:
-        """Kill each rank and its child processes; the agent then finds them failed. Without ranks, end here."""
+        """Kill each rank and its child processes; the agent then finds them failed. Without ranks,
+        end here."""
         if not self.pids:
             end(number)
         for pid in self.pids:
@@ -213,18 +229,21 @@ class _Ranks:
 
 
 def share_of_cores(ranks: int) -> int:
-    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of the outermost level
+    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
+    at least 1."""
+    # of the outermost level
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked.isdecimal() and int(asked):  # commands refuse others (`require_threads`)
         return int(asked)
     return max(1, cores() // ranks)
 
 
 def note_failure(error: Exception) -> None:
-    """Store the reason of this rank's failure for the launcher to print; call it while handling `error`.
+    """Store the reason of this rank's failure for the launcher to print; call it while handling
+    `error`.
 
-    The first reason stands, for what follows is a consequence. It is noted before the world is left, which takes long
-    if other ranks wait, and during which the launcher may stop this rank.
+    The first reason stands, for what follows is a consequence. It is noted before the world is
+    left, which takes long if other ranks wait, and during which the launcher may stop this rank.
     """
     note = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not note or not os.path.exists(note):
@@ -232,14 +251,17 @@ def note_failure(error: Exception) -> None:
 
 
 def under_torchrun() -> bool:
-    """Return True if torchrun, or another launcher on torch's elastic agent, has started this process as a rank."""
+    """Return True if torchrun, or another launcher on torch's elastic agent, has started this
+    process as a rank."""
     return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own.
+    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be
+    their own.
 
-    Variables that a shell has left in the environment of a process that no launcher has started do not count.
+    Variables that a shell has left in the environment of a process that no launcher has started do
+    not count.
     """
     launcher = environ.get("TORCHELASTIC_RUN_ID", "")
     if launcher.startswith(OURS):
@@ -248,8 +270,11 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def must_tell() -> bool:
-    """Return True if this process prints its own failure, False if a launcher prints it after all ranks have ended."""
-    return not started_here() and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0")
+    """Return True if this process prints its own failure, False if a launcher prints it after all
+    ranks have ended."""
+    return not started_here() and (
+        "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
+    )
 
 
 def started_here() -> bool:
@@ -258,13 +283,16 @@ def started_here() -> bool:
 
 
 def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if Slurm shows this task one CUDA device of its own (--gpus-per-task), not all devices of the
-    node.
+    """Return True if Slurm shows this task one CUDA device of its own (--gpus-per-task), not all
+    devices of the node.
     """
     if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
         return False
-    tasks, devices = environ.get("LOCAL_WORLD_SIZE"), environ.get("SLURM_GPUS_ON_NODE")
-    return "SLURM_GPUS_PER_TASK" in environ or bool(tasks and devices and int(devices) >= int(tasks))
+    tasks = environ.get("LOCAL_WORLD_SIZE")
+    devices = environ.get("SLURM_GPUS_ON_NODE")
+    return "SLURM_GPUS_PER_TASK" in environ or bool(
+        tasks and devices and int(devices) >= int(tasks)
+    )
 
 
 def first_failure(
@@ -272,16 +300,18 @@ def first_failure(
 ) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first: the earliest to store a reason of its own.
 
-    A rank that left because another hangs comes first: its reason names the cause. A lost connection is a consequence,
-    whenever it was noted, and so is the end of a rank that the launcher stopped before it had noted a reason. told: the
-    signal that was passed on to the ranks. The end of a rank by it is a consequence too, but may be the cause of lost
-    connections: not all ranks hear it at the same time. torch records the times of failures in whole seconds; a rank
-    that loses its peer fails within milliseconds.
+    A rank that left because another hangs comes first: its reason names the cause. A lost
+    connection is a consequence, whenever it was noted, and so is the end of a rank that the
+    launcher stopped before it had noted a reason. told: the signal that was passed on to the ranks.
+    The end of a rank by it is a consequence too, but may be the cause of lost
+    connections: not all ranks hear it at the same time. torch records the times of failures in
+    whole seconds; a rank that loses its peer fails within milliseconds.
     """
 
     def order(rank: int) -> tuple[bool, int, float]:
         failure = failures[rank]
-        said, note = _said(failure), Path(failure.error_file)
+        said = _said(failure)
+        note = Path(failure.error_file)
         return (
             not said.startswith(RankHangs.__name__),
             _distance(said, failure.exitcode, told),
@@ -302,22 +332,26 @@ def _distance(said: str, exitcode: int, told: signal.Signals | None) -> int:
 
 
 class RankHangs(Exception):
-    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has noticed it."""
+    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
+    noticed it."""
 
 
 def lost_connection(said: str) -> bool:
-    """Return True if an error with this text follows from the end of another rank, or of the link to it."""
+    """Return True if an error with this text follows from the end of another rank, or of the link
+    to it."""
     return LOST.search(said) is not None
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return True if an error of torch's communication follows from the end of another rank, which has its reason."""
+    """Return True if an error of torch's communication follows from the end of another rank, which
+    has its reason."""
     return isinstance(error, RuntimeError) and lost_connection(str(error))
 
 
 def _said(failure: ProcessFailure) -> str:
     """Return what `note_failure` stored, as "Type: message"; "" if the rank gave no reason."""
-    note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
+    # torch says str, but it is what record_exception wrote: {"message": ...}
+    note: Any = failure.message
     return note["message"] if isinstance(note, dict) else ""
 
 
@@ -326,10 +360,11 @@ def _own_code(failure: ProcessFailure) -> int:
 
 
 def _last_lines(rank: int, failure: ProcessFailure) -> str:
-    """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped itself
-    (3).
+    """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that
+    stopped itself (3).
     """
-    code, said = _own_code(failure), _said(failure)
+    code = _own_code(failure)
+    said = _said(failure)
     if code < 0 and not said:
         return f"rank {rank} was ended by {failure.signal_name()}"
     if said.startswith(RankHangs.__name__):
@@ -346,8 +381,10 @@ def _shell_code(exitcode: int) -> int:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Set the thread count that ranks inherit and silence the agent's log; restore both afterwards."""
-    environment, handler = dict(os.environ), signal.getsignal(signal.SIGQUIT)
+    """Set the thread count that ranks inherit and silence the agent's log; restore both
+    afterwards."""
+    environment = dict(os.environ)
+    handler = signal.getsignal(signal.SIGQUIT)
     os.environ.pop(RESTARTED, None)  # which a shell may have left
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this launcher handles the others

@@ -1,8 +1,9 @@
 """The temporary folder of a launcher, and the removal of those that killed launchers have left.
 
-A launcher locks a file in its folder. The system releases the lock when the process ends, for whatever reason, so a
-folder whose lock is free has no owner. A process id would not do: it may belong to another process by now, or to one in
-another container that shares the folder for temporary files.
+A launcher locks a file in its folder. The system releases the lock when the process ends, for
+whatever reason, so a folder whose lock is free has no owner. A process id would not do: it may
+belong to another process by now, or to one in another container that shares the folder for
+temporary files.
 """
 
 import fcntl
@@ -14,15 +15,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX, OWNER = "megaprec_", "owner"  # the owner's process id is in the file, for people
+# the owner's process id is in the file, for people
+PREFIX = "megaprec_"
+OWNER = "owner"
 YOUNG = 60.0  # seconds in which a folder may not be locked yet
 
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Make a temporary folder for this launcher and remove it afterwards; first remove those without an owner."""
+    """Make a temporary folder for this launcher and remove it afterwards; first remove those
+    without an owner."""
     remove_leftovers(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, Path(folder, OWNER).open("w") as owner:
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX) as folder,
+        Path(folder, OWNER).open("w") as owner,
+    ):
         with suppress(OSError):  # a filesystem without locks
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner.write(f"{os.getpid()}\n")
@@ -31,7 +38,8 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders of this user's launchers that have ended. Others, and what cannot be removed, are left."""
+    """Remove the folders of this user's launchers that have ended. Others, and what cannot be
+    removed, are left."""
     for left in folder.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if _abandoned(left):
@@ -39,7 +47,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _abandoned(folder: Path) -> bool:
-    """Return True if a launcher of this user made the folder and has ended. Raises OSError without an owner file."""
+    """Return True if a launcher of this user made the folder and has ended. Raises OSError without
+    an owner file."""
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG:
         return False

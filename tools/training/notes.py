@@ -1,4 +1,5 @@
-"""Notes: remarks on how a configuration was understood that the user should know. `--strict` refuses them."""
+"""Notes: remarks on how a configuration was understood that the user should know. `--strict`
+refuses them."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,9 @@ from tools.training.launch import must_tell
 
 def add_strict(parser: Any) -> None:
     """Add `--strict` to a command."""
-    parser.add_argument("--strict", action="store_true", help="refuse a configuration that produces notes")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a configuration that produces notes"
+    )
 
 
 def tell_notes(notes: Iterable[str], strict: bool) -> None:
@@ -27,15 +30,18 @@ def tell_notes(notes: Iterable[str], strict: bool) -> None:
 
 
 def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
-    """Yield a note if the run that saved `file` beside its checkpoints was moved or copied, and this is another place.
+    """Yield a note if the run that saved `file` beside its checkpoints was moved or copied, and
+    this is another place.
 
     A folder that the command line names is meant.
     """
-    folder, named = Path(file).parent, config.train.folder
+    folder = Path(file).parent
+    named = config.train.folder
     if config.origin("train.folder") == "command line" or folder.resolve() == Path(named).resolve():
         return
     if read_whole(Path(file)).startswith(SAVED.encode()) and (folder / "checkpoints").is_dir():
         yield (
-            f'train.folder = "{named}", as when {file} was saved, so this run goes on or begins there and leaves '
+            f'train.folder = "{named}", as when {file} was saved, so this run goes on or '
+            "begins there and leaves "
             f"{folder} as it is: train.folder={folder} goes on with the run in {folder}"
         )

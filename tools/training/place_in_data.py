@@ -1,8 +1,10 @@
-"""The place in the data from which a resumed run goes on, if its samples have another length than the checkpoint's.
+"""The place in the data from which a resumed run goes on, if its samples have another length than
+the checkpoint's.
 
-The place is kept in tokens. Without data.shuffle the same tokens were read, and the next ones follow. A shuffled order
-is an order of samples: with another length it is another one, so that text of the epoch comes twice or not at all.
-Such a change is refused unless --allow accepts it. A blend counts the samples of each of its sets, alike.
+The place is kept in tokens. Without data.shuffle the same tokens were read, and the next ones
+follow. A shuffled order is an order of samples: with another length it is another one, so that text
+of the epoch comes twice or not at all. Such a change is refused unless --allow accepts it. A blend
+counts the samples of each of its sets, alike.
 """
 
 from collections.abc import Iterator
@@ -22,10 +24,11 @@ KEY = "train.seq_length"
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a run in its data. samples: the number of the next sample, of the length that it has now.
+    """The place of a run in its data. samples: the number of the next sample, of the length that it
+    has now.
 
-    repeated: tokens at the beginning of that sample that were read before. held_out: tokens that were trained on, and
-    that belong to the held-out part now.
+    repeated: tokens at the beginning of that sample that were read before. held_out: tokens that
+    were trained on, and that belong to the held-out part now.
     """
 
     samples: int
@@ -34,13 +37,17 @@ class Place:
 
 
 def other_length(store: Store, config: RunConfig) -> Iterator[Difference]:
-    """Yield a difference if samples of another length come in another order than those of the checkpoint."""
+    """Yield a difference if samples of another length come in another order than those of the
+    checkpoint."""
     before = _length_before(store, config)
     now = config.train.seq_length
     if before == now or not read_progress(store).samples:
         return
     if config.data.blend or config.data.shuffle:
-        why = "its samples come in another order" if config.data.shuffle else "each set of a blend counts its samples"
+        if config.data.shuffle:
+            why = "its samples come in another order"
+        else:
+            why = "each set of a blend counts its samples"
         yield Difference(
             "seq_length",
             f"{KEY}: {before} -> {now}: {why}, so text of this epoch comes twice or not at all",
@@ -48,7 +55,8 @@ def other_length(store: Store, config: RunConfig) -> Iterator[Difference]:
 
 
 def resumed_progress(store: Store, config: RunConfig, corpus: Corpus) -> TrainState:
-    """Return the progress that a run goes on with: the checkpoint's, its place in the data kept in tokens."""
+    """Return the progress that a run goes on with: the checkpoint's, its place in the data kept in
+    tokens."""
     progress = read_progress(store)
     return replace(progress, samples=_place(store, config, corpus).samples)
 
@@ -61,7 +69,10 @@ def place_notes(store: Store, config: RunConfig, corpus: Corpus) -> Iterator[str
         return
     place = _place(store, config, corpus)
     tokens = read_progress(store).samples * before
-    line = f"{KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample {place.samples:,} of {now} "
+    line = (
+        f"{KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample "
+        f"{place.samples:,} of {now} "
+    )
     line += "tokens is next"
     if place.repeated:
         line += f"; its first {place.repeated:,} tokens come again"
@@ -93,7 +104,8 @@ def _place(store: Store, config: RunConfig, corpus: Corpus) -> Place:
 
 
 def _length_before(store: Store, config: RunConfig) -> int:
-    """Return the length of the samples of the checkpoint's run; if that is not known, it is taken for the run's own."""
+    """Return the length of the samples of the checkpoint's run; if that is not known, it is taken
+    for the run's own."""
     saved = saved_keys(store).get(KEY)
     if saved is None:
         return config.train.seq_length

@@ -1,9 +1,9 @@
 """Batches are read one step ahead, by a thread, while the step before is computed.
 
-What is read depends on the position only, so a batch is the same whether it was read ahead or not. An error of the
-reading is raised where the batch is asked for, so it ends the step that it belongs to and no other; the state before
-that step is what a checkpoint holds. Nothing is read ahead that is not asked for next: a run that resumes, repeats a
-step or ends leaves what was read ahead unused.
+What is read depends on the position only, so a batch is the same whether it was read ahead or not.
+An error of the reading is raised where the batch is asked for, so it ends the step that it belongs
+to and no other; the state before that step is what a checkpoint holds. Nothing is read ahead that
+is not asked for next: a run that resumes, repeats a step or ends leaves what was read ahead unused.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,22 @@ Read = TypeVar("Read")
 
 
 class Prefetch(Generic[Read]):
-    """Reads one position ahead. read: a function of the position alone, which may run in another thread."""
+    """Reads one position ahead. read: a function of the position alone, which may run in another
+    thread."""
 
     def __init__(self, read: Callable[[int], Read]) -> None:
         self._read = read
         self._ahead: _Ahead[Read] | None = None
 
     def take(self, position: int, following: int | None = None) -> Read:
-        """Return what is read at `position`, and begin to read at `following`. Raises what `read` raises there."""
-        ahead, self._ahead = self._ahead, None
-        found = ahead.result() if ahead is not None and ahead.position == position else self._read(position)
+        """Return what is read at `position`, and begin to read at `following`. Raises what `read`
+        raises there."""
+        ahead = self._ahead
+        self._ahead = None
+        if ahead is not None and ahead.position == position:
+            found = ahead.result()
+        else:
+            found = self._read(position)
         if following is not None:
             self._ahead = _Ahead(self._read, following)
         return found

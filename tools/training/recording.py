@@ -1,6 +1,7 @@
 """The journal of a process that trains, with events of its beginning and end.
 
-The events say from where it resumed and with which changed keys, how it ended, and the memory that it took.
+The events say from where it resumed and with which changed keys, how it ended, and the memory that
+it took.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,10 +35,13 @@ def recorded(
 ) -> Iterator[Journal]:
     """Yield the journal of a run and close it. A process that has no step to take records no event.
 
-    resumed: the checkpoint from which the run resumes. progress: returns that after the last step that is known.
-    Raises UserError for a file that cannot be written, which ends with the newest whole checkpoint.
+    resumed: the checkpoint from which the run resumes. progress: returns that after the last step
+    that is known. Raises UserError for a file that cannot be written, which ends with the newest
+    whole checkpoint.
     """
-    folder, total, log = Path(config.train.folder), config.train.steps, config.log
+    folder = Path(config.train.folder)
+    total = config.train.steps
+    log = config.log
     begun = progress().step
     feeds = [Feed(name, folder, config.model_dump(mode="json"), begun) for name in log.to]
     with (
@@ -60,8 +64,11 @@ def recorded(
 
 
 @contextmanager
-def _naming_the_checkpoint(config: RunConfig, progress: Callable[[], TrainState], begun: int) -> Iterator[None]:
-    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one while it ends.
+def _naming_the_checkpoint(
+    config: RunConfig, progress: Callable[[], TrainState], begun: int
+) -> Iterator[None]:
+    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one
+    while it ends.
 
     begun: the step after which this process began.
     """
@@ -81,10 +88,14 @@ def _naming_the_checkpoint(config: RunConfig, progress: Callable[[], TrainState]
     except OSError as error:
         if error.filename is None or progress().step == begun:  # no step is lost
             raise
-        raise UserError(f"{file_error(error)}; {goes_on(config.checkpoint_folder, progress().step)}") from error
+        raise UserError(
+            f"{file_error(error)}; {goes_on(config.checkpoint_folder, progress().step)}"
+        ) from error
 
 
-def _end_event(progress: TrainState, total: int, why: str, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
+def _end_event(
+    progress: TrainState, total: int, why: str, optimizer: ParallelAMPOptimizer
+) -> dict[str, Any]:
     complete = progress.step >= total
     done = "all steps are taken" if complete else "it was asked to stop"
     if complete and progress.skipped:

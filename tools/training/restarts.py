@@ -1,15 +1,17 @@
 """Starting lost ranks again: whether a failed run goes on by itself, and from where.
 
-`Restarts` decides for the launcher of local ranks. Ranks are started again after a crash, whether of the machine or of
-the program, not after an error of the user (exit code 2), a run that stopped itself (3) or a signal that asked it to
-stop. If no step was applied since the last start, another would end in the same way: the run ends, unless
-parallel.elastic allows a smaller layout without the rank that could not be started.
+`Restarts` decides for the launcher of local ranks. Ranks are started again after a crash, whether
+of the machine or of the program, not after an error of the user (exit code 2), a run that stopped
+itself (3) or a signal that asked it to stop. If no step was applied since the last start, another
+would end in the same way: the run ends, unless parallel.elastic allows a smaller layout without the
+rank that could not be started.
 
-The ranks resume from the newest checkpoint as after a restart by hand. Records of later steps are removed before, so
-that no step is recorded twice, and events.jsonl receives an event "restart".
+The ranks resume from the newest checkpoint as after a restart by hand. Records of later steps are
+removed before, so that no step is recorded twice, and events.jsonl receives an event "restart".
 
-torchrun restarts ranks after any failure. Ranks that ended on purpose must not train again, so each restarted rank
-looks for the reasons that the ranks of its host noted in the attempt before (`reason_to_end`).
+torchrun restarts ranks after any failure. Ranks that ended on purpose must not train again, so each
+restarted rank looks for the reasons that the ranks of its host noted in the attempt before
+(`reason_to_end`).
 """
 
 import json
@@ -37,19 +39,25 @@ ASKED = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
 
 
 class Restarts:
-    """Decides after each failure on how many local ranks a run goes on; `again` is for `launch_local`.
+    """Decides after each failure on how many local ranks a run goes on; `again` is for
+    `launch_local`.
 
     alone: returns a lock on the run folder.
     """
 
-    def __init__(self, config: RunConfig, alone: Callable[[], AbstractContextManager[None]]) -> None:
-        self.config, self.alone = config, alone
-        self.left, self.ranks = config.train.restarts, config.world_size
+    def __init__(
+        self, config: RunConfig, alone: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.config = config
+        self.alone = alone
+        self.left = config.train.restarts
+        self.ranks = config.world_size
         self.restarted = False
         self._mark()
 
     def again(self, loss: Loss) -> int:
-        """Return the number of ranks to start after `loss`, 0 if the run ends; print the decision."""
+        """Return the number of ranks to start after `loss`, 0 if the run ends; print the
+        decision."""
         if not self.config.train.restarts or ended_by_choice(loss.exitcode):
             return 0
         try:
@@ -62,7 +70,9 @@ class Restarts:
 
     def _ranks_again(self) -> int:
         if not self.left:
-            return _not_restarted(f"the restarts are used up (train.restarts = {self.config.train.restarts})")
+            return _not_restarted(
+                f"the restarts are used up (train.restarts = {self.config.train.restarts})"
+            )
         if self._applied():
             return self.ranks
         smaller = self._smaller() if self.restarted and self.config.parallel.elastic else 0
@@ -71,46 +81,68 @@ class Restarts:
     def _go_on(self, loss: Loss, ranks: int) -> None:
         """Announce and record the restart."""
         step = newest_step(self.config)
-        lost = f", without rank {loss.rank}, which could not be started again" if ranks < self.ranks else ""
-        self.left, self.ranks, self.restarted = self.left - 1, ranks, True
+        if ranks < self.ranks:
+            lost = f", without rank {loss.rank}, which could not be started again"
+        else:
+            lost = ""
+        self.left = self.left - 1
+        self.ranks = ranks
+        self.restarted = True
         with self.alone():
-            rewind(Path(self.config.train.folder), step, restart_event(step, ranks, loss.said, self.left))
+            rewind(
+                Path(self.config.train.folder),
+                step,
+                restart_event(step, ranks, loss.said, self.left),
+            )
         where = f"from the checkpoint of step {step}" if step else "from the start"
         left = f"{counted(self.left, 'restart')} left"
-        print(f"restart    {loss.said}: training goes on {where}{lost}; {left}", file=sys.stderr, flush=True)
+        print(
+            f"restart    {loss.said}: training goes on {where}{lost}; {left}",
+            file=sys.stderr,
+            flush=True,
+        )
         self._mark()
 
     def _smaller(self) -> int:
-        """Return the number of ranks of the largest layout with one rank less than the last; 0 if there is none."""
+        """Return the number of ranks of the largest layout with one rank less than the last; 0 if
+        there is none."""
         fitting = largest_fitting(self.config, self.ranks - 1)
         return fitting.ranks if fitting else 0
 
     def _mark(self) -> None:
         """Remember the state of the run before its ranks are started."""
         records = read_metrics(Path(self.config.train.folder))
-        self._last, self._step = records[-1] if records else None, newest_step(self.config)
+        self._last = records[-1] if records else None
+        self._step = newest_step(self.config)
 
     def _applied(self) -> bool:
         """Return True if the ranks have applied a step since they were started."""
         records = read_metrics(Path(self.config.train.folder))
         if not records or records[-1] == self._last:  # not cut yet, nor added to
             return False
-        return any(record["step"] > self._step and record["outcome"] == "applied" for record in records)
+        return any(
+            record["step"] > self._step and record["outcome"] == "applied" for record in records
+        )
 
 
 def ended_by_choice(exitcode: int) -> bool:
-    """Return True if a rank ended on purpose: wrong input, a run that stopped itself, a signal that asked it to."""
-    return exitcode in CODES.values() or exitcode in {code for number in ASKED for code in (-number, 128 + number)}
+    """Return True if a rank ended on purpose: wrong input, a run that stopped itself, a signal that
+    asked it to."""
+    return exitcode in CODES.values() or exitcode in {
+        code for number in ASKED for code in (-number, 128 + number)
+    }
 
 
 def newest_step(config: RunConfig) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none. Raises UserError for a damaged one."""
+    """Return the step of the newest checkpoint, 0 if there is none. Raises UserError for a damaged
+    one."""
     newest = latest(config.checkpoint_folder)
     return int(newest.name.removeprefix("step_")) if newest else 0
 
 
 def restart_event(step: int, ranks: int, why: str, left: int | None) -> dict[str, Any]:
-    """Return the event of a restart after `step`. left: restarts that are left, None if another program counts."""
+    """Return the event of a restart after `step`. left: restarts that are left, None if another
+    program counts."""
     return {"event": "restart", "step": step, "ranks": ranks, "why": why, "left": left}
 
 
@@ -120,10 +152,11 @@ def _not_restarted(why: str) -> int:
 
 
 def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the reason why ranks of this host ended on purpose before torchrun restarted them; empty if they crashed.
+    """Return the reason why ranks of this host ended on purpose before torchrun restarted them;
+    empty if they crashed.
 
-    torchrun gives the attempts of a host folders side by side, and each rank a file for its reason. A new attempt with
-    the same number, after a host has joined, replaces its folder.
+    torchrun gives the attempts of a host folders side by side, and each rank a file for its reason.
+    A new attempt with the same number, after a host has joined, replaces its folder.
     """
     own = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     count = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

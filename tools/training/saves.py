@@ -1,7 +1,9 @@
-"""The saves of a run: at most one is under way beside the steps, and one that fails does not end the run.
+"""The saves of a run: at most one is under way beside the steps, and one that fails does not end
+the run.
 
-A save that fails costs a warning: the run goes on, and the next save is a new attempt. Only if the last save of a run
-fails does the run end with an error, which names the checkpoint that the same command goes on from.
+A save that fails costs a warning: the run goes on, and the next save is a new attempt. Only if the
+last save of a run fails does the run end with an error, which names the checkpoint that the same
+command goes on from.
 """
 
 import json
@@ -26,7 +28,9 @@ class Saves:
     """The saves of the run of `config`. All methods are collective over the world."""
 
     def __init__(self, config: RunConfig, engine: Engine) -> None:
-        self._config, self._optimizer, self._fp8 = config, engine.optimizer, engine.fp8
+        self._config = config
+        self._optimizer = engine.optimizer
+        self._fp8 = engine.fp8
         self._leaves = {"compiled": engine.leaves.names} if config.train.compile != "off" else {}
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed
@@ -39,7 +43,8 @@ class Saves:
         return self._saving is not None
 
     def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
-        """Save the state after `step`. Waits for the save before, if that is not finished. extra, files: see `save`."""
+        """Save the state after `step`. Waits for the save before, if that is not finished. extra,
+        files: see `save`."""
         self._wait()
         settings = self._config.checkpoint
         self._saving = Saving(
@@ -56,7 +61,8 @@ class Saves:
             self._wait()
 
     def require_whole(self) -> None:
-        """Raise UserError on every rank if the model has state that training changes and that no checkpoint can hold.
+        """Raise UserError on every rank if the model has state that training changes and that no
+        checkpoint can hold.
 
         Looks once, after the first step, which is the first moment at which it shows.
         """
@@ -65,8 +71,10 @@ class Saves:
         if left_out:
             raise UserError(
                 f"model.factory: {left_out[0]} is a buffer that training changes"
-                f"{f' ({len(left_out) - 1} others too)' if left_out[1:] else ''}; checkpoints hold parameters only, so "
-                "a resumed run would begin with another value: leave it out (a BatchNorm: track_running_stats=False), "
+                f"{f' ({len(left_out) - 1} others too)' if left_out[1:] else ''}; checkpoints "
+                "hold parameters only, so "
+                "a resumed run would begin with another value: leave it out (a BatchNorm: "
+                "track_running_stats=False), "
                 "or register it with persistent=False if it may begin anew"
             )
 
@@ -78,7 +86,8 @@ class Saves:
     def finish(self, step: int, stopped: str = "") -> None:
         """Wait for the last save of the run. Raises UserError on every rank if it failed.
 
-        step: the last one that was taken. stopped: the reason why the run ends before its last step.
+        step: the last one that was taken. stopped: the reason why the run ends before its last
+            step.
         """
         self._wait()
         if self._problem:
@@ -107,7 +116,8 @@ class Saves:
 def beside_the_state(
     config: RunConfig, corpus: Corpus, progress: dict[str, Any], watch: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint has besides the optimizer's state. watch: the state of the overflow monitor."""
+    """Return what a checkpoint has besides the optimizer's state. watch: the state of the overflow
+    monitor."""
     extra = {
         "model": json.loads(corpus.model.model_dump_json()),
         "progress": progress,
@@ -123,7 +133,8 @@ def beside_the_state(
 
 
 def tokenizer_files(corpus: Corpus) -> list[Path]:
-    """Return the tokenizer's file, and the settings beside it, which name the token that ends a document."""
+    """Return the tokenizer's file, and the settings beside it, which name the token that ends a
+    document."""
     if not corpus.tokenizer:
         return []
     path = corpus.tokenizer.path
@@ -131,7 +142,8 @@ def tokenizer_files(corpus: Corpus) -> list[Path]:
 
 
 def goes_on(folder: Path, step: int) -> str:
-    """Return the place from which the same command goes on, and the steps that are lost. step: the last one taken."""
+    """Return the place from which the same command goes on, and the steps that are lost. step: the
+    last one taken."""
     try:
         newest = latest(folder)
     except UserError as error:

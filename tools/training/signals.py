@@ -1,9 +1,9 @@
 """Stopping a run by a signal: it finishes its step, saves its state and exits with 128 + signal.
 
-SIGTERM comes from process managers, SIGINT from Ctrl-C, SIGHUP from a closed terminal, SIGUSR1 from Slurm shortly
-before the time limit, if requested. A second signal ends the run at once. One request may arrive several times:
-`timeout` and systemd signal the launcher and its ranks, and the launcher passes its signal on. A signal within a second
-of the first is therefore ignored.
+SIGTERM comes from process managers, SIGINT from Ctrl-C, SIGHUP from a closed terminal, SIGUSR1 from
+Slurm shortly before the time limit, if requested. A second signal ends the run at once. One request
+may arrive several times: `timeout` and systemd signal the launcher and its ranks, and the launcher
+passes its signal on. A signal within a second of the first is therefore ignored.
 """
 
 import os
@@ -20,7 +20,8 @@ OnSignal = Callable[[signal.Signals], None]
 
 
 class Stopped(Exception):
-    """The run ended because of a signal, with its state saved. code: exit code of the command, 128 + signal."""
+    """The run ended because of a signal, with its state saved. code: exit code of the command, 128
+    + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -40,10 +41,11 @@ def end(number: signal.Signals) -> None:
 
 @contextmanager
 def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
-    """Within the context the first of SIGNALS calls `first` and later ones call `again`, except repetitions of the
-    first.
+    """Within the context the first of SIGNALS calls `first` and later ones call `again`, except
+    repetitions of the first.
 
-    The old handlers are restored afterwards. An ignored SIGHUP (nohup) stays ignored. Must be used in the main thread.
+    The old handlers are restored afterwards. An ignored SIGHUP (nohup) stays ignored. Must be used
+    in the main thread.
     """
     told: float | None = None
 
@@ -59,7 +61,8 @@ def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
     heard = [n for n in SIGNALS if n != signal.SIGHUP or before[n] != signal.SIG_IGN]
     for number in heard:
         signal.signal(number, on_signal)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # a launcher may have made Ctrl-C wait while this process began
+    # a launcher may have made Ctrl-C wait while this process began
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Hardware that computes wrongly: the sentinel's checks in a run, and the end of a run that has failed one."""
+"""Hardware that computes wrongly: the sentinel's checks in a run, and the end of a run that has
+failed one."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,8 @@ from tools.config.run_file import RunConfig
 
 
 class FaultyHardware(Exception):
-    """Training stopped itself because a rank holds or computes wrong numbers. The command exits with code 3.
+    """Training stopped itself because a rank holds or computes wrong numbers. The command exits
+    with code 3.
 
     hosts: names of the machines to leave out of the next start, each once.
     """
@@ -22,7 +24,8 @@ class FaultyHardware(Exception):
 
 
 class Checks:
-    """The steps of a run that the sentinel checks, and their outcome. Without train.sentinel no step is checked."""
+    """The steps of a run that the sentinel checks, and their outcome. Without train.sentinel no
+    step is checked."""
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
         exact = engine.device.type == "cpu" and not config.model.factory
@@ -34,32 +37,52 @@ class Checks:
         """Return True if step `step`, counted from 1, is checked."""
         return bool(self._every) and step % self._every == 0
 
-    def checking(self, number: int, share_of: Callable[[int], Share]) -> AbstractContextManager[None]:
+    def checking(
+        self, number: int, share_of: Callable[[int], Share]
+    ) -> AbstractContextManager[None]:
         """Return the context in which step `number`, counted from 0, is taken.
 
-        share_of: returns the share of a data-parallel rank in this step. Raises SilentFault inside; see `Sentinel`.
+        share_of: returns the share of a data-parallel rank in this step. Raises SilentFault inside;
+            see `Sentinel`.
         """
         if self._sentinel is None or not self.due(number + 1):
             return nullcontext()
         return self._sentinel.checking(number, share_of)
 
     def fields(self, step: int) -> dict[str, str]:
-        """Return the field of metrics.jsonl of a step, counted from 1, that was taken; empty if it was not checked."""
+        """Return the field of metrics.jsonl of a step, counted from 1, that was taken; empty if it
+        was not checked."""
         if self._sentinel is None or not self.due(step):
             return {}
         self._last_clean = step
         return {"sentinel": "clean" if self._sentinel.recomputes else "not recomputed"}
 
-    def outcome(self, found: SilentFault, done: int, saved: int) -> tuple[dict[str, Any], FaultyHardware]:
+    def outcome(
+        self, found: SilentFault, done: int, saved: int
+    ) -> tuple[dict[str, Any], FaultyHardware]:
         """Return the event of a fault, for events.jsonl, and the exception that ends the run.
 
-        done: number of steps before the checked one, which was taken back. saved: step of the newest checkpoint, 0 if
-        there is none.
+        done: number of steps before the checked one, which was taken back. saved: step of the
+        newest checkpoint, 0 if there is none.
         """
         hosts = tuple(dict.fromkeys(found.fault.hosts))
-        head = {"event": "silent_fault", "step": done, "checked_step": done + 1, "microbatch": TRACED}
+        head = {
+            "event": "silent_fault",
+            "step": done,
+            "checked_step": done + 1,
+            "microbatch": TRACED,
+        }
         event = {**head, **found.fault.fields(), "last_clean": self._last_clean, "saved": saved}
-        before, clean = f"step {saved}" if saved else "none", self._last_clean
-        last = f"the last clean check was of step {clean}" if clean else "no check of this run was clean"
-        said = f"stopped in step {done + 1}, which was taken back: {found}; newest checkpoint: {before}; {last}"
-        return event, FaultyHardware(f"{said}; start again without host {' or '.join(hosts)}", hosts)
+        before = f"step {saved}" if saved else "none"
+        clean = self._last_clean
+        if clean:
+            last = f"the last clean check was of step {clean}"
+        else:
+            last = "no check of this run was clean"
+        said = (
+            f"stopped in step {done + 1}, which was taken back: {found}; newest checkpoint: "
+            f"{before}; {last}"
+        )
+        return event, FaultyHardware(
+            f"{said}; start again without host {' or '.join(hosts)}", hosts
+        )

@@ -1,4 +1,5 @@
-"""Skipped steps: the event that each writes to events.jsonl, and the exception that ends a diverged run."""
+"""Skipped steps: the event that each writes to events.jsonl, and the exception that ends a diverged
+run."""
 
 from dataclasses import asdict
 from typing import Any
@@ -11,23 +12,28 @@ from tools.convert.train_state import TrainState
 from tools.journal.records import NO_TOKENS_EVENT
 
 NOTHING_COUNTS = (
-    "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: put documents of one "
+    "data.eod_mask_loss leaves out the first token of each document, and the batch has no "
+    "other: put documents of one "
     "token together, or take larger batches"
 )
 
 
 class TrainingDiverged(Exception):
-    """Training stopped itself because steps keep overflowing or must not overflow. The command exits with code 3."""
+    """Training stopped itself because steps keep overflowing or must not overflow. The command
+    exits with code 3."""
 
 
 def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
-    """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was applied."""
+    """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was
+    applied."""
     if progress.step and not progress.applied:
         falling = watch.scaling.kind == "dynamic" and not watch.hopeless
         more = "the loss scale was still falling: take more steps, or lower precision.initial_scale"
         advice = more if falling else watch.advice()
         steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
-        raise TrainingDiverged(f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}")
+        raise TrainingDiverged(
+            f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
+        )
 
 
 def overflow_event(
@@ -35,8 +41,8 @@ def overflow_event(
 ) -> dict[str, Any]:
     """Return the record of a skipped step for events.jsonl.
 
-    samples: positions of the global batch in the run's order. data: the samples in that order, which have numbers
-    in their data set; in a blend with the name of the data set.
+    samples: positions of the global batch in the run's order. data: the samples in that order,
+    which have numbers in their data set; in a blend with the name of the data set.
     """
     return {
         "event": "overflow",
@@ -53,7 +59,8 @@ def overflow_event(
 
 
 def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
-    """Return the record for events.jsonl of a step that was skipped because no token of its batch counts in the loss.
+    """Return the record for events.jsonl of a step that was skipped because no token of its batch
+    counts in the loss.
 
     samples: positions of the global batch in the run's order.
     """
@@ -68,11 +75,14 @@ def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
 
 
 def _fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
-    """Return the fields of an offender, with its samples as positions in the run's order and as numbers in the
-    data set.
+    """Return the fields of an offender, with its samples as positions in the run's order and as
+    numbers in the data set.
     """
     fields = asdict(offender)
     if offender.samples is not None:
         first, end = (start + sample for sample in offender.samples)
-        fields |= {"samples": [first, end], "sample_ids": data.labels(data.batch(first, end - first).ids)}
+        fields |= {
+            "samples": [first, end],
+            "sample_ids": data.labels(data.batch(first, end - first).ids),
+        }
     return fields

@@ -1,7 +1,9 @@
-"""digests.jsonl: in every `log.digests`-th step, digests of the state by logical tensor, the same in every layout.
+"""digests.jsonl: in every `log.digests`-th step, digests of the state by logical tensor, the same
+in every layout.
 
-A line is written after the step, and once after a resume for the state that was loaded. Two runs that ought to be the
-same have the same lines; the first that differs names the step and the tensors.
+A line is written after the step, and once after a resume for the state that was loaded. Two runs
+that ought to be the same have the same lines; the first that differs names the step and the
+tensors.
 """
 
 from dataclasses import asdict
@@ -18,10 +20,12 @@ OF_STEP = ("outcome", "loss", "grad_norm", "loss_scale")
 
 
 class Digests:
-    """The digests of a run. Without log.digests none are computed. Methods that return events are collective."""
+    """The digests of a run. Without log.digests none are computed. Methods that return events are
+    collective."""
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
-        self._every, self._optimizer = config.log.digests, engine.optimizer
+        self._every = config.log.digests
+        self._optimizer = engine.optimizer
         self._state = StateDigest(engine.optimizer, engine.fp8)
 
     def due(self, step: int) -> bool:
@@ -35,11 +39,16 @@ class Digests:
         return [self._event(progress, {name: getattr(report, name) for name in OF_STEP})]
 
     def of_loaded(self, progress: TrainState, resumed: object) -> list[dict[str, Any]]:
-        """Return the event of a state that was loaded, if there is one. resumed: the checkpoint, or None."""
-        return [self._event(progress, {"loaded": str(resumed)})] if self._every and resumed else []
+        """Return the event of a state that was loaded, if there is one. resumed: the checkpoint, or
+        None."""
+        if self._every and resumed:
+            return [self._event(progress, {"loaded": str(resumed)})]
+        return []
 
     def _event(self, progress: TrainState, said: dict[str, Any]) -> dict[str, Any]:
-        found, numbers, place = self._state.make(), self._optimizer.numbers(), asdict(progress)
+        found = self._state.make()
+        numbers = self._optimizer.numbers()
+        place = asdict(progress)
         whole = folded(found, numbers, place)
         state = {"state": whole, "numbers": numbers, "progress": place, "tensors": found}
         return {"event": DIGEST, "step": progress.step, **said, **state}

@@ -1,8 +1,8 @@
 """The end of ranks of which one or more were told to stop by a signal; their state is saved by now.
 
-All ranks leave together, because a rank that exits early would abort the others. Each notes its reason before: from
-then on it may die of another signal, such as one that reaches this rank later than the others, and has still stopped as
-it was told.
+All ranks leave together, because a rank that exits early would abort the others. Each notes its
+reason before: from then on it may die of another signal, such as one that reaches this rank later
+than the others, and has still stopped as it was told.
 """
 
 import sys
@@ -16,10 +16,13 @@ from tools.training.signals import Stopped
 
 
 def stop_together(asked: int, world: Axis, device: torch.device, step: int) -> NoReturn:
-    """Raise Stopped on all ranks after `step`. asked: the signal that this rank received, 0 for none."""
+    """Raise Stopped on all ranks after `step`. asked: the signal that this rank received, 0 for
+    none."""
     stopped = Stopped(int(world.max_(torch.tensor(float(asked), device=device)).item()))
     if world.rank == 0:
-        print(f"{stopped} after step {step}, state saved: the same command goes on", file=sys.stderr)
+        print(
+            f"{stopped} after step {step}, state saved: the same command goes on", file=sys.stderr
+        )
     note_failure(stopped)
     world.barrier()
     raise stopped

@@ -1,7 +1,9 @@
-"""The speed of training in FLOPs: model TFLOP/s of a rank, and MFU where the peak of its device is known.
+"""The speed of training in FLOPs: model TFLOP/s of a rank, and MFU where the peak of its device is
+known.
 
-MFU is the fraction of the device's peak that the model's own matrix products use (model FLOPs utilization). Recomputed
-products do not count, so MFU says how fast the model trains and not how busy the device is.
+MFU is the fraction of the device's peak that the model's own matrix products use (model FLOPs
+utilization). Recomputed products do not count, so MFU says how fast the model trains and not how
+busy the device is.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from tools.config.run_file import RunConfig
 
 @dataclass(frozen=True)
 class Throughput:
-    """flops: of a token, on one rank; 0 if they are not known. peak: TFLOP/s of a rank's device, 0 if not known."""
+    """flops: of a token, on one rank; 0 if they are not known. peak: TFLOP/s of a rank's device, 0
+    if not known."""
 
     flops: float
     peak: float
@@ -24,7 +27,10 @@ class Throughput:
     @staticmethod
     def of(config: RunConfig, model: ModelConfig, device: torch.device) -> "Throughput":
         """Return the measure of a run. The FLOPs of a custom model are not known."""
-        each = 0.0 if model.factory else training_flops(model, config.train.seq_length) / config.world_size
+        if model.factory:
+            each = 0.0
+        else:
+            each = training_flops(model, config.train.seq_length) / config.world_size
         return Throughput(each, peak_of(config, device))
 
     def fields(self, tokens_per_s: float) -> dict[str, float]:
@@ -36,7 +42,8 @@ class Throughput:
 
 
 def peak_of(config: RunConfig, device: torch.device) -> float:
-    """Return the peak TFLOP/s of a device: log.peak_tflops, or that of its data sheet; 0 if neither is known."""
+    """Return the peak TFLOP/s of a device: log.peak_tflops, or that of its data sheet; 0 if neither
+    is known."""
     if config.log.peak_tflops or device.type != "cuda":
         return config.log.peak_tflops
     found = gpu_named(torch.cuda.get_device_name(device))

@@ -1,13 +1,15 @@
-"""torchrun with an end for a machine that is cut off: python -P -m tools.training.torchrun, with torchrun's options.
+"""torchrun with an end for a machine that is cut off: python -P -m tools.training.torchrun, with
+torchrun's options.
 
-The agents of torchrun meet at a store on one machine. When that machine is lost, or the link to it, the ranks elsewhere
-leave by their watchdogs, but their agent waits for an answer of the store until the kernel gives up the connection:
-about a quarter of an hour. Here a thread of the agent looks at the connection. Once no rank of this machine is left and
-the kernel of the other machine has acknowledged nothing for SILENCE seconds, the connection is shut down, and the agent
-ends with one line. While it has no ranks and waits for other machines, it says so from time to time.
+The agents of torchrun meet at a store on one machine. When that machine is lost, or the link to it,
+the ranks elsewhere leave by their watchdogs, but their agent waits for an answer of the store until
+the kernel gives up the connection: about a quarter of an hour. Here a thread of the agent looks at
+the connection. Once no rank of this machine is left and the kernel of the other machine has
+acknowledged nothing for SILENCE seconds, the connection is shut down, and the agent ends with one
+line. While it has no ranks and waits for other machines, it says so from time to time.
 
-The options must give --rdzv-backend c10d and --rdzv-endpoint. The connection is looked at on Linux only; elsewhere
-this is torchrun as it is.
+The options must give --rdzv-backend c10d and --rdzv-endpoint. The connection is looked at on Linux
+only; elsewhere this is torchrun as it is.
 """
 
 import os
@@ -34,7 +36,8 @@ LAST_ACK = 20  # milliseconds since the other side has acknowledged something
 
 
 class Connection:
-    """The connections of this process to the store at `address`, (host, port), of torchrun's agents."""
+    """The connections of this process to the store at `address`, (host, port), of torchrun's
+    agents."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
@@ -53,29 +56,38 @@ class Connection:
             self._end_silent(now - without)
             if not self.lost and now > told + SILENCE:
                 told = now
-                _tell(f"this machine has had no ranks for {now - without:.0f} s: torchrun waits for other machines")
+                _tell(
+                    f"this machine has had no ranks for {now - without:.0f} s: torchrun waits "
+                    "for other machines"
+                )
 
     def _end_silent(self, alone: float) -> None:
-        """Shut them down if the other side is silent. alone: seconds without a rank, in which it was probed."""
+        """Shut them down if the other side is silent. alone: seconds without a rank, in which it
+        was probed."""
         for one in _connected(self.address[1]):
             _probe(one)
             silence = _silence(one)
             if min(silence, alone) > SILENCE:
                 host, port = self.address
                 self.lost = (
-                    f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing for {silence:.0f} s, and "
+                    f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing "
+                    f"for {silence:.0f} s, and "
                     "no rank of this machine is left: the machine is down, or the link to it is cut"
                 )
                 one.shutdown(socket.SHUT_RDWR)
 
 
 def _living_children() -> Iterator[int]:
-    """Yield the processes that this one has started and that have not ended; torchrun may be too busy to bury them."""
+    """Yield the processes that this one has started and that have not ended; torchrun may be too
+    busy to bury them."""
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (task / "children").read_text().split():
                 with suppress(OSError):
-                    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    if (
+                        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                        not in "ZX"
+                    ):
                         yield int(pid)
 
 
@@ -93,7 +105,11 @@ def _connected(port: int) -> Iterator[socket.socket]:
 def _probe(one: socket.socket) -> None:
     """Let the kernel ask the other side for an answer when there is no traffic."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, PROBE), (socket.TCP_KEEPINTVL, PROBE), (socket.TCP_KEEPCNT, PROBES)):
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE),
+        (socket.TCP_KEEPINTVL, PROBE),
+        (socket.TCP_KEEPCNT, PROBES),
+    ):
         one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -109,12 +125,16 @@ def _tell(what: str) -> None:
 
 def _reason(error: RendezvousError) -> str:
     if isinstance(error, RendezvousTimeoutError):
-        return "other machines did not come in the time for it (--rdzv-conf join_timeout=SECONDS, 600 unless set)"
+        return (
+            "other machines did not come in the time for it (--rdzv-conf join_timeout=SECONDS, "
+            "600 unless set)"
+        )
     return f"the machines could not meet: {error}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with these options; return the exit code. Failures of ranks are raised, as torchrun does."""
+    """Run torchrun with these options; return the exit code. Failures of ranks are raised, as
+    torchrun does."""
     endpoint = run.parse_args(list(argv)).rdzv_endpoint
     meeting = Connection(parse_rendezvous_endpoint(endpoint, DEFAULT_PORT))
     if sys.platform == "linux":

@@ -64,8 +64,10 @@ from tools.training.throughput import Throughput
 
 
 def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of ParallelAMPOptimizer on `device`. Raises UserError."""
-    o, parallel = config.optimizer, config.parallel
+    """Return the run's settings as keyword arguments of ParallelAMPOptimizer on `device`. Raises
+    UserError."""
+    o = config.optimizer
+    parallel = config.parallel
     return {
         "average": False,  # the engine divides by the tokens of the global batch
         "rule": make_rule(o),
@@ -82,10 +84,12 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
 
 
 class Trainer:
-    """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step 1.
+    """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step
+    1.
 
-    mesh: None for one process without torch.distributed. observers: of the optimizer's steps. position: is kept up to
-    date for a watchdog. noticed: returns events about stragglers since the last call.
+    mesh: None for one process without torch.distributed. observers: of the optimizer's steps.
+    position: is kept up to date for a watchdog. noticed: returns events about stragglers since the
+    last call.
     """
 
     def __init__(
@@ -98,9 +102,13 @@ class Trainer:
         position: Position | None = None,
         noticed: Callable[[], Sequence[dict[str, Any]]] = tuple,
     ) -> None:
-        self.position, self._noticed = position or Position(), noticed
-        self.config, self.corpus, self.resumed = config, corpus, checkpoint
-        train, parallel = config.train, config.parallel
+        self.position = position or Position()
+        self._noticed = noticed
+        self.config = config
+        self.corpus = corpus
+        self.resumed = checkpoint
+        train = config.train
+        parallel = config.parallel
         self.engine = Engine(
             corpus.model,
             config.plan,
@@ -124,29 +132,44 @@ class Trainer:
             ring=parallel.context_by == "ring",
             leaves=leaves_of(config, corpus.model, mesh, checkpoint),
         )
-        self._checks, self._digests = Checks(self.engine, config), Digests(self.engine, config)
+        self._checks = Checks(self.engine, config)
+        self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
-        self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
-        self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
+        if config.optimizer.validation == "after":
+            self._validation = PostValidation(self.engine)
+        else:
+            self._validation = None
+        self.rank = self.engine.optimizer.world.rank
+        self.dp = self.engine.dp
         self._batches = Batches(config, corpus.train, self.dp, self.position)
-        self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
+        # after the last step whose outcome is known; one more step may have been taken
+        self.progress = TrainState()
         self._raised: NonFiniteStep | None = None
-        self._signal, self._stops = 0, False  # the signal that asked this rank to stop; True when all ranks know of one
-        self.monitor = OverflowMonitor(self.engine.optimizer.plan.scaling, config.precision.patience)
+        # the signal that asked this rank to stop; True when all ranks know of one
+        self._signal = 0
+        self._stops = False
+        self.monitor = OverflowMonitor(
+            self.engine.optimizer.plan.scaling, config.precision.patience
+        )
         if checkpoint:
             self._resume(checkpoint)
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
         self._saves = Saves(config, self.engine)
         self._taken = self._saved = self.progress.step  # _saved: the step of the newest checkpoint
-        self._shadows: dict[int, Shadow] = {}  # by step number, of steps whose outcome is not yet known
+        self._shadows: dict[
+            int, Shadow
+        ] = {}  # by step number, of steps whose outcome is not yet known
         self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
 
     def _optimizer(
         self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any
     ) -> ParallelAMPOptimizer:
-        kind = PostValidationOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
+        if self.config.optimizer.validation == "after":
+            kind = PostValidationOptimizer
+        else:
+            kind = ParallelAMPOptimizer
         return kind(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)), **more)
 
     def _resume(self, checkpoint: Path) -> None:
@@ -161,14 +184,19 @@ class Trainer:
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
 
-        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved. Raises
-        FaultyHardware if the sentinel found a rank that is wrong; the state is saved if the ranks hold the same.
+        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state
+        is saved. Raises FaultyHardware if the sentinel found a rank that is wrong; the state is
+        saved if the ranks hold the same.
         """
         if self.rank == 0:
-            print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
+            print_start(
+                self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step
+            )
             print_memory(self.engine.optimizer)
             print_marked(self.engine.optimizer)
-            if self.progress.step < self.config.train.steps:  # else run.toml would differ from the steps taken
+            if (
+                self.progress.step < self.config.train.steps
+            ):  # else run.toml would differ from the steps taken
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
             with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
@@ -214,7 +242,8 @@ class Trainer:
         self.engine.optimizer.stop = True
 
     def _end_for(self, found: SilentFault, journal: Journal | None) -> NoReturn:
-        """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved if it is sound."""
+        """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved
+        if it is sound."""
         with self.position.during(Phase.SAVE):
             if found.fault.sound and self.progress.step > self._saved:
                 self._save()
@@ -234,21 +263,30 @@ class Trainer:
         """Return the journal, which rank 0 alone writes."""
         if self.rank:
             return nullcontext()
-        return recorded(self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer)
+        return recorded(
+            self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer
+        )
 
     def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
-        """Take the next step. Returns the steps whose outcome is now known, with the progress and seconds of each."""
+        """Take the next step. Returns the steps whose outcome is now known, with the progress and
+        seconds of each."""
         start = time.perf_counter()
         known = self.step()
         self._seconds.append(time.perf_counter() - start)
         return [(report, progress, self._seconds.popleft()) for report, progress in known]
 
-    def _write(self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float) -> None:
-        """Run the evaluation that is due after a step, feed the overflow monitor and write the step's record."""
-        record, shadow = self._fields(report, progress, seconds), self._shadows.pop(progress.step, None)
+    def _write(
+        self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float
+    ) -> None:
+        """Run the evaluation that is due after a step, feed the overflow monitor and write the
+        step's record."""
+        record = self._fields(report, progress, seconds)
+        shadow = self._shadows.pop(progress.step, None)
         if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
-                record |= {name: self.evaluate(samples) for name, samples in self.corpus.evaluated.items()}
+                record |= {
+                    name: self.evaluate(samples) for name, samples in self.corpus.evaluated.items()
+                }
                 record |= self._harness.results()
         record |= self._checks.fields(progress.step)
         self.position.record()
@@ -267,7 +305,8 @@ class Trainer:
                 journal.write_event(event)
 
     def _fields(self, report: StepReport, progress: TrainState, seconds: float) -> dict[str, Any]:
-        """Return the fields of metrics.jsonl for one step, without evaluation and FP8 comparison."""
+        """Return the fields of metrics.jsonl for one step, without evaluation and FP8
+        comparison."""
         tokens_per_s = self.config.tokens_per_step / seconds
         fields = {
             "step": progress.step,
@@ -296,19 +335,27 @@ class Trainer:
         return overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
 
     def step(self) -> list[tuple[StepReport, TrainState]]:
-        """Take the next step. Returns the steps whose outcome is now known, each with the progress after it.
+        """Take the next step. Returns the steps whose outcome is now known, each with the progress
+        after it.
 
-        With optimizer.validation = "before" that is this step. With "after" it may be the step before, both or none.
-        A NonFiniteStep is kept, to be raised once the state is saved.
+        With optimizer.validation = "before" that is this step. With "after" it may be the step
+        before, both or none. A NonFiniteStep is kept, to be raised once the state is saved.
         """
-        position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
-        recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
+        position = (
+            self.progress.samples
+            + (self._taken - self.progress.step) * self.config.train.global_batch
+        )
+        if self._taken + 1 == self.config.log.timeline:
+            recording = Recording.start(self.engine.pp)
+        else:
+            recording = None
         share = self._batches.take(position)
         if _due(self.config.fp8.shadow_every, self._taken + 1):
             with self.position.during(Phase.COMPARISON):
                 self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
         others = partial(self.share, self.corpus.train, position)
-        number, self._taken = self._taken, self._taken + 1
+        number = self._taken
+        self._taken = self._taken + 1
         known = list[tuple[StepReport, TrainState]]()
         with self._locating(self.corpus.train), self._checks.checking(number, others):
             for report in self._reports(share, number, recording):
@@ -318,10 +365,14 @@ class Trainer:
             self._write_timeline(recording)
         return known
 
-    def _reports(self, share: Share, number: int, recording: Recording | None) -> Iterator[StepReport]:
+    def _reports(
+        self, share: Share, number: int, recording: Recording | None
+    ) -> Iterator[StepReport]:
         """Takes the step. Yields the reports of the steps whose outcome becomes known."""
         if self._validation is not None:
-            yield from self._validation.step(share, number, self._lr, self._needs_outcome, recording)
+            yield from self._validation.step(
+                share, number, self._lr, self._needs_outcome, recording
+            )
             return
         try:
             yield self.engine.step(share, self._lr(), number, recording)
@@ -333,29 +384,43 @@ class Trainer:
     def _locating(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
         """Raise UserError with the file and place of a token id outside of the vocabulary.
 
-        position: the first sample of the global batch; default: of the first step whose outcome is not known.
+        position: the first sample of the global batch; default: of the first step whose outcome is
+            not known.
         """
         try:
             yield
         except OutsideVocabulary as error:
             start = self.progress.samples if position is None else position
-            place, length = samples.place(start + error.sample), self.config.train.seq_length + 1
+            place = samples.place(start + error.sample)
+            length = self.config.train.seq_length + 1
             raise UserError(describe_bad_id(*place, length, error.vocab) or str(error)) from error
 
     def _needs_outcome(self) -> bool:
-        """Return True if the outcome of the step just taken must be known before the next step begins."""
-        step, shadows = self._taken, self.config.fp8.shadow_every
-        repeats = _due(shadows, step + 1) or self._checks.due(step + 1)  # with weights that are final
-        due = self._evaluates_after(step) or self._saves_after(step) or self._digests.due(step) or repeats
+        """Return True if the outcome of the step just taken must be known before the next step
+        begins."""
+        step = self._taken
+        shadows = self.config.fp8.shadow_every
+        # with weights that are final
+        repeats = _due(shadows, step + 1) or self._checks.due(step + 1)
+        due = (
+            self._evaluates_after(step)
+            or self._saves_after(step)
+            or self._digests.due(step)
+            or repeats
+        )
         return self._stops or due or self._saves.under_way
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
-        done, unit = self.progress, self.config.lr.unit
-        return self.config.lr_schedule.at(done.applied_samples if unit == "samples" else done.applied)
+        done = self.progress
+        unit = self.config.lr.unit
+        return self.config.lr_schedule.at(
+            done.applied_samples if unit == "samples" else done.applied
+        )
 
     def _advance(self, report: StepReport) -> None:
-        """Add a step whose outcome is known to `progress`; note whether a rank was asked to stop."""
+        """Add a step whose outcome is known to `progress`; note whether a rank was asked to
+        stop."""
         self._stops |= report.stop
         before = self.progress
         batch = self.config.train.global_batch
@@ -378,8 +443,8 @@ class Trainer:
     def evaluate(self, samples: Samples | Blend) -> float:
         """Return the mean loss over the tokens that count of the first samples; NaN if none counts.
 
-        These are train.eval_batches global batches of samples, or all if there are fewer. Each counts once, also in a
-        last batch that they do not fill.
+        These are train.eval_batches global batches of samples, or all if there are fewer. Each
+        counts once, also in a last batch that they do not fill.
         """
         nats = 0.0
         tokens = 0.0
@@ -393,13 +458,20 @@ class Trainer:
         return nats / tokens if tokens else math.nan
 
     def share(
-        self, samples: Samples | Blend, position: int, replica: int | None = None, end: int | None = None
+        self,
+        samples: Samples | Blend,
+        position: int,
+        replica: int | None = None,
+        end: int | None = None,
     ) -> Share:
-        """Return a data-parallel rank's part of the global batch that begins at `position`, as `Batches.share` does."""
+        """Return a data-parallel rank's part of the global batch that begins at `position`, as
+        `Batches.share` does."""
         return self._batches.share(samples, position, replica, end)
 
     def _save(self) -> None:
-        extra = beside_the_state(self.config, self.corpus, asdict(self.progress), self.monitor.state_dict())
+        extra = beside_the_state(
+            self.config, self.corpus, asdict(self.progress), self.monitor.state_dict()
+        )
         self._saves.start(self.progress.step, extra, tokenizer_files(self.corpus))
         self._saved = self.progress.step
 

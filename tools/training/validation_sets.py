@@ -1,8 +1,9 @@
-"""The named sets of data.validation, which are evaluated beside the held-out part of the training data.
+"""The named sets of data.validation, which are evaluated beside the held-out part of the training
+data.
 
-They are text or data sets like the training data, and have its tokenizer, its samples of train.seq_length and its rules
-at document ends; no sample of them is trained on. The files of a text are built once, into the folder that the run
-keeps its data in.
+They are text or data sets like the training data, and have its tokenizer, its samples of
+train.seq_length and its rules at document ends; no sample of them is trained on. The files of a
+text are built once, into the folder that the run keeps its data in.
 """
 
 import sys
@@ -32,7 +33,8 @@ from tools.training.tokenizer_notes import tokenizer_notes
 
 @dataclass(frozen=True)
 class _Named:
-    """One set. key: the run-file key that names its source. prefix: of its data set, which may have to be built."""
+    """One set. key: the run-file key that names its source. prefix: of its data set, which may have
+    to be built."""
 
     key: str
     name: str
@@ -54,8 +56,11 @@ def check_validation(config: RunConfig, cache: Path) -> None:
             IndexedDataset(one.prefix) if one.ready else _text(config.data, one)
 
 
-def build_validation(config: RunConfig, tokenizer: Tokenizer | None, vocab: int, cache: Path) -> Iterator[str]:
-    """Build the data sets that are missing, and check all. One process at a time does so. Yields notes for the user.
+def build_validation(
+    config: RunConfig, tokenizer: Tokenizer | None, vocab: int, cache: Path
+) -> Iterator[str]:
+    """Build the data sets that are missing, and check all. One process at a time does so. Yields
+    notes for the user.
 
     Raises UserError.
     """
@@ -73,16 +78,22 @@ def build_validation(config: RunConfig, tokenizer: Tokenizer | None, vocab: int,
 
 
 def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mapping[str, Samples]:
-    """Open the existing data sets by name; none if the run never evaluates. Raises UserError for too short ones.
+    """Open the existing data sets by name; none if the run never evaluates. Raises UserError for
+    too short ones.
 
-    begin: id of the token before each document, as in the training data; None: no token is put there.
+    begin: id of the token before each document, as in the training data; None: no token is put
+        there.
     """
-    data, train, opened = config.data, config.train, dict[str, Samples]()
+    data = config.data
+    train = config.train
+    opened = dict[str, Samples]()
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
     for one in _sets(data, cache) if train.eval_every else ():
         with _about(config, one):
             dataset = with_begin(IndexedDataset(one.prefix), begin)
-            opened[one.name] = Samples(dataset, train.seq_length, train.seed, shuffle=False, resets=resets)
+            opened[one.name] = Samples(
+                dataset, train.seq_length, train.seed, shuffle=False, resets=resets
+            )
             opened[one.name].require_counted("evaluated samples")
     return opened
 
@@ -92,7 +103,10 @@ def _sets(data: Data, cache: Path) -> Iterator[_Named]:
         path = Path(one.source)
         ready = beside(path, ".idx").is_file()
         yield _Named(
-            f"data.validation[{n}].source", one.name, one.source, path if ready else cache / f"eval-{one.name}"
+            f"data.validation[{n}].source",
+            one.name,
+            one.source,
+            path if ready else cache / f"eval-{one.name}",
         )
 
 
@@ -104,7 +118,10 @@ def _text(data: Data, one: _Named) -> Source:
 
 def _build(data: Data, one: _Named, tokenizer: Tokenizer | None, cache: Path) -> None:
     if tokenizer is None:
-        raise UserError("it is text, and the run has no tokenizer: set data.tokenizer, or build a data set of it")
+        raise UserError(
+            "it is text, and the run has no tokenizer: set data.tokenizer, or build a data "
+            "set of it"
+        )
     source = _text(data, one)
     if reusable(one.prefix, source, tokenizer):
         return
@@ -130,4 +147,6 @@ def _about(config: RunConfig, one: _Named) -> Iterator[None]:
         yield
     except UserError as error:
         hint = beside_run_file(config.origin("data.validation"), one.source)
-        raise UserError(*(f"{one.key} = {toml(one.source)}: {problem}{hint}" for problem in error.problems)) from error
+        raise UserError(
+            *(f"{one.key} = {toml(one.source)}: {problem}{hint}" for problem in error.problems)
+        ) from error

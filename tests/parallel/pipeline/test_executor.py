@@ -1,4 +1,5 @@
-"""The laws of the executor: a pipeline computes what the plain model computes, and nothing stays behind."""
+"""The laws of the executor: a pipeline computes what the plain model computes, and nothing stays
+behind."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ from parallel.pipeline.verify import check
 from parallel.weight_grad_queue import WeightGradQueue
 from tests.ranks import on_ranks, run_ranks
 
-ROWS, WIDTH = 3, 5
+ROWS = 3
+WIDTH = 5
 DTYPE = torch.float64
 
 
@@ -62,7 +64,9 @@ class Toy:
         return self
 
 
-def open_links(mesh: DeviceMesh | None, rank_of_stage: Sequence[int], match: Match | None = None) -> P2P:
+def open_links(
+    mesh: DeviceMesh | None, rank_of_stage: Sequence[int], match: Match | None = None
+) -> P2P:
     return P2P.open(Axis.of(mesh, "pp"), rank_of_stage, (ROWS, WIDTH), DTYPE, CPU, match)
 
 
@@ -76,7 +80,8 @@ def require_plain_gradients(toy: Toy, links: P2P, seed: int = 0) -> None:
     """Bit for bit: a pipeline adds the same gradients in the same order."""
     plain = Toy(links.stages, len(toy.batch), seed).train_plainly()
     for stage, home in enumerate(links.rank_of_stage):
-        ours, expected = toy.weights[stage].grad, plain.weights[stage].grad
+        ours = toy.weights[stage].grad
+        expected = plain.weights[stage].grad
         if home != links.axis.rank:
             assert ours is None
         else:
@@ -84,7 +89,9 @@ def require_plain_gradients(toy: Toy, links: P2P, seed: int = 0) -> None:
     if links.rank_of_stage[-1] == links.axis.rank:
         assert toy.losses == plain.losses
     assert not any(links.pending.values())
-    assert sorted(toy.reduced) == [s for s, home in enumerate(links.rank_of_stage) if home == links.axis.rank]
+    assert sorted(toy.reduced) == [
+        s for s, home in enumerate(links.rank_of_stage) if home == links.axis.rank
+    ]
 
 
 def all_schedules_are_exact(mesh: DeviceMesh, matches: Sequence[Match]) -> None:
@@ -101,13 +108,18 @@ def all_schedules_are_exact(mesh: DeviceMesh, matches: Sequence[Match]) -> None:
 @pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_pipeline_trains_the_plain_model(ranks: int) -> None:
-    run_ranks(all_schedules_are_exact, {"pp": ranks}, matches=["tag", "order"] if ranks in (2, 3) else ["tag"])
+    run_ranks(
+        all_schedules_are_exact,
+        {"pp": ranks},
+        matches=["tag", "order"] if ranks in (2, 3) else ["tag"],
+    )
 
 
 @pytest.mark.parametrize("match", ["tag", "order"])
 @on_ranks(pp=2, tp=2)
 def test_pipelines_side_by_side_train_models_of_their_own(mesh: DeviceMesh, match: Match) -> None:
-    links, seed = open_links(mesh, (0, 1), match), Axis.of(mesh, "tp").rank
+    links = open_links(mesh, (0, 1), match)
+    seed = Axis.of(mesh, "tp").rank
     require_plain_gradients(train(schedule("1f1b", 2, 4), links, seed), links, seed)
 
 
@@ -115,13 +127,17 @@ def computations(text: str) -> list[Instruction]:
     return list(map(Instruction.parse, text.split()))
 
 
-@pytest.mark.parametrize("rank_of_stage", [(0, 1, 1, 0), (0, 1, 0, 1)], ids=["v-shaped", "interleaved"])
+@pytest.mark.parametrize(
+    "rank_of_stage", [(0, 1, 1, 0), (0, 1, 0, 1)], ids=["v-shaped", "interleaved"]
+)
 @on_ranks(pp=2)
 def test_stages_may_lie_anywhere(mesh: DeviceMesh, rank_of_stage: tuple[int, ...]) -> None:
     rows: list[list[Instruction]] = [[], []]
     for op, order in ((Op.FORWARD, range(4)), (Op.BACKWARD, reversed(range(4)))):
         for stage in order:
-            rows[rank_of_stage[stage]] += [Instruction(op, stage, microbatch) for microbatch in range(3)]
+            rows[rank_of_stage[stage]] += [
+                Instruction(op, stage, microbatch) for microbatch in range(3)
+            ]
     s = complete(rows, rank_of_stage)
     check(s)
     links = open_links(mesh, rank_of_stage)
@@ -132,19 +148,25 @@ def test_stages_may_lie_anywhere(mesh: DeviceMesh, rank_of_stage: tuple[int, ...
 def test_messages_find_their_microbatch_though_received_in_another_order(mesh: DeviceMesh) -> None:
     s = complete([computations("F0.0 F0.1 B0.0 B0.1"), computations("F1.1 F1.0 B1.1 B1.0")], (0, 1))
     links = open_links(mesh, (0, 1), "tag")
-    toy, plain = train(s, links), Toy(2, 2).train_plainly()
+    toy = train(s, links)
+    plain = Toy(2, 2).train_plainly()
     stage = links.axis.rank
-    torch.testing.assert_close(toy.weights[stage].grad, plain.weights[stage].grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        toy.weights[stage].grad, plain.weights[stage].grad, rtol=1e-12, atol=0
+    )
 
 
 @on_ranks(pp=2)
 def test_evaluation_needs_forwards_alone_and_may_have_another_shape(mesh: DeviceMesh) -> None:
     links = open_links(mesh, (0, 1))
-    toy, plain = Toy(2, 3), Toy(2, 3).train_plainly()
+    toy = Toy(2, 3)
+    plain = Toy(2, 3).train_plainly()
     toy.batch = toy.batch[:, :2]
     evaluation = forward_only(schedule("1f1b", 2, 3))
     with torch.no_grad():
-        Executor(evaluation.programs[links.axis.rank], replace(links, shape=(2, WIDTH)), toy.forward).run()
+        Executor(
+            evaluation.programs[links.axis.rank], replace(links, shape=(2, WIDTH)), toy.forward
+        ).run()
     assert all(weight.grad is None for weight in toy.weights)
     if links.axis.rank == 1:
         assert len(toy.losses) == 3
@@ -154,7 +176,9 @@ def test_evaluation_needs_forwards_alone_and_may_have_another_shape(mesh: Device
 def one_process(stages: int, microbatches: int) -> tuple[Schedule, P2P]:
     """All stages on this one rank, which needs no process group."""
     forwards = [Instruction(Op.FORWARD, s, m) for m in range(microbatches) for s in range(stages)]
-    backwards = [Instruction(Op.BACKWARD, s, m) for m in range(microbatches) for s in reversed(range(stages))]
+    backwards = [
+        Instruction(Op.BACKWARD, s, m) for m in range(microbatches) for s in reversed(range(stages))
+    ]
     s = complete([forwards + backwards], [0] * stages)
     return s, open_links(None, s.rank_of_stage)
 
@@ -165,7 +189,9 @@ def test_one_process_may_hold_all_stages() -> None:
     require_plain_gradients(train(s, links), links)
 
 
-def remember(forward: Callable[..., Tensor], into: list[weakref.ref[Tensor]]) -> Callable[..., Tensor]:
+def remember(
+    forward: Callable[..., Tensor], into: list[weakref.ref[Tensor]]
+) -> Callable[..., Tensor]:
     def remembering(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         output = forward(stage, microbatch, received)
         into.extend(weakref.ref(t) for t in (received, output) if t is not None)
@@ -176,7 +202,8 @@ def remember(forward: Callable[..., Tensor], into: list[weakref.ref[Tensor]]) ->
 
 def test_nothing_of_a_step_is_left() -> None:
     s, links = one_process(stages=3, microbatches=2)
-    toy, seen = Toy(3, 2), []
+    toy = Toy(3, 2)
+    seen = []
     executor = Executor(s.programs[0], links, remember(toy.forward, seen), toy.reduce)
     executor.run()
     assert len(seen) == 10
@@ -186,11 +213,13 @@ def test_nothing_of_a_step_is_left() -> None:
 
 
 def test_an_output_is_not_held_until_its_backward() -> None:
-    toy, outputs = Toy(2, 1), []
+    toy = Toy(2, 1)
+    outputs = []
     s, links = one_process(stages=2, microbatches=1)
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        output = toy.forward(stage, microbatch, received) * 2  # a product by a number needs no output in its backward
+        # a product by a number needs no output in its backward
+        output = toy.forward(stage, microbatch, received) * 2
         outputs.append(weakref.ref(output))
         if stage == 1:
             assert outputs[0]() is None
@@ -216,7 +245,8 @@ def test_a_failure_names_the_instruction_and_the_rank() -> None:
 
 
 def fail_on_the_second_rank(mesh: DeviceMesh) -> None:
-    links, toy = open_links(mesh, (0, 1)), Toy(2, 2)
+    links = open_links(mesh, (0, 1))
+    toy = Toy(2, 2)
     if links.axis.rank == 1:
         toy.weights[1].data = torch.zeros(1, dtype=DTYPE)
     Executor(schedule("1f1b", 2, 2).programs[links.axis.rank], links, toy.forward, toy.reduce).run()
@@ -237,7 +267,8 @@ def test_a_loss_that_is_no_scalar_and_a_missing_reduce_are_named() -> None:
 
 def test_spans_tell_when_each_instruction_ran() -> None:
     s, links = one_process(stages=2, microbatches=2)
-    toy, spans = Toy(2, 2), list[Span]()
+    toy = Toy(2, 2)
+    spans = list[Span]()
     Executor(s.programs[0], links, toy.forward, toy.reduce, spans).run()
     assert tuple(span.instruction for span in spans) == s.programs[0]
     times = [time for span in spans for time in (span.start, span.end)]
@@ -246,16 +277,20 @@ def test_spans_tell_when_each_instruction_ran() -> None:
 
 def test_whoever_asks_is_called_after_each_instruction() -> None:
     s, links = one_process(stages=2, microbatches=2)
-    toy, called = Toy(2, 2), list[Instruction]()
+    toy = Toy(2, 2)
+    called = list[Instruction]()
     Executor(s.programs[0], links, toy.forward, toy.reduce, after=called.append).run()
     assert tuple(called) == s.programs[0]
 
 
 def test_weight_gradients_are_made_by_their_own_instruction_and_with_the_same_bits() -> None:
-    weight = nn.Parameter(torch.randn(4, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(1)))
+    weight = nn.Parameter(
+        torch.randn(4, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(1))
+    )
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     batch = torch.randn(2, ROWS, 1, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(2))
-    deferred, seen = WeightGradQueue(), list[Tensor]()
+    deferred = WeightGradQueue()
+    seen = list[Tensor]()
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         x = batch[microbatch].requires_grad_()
@@ -266,7 +301,14 @@ def test_weight_gradients_are_made_by_their_own_instruction_and_with_the_same_bi
         weight.main_grad.zero_()  # type: ignore[attr-defined]
         program = Schedule.parse(text).programs[0]
         after = lambda i: seen.append(weight.main_grad.clone())  # type: ignore[attr-defined]  # noqa: E731
-        Executor(program, open_links(None, (0,)), forward, lambda stage: None, deferred=deferred, after=after).run()
+        Executor(
+            program,
+            open_links(None, (0,)),
+            forward,
+            lambda stage: None,
+            deferred=deferred,
+            after=after,
+        ).run()
         return list(seen)
 
     whole = run("F0.0 B0.0 F0.1 B0.1")
@@ -288,26 +330,35 @@ def test_a_recording_has_all_ranks_on_one_clock(mesh: DeviceMesh) -> None:
     s = schedule("zb-h1", 2, 3)
     links = open_links(mesh, s.rank_of_stage)
     arrived = perf_counter()
-    toy, recording = Toy(2, 3), Recording.start(links.axis)
+    toy = Toy(2, 3)
+    recording = Recording.start(links.axis)
     Executor(s.programs[links.axis.rank], links, toy.forward, toy.reduce, recording.spans).run()
     spans = recording.gather(s, CPU)
-    assert [(span.rank, span.instruction) for span in spans] == [(r, i) for r in (0, 1) for i in s.programs[r]]
+    assert [(span.rank, span.instruction) for span in spans] == [
+        (r, i) for r in (0, 1) for i in s.programs[r]
+    ]
     began = links.axis.gather(torch.tensor([[arrived, recording.zero]], dtype=torch.float64))
     zeros = began[:, 1].tolist()  # by this machine's clock, which the processes share
     assert min(zeros) >= began[:, 0].max(), "no rank's time begins before all ranks are there"
-    when = {span.instruction: (span.start + zeros[span.rank], span.end + zeros[span.rank]) for span in spans}
+    when = {
+        span.instruction: (span.start + zeros[span.rank], span.end + zeros[span.rank])
+        for span in spans
+    }
     for microbatch in range(3):
         sent, received = (
-            Instruction(op, n, microbatch) for n, op in enumerate((Op.SEND_ACTIVATION, Op.RECV_ACTIVATION))
+            Instruction(op, n, microbatch)
+            for n, op in enumerate((Op.SEND_ACTIVATION, Op.RECV_ACTIVATION))
         )
         assert zeros[0] <= when[sent][0] < when[received][1]
 
 
 @on_ranks(pp=2)
 def test_a_message_travels_while_the_stage_that_will_take_it_computes(mesh: DeviceMesh) -> None:
-    """Rank 1 ends its first forward only when rank 0 knows that the second activation has arrived."""
+    """Rank 1 ends its first forward only when rank 0 knows that the second activation has
+    arrived."""
     s = schedule("gpipe", 2, 2)
-    links, toy = open_links(mesh, s.rank_of_stage), Toy(2, 2)
+    links = open_links(mesh, s.rank_of_stage)
+    toy = Toy(2, 2)
     aside = dist.new_group([0, 1])
     assert isinstance(aside, dist.ProcessGroup)
 
@@ -328,9 +379,11 @@ def test_a_message_travels_while_the_stage_that_will_take_it_computes(mesh: Devi
 
 @on_ranks(pp=2)
 def test_matched_by_order_no_receive_is_begun_before_its_turn(mesh: DeviceMesh) -> None:
-    """A kernel that waits for a message while others are launched can hold the host, and with it all ranks."""
+    """A kernel that waits for a message while others are launched can hold the host, and with it
+    all ranks."""
     s = schedule("1f1b", 2, 4)
-    links, toy = open_links(mesh, s.rank_of_stage, "order"), Toy(2, 4)
+    links = open_links(mesh, s.rank_of_stage, "order")
+    toy = Toy(2, 4)
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         assert not any(links.expected.values())

@@ -1,4 +1,5 @@
-"""The laws of each kind of schedule: complete, finishing, as fast and as lean as the formulas say."""
+"""The laws of each kind of schedule: complete, finishing, as fast and as lean as the formulas
+say."""
 
 from collections.abc import Sequence
 
@@ -7,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprec.errors import UserError
-from parallel.pipeline.builders import KINDS, gpipe, interleaved, one_f_one_b, schedule, schedule_problems, zb_v
+from parallel.pipeline.builders import (
+    KINDS,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    schedule,
+    schedule_problems,
+    zb_v,
+)
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
@@ -42,7 +51,10 @@ def test_the_others_in_full() -> None:
     computations = {Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
 
     def lines(kind: str, microbatches: int) -> list[str]:
-        return [" ".join(str(i) for i in p if i.op in computations) for p in schedule(kind, 2, microbatches).programs]
+        return [
+            " ".join(str(i) for i in p if i.op in computations)
+            for p in schedule(kind, 2, microbatches).programs
+        ]
 
     assert lines("interleaved", 2) == [
         "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1",
@@ -79,7 +91,9 @@ def test_every_schedule_does_everything_once_and_cannot_hang(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_keep_their_order_so_that_gradients_sum_in_the_same_order_in_every_schedule(kind: str) -> None:
+def test_micro_batches_keep_their_order_so_that_gradients_sum_in_the_same_order_in_every_schedule(
+    kind: str,
+) -> None:
     for _, p, m, v in (case for case in EVERY if case[0] == kind):
         for program in schedule(kind, p, m, v).programs:
             for stage in {i.stage for i in program}:
@@ -90,7 +104,9 @@ def test_micro_batches_keep_their_order_so_that_gradients_sum_in_the_same_order_
 
 @UNHURRIED
 @given(st.sampled_from(["gpipe", "1f1b"]), RANKS, MICROBATCHES, COSTS, COSTS)
-def test_the_bubble_is_that_of_the_formula(kind: str, p: int, m: int, forward: int, backward: int) -> None:
+def test_the_bubble_is_that_of_the_formula(
+    kind: str, p: int, m: int, forward: int, backward: int
+) -> None:
     cost = {Op.FORWARD: forward, Op.BACKWARD: backward}
     spans = simulate(schedule(kind, p, m), lambda i: cost.get(i.op, 0))
     assert bubble(spans) == pytest.approx((p - 1) / m, abs=1e-12)
@@ -124,12 +140,15 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b(p: int, more: int) -> None:
 
 @UNHURRIED
 @given(RANKS, st.integers(0, 20))
-def test_in_zb_h2_and_zb_v_no_rank_waits_between_its_first_and_its_last_instruction(p: int, more: int) -> None:
+def test_in_zb_h2_and_zb_v_no_rank_waits_between_its_first_and_its_last_instruction(
+    p: int, more: int
+) -> None:
     m = 2 * p - 1 + more
     for kind, stages_a_rank in (("zb-h2", 1), ("zb-v", 2)):
         spans = simulate(schedule(kind, p, m))
         assert bubble(spans) == 0
-        assert worked(spans) == 3 * stages_a_rank * m + p - 1  # until the first forward has come to the last rank
+        # until the first forward has come to the last rank
+        assert worked(spans) == 3 * stages_a_rank * m + p - 1
 
 
 @UNHURRIED
@@ -166,7 +185,11 @@ def test_a_schedule_planned_by_cost_keeps_all_laws(
 ) -> None:
     def cost(i: Instruction) -> float:
         forward, of_input, of_weight = costs[i.stage]
-        return {Op.FORWARD: forward, Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}.get(i.op, 0)
+        return {
+            Op.FORWARD: forward,
+            Op.BACKWARD_INPUT: of_input,
+            Op.BACKWARD_WEIGHT: of_weight,
+        }.get(i.op, 0)
 
     planned = schedule(kind, p, m, cost=cost)
     check(planned)
@@ -177,7 +200,8 @@ def test_a_schedule_planned_by_cost_keeps_all_laws(
 
 @pytest.mark.parametrize("costs", [(3, 5, 2), (2, 3, 2), (1, 2, 1)])
 def test_zero_bubble_schedules_beat_1f1b_at_real_costs_too(costs: tuple[int, int, int]) -> None:
-    """Of a layer whose attention is long, as models/estimate/flops.py counts it: F = w + a, I = w + 2 a, W = w."""
+    """Of a layer whose attention is long, as models/estimate/flops.py counts it: F = w + a, I = w +
+    2 a, W = w."""
     forward, of_input, of_weight = costs
     times = {Op.FORWARD: forward, Op.BACKWARD: of_input + of_weight}
     times |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}
@@ -194,17 +218,29 @@ def test_planning_by_cost_fills_the_time_in_which_equal_stages_would_not_wait() 
     """The last stage, on rank 0, has a head and takes half as long again."""
 
     def cost(i: Instruction) -> float:
-        return 0 if Message.of(i) or i.op is Op.REDUCE else 3 if i.stage == 3 else 2
+        if Message.of(i) or i.op is Op.REDUCE:
+            return 0
+        if i.stage == 3:
+            return 3
+        return 2
 
-    plain, planned = (simulate(s, cost) for s in (schedule("zb-v", 2, 8), schedule("zb-v", 2, 8, cost=cost)))
+    plain, planned = (
+        simulate(s, cost) for s in (schedule("zb-v", 2, 8), schedule("zb-v", 2, 8, cost=cost))
+    )
     assert worked(planned) < worked(plain)
 
 
-COSTS = [(1, 1, 1), (4, 4, 4), (3, 5, 2)]  # of zero-bubble schedules the textbook speaks for F = I = W only
+# of zero-bubble schedules the textbook speaks for F = I = W only
+COSTS = [
+    (1, 1, 1),
+    (4, 4, 4),
+    (3, 5, 2),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "costs"), [(k, c) for k in KINDS for c in COSTS if not k.startswith("zb") or len(set(c)) == 1]
+    ("kind", "costs"),
+    [(k, c) for k in KINDS for c in COSTS if not k.startswith("zb") or len(set(c)) == 1],
 )
 def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, int, int]) -> None:
     forward, of_input, of_weight = costs
@@ -214,7 +250,9 @@ def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, i
         s = schedule(kind, p, m, cost=lambda i: times.get(i.op, 0))
         sizes = Sizes(p, m, len(s.rank_of_stage) // p, *costs)
         book = TEXTBOOK[kind]
-        assert bubble(simulate(s, lambda i: times.get(i.op, 0))) == pytest.approx(book.bubble.value(sizes), abs=1e-12)
+        assert bubble(simulate(s, lambda i: times.get(i.op, 0))) == pytest.approx(
+            book.bubble.value(sizes), abs=1e-12
+        )
         assert max(in_flight(s)) / sizes.v == book.held.value(sizes)
 
 
@@ -242,7 +280,8 @@ def test_chunks_that_a_kind_cannot_have_are_refused(kind: str, chunks: int, says
 
 
 def test_a_shorter_last_group_would_hang_and_so_groups_are_made_alike() -> None:
-    """What interleaving does where the ranks divide the micro-batches, carried on to 8 micro-batches on 6 ranks."""
+    """What interleaving does where the ranks divide the micro-batches, carried on to 8
+    micro-batches on 6 ranks."""
     groups = [(0, range(6)), (1, range(6)), (0, range(6, 8)), (1, range(6, 8))]
     visits = [(chunk, m) for chunk, group in groups for m in group]
     orders = []
@@ -257,7 +296,9 @@ def test_a_shorter_last_group_would_hang_and_so_groups_are_made_alike() -> None:
     check(interleaved(6, 8, 2))
 
 
-def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anything_is_built() -> None:
+def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anything_is_built() -> (
+    None
+):
     assert schedule_problems("1f1b", 64, 1024) == []
     (many,) = schedule_problems("1f1b", 1, 100_000)
     assert many.startswith("100,000 micro-batches of a replica in a step")

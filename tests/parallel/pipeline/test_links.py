@@ -20,7 +20,9 @@ both_ways_to_match = pytest.mark.parametrize("match", ["tag", "order"])
 SIZE = 1 << 20  # more than a socket takes in without a reader
 
 
-def open_links(mesh: DeviceMesh, match: Match = "tag", size: int = SIZE, stages: Sequence[int] = (0, 1)) -> P2P:
+def open_links(
+    mesh: DeviceMesh, match: Match = "tag", size: int = SIZE, stages: Sequence[int] = (0, 1)
+) -> P2P:
     return P2P.open(Axis.of(mesh, "pp"), stages, (size,), torch.float32, CPU, match)
 
 
@@ -34,7 +36,9 @@ def instructions(text: str) -> list[Instruction]:
 
 @both_ways_to_match
 @on_ranks(pp=2)
-def test_a_sent_tensor_lives_until_it_is_received_and_no_longer(mesh: DeviceMesh, match: Match) -> None:
+def test_a_sent_tensor_lives_until_it_is_received_and_no_longer(
+    mesh: DeviceMesh, match: Match
+) -> None:
     links = open_links(mesh, match)
     (send, receive) = instructions("sA0.0 rA1.0")
     if links.axis.rank == 0:
@@ -79,7 +83,9 @@ def test_chunks_that_go_round_two_ranks_are_told_apart(mesh: DeviceMesh) -> None
 
 @both_ways_to_match
 @on_ranks(pp=2)
-def test_two_ranks_that_both_send_first_do_not_wait_for_each_other(mesh: DeviceMesh, match: Match) -> None:
+def test_two_ranks_that_both_send_first_do_not_wait_for_each_other(
+    mesh: DeviceMesh, match: Match
+) -> None:
     links = open_links(mesh, match)
     sends = instructions("sA0.0 sA0.1"), instructions("sG1.0 sG1.1")
     receives = instructions("rG0.0 rG0.1"), instructions("rA1.0 rA1.1")
@@ -99,7 +105,9 @@ def test_few_sends_are_kept_however_many_there_are(mesh: DeviceMesh) -> None:
             links.send(Instruction.parse(f"sA0.{microbatch}"), full(float(microbatch)))
             assert sum(map(len, links.pending.values())) <= SENDS_UNDER_WAY
         else:
-            assert torch.equal(links.receive(Instruction.parse(f"rA1.{microbatch}")), full(float(microbatch)))
+            assert torch.equal(
+                links.receive(Instruction.parse(f"rA1.{microbatch}")), full(float(microbatch))
+            )
     links.finish()
     assert not any(links.pending.values())
 
@@ -133,13 +141,18 @@ def test_matched_by_order_each_channel_has_its_communicator(mesh: DeviceMesh) ->
 def test_another_shape_or_dtype_is_refused_before_it_is_sent() -> None:
     links = P2P.open(Axis("pp"), (0,), (2, 3), torch.float32)
     for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)):
-        with pytest.raises(UserError, match=r"sA0\.0 would send .* exchange \[2, 3\] torch\.float32"):
+        with pytest.raises(
+            UserError, match=r"sA0\.0 would send .* exchange \[2, 3\] torch\.float32"
+        ):
             links.send(Instruction.parse("sA0.0"), wrong)
 
 
 def bytes_of_shares(mesh: DeviceMesh, match: Match, shape: tuple[int, ...]) -> int:
-    """Bytes that a rank of the first stage sends of a message that both tensor-parallel ranks hold."""
-    pp, tp, size = Axis.of(mesh, "pp"), Axis.of(mesh, "tp"), 0
+    """Bytes that a rank of the first stage sends of a message that both tensor-parallel ranks
+    hold."""
+    pp = Axis.of(mesh, "pp")
+    tp = Axis.of(mesh, "tp")
+    size = 0
     links = P2P.open(pp, (0, 1), shape, torch.float32, CPU, match, shared=tp)
     message = torch.arange(float(np.prod(shape))).view(shape)
     (send, receive) = instructions("sA0.0 rA1.0")
@@ -153,7 +166,8 @@ def bytes_of_shares(mesh: DeviceMesh, match: Match, shape: tuple[int, ...]) -> i
 
 
 @pytest.mark.parametrize(
-    ("match", "shape", "part"), [("order", (3, 2, 4), 0.5), ("order", (3, 5), 1), ("tag", (3, 2, 4), 1)]
+    ("match", "shape", "part"),
+    [("order", (3, 2, 4), 0.5), ("order", (3, 5), 1), ("tag", (3, 2, 4), 1)],
 )
 def test_matched_by_order_each_tensor_parallel_rank_sends_its_share(
     match: Match, shape: tuple[int, ...], part: float

@@ -1,4 +1,5 @@
-"""What a loop of one's own gives to `Pipeline` is used as it is meant, or refused in one line on every rank."""
+"""What a loop of one's own gives to `Pipeline` is used as it is meant, or refused in one line on
+every rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,10 @@ def stage(number: int = 0) -> nn.Linear:
 def made(loss_fn: Any = SQUARES, model: nn.Module | None = None, **options: Any) -> Pipeline:
     model = model or stage()
     attach_whole(model)
-    given: dict[str, Any] = {"stages": [model], "optimizer": ParallelAMPOptimizer([model], PLAN, **RULE)}
+    given: dict[str, Any] = {
+        "stages": [model],
+        "optimizer": ParallelAMPOptimizer([model], PLAN, **RULE),
+    }
     return Pipeline(**given | {"loss_fn": loss_fn, "microbatches": 2} | options)
 
 
@@ -68,7 +72,8 @@ def test_a_loss_that_is_none_is_refused_where_it_was_computed(which: str) -> Non
 
 
 def test_float_targets_train_what_torch_trains_and_a_loss_of_nan_is_skipped() -> None:
-    pipeline, twin = made(), stage()
+    pipeline = made()
+    twin = stage()
     optimizer = torch.optim.SGD(twin.parameters(), 0.1)
     loss = nn.functional.mse_loss(twin(X), Y)
     loss.backward()
@@ -100,7 +105,8 @@ def test_a_step_that_failed_leaves_nothing_to_the_next_one() -> None:
             raise KeyError("mine")
         return SQUARES(y, t)
 
-    pipeline, twin = made(failing), made()
+    pipeline = made(failing)
+    twin = made()
     with pytest.raises(RuntimeError, match="mine"):
         pipeline.step(X, Y)
     with pytest.raises(UserError, match="one place only"):
@@ -109,14 +115,22 @@ def test_a_step_that_failed_leaves_nothing_to_the_next_one() -> None:
 
 
 def test_stages_that_are_not_the_parts_of_the_optimizer_are_refused() -> None:
-    first, second = stage(0), stage(1)
+    first = stage(0)
+    second = stage(1)
     both = ParallelAMPOptimizer([first, second], PLAN, lr=0.1)
     for stages in ([second], [stage(2)]):
-        with pytest.raises(UserError, match=r"^0\.(weight|bias) is in part 0 of the optimizer, but not in stage 0"):
+        with pytest.raises(
+            UserError, match=r"^0\.(weight|bias) is in part 0 of the optimizer, but not in stage 0"
+        ):
             Pipeline(stages, both, SQUARES, microbatches=2)
-    with pytest.raises(UserError, match=r"^stage 0 has parameters that the optimizer does not train"):
+    with pytest.raises(
+        UserError, match=r"^stage 0 has parameters that the optimizer does not train"
+    ):
         Pipeline([nn.Sequential(first, second, nn.Linear(5, 5))], both, SQUARES, microbatches=2)
-    assert Pipeline([nn.Sequential(first, second)], both, SQUARES, microbatches=2).step(X, Y).outcome == "applied"
+    assert (
+        Pipeline([nn.Sequential(first, second)], both, SQUARES, microbatches=2).step(X, Y).outcome
+        == "applied"
+    )
 
 
 def test_an_optimizer_with_canonical_sums_is_refused() -> None:
@@ -132,7 +146,9 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
     def pipeline(prefix: int = pp, **options: Any) -> Pipeline:
         model = stage(prefix)
         optimizer = ParallelAMPOptimizer([model], PLAN, mesh, average=False, **RULE)
-        return Pipeline([model], optimizer, SQUARES, **{"microbatches": 2, "activation": (2, 2, 5)} | options)
+        return Pipeline(
+            [model], optimizer, SQUARES, **{"microbatches": 2, "activation": (2, 2, 5)} | options
+        )
 
     return {
         "microbatches": said_of(lambda: pipeline(microbatches=2 + 2 * pp)),
@@ -152,7 +168,9 @@ def test_ranks_that_would_wait_forever_or_train_on_a_mixture_are_refused_on_ever
     for name in ("microbatches", "activation", "schedule", "ignore_index"):
         assert first[name].startswith(f"{name} = ")
     for name in ("inputs", "targets"):
-        assert first[name].startswith(f"{name} differ between the pipeline and tensor-parallel ranks of replica 0")
+        assert first[name].startswith(
+            f"{name} differ between the pipeline and tensor-parallel ranks of replica 0"
+        )
     assert "is the logical name of two parameters, of pipeline ranks 0 and 1" in first["0.bias"]
     assert not first["alike"]
 
@@ -163,20 +181,28 @@ def test_a_loss_in_16_bits_is_summed_and_shared_out_in_32() -> None:
     model = nn.Linear(5, 5)
     attach_whole(model)
     optimizer = ParallelAMPOptimizer([model], numbers, rule=SGD(0.0), clip=0.0)
-    x, y = (torch.randn(1, 60, 5, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    x, y = (
+        torch.randn(1, 60, 5, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed in (0, 1)
+    )
     loss = SQUARES(model(x), y).float().mean()
-    norm = torch.stack([g.float().norm() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    norm = torch.stack(
+        [g.float().norm() for g in torch.autograd.grad(loss, list(model.parameters()))]
+    ).norm()
     report = Pipeline([model], optimizer, SQUARES, microbatches=1).step(x, y, lr=0.1)
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     assert report.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
 
 def heads(mesh: DeviceMesh) -> dict[str, str]:
-    """What a step and an evaluation say of each way to take the loss of a head that is cut over tp."""
+    """What a step and an evaluation say of each way to take the loss of a head that is cut over
+    tp."""
     tp = Axis.of(mesh, "tp")
 
     def cross_entropy(y: Tensor, t: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="none").view_as(t)
+        return nn.functional.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="none").view_as(
+            t
+        )
 
     def pipeline(joined: bool = False, own: bool = False) -> Pipeline:
         torch.manual_seed(0)
@@ -188,7 +214,8 @@ def heads(mesh: DeviceMesh) -> dict[str, str]:
         optimizer = ParallelAMPOptimizer([model], PLAN, mesh, average=False, **RULE)
         return Pipeline([model], optimizer, loss_fn, microbatches=2)
 
-    ids = torch.arange(4).expand(3, 4)  # all are in the first half of the vocabulary, so that none is out of bounds
+    # all are in the first half of the vocabulary, so that none is out of bounds
+    ids = torch.arange(4).expand(3, 4)
     return {
         "cut": said_of(lambda: pipeline().step(ids, ids)),
         "cut, evaluated": said_of(lambda: pipeline().evaluate(ids, ids)),

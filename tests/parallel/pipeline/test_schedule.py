@@ -20,7 +20,13 @@ MICROBATCHES = st.integers(1, 12)
 COSTS = st.integers(1, 9)
 UNHURRIED = settings(deadline=None, max_examples=50)
 CHUNKS = {"interleaved": (1, 2, 3), "zb-v": (2,)}
-EVERY = [(k, p, m, v) for k in KINDS for p in (1, 2, 3, 4, 8) for v in CHUNKS.get(k, (1,)) for m in range(1, 13)]
+EVERY = [
+    (k, p, m, v)
+    for k in KINDS
+    for p in (1, 2, 3, 4, 8)
+    for v in CHUNKS.get(k, (1,))
+    for m in range(1, 13)
+]
 
 
 def program(text: str) -> tuple[Instruction, ...]:
@@ -37,7 +43,9 @@ def test_an_instruction_is_read_back_from_its_text(op: Op, stage: int, microbatc
     assert Instruction.parse(str(i)) == i
 
 
-@pytest.mark.parametrize("text", ["", "F", "F0", "R0.1", "F0.", "F-1.0", "F01.2", "X0.1", "F0.1 ", "sB0.1", "f0.1"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "F0", "R0.1", "F0.", "F-1.0", "F01.2", "X0.1", "F0.1 ", "sB0.1", "f0.1"]
+)
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is no instruction"):
         Instruction.parse(text)
@@ -65,14 +73,22 @@ def test_a_text_of_computations_alone_is_completed() -> None:
 def test_all_that_is_wrong_in_a_text_is_told_with_its_line() -> None:
     with pytest.raises(UserError) as refusal:
         Schedule.parse("F0.0 X\n\nF2.0 B2\n")
-    assert [problem.split(" is no ")[0] for problem in refusal.value.problems] == ["line 1: 'X'", "line 3: 'B2'"]
+    assert [problem.split(" is no ")[0] for problem in refusal.value.problems] == [
+        "line 1: 'X'",
+        "line 3: 'B2'",
+    ]
     with pytest.raises(UserError, match="no line has an instruction of stage 1"):
         Schedule.parse("F0.0 B0.0\nF2.0 B2.0")
 
 
 def test_a_message_arrives_after_its_time_on_the_way_and_its_sender_goes_on() -> None:
-    spans = simulate(one_f_one_b(2, 1), lambda i: {Op.FORWARD: 1, Op.BACKWARD: 2, Op.SEND_ACTIVATION: 5}.get(i.op, 0))
-    assert [(str(s.instruction), s.start, s.end) for s in sorted(spans, key=lambda s: s.end)[:4]] == [
+    spans = simulate(
+        one_f_one_b(2, 1),
+        lambda i: {Op.FORWARD: 1, Op.BACKWARD: 2, Op.SEND_ACTIVATION: 5}.get(i.op, 0),
+    )
+    assert [
+        (str(s.instruction), s.start, s.end) for s in sorted(spans, key=lambda s: s.end)[:4]
+    ] == [
         ("F0.0", 0, 1),
         ("sA0.0", 1, 6),
         ("rA1.0", 0, 6),
@@ -88,7 +104,9 @@ def test_one_communicator_for_two_ranks_would_hang_and_so_each_channel_has_its_o
 
 
 def test_stages_may_lie_anywhere_and_neighbours_on_one_rank_need_no_transfer() -> None:
-    s = complete([program("F0.0 F3.0 B3.0 B0.0"), program("F1.0 F2.0 B2.0 B1.0")], rank_of_stage=(0, 1, 1, 0))
+    s = complete(
+        [program("F0.0 F3.0 B3.0 B0.0"), program("F1.0 F2.0 B2.0 B1.0")], rank_of_stage=(0, 1, 1, 0)
+    )
     check(s)
     assert str(s).splitlines() == [
         "F0.0 sA0.0 rA3.0 F3.0 B3.0 sG3.0 R3 rG0.0 B0.0 R0",
@@ -106,13 +124,25 @@ FAULTS = {
     "a send missing": ("rA1.0 F1.0 B1.0 R1", "sG1.0 is missing"),
     "a receive missing": ("F1.0 B1.0 sG1.0 R1", "rA1.0 is missing"),
     "a send to nobody": ("rA1.0 F1.0 sA1.0 B1.0 sG1.0 R1", "sA1.0 has no purpose here"),
-    "a stage on two ranks": ("F0.0 rA1.0 F1.0 B1.0 sG1.0 R1", "F0.0 is for stage 0, which lives on rank 0"),
-    "a stage that is not there": ("rA1.0 F1.0 B1.0 sG1.0 R1 F2.0", "F2.0 is for a stage that does not exist"),
+    "a stage on two ranks": (
+        "F0.0 rA1.0 F1.0 B1.0 sG1.0 R1",
+        "F0.0 is for stage 0, which lives on rank 0",
+    ),
+    "a stage that is not there": (
+        "rA1.0 F1.0 B1.0 sG1.0 R1 F2.0",
+        "F2.0 is for a stage that does not exist",
+    ),
     "half a backward": ("rA1.0 F1.0 I1.0 sG1.0 R1", "W1.0 is missing"),
     "the later half first": ("rA1.0 F1.0 W1.0 I1.0 sG1.0 R1", "W1.0 comes before I1.0"),
     "a backward and its halves": ("rA1.0 F1.0 I1.0 sG1.0 W1.0 B1.0 R1", "B1.0 has no purpose here"),
-    "a gradient sent before it is made": ("rA1.0 F1.0 sG1.0 I1.0 W1.0 R1", "sG1.0 comes before I1.0"),
-    "REDUCE before the weights' gradient": ("rA1.0 F1.0 I1.0 sG1.0 R1 W1.0", "R1 comes before W1.0"),
+    "a gradient sent before it is made": (
+        "rA1.0 F1.0 sG1.0 I1.0 W1.0 R1",
+        "sG1.0 comes before I1.0",
+    ),
+    "REDUCE before the weights' gradient": (
+        "rA1.0 F1.0 I1.0 sG1.0 R1 W1.0",
+        "R1 comes before W1.0",
+    ),
     "REDUCE missing": ("rA1.0 F1.0 B1.0 sG1.0", "R1 is missing"),
     "REDUCE early": ("rA1.0 F1.0 R1 B1.0 sG1.0", "R1 comes before B1.0"),
 }

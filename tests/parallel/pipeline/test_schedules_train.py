@@ -1,4 +1,5 @@
-"""Whatever the schedule, the same model is trained: bit for bit where gradients are summed in the same order."""
+"""Whatever the schedule, the same model is trained: bit for bit where gradients are summed in the
+same order."""
 
 from functools import cache
 from typing import Any
@@ -21,15 +22,22 @@ MODEL: dict[str, Any] = {
     "vocab": 101,
     "max_positions": 10,
 }
-TIED = {**MODEL, "tied": True, "bias": True, "init_std": 0.1}  # with smaller weights AdamW magnifies rounding
+# with smaller weights AdamW magnifies rounding
+TIED = {
+    **MODEL,
+    "tied": True,
+    "bias": True,
+    "init_std": 0.1,
+}
 
 
 def require_same_bits(result: Result, expected: Result, what: str) -> None:
-    """In the first step: the norm by which it is clipped is summed over ranks, in another order if stages move."""
+    """In the first step: the norm by which it is clipped is summed over ranks, in another order if
+    stages move."""
     (ours,), (theirs,) = result.grads, expected.grads
-    assert not (different := [name for name, grad in theirs.items() if not torch.equal(ours[name], grad)]), (
-        f"{what}: gradients of {different} differ"
-    )
+    assert not (
+        different := [name for name, grad in theirs.items() if not torch.equal(ours[name], grad)]
+    ), f"{what}: gradients of {different} differ"
 
 
 @pytest.mark.cases(1)
@@ -45,7 +53,9 @@ def test_gradients_are_bitwise_those_of_one_rank_in_every_schedule(pp: int, comp
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 def test_tensor_parallel_products_may_be_put_off_too(sequence: bool) -> None:
     kinds = ("interleaved", "zb-h1", "zb-v")
-    runs = [Run(MODEL, "fp32", kind=kind, micro_batch=1, sequence=sequence, steps=1) for kind in kinds]
+    runs = [
+        Run(MODEL, "fp32", kind=kind, micro_batch=1, sequence=sequence, steps=1) for kind in kinds
+    ]
     expected = train(Run(MODEL, "fp32", sequence=sequence, micro_batch=1, steps=1), tp=2)
     for run, result in zip(runs, train_all(runs, tp=2, pp=2), strict=True):
         require_same_bits(result, expected, run.kind)
@@ -54,24 +64,36 @@ def test_tensor_parallel_products_may_be_put_off_too(sequence: bool) -> None:
 @cache
 def plain() -> list[dict[str, Any]]:
     run = Run(TIED, micro_batch=1, steps=2)
-    return oracle.train(run.config, train(Run(TIED, micro_batch=1, steps=1)).before, batches(run), run.lr, run.clip)
+    return oracle.train(
+        run.config, train(Run(TIED, micro_batch=1, steps=1)).before, batches(run), run.lr, run.clip
+    )
 
 
 @pytest.mark.cases(1, sample=1)
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
-def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(layout: tuple[int, int, int]) -> None:
-    runs = [Run(TIED, kind=kind, micro_batch=1, sequence=layout[0] > 1, steps=2) for kind in ("zb-h1", "zb-v")]
+@pytest.mark.parametrize(
+    "layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x)
+)
+def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(
+    layout: tuple[int, int, int],
+) -> None:
+    runs = [
+        Run(TIED, kind=kind, micro_batch=1, sequence=layout[0] > 1, steps=2)
+        for kind in ("zb-h1", "zb-v")
+    ]
     runs.append(Run(TIED, kind="interleaved", chunks=3, micro_batch=1, steps=2))
     for run, result in zip(runs, train_all(runs, *layout), strict=True):
         for report, grads, record in zip(result.reports, result.grads, plain(), strict=True):
             assert report.loss == pytest.approx(record["loss"], rel=1e-12)
             assert report.grad_norm == pytest.approx(record["norm"], rel=1e-12)
             assert not (wrong := differing(grads, record["grads"])), f"{run.kind}: ratios {wrong}"
-        assert not (wrong := differing(result.after, plain()[-1]["weights"])), f"{run.kind}: ratios {wrong}"
+        assert not (wrong := differing(result.after, plain()[-1]["weights"])), (
+            f"{run.kind}: ratios {wrong}"
+        )
 
 
 def test_a_tied_head_may_come_after_the_first_stage_is_reduced() -> None:
-    """Both on one rank: had the first stage been summed over dp when it was done, the head's share would be lost."""
+    """Both on one rank: had the first stage been summed over dp when it was done, the head's share
+    would be lost."""
     first = [f"F0.{m} F1.{m} I1.{m} I0.{m} W0.{m}" for m in range(4)]
     own = " ".join([*first, *(f"W1.{m}" for m in range(4))])
     result = train(Run(TIED, own=own, micro_batch=1, steps=2), dp=2)

@@ -1,7 +1,8 @@
 """A schedule that is really carried out takes the time that the simulator says it takes.
 
-Time is counted, not measured: each rank has a clock that its own computations advance, each message has the time at
-which it was sent, and who receives it goes on at that time at the earliest. So a busy machine changes nothing.
+Time is counted, not measured: each rank has a clock that its own computations advance, each message
+has the time at which it was sent, and who receives it goes on at that time at the earliest. So a
+busy machine changes nothing.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from parallel.pipeline.timeline import Recording
 from parallel.weight_grad_queue import WeightGradQueue
 from tests.ranks import run_ranks
 
-FORWARD, INPUT, WEIGHT = 3.0, 4.0, 2.0
+FORWARD = 3.0
+INPUT = 4.0
+WEIGHT = 2.0
 SLOWEST = 2.0  # how many times as slow as the others the last stage is
 MICROBATCHES = 4
 
@@ -43,14 +46,19 @@ class Counted(torch.autograd.Function):
     """x, later, both ways. The second half of the way back can be put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, deferred: WeightGradQueue, slower: float) -> Tensor:
-        ctx.clock, ctx.deferred, ctx.slower = clock, deferred, slower
+    def forward(
+        ctx: Any, x: Tensor, clock: Clock, deferred: WeightGradQueue, slower: float
+    ) -> Tensor:
+        ctx.clock = clock
+        ctx.deferred = deferred
+        ctx.slower = slower
         clock.advance(FORWARD * slower)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        clock, slower = ctx.clock, ctx.slower
+        clock = ctx.clock
+        slower = ctx.slower
         clock.advance(INPUT * slower)
         ctx.deferred.run(lambda: clock.advance(WEIGHT * slower))
         return grad, None, None, None
@@ -59,7 +67,10 @@ class Counted(torch.autograd.Function):
 def recorded(mesh: DeviceMesh, s: Schedule) -> list[Span]:
     """A step, on all ranks."""
     links = P2P.open(Axis.of(mesh, "pp"), s.rank_of_stage, (2,), torch.float32, CPU)
-    clock, deferred, send, receive = Clock(), WeightGradQueue(), P2P.send, P2P.receive
+    clock = Clock()
+    deferred = WeightGradQueue()
+    send = P2P.send
+    receive = P2P.receive
 
     def stamped(self: P2P, i: Instruction, tensor: Tensor) -> None:
         send(self, i, torch.full_like(tensor, clock.now))
@@ -82,7 +93,9 @@ def recorded(mesh: DeviceMesh, s: Schedule) -> list[Span]:
             patch.setattr(module, "perf_counter", lambda: clock.now)
         recording = Recording.start(links.axis)
         program = s.programs[links.axis.rank]
-        Executor(program, links, forward, lambda stage: None, recording.spans, deferred=deferred).run()
+        Executor(
+            program, links, forward, lambda stage: None, recording.spans, deferred=deferred
+        ).run()
         return recording.gather(s, CPU)
 
 

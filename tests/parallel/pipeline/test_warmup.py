@@ -1,4 +1,5 @@
-"""The laws of the warm-up: no message of it is lost, and it gives the agreement on a step time to arrive."""
+"""The laws of the warm-up: no message of it is lost, and it gives the agreement on a step time to
+arrive."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,11 +19,17 @@ STEPS = 3
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
-def test_every_message_of_the_warm_ups_is_read_once_in_it_or_after_it(kind: str, ranks: int, microbatches: int) -> None:
+def test_every_message_of_the_warm_ups_is_read_once_in_it_or_after_it(
+    kind: str, ranks: int, microbatches: int
+) -> None:
     whole = schedule(kind, ranks, microbatches)
-    warmups, drains = [warmup(program) for program in whole.programs], unread(whole)
+    warmups = [warmup(program) for program in whole.programs]
+    drains = unread(whole)
     sent = Counter(Message.of(i) for i in chain(*warmups) if i.op is Op.SEND_ACTIVATION)
-    assert Counter(Message.of(i) for i in chain(*warmups, *drains) if i.op is Op.RECV_ACTIVATION) == sent
+    assert (
+        Counter(Message.of(i) for i in chain(*warmups, *drains) if i.op is Op.RECV_ACTIVATION)
+        == sent
+    )
     for rank, (program, first) in enumerate(zip(whole.programs, warmups, strict=True)):
         assert program[: len(first)] == first
         assert program[len(first)].op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.RECV_GRADIENT)
@@ -79,6 +86,7 @@ def test_a_zero_bubble_pipeline_that_does_not_wait_takes_no_longer_than_its_work
     looked = [
         span.start - ended[span.instruction.microbatch // microbatches - 1]
         for span in spans
-        if span.instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and span.instruction.microbatch >= microbatches
+        if span.instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        and span.instruction.microbatch >= microbatches
     ]
     assert min(looked) >= 1

@@ -1,6 +1,8 @@
-"""NaN and infinity among the numbers of a model: counted as tensors pass, told by name, and alike in copies.
+"""NaN and infinity among the numbers of a model: counted as tensors pass, told by name, and alike
+in copies.
 
-A conversion leaves them as they are, since a damaged model may be worth a look, but not without a word.
+A conversion leaves them as they are, since a damaged model may be worth a look, but not without a
+word.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,25 +23,33 @@ class NotFinite:
         """Pass the pieces of a tensor through, and count in them."""
         wrong = every = 0
         for piece in pieces:
-            wrong, every = wrong + not_finite(piece), every + piece.numel()
+            wrong = wrong + not_finite(piece)
+            every = every + piece.numel()
             yield piece
         if wrong:
             self.counts[key] = wrong, every
 
     def lines(self, casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> list[str]:
-        """Return a line for each of the first tensors with such numbers. casts: key, dtype before and dtype after."""
+        """Return a line for each of the first tensors with such numbers. casts: key, dtype before
+        and dtype after."""
         changed = {key: (before, after) for key, before, after in casts if before != after}
         said = [
-            f"{key} has {wrong:,} of {every:,} numbers that are NaN or infinite{_cast(changed.get(key))}"
+            (
+                f"{key} has {wrong:,} of {every:,} numbers that are NaN or "
+                f"infinite{_cast(changed.get(key))}"
+            )
             for key, (wrong, every) in self.counts.items()
         ]
-        more = [f"... and {len(said) - MOST} more tensors with such numbers"] if len(said) > MOST else []
+        if len(said) > MOST:
+            more = [f"... and {len(said) - MOST} more tensors with such numbers"]
+        else:
+            more = []
         return said[:MOST] + more
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have one dtype and the same numbers, NaN where the other has NaN: copies of a damaged
-    tensor are copies."""
+    """Return True if two tensors have one dtype and the same numbers, NaN where the other has NaN:
+    copies of a damaged tensor are copies."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if torch.equal(one, other):
@@ -51,8 +61,8 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 def not_finite(values: Tensor) -> int:
     """Return how many numbers are NaN or infinite.
 
-    A sum is finite only if all of its addends are, and takes a tenth of the time, so numbers are looked at one by one
-    only where the sum is not (or has overflowed).
+    A sum is finite only if all of its addends are, and takes a tenth of the time, so numbers are
+    looked at one by one only where the sum is not (or has overflowed).
     """
     if not values.is_floating_point() or values.sum().isfinite():
         return 0

@@ -23,11 +23,14 @@ from tools.convert.core.transforms import (
 )
 
 QKV = ("query", "key", "value")
-_A, _M = "layers.N.attention", "layers.N.mlp"
+_A = "layers.N.attention"
+_M = "layers.N.mlp"
 CORRECTION = f"{_M}.router.correction"
 
 
-def _both(foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME) -> list[Rule]:
+def _both(
+    foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME
+) -> list[Rule]:
     """The weight and the bias of a layer; which of them a model has, it knows itself."""
     return [
         Rule(f"{foreign}.weight", (f"{logical}.weight",), how),
@@ -75,7 +78,10 @@ def _neox() -> list[Rule]:
 
 # Norms of a layer -> ours: before each branch, after it, and both.
 _BEFORE = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_AFTER = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
+_AFTER = {
+    "post_attention_layernorm": "attention_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
 _AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
 
 
@@ -92,7 +98,10 @@ def _projections() -> list[Rule]:
 def _latents(interleaved: bool) -> list[Rule]:
     """Queries, keys and values of DeepSeek. interleaved: rotary partners are neighbours."""
     attention = "model.layers.N.self_attn"
-    query, down = (LATENT_QUERY, LATENT_DOWN) if interleaved else (LATENT_QUERY_HALVES, LATENT_DOWN_HALVES)
+    if interleaved:
+        query, down = (LATENT_QUERY, LATENT_DOWN)
+    else:
+        query, down = (LATENT_QUERY_HALVES, LATENT_DOWN_HALVES)
     parts = ("key_value_down", "key_rope")
     return [
         Rule(f"{attention}.q_proj.weight", (f"{_A}.query.weight",), query),
@@ -100,16 +109,26 @@ def _latents(interleaved: bool) -> list[Rule]:
         Rule(f"{attention}.q_a_layernorm.weight", (f"{_A}.query_down_norm.weight",)),
         Rule(f"{attention}.q_b_proj.weight", (f"{_A}.query_up.weight",), query),
         *(
-            Rule(f"{attention}.kv_a_proj_with_mqa.{kind}", tuple(f"{_A}.{part}.{kind}" for part in parts), down)
+            Rule(
+                f"{attention}.kv_a_proj_with_mqa.{kind}",
+                tuple(f"{_A}.{part}.{kind}" for part in parts),
+                down,
+            )
             for kind in ("weight", "bias")
         ),
         Rule(f"{attention}.kv_a_layernorm.weight", (f"{_A}.key_value_down_norm.weight",)),
-        Rule(f"{attention}.kv_b_proj.weight", (f"{_A}.key_up.weight", f"{_A}.value_up.weight"), LATENT_UP),
+        Rule(
+            f"{attention}.kv_b_proj.weight",
+            (f"{_A}.key_up.weight", f"{_A}.value_up.weight"),
+            LATENT_UP,
+        ),
     ]
 
 
 def _llama(
-    feed_forward: Sequence[Rule], norms: Mapping[str, str] = _BEFORE, projections: Sequence[Rule] = ()
+    feed_forward: Sequence[Rule],
+    norms: Mapping[str, str] = _BEFORE,
+    projections: Sequence[Rule] = (),
 ) -> list[Rule]:
     layer = "model.layers.N"
     of_attention, of_mlp = (
@@ -136,7 +155,9 @@ def _llama(
 
 def _gated() -> list[Rule]:
     parts = ("gate", "up", "down")
-    return [rule for part in parts for rule in _both(f"model.layers.N.mlp.{part}_proj", f"{_M}.{part}")]
+    return [
+        rule for part in parts for rule in _both(f"model.layers.N.mlp.{part}_proj", f"{_M}.{part}")
+    ]
 
 
 def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
@@ -144,7 +165,10 @@ def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
     return [
         Rule(f"model.layers.N.{moe}.gate.weight", (f"{_M}.router.weight",)),
         *(
-            Rule(f"model.layers.N.{moe}.experts.E.{theirs}.weight", (f"{_M}.experts.E.{ours}.weight",))
+            Rule(
+                f"model.layers.N.{moe}.experts.E.{theirs}.weight",
+                (f"{_M}.experts.E.{ours}.weight",),
+            )
             for theirs, ours in parts.items()
         ),
     ]
@@ -155,20 +179,29 @@ def _beside_experts(shared: str) -> list[Rule]:
     layer = "model.layers.N.mlp"
     return [
         Rule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,)),
-        *(Rule(f"{layer}.{shared}.{p}_proj.weight", (f"{_M}.shared.{p}.weight",)) for p in ("gate", "up", "down")),
+        *(
+            Rule(f"{layer}.{shared}.{p}_proj.weight", (f"{_M}.shared.{p}.weight",))
+            for p in ("gate", "up", "down")
+        ),
         Rule(f"{layer}.{shared}_gate.weight", (f"{_M}.shared_gate.weight",)),
     ]
 
 
 def _shared_experts(shared: str = "shared_experts") -> list[Rule]:
     """Experts with shared ones beside them, and feed-forwards of layers without experts."""
-    return [*_gated(), *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_beside_experts(shared)]
+    return [
+        *_gated(),
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        *_beside_experts(shared),
+    ]
 
 
 def _stacked_experts() -> list[Rule]:
-    """Experts of gpt-oss: all of a layer in one tensor, and gate and up of it row by row in turn."""
+    """Experts of gpt-oss: all of a layer in one tensor, and gate and up of it row by row in
+    turn."""
     mlp = "model.layers.N.mlp"
-    gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
+    gate_up = f"{mlp}.experts.gate_up_proj"
+    down = f"{mlp}.experts.down_proj"
     rules = _both(f"{mlp}.router", f"{_M}.router")
     for suffix, kind in (("", "weight"), ("_bias", "bias")):
         both = tuple(f"{_M}.experts.E.{part}.{kind}" for part in ("gate", "up"))
@@ -178,8 +211,8 @@ def _stacked_experts() -> list[Rule]:
 
 
 def _with_modules(rules: Sequence[Rule]) -> list[Rule]:
-    """Return the rows with those of modules of multi-token prediction after the layers: what is around each module's
-    layer, which is numbered as one of the model's, and the layer.
+    """Return the rows with those of modules of multi-token prediction after the layers: what is
+    around each module's layer, which is numbered as one of the model's, and the layer.
     """
     layer = "model.layers.N"
     end = 1 + max(n for n, rule in enumerate(rules) if ".N." in rule.foreign)
@@ -221,7 +254,13 @@ IN_HALVES: dict[str, list[Rule]] = {
 # What a folder may leave out before every name: it was saved without the head.
 PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
 # Buffers that old folders hold and that nothing has to be kept of: ends of their names.
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".rotary_emb.inv_freq",
+)
 
 
 def megatron(
@@ -233,29 +272,44 @@ def megatron(
 ) -> list[Rule]:
     """Megatron-core's GPTModel, in the order of its parameters.
 
-    fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else they stand alone, as
-    the norm before experts always does but in distributed checkpoints without Transformer Engine, which name it as if
-    it came before a feed-forward (fused_before_experts). interleaved: rotary partners are neighbours
-    (args.rotary_interleaved). down: how the projections down to latents are sharded.
+    fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else
+    they stand alone, as the norm before experts always does but in distributed checkpoints without
+    Transformer Engine, which name it as if it came before a feed-forward (fused_before_experts).
+    interleaved: rotary partners are neighbours (args.rotary_interleaved). down: how the projections
+    down to latents are sharded.
     """
-    layer, gated = "decoder.layers.N", model.gated
-    attention, inner = f"{layer}.self_attention", f"{layer}.mlp.linear_fc1"
+    layer = "decoder.layers.N"
+    gated = model.gated
+    attention = f"{layer}.self_attention"
+    inner = f"{layer}.mlp.linear_fc1"
     fused_attention = fused_norms and not model.latent  # before several layers a norm stands alone
     attention_norm = _norm(
-        f"{attention}.linear_qkv.layer_norm_" if fused_attention else f"{layer}.input_layernorm.", "attention_norm"
+        f"{attention}.linear_qkv.layer_norm_" if fused_attention else f"{layer}.input_layernorm.",
+        "attention_norm",
     )
-    with_mlp: dict[Layers, bool] = {"dense": fused_norms, "experts": fused_norms and fused_before_experts}
+    with_mlp: dict[Layers, bool] = {
+        "dense": fused_norms,
+        "experts": fused_norms and fused_before_experts,
+    }
     layers = [
         *(() if fused_attention else attention_norm),
         Rule(f"{attention}.core_attention.softmax_offset", (f"{_A}.sinks.weight",), SAME, "rows"),
         Rule(f"{attention}.linear_proj.weight", (f"{_A}.output.weight",), SAME, "columns"),
         Rule(f"{attention}.linear_proj.bias", (f"{_A}.output.bias",)),
         *(attention_norm if fused_attention else ()),
-        *(_megatron_latents(attention, fused_norms, down) if model.latent else _megatron_qkv(attention, interleaved)),
+        *(
+            _megatron_latents(attention, fused_norms, down)
+            if model.latent
+            else _megatron_qkv(attention, interleaved)
+        ),
         *(
             rule
             for layers, fused in with_mlp.items()
-            for rule in _norm(f"{inner}.layer_norm_" if fused else f"{layer}.pre_mlp_layernorm.", "mlp_norm", layers)
+            for rule in _norm(
+                f"{inner}.layer_norm_" if fused else f"{layer}.pre_mlp_layernorm.",
+                "mlp_norm",
+                layers,
+            )
         ),
         *_megatron_mlp(f"{layer}.mlp", _M, gated),
         *_both(f"{layer}.mlp.router", f"{_M}.router"),
@@ -290,9 +344,14 @@ def _megatron_qkv(attention: str, interleaved: bool) -> list[Rule]:
 
 
 def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule]:
-    """Multi-latent attention, whose rotary partners are neighbours (`_apply_rotary_pos_emb_bshd` of rope_utils.py)."""
-    query_up, up = f"{attention}.linear_q_up_proj", f"{attention}.linear_kv_up_proj"
-    query_norm = f"{query_up}.layer_norm_weight" if fused_norms else f"{attention}.q_layernorm.weight"
+    """Multi-latent attention, whose rotary partners are neighbours (`_apply_rotary_pos_emb_bshd` of
+    rope_utils.py)."""
+    query_up = f"{attention}.linear_q_up_proj"
+    up = f"{attention}.linear_kv_up_proj"
+    if fused_norms:
+        query_norm = f"{query_up}.layer_norm_weight"
+    else:
+        query_norm = f"{attention}.q_layernorm.weight"
     norm = f"{up}.layer_norm_weight" if fused_norms else f"{attention}.kv_layernorm.weight"
     norms = {
         "query": Rule(query_norm, (f"{_A}.query_down_norm.weight",)),
@@ -313,7 +372,10 @@ def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule
 
 
 def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[Rule]:
-    return [Rule(prefix + kind, (f"layers.N.{logical}.{kind}",), layers=layers) for kind in ("weight", "bias")]
+    return [
+        Rule(prefix + kind, (f"layers.N.{logical}.{kind}",), layers=layers)
+        for kind in ("weight", "bias")
+    ]
 
 
 def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:
@@ -322,7 +384,12 @@ def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:
     cut: Cut = "halves" if gated else "rows"
     return [
         *(
-            Rule(f"{foreign}.linear_fc1.{kind}", tuple(f"{logical}.{part}.{kind}" for part in parts), how, cut)
+            Rule(
+                f"{foreign}.linear_fc1.{kind}",
+                tuple(f"{logical}.{part}.{kind}" for part in parts),
+                how,
+                cut,
+            )
             for kind in ("weight", "bias")
         ),
         Rule(f"{foreign}.linear_fc2.weight", (f"{logical}.down.weight",), SAME, "columns"),
@@ -333,22 +400,35 @@ def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:
 def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool) -> list[Rule]:
     """InternEvo's InternLM model (modeling_internlm.py).
 
-    mlp: its names of the feed-forward's layers -> ours. split_hidden: the embedding's features are cut over ranks, not
-    its vocabulary. weight_parallel: the rows of every linear layer are cut, as they lie.
+    mlp: its names of the feed-forward's layers -> ours. split_hidden: the embedding's features are
+    cut over ranks, not its vocabulary. weight_parallel: the rows of every linear layer are cut, as
+    they lie.
     """
     qkv: Cut = "rows" if weight_parallel else "thirds"
     closing: Cut = "rows" if weight_parallel else "columns"
     layer = "blocks.N"
     return [
-        Rule("embedding.weight", ("embedding.weight",), SAME, "columns" if split_hidden else "rows"),
+        Rule(
+            "embedding.weight", ("embedding.weight",), SAME, "columns" if split_hidden else "rows"
+        ),
         *_both(f"{layer}.norm1", "layers.N.attention_norm"),
         Rule(f"{layer}.mixer.Wqkv.weight", _qkv("weight"), PACKED, qkv),
         Rule(f"{layer}.mixer.Wqkv.bias", _qkv("bias"), PACKED, qkv),
         Rule(f"{layer}.mixer.out_proj.weight", (f"{_A}.output.weight",), SAME, closing),
-        Rule(f"{layer}.mixer.out_proj.bias", (f"{_A}.output.bias",), SAME, "rows" if weight_parallel else "whole"),
+        Rule(
+            f"{layer}.mixer.out_proj.bias",
+            (f"{_A}.output.bias",),
+            SAME,
+            "rows" if weight_parallel else "whole",
+        ),
         *_both(f"{layer}.norm2", "layers.N.mlp_norm"),
         *(
-            Rule(f"{layer}.mlp.{theirs}.weight", (f"{_M}.{ours}.weight",), SAME, closing if ours == "down" else "rows")
+            Rule(
+                f"{layer}.mlp.{theirs}.weight",
+                (f"{_M}.{ours}.weight",),
+                SAME,
+                closing if ours == "down" else "rows",
+            )
             for theirs, ours in mlp.items()
         ),
         *_both("norm", "final_norm"),

@@ -1,6 +1,8 @@
-"""The rows of the name tables: a tensor of another system, and the logical tensors of megaprec that it consists of.
+"""The rows of the name tables: a tensor of another system, and the logical tensors of megaprec that
+it consists of.
 
-The logical tensors of a model are listed as names and shapes, so that nothing has to be built for a conversion.
+The logical tensors of a model are listed as names and shapes, so that nothing has to be built for a
+conversion.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +20,17 @@ Layers = Literal["all", "experts", "dense"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of a name table. In names `.N.` stands for the number of a layer and `.E.` for that of an expert.
+    """One row of a name table. In names `.N.` stands for the number of a layer and `.E.` for that
+    of an expert.
 
-    Rules of `mtp.K.` are of modules for multi-token prediction: `.K.` is the number of the module, and `.N.` that of
-    its layer, which follows the model's own.
-    A foreign tensor without `.E.` whose logical names have it consists of the tensors of all experts, expert by expert.
+    Rules of `mtp.K.` are of modules for multi-token prediction: `.K.` is the number of the module,
+    and `.N.` that of its layer, which follows the model's own. A foreign tensor without `.E.` whose
+    logical names have it consists of the tensors of all experts, expert by expert.
 
-    cut: how the system shards the tensor over tensor-parallel ranks: not at all, by rows, by columns, by rows of each
-    of its two halves or three thirds, or by rows after padding. Hugging Face does not shard. layers: those that have
-    the tensor under this name: all, those with experts, or those without.
+    cut: how the system shards the tensor over tensor-parallel ranks: not at all, by rows, by
+    columns, by rows of each of its two halves or three thirds, or by rows after padding. Hugging
+    Face does not shard. layers: those that have the tensor under this name: all, those with
+    experts, or those without.
     """
 
     foreign: str
@@ -48,23 +52,34 @@ class Match:
 
 
 def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
-    """Return the foreign tensors of `model`, layer by layer in the order of the rules; each logical tensor is in
-    one of them.
+    """Return the foreign tensors of `model`, layer by layer in the order of the rules; each logical
+    tensor is in one of them.
     """
-    shapes, sizes = logical_shapes(model), heads(model)
+    shapes = logical_shapes(model)
+    sizes = heads(model)
     found: list[Match] = []
     for rule in _in_order(rules, model):
         if rule.logical and all(name in shapes for name in rule.logical):
             ours = [torch.empty(shapes[name], device="meta") for name in rule.logical]
-            found.append(Match(rule.foreign, rule.logical, rule.how, rule.cut, tuple(rule.how.join(ours, sizes).shape)))
+            found.append(
+                Match(
+                    rule.foreign,
+                    rule.logical,
+                    rule.how,
+                    rule.cut,
+                    tuple(rule.how.join(ours, sizes).shape),
+                )
+            )
     covered = [name for match in found for name in match.logical]
-    assert sorted(covered) == sorted(shapes), f"the table does not cover {set(shapes) ^ set(covered)}"
+    assert sorted(covered) == sorted(shapes), (
+        f"the table does not cover {set(shapes) ^ set(covered)}"
+    )
     return found
 
 
 def _in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
-    """Return all rules with numbers inserted; those of layers, and those of modules, stand where the first of them
-    stands.
+    """Return all rules with numbers inserted; those of layers, and those of modules, stand where
+    the first of them stands.
     """
     in_modules = [rule for rule in rules if has_modules([rule])]
     in_layers = [rule for rule in rules if ".N." in rule.foreign and rule not in in_modules]
@@ -101,16 +116,22 @@ def layers_of_modules(rules: Sequence[Rule], layer: str, module: str) -> list[Ru
 
 def _of_kind(rules: Sequence[Rule], layer: ModelConfig) -> list[Rule]:
     """Return the rules for a layer with experts, or for one without."""
-    return [rule for rule in rules if rule.layers in ("all", "experts" if layer.experts else "dense")]
+    return [
+        rule for rule in rules if rule.layers in ("all", "experts" if layer.experts else "dense")
+    ]
 
 
 def _of_module(rule: Rule, module: int) -> Rule:
-    foreign, *logical = (name.replace(".K.", f".{module}.") for name in (rule.foreign, *rule.logical))
+    foreign, *logical = (
+        name.replace(".K.", f".{module}.") for name in (rule.foreign, *rule.logical)
+    )
     return replace(rule, foreign=foreign, logical=tuple(logical))
 
 
 def _numbered(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
-    foreign, *logical = (name.replace(".N.", f".{layer}.") for name in (rule.foreign, *rule.logical))
+    foreign, *logical = (
+        name.replace(".N.", f".{layer}.") for name in (rule.foreign, *rule.logical)
+    )
     if ".E." in foreign:
         for e in range(experts):
             own = tuple(name.replace(".E.", f".{e}.") for name in logical)
@@ -124,7 +145,9 @@ def _numbered(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 
 def heads(model: ModelConfig) -> Heads:
     """Return the sizes of the attention heads of `model`."""
-    return Heads(model.heads, model.kv_heads, model.head_dim, model.rotary_dims, model.latent.value_dim)
+    return Heads(
+        model.heads, model.kv_heads, model.head_dim, model.rotary_dims, model.latent.value_dim
+    )
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -144,7 +167,8 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _module(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around it."""
+    """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around
+    it."""
     for name in ("embedding_norm", "hidden_norm", "final_norm"):
         yield from _norm(name, model, model.hidden)
     yield "projection.weight", (model.hidden, 2 * model.hidden)
@@ -156,7 +180,10 @@ def _layer(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _branch_norms("attention", model, h)
     yield from _latents(model) if model.latent else _queries_keys_values(model)
     yield from _linear(
-        "attention.output", h, model.heads * (model.latent.value_dim or model.head_dim), model.output_bias
+        "attention.output",
+        h,
+        model.heads * (model.latent.value_dim or model.head_dim),
+        model.output_bias,
     )
     yield from _branch_norms("mlp", model, h)
     if model.experts:
@@ -174,7 +201,9 @@ def _layer(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _queries_keys_values(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    d, width, kv_width = model.head_dim, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    d = model.head_dim
+    width = model.heads * model.head_dim
+    kv_width = model.kv_heads * model.head_dim
     for name, rows in (("query", width), ("key", kv_width), ("value", kv_width)):
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.qk_norm:
@@ -186,7 +215,9 @@ def _queries_keys_values(model: ModelConfig) -> Iterator[tuple[str, tuple[int, .
 
 
 def _latents(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h, sizes, queries = model.hidden, model.latent, model.heads * model.head_dim
+    h = model.hidden
+    sizes = model.latent
+    queries = model.heads * model.head_dim
     if sizes.query_rank:
         yield from _linear("attention.query_down", sizes.query_rank, h, model.qkv_bias)
         yield "attention.query_down_norm.weight", (sizes.query_rank,)
@@ -200,20 +231,26 @@ def _latents(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attention.value_up.weight", (model.heads * sizes.value_dim, sizes.kv_rank)
 
 
-def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _feed_forward(
+    name: str, model: ModelConfig, ffn: int, bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     h = model.hidden
     for part in ("gate", "up") if model.gated else ("up",):
         yield from _linear(f"{name}.{part}", ffn, h, bias)
     yield from _linear(f"{name}.down", h, ffn, bias)
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _linear(
+    name: str, rows: int, columns: int, bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
 
 
-def _branch_norms(branch: str, model: ModelConfig, features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _branch_norms(
+    branch: str, model: ModelConfig, features: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     if model.norm_at != "after":
         yield from _norm(f"{branch}_norm", model, features)
     if model.norm_at != "before":

@@ -1,7 +1,8 @@
 """A model in any format, read by logical names: the result of every format's reader.
 
-Keys are those of megaprec checkpoints: weight/NAME, exp_avg/NAME and exp_avg_sq/NAME. A tensor of another system may
-contain several logical ones and is their `Origin`. It is read once, and its parts are kept until each has been read.
+Keys are those of megaprec checkpoints: weight/NAME, exp_avg/NAME and exp_avg_sq/NAME. A tensor of
+another system may contain several logical ones and is their `Origin`. It is read once, and its
+parts are kept until each has been read.
 """
 
 from collections import Counter
@@ -21,24 +22,28 @@ from tools.convert.core.tensors import PIECE
 
 @dataclass(frozen=True)
 class Origin:
-    """A tensor of a file format: its own name, the keys of the logical tensors in it, and how it is read."""
+    """A tensor of a file format: its own name, the keys of the logical tensors in it, and how it is
+    read."""
 
     name: str
     keys: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     load: Callable[[], Sequence[Tensor]]
-    rows: Callable[[int, int], Tensor] | None = None  # reads some rows only, where the tensor is stored as ours is
+    rows: Callable[[int, int], Tensor] | None = (
+        None  # reads some rows only, where the tensor is stored as ours is
+    )
 
 
 @dataclass(frozen=True)
 class Facts:
     """The information of a model folder besides tensors; fields are empty if the folder lacks it.
 
-    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule. progress, watch, precision, layout:
-    as in megaprec checkpoints. unread: contents that cannot be read. special: bos_token_id and the like, as in
-    config.json; generation: contents of generation_config.json. documents: the ids "begin" and "end" of the tokens
-    around documents in the training of a run, each None if there was none; empty if that is not known. notes: remarks
+    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule. progress,
+    watch, precision, layout: as in megaprec checkpoints. unread: contents that cannot be read.
+    special: bos_token_id and the like, as in config.json; generation: contents of
+    generation_config.json. documents: the ids "begin" and "end" of the tokens around documents in
+    the training of a run, each None if there was none; empty if that is not known. notes: remarks
     for the user, a sentence each.
     """
 
@@ -57,7 +62,8 @@ class Facts:
 
 
 class Source:
-    """An opened model. kind: as `formats.FORMATS` has it. tokenizer: the files that make it up, if any."""
+    """An opened model. kind: as `formats.FORMATS` has it. tokenizer: the files that make it up, if
+    any."""
 
     def __init__(
         self,
@@ -68,7 +74,11 @@ class Source:
         facts: Facts,
         tokenizer: Sequence[Path],
     ) -> None:
-        self.path, self.kind, self.model, self.facts, self.tokenizer = path, kind, model, facts, tuple(tokenizer)
+        self.path = path
+        self.kind = kind
+        self.model = model
+        self.facts = facts
+        self.tokenizer = tuple(tokenizer)
         self._origin = {key: origin for origin in origins for key in origin.keys}
         self.shapes = {k: s for o in origins for k, s in zip(o.keys, o.shapes, strict=True)}
         self.loads: Counter[str] = Counter()  # how often each foreign tensor was read
@@ -79,7 +89,11 @@ class Source:
         """Return this source without modules of multi-token prediction."""
         if not self.model.mtp_layers:
             return self
-        origins = [origin for key, origin in self._origin.items() if not key.partition("/")[2].startswith("mtp.")]
+        origins = [
+            origin
+            for key, origin in self._origin.items()
+            if not key.partition("/")[2].startswith("mtp.")
+        ]
         kept = tuple(dict.fromkeys(origins))
         return Source(self.path, self.kind, self.model.alone, kept, self.facts, self.tokenizer)
 
@@ -97,7 +111,8 @@ class Source:
         return self._origin[key].dtype
 
     def dtype_in(self, key: str, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of a logical tensor in a conversion to `dtype`; None keeps its own, as corrections do."""
+        """Return the dtype of a logical tensor in a conversion to `dtype`; None keeps its own, as
+        corrections do."""
         return self.dtype(key) if dtype is None or is_correction(key) else dtype
 
     def rows(self, key: str, top: int, bottom: int) -> Tensor:
@@ -106,10 +121,11 @@ class Source:
         return some(top, bottom) if some else self.read(key)[top:bottom]
 
     def pieces(self, key: str) -> Iterator[Tensor]:
-        """Yield the rows of a logical tensor in order, some at a time; all at once if they cannot be read
-        separately.
+        """Yield the rows of a logical tensor in order, some at a time; all at once if they cannot
+        be read separately.
         """
-        origin, shape = self._origin[key], self.shapes[key]
+        origin = self._origin[key]
+        shape = self.shapes[key]
         if origin.rows is None or not shape:
             yield self.read(key)
             return
@@ -119,7 +135,8 @@ class Source:
             yield origin.rows(top, min(top + step, shape[0]))
 
     def read(self, key: str) -> Tensor:
-        """Return a logical tensor. The other parts of its foreign tensor stay in memory, for they are read next."""
+        """Return a logical tensor. The other parts of its foreign tensor stay in memory, for they
+        are read next."""
         origin = self._origin[key]
         if self._held[0] != origin.name or key not in self._held[1]:
             self._held = "", {}  # lets go of the old one first

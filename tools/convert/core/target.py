@@ -1,10 +1,11 @@
 """Writing a model in any format: files are allocated first, then tensors are filled in one by one.
 
-A target is written to a hidden folder beside its final name. A journal in it has a line for every tensor that is
-written, with a checksum of its values; an interrupted conversion resumes after the last line, and since every tensor
-has a place of its own, it leaves the same bytes. Then everything is read back through the reader of the target's
-format, each tensor's checksum is compared, and only then the folder gets its name. A conversion that is refused would
-be refused again, so it leaves nothing.
+A target is written to a hidden folder beside its final name. A journal in it has a line for every
+tensor that is written, with a checksum of its values; an interrupted conversion resumes after the
+last line, and since every tensor has a place of its own, it leaves the same bytes. Then everything
+is read back through the reader of the target's format, each tensor's checksum is compared, and only
+then the folder gets its name. A conversion that is refused would be refused again, so it leaves
+nothing.
 """
 
 import errno
@@ -33,12 +34,14 @@ from tools.convert.core.source import Source
 from tools.convert.core.tensors import fill
 
 JOURNAL = "journal.jsonl"
-Report = Callable[[int, str], None]  # (bytes written or compared since the last call, what is being done)
+# (bytes written or compared since the last call, what is being done)
+Report = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a part of a tensor. take: returns the part of the joined tensor, in the file's dtype."""
+    """The place of a part of a tensor. take: returns the part of the joined tensor, in the file's
+    dtype."""
 
     file: str
     start: int
@@ -47,9 +50,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Write:
-    """One tensor of the target's format: the keys of the logical tensors that it is joined of, and its places.
+    """One tensor of the target's format: the keys of the logical tensors that it is joined of, and
+    its places.
 
-    straight: it is one logical tensor at one place, row by row; it is then never in memory as a whole.
+    straight: it is one logical tensor at one place, row by row; it is then never in memory as a
+        whole.
     """
 
     name: str
@@ -63,10 +68,10 @@ class Write:
 class Target:
     """The writer of a format for one source.
 
-    describe: JSON value that identifies this conversion; an interrupted one is resumed only if it is equal. dtypes: key
-    -> dtype in which it will be read back. reserve: creates the files in a folder (unless the flag says that they
-    exist) and returns the writes. finish: writes everything but tensors. reopen: reads the folder. left_out: parts of
-    the model that the format lacks.
+    describe: JSON value that identifies this conversion; an interrupted one is resumed only if it
+    is equal. dtypes: key -> dtype in which it will be read back. reserve: creates the files in a
+    folder (unless the flag says that they exist) and returns the writes. finish: writes everything
+    but tensors. reopen: reads the folder. left_out: parts of the model that the format lacks.
     """
 
     describe: dict[str, Any]
@@ -79,7 +84,8 @@ class Target:
 
 
 def convert(source: Source, target: Target, destination: Path, report: Report) -> list[str]:
-    """Write `source` to `destination`, which must not exist, completely or not at all. Raises UserError.
+    """Write `source` to `destination`, which must not exist, completely or not at all. Raises
+    UserError.
 
     Returns a line for each tensor that has numbers that are NaN or infinite.
     """
@@ -97,7 +103,9 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
     return damage.lines((key, source.dtype(key), dtype) for key, dtype in target.dtypes.items())
 
 
-def _fill(source: Source, target: Target, partial: Path, journal: "Journal", report: Report) -> None:
+def _fill(
+    source: Source, target: Target, partial: Path, journal: "Journal", report: Report
+) -> None:
     """Write everything that is not written yet."""
     writes = _ordered(target.reserve(partial, not journal.begun), source)
     _check_complete(writes, target, source)
@@ -111,7 +119,8 @@ def _fill(source: Source, target: Target, partial: Path, journal: "Journal", rep
 
 @contextmanager
 def _nothing_left(partial: Path) -> Iterator[None]:
-    """Remove the folder if the conversion is refused. After a full disk or a kill it stays, to be resumed."""
+    """Remove the folder if the conversion is refused. After a full disk or a kill it stays, to be
+    resumed."""
     try:
         yield
     except UserError:
@@ -128,10 +137,12 @@ def _publish(partial: Path, destination: Path) -> None:
 
 
 class Journal:
-    """The journal of a conversion: a line that identifies it, then a line per tensor that was written."""
+    """The journal of a conversion: a line that identifies it, then a line per tensor that was
+    written."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path, self.identity = path, identity
+        self.path = path
+        self.identity = identity
         lines = self._whole_lines()
         self.begun = bool(lines) and lines[0] == identity
         self.digests: dict[
@@ -150,9 +161,14 @@ class Journal:
         try:
             lines = [parse_json(line) for line in whole.splitlines()]
             assert all(isinstance(line, dict) for line in lines)
-            return [*lines[:1], *({"name": line["name"], "digests": line["digests"]} for line in lines[1:])]
+            return [
+                *lines[:1],
+                *({"name": line["name"], "digests": line["digests"]} for line in lines[1:]),
+            ]
         except (ValueError, KeyError, AssertionError) as error:
-            raise UserError(f"{self.path} is damaged: remove {self.path.parent} to convert anew") from error
+            raise UserError(
+                f"{self.path} is damaged: remove {self.path.parent} to convert anew"
+            ) from error
 
     def begin(self) -> None:
         """Record that the files exist, unless that is recorded already."""
@@ -177,7 +193,8 @@ def _disk_told(destination: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
-                f"{destination}: {os.strerror(error.errno).lower()}; make room and run the same command again"
+                f"{destination}: {os.strerror(error.errno).lower()}; make room and run the "
+                "same command again"
             ) from error
         raise UserError(f"{destination} cannot be written: {error}") from error
 
@@ -185,7 +202,9 @@ def _disk_told(destination: Path) -> Iterator[None]:
 def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
     files = sorted(f for f in source.path.rglob("*") if f.is_file())
-    stamps = [(str(f.relative_to(source.path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    stamps = [
+        (str(f.relative_to(source.path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
+    ]
     seen = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
     return {"target": target.describe, "source": str(source.path.absolute()), "files": seen}
 
@@ -197,7 +216,9 @@ def _make_room(partial: Path, size: int) -> None:
     free = shutil.disk_usage(partial).free
     if size > free:
         partial.rmdir()
-        raise UserError(f"{partial.parent} has {free:,} bytes free, and {size:,} are needed: make room")
+        raise UserError(
+            f"{partial.parent} has {free:,} bytes free, and {size:,} are needed: make room"
+        )
 
 
 def _ordered(writes: list[Write], source: Source) -> list[Write]:
@@ -211,7 +232,8 @@ def _check_complete(writes: Sequence[Write], target: Target, source: Source) -> 
     wanted = [key for write in writes for key in write.keys]
     twice = [key for key, count in Counter(wanted).items() if count > 1]
     assert not twice, f"the table of the target has {twice} twice"
-    missing, surplus = sorted(set(wanted) - source.shapes.keys()), sorted(set(target.dtypes) - set(wanted))
+    missing = sorted(set(wanted) - source.shapes.keys())
+    surplus = sorted(set(target.dtypes) - set(wanted))
     problems = [f"{source.path} lacks {key}, which the target needs" for key in missing]
     problems += [f"{source.path} holds {key}, which the target has no place for" for key in surplus]
     if problems:
@@ -253,20 +275,28 @@ def _copy(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> st
 
 
 def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report: Report) -> None:
-    """Raise UserError unless the target reads back as it was written. Counts numbers that are not finite."""
+    """Raise UserError unless the target reads back as it was written. Counts numbers that are not
+    finite."""
     if written.shapes.keys() != digests.keys():
-        raise UserError(f"{written.path} has other tensors than were written: {written.shapes.keys() ^ digests.keys()}")
+        raise UserError(
+            f"{written.path} has other tensors than were written: "
+            f"{written.shapes.keys() ^ digests.keys()}"
+        )
     for key, expected in digests.items():
-        shape, dtype = written.shapes[key], written.dtype(key)
+        shape = written.shapes[key]
+        dtype = written.dtype(key)
         if checksum(dtype, shape, damage.seen(key, written.pieces(key))) != expected:
-            raise UserError(f"{written.path}: {key} does not read back as it was written; is the disk sound?")
+            raise UserError(
+                f"{written.path}: {key} does not read back as it was written; is the disk sound?"
+            )
         report(prod(shape) * dtype.itemsize, f"checking {key}")
 
 
 def checksum(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Tensor]) -> str:
     """Return the CRC-32 of dtype, shape and values.
 
-    It detects errors of disks and readers; SHA-256 would also detect forgeries, but takes three times as long.
+    It detects errors of disks and readers; SHA-256 would also detect forgeries, but takes three
+    times as long.
     """
     made = zlib.crc32(f"{dtype} {tuple(shape)}\n".encode())
     for piece in pieces:

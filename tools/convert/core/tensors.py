@@ -1,8 +1,9 @@
 """The places of tensors in files, and reading and writing them one at a time.
 
-Files are read, not mapped, so that a program's memory is what it holds and not what it has touched. A safetensors file
-is 8 bytes with the length of a JSON header, the header, and the values one after another; since the header can be
-written before any value is known, a file of any size is filled in place, tensor by tensor.
+Files are read, not mapped, so that a program's memory is what it holds and not what it has touched.
+A safetensors file is 8 bytes with the length of a JSON header, the header, and the values one after
+another; since the header can be written before any value is known, a file of any size is filled in
+place, tensor by tensor.
 """
 
 import errno
@@ -39,8 +40,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Bytes that are moved at a time: they stay in the processor's caches, and Linux finds room for them in small pieces. A
-# write of 4 MiB makes it look for whole huge pages, which may take several times as long as the copy.
+# Bytes that are moved at a time: they stay in the processor's caches, and Linux finds room for them
+# in small pieces. A write of 4 MiB makes it look for whole huge pages, which may take several times
+# as long as the copy.
 PIECE = 1 << 20
 
 
@@ -48,8 +50,9 @@ PIECE = 1 << 20
 class Stored:
     """A tensor in a file. start: byte of its first element. strides: in elements.
 
-    crc: CRC-32 of its bytes, if the file states it: they are held against it when they are read. within: a tensor of
-    which this is the first part, so that reading this holds all of that against its checksum.
+    crc: CRC-32 of its bytes, if the file states it: they are held against it when they are read.
+    within: a tensor of which this is the first part, so that reading this holds all of that against
+    its checksum.
     """
 
     file: Path
@@ -73,13 +76,16 @@ class Stored:
         return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     def read(self) -> Tensor:
-        """Return the tensor. Raises UserError if the file ends before it, or has other bytes than it says."""
+        """Return the tensor. Raises UserError if the file ends before it, or has other bytes than
+        it says."""
         if self.within is not None:
             self.within._check()
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         values = self._elements(self._span)
-        return values.view(self.shape) if self.strides is None else values.as_strided(self.shape, self.strides)
+        if self.strides is None:
+            return values.view(self.shape)
+        return values.as_strided(self.shape, self.strides)
 
     def rows(self, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom), without reading the others."""
@@ -89,26 +95,33 @@ class Stored:
         start = self.start + top * row * self.dtype.itemsize
         return self.part((bottom - top, *self.shape[1:]), start).read()
 
-    def part(self, shape: tuple[int, ...], start: int, strides: tuple[int, ...] | None = None) -> "Stored":
+    def part(
+        self, shape: tuple[int, ...], start: int, strides: tuple[int, ...] | None = None
+    ) -> "Stored":
         """Return a part of this tensor. start, strides: as those of a tensor."""
         whole = self if self.crc is not None else self.within
         within = whole if start == self.start else None
         return replace(self, shape=shape, start=start, strides=strides, crc=None, within=within)
 
     def _check(self) -> None:
-        """Raise UserError if the bytes are others than the file says. They are never in memory as a whole."""
-        made, rest = 0, self._span * self.dtype.itemsize
+        """Raise UserError if the bytes are others than the file says. They are never in memory as a
+        whole."""
+        made = 0
+        rest = self._span * self.dtype.itemsize
         with reading(self.file, buffering=0) as file:
             file.seek(self.start)
             while rest and (piece := file.read(min(PIECE, rest))):
-                made, rest = zlib.crc32(piece, made), rest - len(piece)
+                made = zlib.crc32(piece, made)
+                rest = rest - len(piece)
         self._compare(made)
 
     def _compare(self, crc: int) -> None:
         if self.crc is not None and crc != self.crc:
             raise UserError(
-                f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another CRC-32 now: fetch or save "
-                "the file again; if its values were changed in place, load it with torch and save it anew"
+                f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another "
+                "CRC-32 now: fetch or save "
+                "the file again; if its values were changed in place, load it with torch and "
+                "save it anew"
             )
 
     def _elements(self, count: int) -> Tensor:
@@ -127,7 +140,8 @@ class Stored:
 
 
 def safetensors_in(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds it damaged."""
+    """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds
+    it damaged."""
     try:
         with safe_open(file, "pt"):
             pass
@@ -138,7 +152,9 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
         raise UserError(f"{file} cannot be read as safetensors: {error}") from error
     header.pop("__metadata__", None)
     if unknown := {entry["dtype"] for entry in header.values()} - DTYPES.keys():
-        raise UserError(f"{file} holds values of type {', '.join(sorted(unknown))}, which cannot be converted")
+        raise UserError(
+            f"{file} holds values of type {', '.join(sorted(unknown))}, which cannot be converted"
+        )
     return {
         name: Stored(file, DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
         for name, e in header.items()
@@ -148,12 +164,18 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
 def reserve_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], write: bool
 ) -> dict[str, int]:
-    """Create a safetensors file with room for `tensors` (unless it exists); return the first byte of each."""
+    """Create a safetensors file with room for `tensors` (unless it exists); return the first byte
+    of each."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end, offsets = 0, {}
+    end = 0
+    offsets = {}
     for name, (dtype, shape) in tensors.items():
         offsets[name], end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
+        header[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offsets[name], end],
+        }
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     if write:
@@ -166,8 +188,8 @@ def reserve_safetensors(
 def allocate(descriptor: int, size: int) -> None:
     """Allocate `size` bytes for a file, so that a full disk is found before the work.
 
-    Where the system or the filesystem cannot (macOS, some network filesystems), the file gets its size, and the disk
-    must have room for it now. Raises OSError if it has not.
+    Where the system or the filesystem cannot (macOS, some network filesystems), the file gets its
+    size, and the disk must have room for it now. Raises OSError if it has not.
     """
     if not size:
         return

@@ -1,14 +1,16 @@
-"""Rearrangements between one tensor of another system and tensors of megaprec, without loss, as data.
+"""Rearrangements between one tensor of another system and tensors of megaprec, without loss, as
+data.
 
-Shapes: n query heads, g key/value heads (groups), d head_dim, h hidden. Megaprec keeps tensors separate, [features out,
-features in]: query [n d, h], key and value [g d, h]. Other systems pack the three into one tensor, in one of two orders
-that have the same shape and are therefore easily confused:
+Shapes: n query heads, g key/value heads (groups), d head_dim, h hidden. Megaprec keeps tensors
+separate, [features out, features in]: query [n d, h], key and value [g d, h]. Other systems pack
+the three into one tensor, in one of two orders that have the same shape and are therefore easily
+confused:
 
     packed    all of query, all of key, all of value                     (GPT-2)
     grouped   for each group its queries, its key head, its value head   (Megatron; GPT-NeoX, where a group is a head)
 
-In latent attention a head of ours has its features with rotary positions first, and the partners of a rotation half of
-them apart. Other systems have them last, and mostly the partners side by side.
+In latent attention a head of ours has its features with rotary positions first, and the partners of
+a rotation half of them apart. Other systems have them last, and mostly the partners side by side.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +22,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes that a rearrangement needs. rotary: number of features of a head with rotary positions. value: of a
-    head's value in latent attention.
+    """The sizes that a rearrangement needs. rotary: number of features of a head with rotary
+    positions. value: of a head's value in latent attention.
     """
 
     query: int
@@ -33,8 +35,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Transform:
-    """A rearrangement. join: megaprec's tensors -> the other system's. split: the inverse. Both work on meta
-    tensors, for shapes.
+    """A rearrangement. join: megaprec's tensors -> the other system's. split: the inverse. Both
+    work on meta tensors, for shapes.
     """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
@@ -84,14 +86,18 @@ def _ungrouped_interleaved(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
 
 
 def _latent_query(interleaved: bool) -> Transform:
-    """Return the transform of the queries of latent attention. interleaved: rotary partners are neighbours there."""
+    """Return the transform of the queries of latent attention. interleaved: rotary partners are
+    neighbours there."""
 
     def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-        x = (_interleave(parts[0], heads) if interleaved else parts[0]).unflatten(0, (-1, heads.dim))
+        x = (_interleave(parts[0], heads) if interleaved else parts[0]).unflatten(
+            0, (-1, heads.dim)
+        )
         return torch.cat((x[:, heads.rotary :], x[:, : heads.rotary]), 1).flatten(0, 1)
 
     def split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-        x, still = whole.unflatten(0, (-1, heads.dim)), heads.dim - heads.rotary
+        x = whole.unflatten(0, (-1, heads.dim))
+        still = heads.dim - heads.rotary
         x = torch.cat((x[:, still:], x[:, :still]), 1).flatten(0, 1)
         return [_halve(x, heads) if interleaved else x]
 
@@ -99,7 +105,8 @@ def _latent_query(interleaved: bool) -> Transform:
 
 
 def _latent_down(interleaved: bool) -> Transform:
-    """Return the transform of the latent of keys and values, and of the rotary part of keys after it."""
+    """Return the transform of the latent of keys and values, and of the rotary part of keys after
+    it."""
 
     def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
         latent, turning = parts
@@ -108,7 +115,10 @@ def _latent_down(interleaved: bool) -> Transform:
 
     def split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
         latent, turning = whole.split([len(whole) - heads.rotary, heads.rotary])
-        return [latent, _halve(turning, replace(heads, dim=heads.rotary)) if interleaved else turning]
+        return [
+            latent,
+            _halve(turning, replace(heads, dim=heads.rotary)) if interleaved else turning,
+        ]
 
     return Transform(join, split)
 
@@ -123,7 +133,8 @@ def _latent_up_split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
 
 
 def _experts_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases without h."""
+    """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
+    without h."""
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return torch.stack([torch.stack(pair, 1).flatten(0, 1).t() for pair in pairs])
 
@@ -135,16 +146,22 @@ def _experts_halved(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
 
 SAME = Transform(lambda parts, _: parts[0], lambda whole, _: [whole])
 TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda whole, _: [whole.t()])
-STACKED = Transform(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))  # two of one size
+# two of one size
+STACKED = Transform(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
 PACKED = Transform(_packed, _unpacked)
-PACKED_TRANSPOSED = Transform(lambda p, heads: _packed(p, heads).t(), lambda w, heads: _unpacked(w.t(), heads))
+PACKED_TRANSPOSED = Transform(
+    lambda p, heads: _packed(p, heads).t(), lambda w, heads: _unpacked(w.t(), heads)
+)
 GROUPED = Transform(_grouped, _ungrouped)
 GROUPED_INTERLEAVED = Transform(_grouped_interleaved, _ungrouped_interleaved)
-LATENT_QUERY, LATENT_QUERY_HALVES = _latent_query(True), _latent_query(False)
-LATENT_DOWN, LATENT_DOWN_HALVES = _latent_down(True), _latent_down(False)
+LATENT_QUERY = _latent_query(True)
+LATENT_QUERY_HALVES = _latent_query(False)
+LATENT_DOWN = _latent_down(True)
+LATENT_DOWN_HALVES = _latent_down(False)
 LATENT_UP = Transform(_latent_up, _latent_up_split)
 # Of all experts of a layer: features in before features out; a bias as it is.
 EXPERTS_TRANSPOSED = Transform(
-    lambda parts, _: torch.stack([part.t() for part in parts]), lambda whole, _: [expert.t() for expert in whole]
+    lambda parts, _: torch.stack([part.t() for part in parts]),
+    lambda whole, _: [expert.t() for expert in whole],
 )
 EXPERTS_INTERLEAVED = Transform(_experts_interleaved, _experts_halved)

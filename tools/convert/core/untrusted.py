@@ -2,11 +2,12 @@
 
     python -P untrusted.py PATH ...        each a file of torch.save, or the folder of a distributed checkpoint
 
-Such files are pickles. Only this process unpickles them, with limits of memory, time and open files and unable to write
-any, through torch's own unpickler of weights, which makes tensors and plain containers and calls nothing else. Names of
-harmless kinds (settings, enumerations, random states) become empty objects of a class defined here; a file with any
-other name is refused. No value of a tensor is read: the answer, JSON on stdout, states its place in the file, and the
-caller reads it from there.
+Such files are pickles. Only this process unpickles them, with limits of memory, time and open files
+and unable to write any, through torch's own unpickler of weights, which makes tensors and plain
+containers and calls nothing else. Names of harmless kinds (settings, enumerations, random states)
+become empty objects of a class defined here; a file with any other name is refused. No value of a
+tensor is read: the answer, JSON on stdout, states its place in the file, and the caller reads it
+from there.
 """
 
 import argparse
@@ -33,17 +34,38 @@ gc.enable()
 
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300  # of processor time for a folder
-OF_START, OF_FILE = 20, 2  # seconds for the start, and for each file
+# seconds for the start, and for each file
+OF_START = 20
+OF_FILE = 2
 MOST = 1_000_000  # values that a file may have, a tensor counted as one and a text by its length
-HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
-DICTS = ("internlm.core.context.parallel_context.Config",)  # InternEvo's settings, a dict by another name
-REFERENCES = ("torch_xla.utils.serialization.TensorReference",)  # stands for a tensor in a file of its own
-# Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss scale.
-SAID = tuple(f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler"))
-METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+HARMLESS = (
+    "megatron.",
+    "transformer_engine.",
+    "numpy.",
+    "signal.",
+    "pathlib.",
+    "enum.",
+    "_io.BytesIO",
+)
+# InternEvo's settings, a dict by another name
+DICTS = ("internlm.core.context.parallel_context.Config",)
+# stands for a tensor in a file of its own
+REFERENCES = ("torch_xla.utils.serialization.TensorReference",)
+# Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss
+# scale.
+SAID = tuple(
+    f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler")
+)
+METADATA = tuple(
+    f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner")
+)
 _ANEW = "load it with torch and save it again"
 STORAGE = re.compile(r".*/data/[^/]+")  # the files of a torch file that hold values
-OWN_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")  # torch's with more in it
+# torch's with more in it
+OWN_METADATA = (
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "MCoreMetadata",
+)
 
 
 class Inert:
@@ -69,7 +91,8 @@ class Reference(Inert):
 def limit(seconds: int = SECONDS) -> None:
     """Limit this process: little memory and time, no files to write, no child processes.
 
-    Memory is limited on Linux only: other systems do not say how much of it this process has, or do not keep to it.
+    Memory is limited on Linux only: other systems do not say how much of it this process has, or do
+    not keep to it.
     """
     limits = {resource.RLIMIT_CPU: seconds}
     limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: 0}
@@ -85,8 +108,8 @@ def limit(seconds: int = SECONDS) -> None:
 def described(file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file as a JSON value: [kind, content].
 
-    Raises ValueError for more than MOST values and characters, for a small file that refers to the same list again and
-    again would be a huge answer, and as `_unpickled` and `_place` do.
+    Raises ValueError for more than MOST values and characters, for a small file that refers to the
+    same list again and again would be a huge answer, and as `_unpickled` and `_place` do.
     """
     if isinstance(file, Path):
         _require_zip(file)
@@ -94,12 +117,15 @@ def described(file: Path | BinaryIO) -> Any:
     return _described(_unpickled(file), storages, itertools.count(0))
 
 
-def _described(value: Any, storages: Mapping[int, tuple[int, int]], counted: "itertools.count[int]") -> Any:
+def _described(
+    value: Any, storages: Mapping[int, tuple[int, int]], counted: "itertools.count[int]"
+) -> Any:
     for _ in range(1 + len(value) // 64 if isinstance(value, str) else 1):
         if next(counted) > MOST:
             raise ValueError(f"it has more than {MOST:,} values")
     if isinstance(value, torch.Tensor):
-        dtype, place = str(value.dtype).removeprefix("torch."), _place(value, storages)
+        dtype = str(value.dtype).removeprefix("torch.")
+        place = _place(value, storages)
         return ["tensor", [dtype, list(value.shape), list(value.stride()), *place]]
     if isinstance(value, Reference):
         return ["reference", int(value.state["tid"])]
@@ -120,49 +146,71 @@ def _described(value: Any, storages: Mapping[int, tuple[int, int]], counted: "it
 
 
 def _key(key: Any) -> str | int:
-    """Return the key of a dict's entry: a whole number, or text, also of a tuple, such as one of dtypes."""
-    return key if isinstance(key, str | int) else ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+    """Return the key of a dict's entry: a whole number, or text, also of a tuple, such as one of
+    dtypes."""
+    if isinstance(key, str | int):
+        return key
+    if isinstance(key, tuple):
+        return ", ".join(map(str, key))
+    return str(key)
 
 
 def _storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
-    """Return where values begin in a torch file, how many bytes from there on are of one storage, and their CRC-32.
+    """Return where values begin in a torch file, how many bytes from there on are of one storage,
+    and their CRC-32.
 
-    Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say that it is damaged.
+    Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say
+    that it is damaged.
     """
     found: dict[int, tuple[int, int]] = {}
     try:
         directory = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
-        raise ValueError("it lacks its end, which lists its parts: it was not saved or fetched whole") from error
-    with directory as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+        raise ValueError(
+            "it lacks its end, which lists its parts: it was not saved or fetched whole"
+        ) from error
+    with (
+        directory as archive,
+        file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened,
+    ):
         for entry in archive.infolist():
             order = entry.filename.endswith("/byteorder")
             if not (order or STORAGE.fullmatch(entry.filename)):
                 continue
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"its values are compressed; torch.save does not do that: {_ANEW}")
-            opened.seek(entry.header_offset + 26)  # where a zip says how long its own words before the values are
+            # where a zip says how long its own words before the values are
+            opened.seek(entry.header_offset + 26)
             start = entry.header_offset + 30 + sum(struct.unpack("<HH", opened.read(4)))
             opened.seek(start)
             if order and opened.read(min(entry.file_size, 16)) != sys.byteorder.encode():
-                raise ValueError("its numbers have their bytes in the other order: a machine of another kind saved it")
+                raise ValueError(
+                    "its numbers have their bytes in the other order: a machine of another "
+                    "kind saved it"
+                )
             found[start] = entry.file_size, entry.CRC
     return found
 
 
 def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tuple[int, int | None]:
-    """Return the byte where the first element of a tensor lies, and the CRC-32 of its bytes if the file states it.
+    """Return the byte where the first element of a tensor lies, and the CRC-32 of its bytes if the
+    file states it.
 
-    It does if the tensor is all of a storage; a checksum of 0 stands for none. torch reckons where storages begin, from
-    how torch.save writes a file. Raises ValueError unless one of that size begins there, and the tensor lies in it.
+    It does if the tensor is all of a storage; a checksum of 0 stands for none. torch reckons where
+    storages begin, from how torch.save writes a file. Raises ValueError unless one of that size
+    begins there, and the tensor lies in it.
     """
     storage: Any = value.untyped_storage()
-    start, size = getattr(storage, "_checkpoint_offset", None), storage.nbytes()
+    start = getattr(storage, "_checkpoint_offset", None)
+    size = storage.nbytes()
     if start is None or value.is_neg() or value.is_conj():
         raise ValueError("a tensor in it has no values that could be read as they lie")
     there, crc = storages.get(start, (0, 0))
     if size != there and size:
-        raise ValueError(f"its values do not lie where torch.save puts them, so it is damaged or packed anew: {_ANEW}")
+        raise ValueError(
+            "its values do not lie where torch.save puts them, so it is damaged or packed "
+            f"anew: {_ANEW}"
+        )
     spans = [(n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True)]
     end = 0 if 0 in value.shape else value.storage_offset() + sum(spans) + 1
     if end * value.dtype.itemsize > size:
@@ -172,16 +220,22 @@ def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tupl
 
 
 def _unpickled(file: Path | BinaryIO) -> Any:
-    """Return the contents of a torch file, tensors without values. Raises if it is damaged or refers to anything
-    harmful.
+    """Return the contents of a torch file, tensors without values. Raises if it is damaged or
+    refers to anything harmful.
     """
     if not isinstance(file, Path):
         file.seek(0)
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
+    # reads the names, makes nothing
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     known = ("argparse.Namespace", *DICTS, *REFERENCES)
     if foreign := [name for name in names if not name.startswith(HARMLESS) and name not in known]:
-        raise ValueError(f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that are let in")
-    stands: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name not in known]
+        raise ValueError(
+            f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that "
+            "are let in"
+        )
+    stands: list[Callable | tuple[Callable, str]] = [
+        (Inert, name) for name in names if name not in known
+    ]
     stands += [(dict, name) for name in names if name in DICTS]
     stands += [(Reference, name) for name in names if name in REFERENCES]
     if not isinstance(file, Path):
@@ -195,30 +249,44 @@ def _require_zip(file: Path) -> None:
     with open(file, "rb") as opened:
         begins = opened.read(32)
     if begins.startswith(b"\x80"):
-        raise ValueError("it has the form that torch.save had before torch 1.6, which is not read here: save it anew")
+        raise ValueError(
+            "it has the form that torch.save had before torch 1.6, which is not read here: "
+            "save it anew"
+        )
     if begins.startswith(b"version https://git-lfs"):
-        raise ValueError("it is a pointer of Git LFS, not the file itself: git lfs pull fetches that")
+        raise ValueError(
+            "it is a pointer of Git LFS, not the file itself: git lfs pull fetches that"
+        )
     if not begins.startswith(b"PK"):
         raise ValueError("it is no file of torch.save")
 
 
 class Metadata(pickle.Unpickler):
-    """Unpickler of a distributed checkpoint's .metadata, with `Record` in place of torch's classes that only hold
-    values.
+    """Unpickler of a distributed checkpoint's .metadata, with `Record` in place of torch's classes
+    that only hold values.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (module, name) == OWN_METADATA:
+        if (module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (
+            module,
+            name,
+        ) == OWN_METADATA:
             return type(name, (Record,), {})
         if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
             return {"Size": torch.Size, "_get_layout": str}[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in (("collections", "OrderedDict"), ("builtins", "dict"), ("builtins", "set")):
+        if (module, name) in (
+            ("collections", "OrderedDict"),
+            ("builtins", "dict"),
+            ("builtins", "set"),
+        ):
             return {"OrderedDict": dict, "dict": dict, "set": set}[name]
         if f"{module}.{name}".startswith(HARMLESS):
             return Inert
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not among the classes that are let in")
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which is not among the classes that are let in"
+        )
 
 
 class Record:
@@ -257,7 +325,10 @@ class Part(io.RawIOBase):
     """Some bytes of an open file as a file of their own: only those that are asked for are read."""
 
     def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
-        self.file, self.start, self.length, self.at = file, start, length, 0
+        self.file = file
+        self.start = start
+        self.length = length
+        self.at = 0
 
     def readable(self) -> bool:
         return True
@@ -266,7 +337,9 @@ class Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence])
+        self.at = max(
+            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        )
         return self.at
 
     def readinto(self, buffer: Any) -> int:
@@ -277,10 +350,11 @@ class Part(io.RawIOBase):
 
 
 def distributed(folder: Path) -> Any:
-    """Return the tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype and its place in a
-    file.
+    """Return the tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype
+    and its place in a file.
 
-    Also returns the contents of its distributed optimizer besides tensors: name -> content, and its place.
+    Also returns the contents of its distributed optimizer besides tensors: name -> content, and its
+    place.
     """
     with open(folder / ".metadata", "rb") as file:
         metadata = Metadata(file).load()
@@ -294,11 +368,17 @@ def distributed(folder: Path) -> Any:
             raise ValueError(f".metadata does not say where {name} lies, or one of its parts")
         return places[name, offset]
 
-    tensors, said = {}, {}
+    tensors = {}
+    said = {}
     for name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             chunks = [
-                _chunk(folder, place(name, tuple(chunk.offsets)), list(chunk.offsets), list(chunk.sizes))
+                _chunk(
+                    folder,
+                    place(name, tuple(chunk.offsets)),
+                    list(chunk.offsets),
+                    list(chunk.sizes),
+                )
                 for chunk in entry.chunks
             ]
             tensors[name] = {"shape": list(entry.size), "chunks": chunks}
@@ -308,14 +388,19 @@ def distributed(folder: Path) -> Any:
 
 
 def _inside(folder: Path, info: Any) -> dict[str, Any]:
-    """Return the contents of a file of torch.save inside of a file, and the byte where it begins in the outer one."""
+    """Return the contents of a file of torch.save inside of a file, and the byte where it begins in
+    the outer one."""
     file = folder / info.relative_path
     if file.parent != folder or not file.is_file():
         raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
     if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"{file.name} holds values that are transformed, such as compressed, which are not read")
+        raise ValueError(
+            f"{file.name} holds values that are transformed, such as compressed, which are not read"
+        )
     if not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
-        raise ValueError(f".metadata names bytes of {file.name} that it does not have: it is not whole")
+        raise ValueError(
+            f".metadata names bytes of {file.name} that it does not have: it is not whole"
+        )
     with open(file, "rb", buffering=0) as opened:
         inside = io.BufferedReader(Part(opened, info.offset, info.length))
         return {"file": file.name, "start": info.offset, "content": described(inside)}

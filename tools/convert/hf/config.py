@@ -1,7 +1,7 @@
 """The model of a Hugging Face config.json.
 
-Every key of the file is read here, known not to matter, or refused by name (`keys`). A setting that one side has and
-the other cannot express is an error, never dropped.
+Every key of the file is read here, known not to matter, or refused by name (`keys`). A setting that
+one side has and the other cannot express is an error, never dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,18 +37,28 @@ Json = Mapping[str, Any]
 
 
 def make_model(fields: Json, origin: str) -> ModelConfig:
-    """Return the model with these fields. Raises UserError that names `origin` if they do not make one."""
+    """Return the model with these fields. Raises UserError that names `origin` if they do not make
+    one."""
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
-        found = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
+        found = [
+            e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"
+        ]
         raise UserError(
-            *(f"{origin}: {' '.join((*map(str, e['loc']), e['msg'].removeprefix('Value error, ')))}" for e in found)
+            *(
+                (
+                    f"{origin}: "
+                    f"{' '.join((*map(str, e['loc']), e['msg'].removeprefix('Value error, ')))}"
+                )
+                for e in found
+            )
         ) from error
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
-    """Return the model of a config.json. Raises UserError for an unknown architecture, key or value."""
+    """Return the model of a config.json. Raises UserError for an unknown architecture, key or
+    value."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         raise UserError(f"model_type {kind!r} is not known: there are {', '.join(_READERS)}")
@@ -69,7 +79,8 @@ def from_hugging_face(config: Json) -> ModelConfig:
 
 
 def special_ids(config: Json) -> dict[str, Any]:
-    """Return the ids of the tokens that begin and end a text, and of padding, from config.json or its family."""
+    """Return the ids of the tokens that begin and end a text, and of padding, from config.json or
+    its family."""
     keys = Keys(config, config["model_type"])
     return {key: keys[key] for key in IDS}
 
@@ -112,9 +123,14 @@ def _common(c: Keys) -> dict[str, Any]:
 def _neox(c: Keys) -> dict[str, Any]:
     require_layers_alike(c, 0, c["num_hidden_layers"])
     _require_own_heads(c, c["hidden_size"] // c["num_attention_heads"])
-    base, fraction, bias = c["rotary_emb_base"], c["rotary_pct"], c["attention_bias"]
+    base = c["rotary_emb_base"]
+    fraction = c["rotary_pct"]
+    bias = c["attention_bias"]
     turned = rope(c, base, fraction, "rotary_emb_base")
-    for key, used in (("rope_theta", turned["rope_base"]), ("partial_rotary_factor", turned["rotary_fraction"])):
+    for key, used in (
+        ("rope_theta", turned["rope_base"]),
+        ("partial_rotary_factor", turned["rotary_fraction"]),
+    ):
         require(c[key], key, (used, None))  # transformers goes by rotary_emb_base and rotary_pct
     return {
         **_common(c),
@@ -137,14 +153,17 @@ def _rms(c: Keys) -> dict[str, Any]:
 
 
 def _rms_sizes(c: Keys) -> dict[str, Any]:
-    """Return the fields of families that turn all features of a head, except for positions and activation function."""
+    """Return the fields of families that turn all features of a head, except for positions and
+    activation function."""
     require(c["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
     return _sizes(c)
 
 
 def _sizes(c: Keys) -> dict[str, Any]:
-    """Return the fields that the families after Llama share, except for positions and activation function."""
-    kv_heads, head_dim = c["num_key_value_heads"], c["head_dim"]
+    """Return the fields that the families after Llama share, except for positions and activation
+    function."""
+    kv_heads = c["num_key_value_heads"]
+    head_dim = c["head_dim"]
     return {
         **_common(c),
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
@@ -178,27 +197,41 @@ def _qwen3_moe(c: Keys) -> dict[str, Any]:
     window = window_of(c) if c["use_sliding_window"] else 0
     require_layers_alike(c, window, c["num_hidden_layers"])
     if c["sliding_window"] is not None and window:
-        require(c["max_window_layers"], "max_window_layers", (0, None))  # transformers gives the window to all layers
+        # transformers gives the window to all layers
+        require(c["max_window_layers"], "max_window_layers", (0, None))
     c.asked.add("max_window_layers")
     return {**_rms(c), **_attention_biases(c), "window": window, **qwen_experts(c)}
 
 
 def _qwen2_moe(c: Keys) -> dict[str, Any]:
-    if c["use_sliding_window"] and c["layer_types"] is None:  # versions of transformers differ in what that means
-        raise UserError("config.json has use_sliding_window = true: give layer_types, the layers that have the window")
+    if (
+        c["use_sliding_window"] and c["layer_types"] is None
+    ):  # versions of transformers differ in what that means
+        raise UserError(
+            "config.json has use_sliding_window = true: give layer_types, the layers that "
+            "have the window"
+        )
     return {**_rms(c), **windows_of(c), "qkv_bias": c["qkv_bias"], **qwen_experts(c, shared=True)}
 
 
 def _glm4_moe(c: Keys) -> dict[str, Any]:
-    """Return the fields of GLM-4.5; layers for multi-token prediction are not read, which a note says."""
+    """Return the fields of GLM-4.5; layers for multi-token prediction are not read, which a note
+    says."""
     require(c["hidden_act"], "hidden_act", SILU)
     require_layers_alike(c, 0, c["num_hidden_layers"])
-    fraction, layers, first = c["partial_rotary_factor"], c["num_hidden_layers"], c["first_k_dense_replace"]
+    fraction = c["partial_rotary_factor"]
+    layers = c["num_hidden_layers"]
+    first = c["first_k_dense_replace"]
     shared = c["n_shared_experts"] * c["moe_intermediate_size"]
     if first >= layers:
-        raise UserError(f"config.json has first_k_dense_replace = {first}: none of {layers} layers has experts")
+        raise UserError(
+            f"config.json has first_k_dense_replace = {first}: none of {layers} layers has experts"
+        )
     if not shared > 0:
-        raise UserError(f"config.json has n_shared_experts = {c['n_shared_experts']}, of which only 1 or more is known")
+        raise UserError(
+            f"config.json has n_shared_experts = {c['n_shared_experts']}, of which only 1 or "
+            "more is known"
+        )
     return {
         **_sizes(c),
         **rope(c, c["rope_theta"], 1.0 if fraction is None else fraction),
@@ -213,7 +246,8 @@ def _glm4_moe(c: Keys) -> dict[str, Any]:
         "shared_experts": shared,
         "router_aux_loss": 0.0,
         **feed_forwards(c, list(range(first))),
-        "router": by_groups(c) | {"score": "sigmoid", "correction": True, "scale": float(c["routed_scaling_factor"])},
+        "router": by_groups(c)
+        | {"score": "sigmoid", "correction": True, "scale": float(c["routed_scaling_factor"])},
     }
 
 
@@ -225,30 +259,53 @@ def _olmo2(c: Keys) -> dict[str, Any]:
 def _olmo3(c: Keys) -> dict[str, Any]:
     require(c["hidden_act"], "hidden_act", SILU)
     windows = windows_by_type(c, 4)
-    usual = DEFAULTS[c.kind]["rope_theta"]  # transformers takes rope_theta for the layers without the window only
+    # transformers takes rope_theta for the layers without the window only
+    usual = DEFAULTS[c.kind]["rope_theta"]
     turned = rope_by_layer(c, c["rope_theta"], usual, windows)
     return {**_rms_sizes(c), **turned, **windows, **_attention_biases(c)}
 
 
 def _gemma3(c: Keys) -> dict[str, Any]:
-    """Return the fields of Gemma 3's text model; the norms and the scale of embeddings follow from the family."""
+    """Return the fields of Gemma 3's text model; the norms and the scale of embeddings follow from
+    the family."""
     require(GELU.get(c["hidden_activation"]), "hidden_activation", ("gelu",))
     windows = windows_by_type(c, c["sliding_window_pattern"])
     turned = rope_by_layer(c, c["rope_theta"], c["rope_local_base_freq"], windows)
     scalar = float(c["query_pre_attn_scalar"])
-    return {**_rms_sizes(c), **turned, **windows, **_attention_biases(c), "attention_scalar": scalar}
+    return {
+        **_rms_sizes(c),
+        **turned,
+        **windows,
+        **_attention_biases(c),
+        "attention_scalar": scalar,
+    }
 
 
 def _deepseek(c: Keys) -> dict[str, Any]:
-    """Return the fields of DeepSeek-V2 and V3; the norms of latents have their own epsilon, that of the class."""
-    for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
+    """Return the fields of DeepSeek-V2 and V3; the norms of latents have their own epsilon, that of
+    the class."""
+    for key in (
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    ):
         if c[key] == 0 or (c[key] is None and key != "q_lora_rank"):
-            raise UserError(f"config.json has {key} = {c[key]}, with which there is no latent attention")
+            raise UserError(
+                f"config.json has {key} = {c[key]}, with which there is no latent attention"
+            )
     if c["qk_rope_head_dim"] % 2:
-        raise UserError(f"config.json has qk_rope_head_dim = {c['qk_rope_head_dim']}: rotary positions rotate pairs")
-    heads, turning, still = c["num_attention_heads"], c["qk_rope_head_dim"], c["qk_nope_head_dim"]
+        raise UserError(
+            f"config.json has qk_rope_head_dim = {c['qk_rope_head_dim']}: rotary positions "
+            "rotate pairs"
+        )
+    heads = c["num_attention_heads"]
+    turning = c["qk_rope_head_dim"]
+    still = c["qk_nope_head_dim"]
     require(c["num_key_value_heads"], "num_key_value_heads", (heads, None))
-    require(c["head_dim"], "head_dim", (turning, None))  # their classes put the width that turns there
+    # their classes put the width that turns there
+    require(c["head_dim"], "head_dim", (turning, None))
     require(c["qk_head_dim"], "qk_head_dim", (turning + still, None))
     require(c["hidden_act"], "hidden_act", SILU)
     require(c["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
@@ -262,14 +319,24 @@ def _deepseek(c: Keys) -> dict[str, Any]:
         "value_dim": c["v_head_dim"],
     }
     c["num_mtp_layers"]  # of DeepSeek-V3; `notes` says that V2 has none
-    return {**_common(c), **turned, **_attention_biases(c), "latent": latent, "norm_eps": c["rms_norm_eps"]}
+    return {
+        **_common(c),
+        **turned,
+        **_attention_biases(c),
+        "latent": latent,
+        "norm_eps": c["rms_norm_eps"],
+    }
 
 
 def _deepseek_v2(c: Keys) -> dict[str, Any]:
-    """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never normalizes."""
+    """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never
+    normalizes."""
     fields = {**_deepseek(c), "mlp_bias": c["mlp_bias"]}
-    method, normalized, routed = c["topk_method"], c["norm_topk_prob"], _deepseek_experts(c)
-    groups, limits = c["n_group"], c["topk_group"]
+    method = c["topk_method"]
+    normalized = c["norm_topk_prob"]
+    routed = _deepseek_experts(c)
+    groups = c["n_group"]
+    limits = c["topk_group"]
     if not routed["experts"]:
         return {**fields, **routed}
     require(normalized, "norm_topk_prob", (False, None))
@@ -281,10 +348,15 @@ def _deepseek_v2(c: Keys) -> dict[str, Any]:
 
 
 def _deepseek_v3(c: Keys) -> dict[str, Any]:
-    require(c["rope_interleave"], "rope_interleave", (True, False))  # the order of rows, by which they are read
-    fields, routed, normalized = _deepseek(c), _deepseek_experts(c), c["norm_topk_prob"]
+    # the order of rows, by which they are read
+    require(c["rope_interleave"], "rope_interleave", (True, False))
+    fields = _deepseek(c)
+    routed = _deepseek_experts(c)
+    normalized = c["norm_topk_prob"]
     fields["mtp_layers"] = c["num_mtp_layers"] or 0
-    scale, groups, limits = c["routed_scaling_factor"], c["n_group"], c["topk_group"]
+    scale = c["routed_scaling_factor"]
+    groups = c["n_group"]
+    limits = c["topk_group"]
     if not routed["experts"]:
         return {**fields, **routed}
     _require_groups(groups, limits)
@@ -294,23 +366,32 @@ def _deepseek_v3(c: Keys) -> dict[str, Any]:
 
 def _require_groups(groups: Any, limits: Any) -> None:
     if not all(type(number) is int for number in (groups, limits)):
-        raise UserError(f"config.json has n_group = {groups} and topk_group = {limits}: both must be numbers")
+        raise UserError(
+            f"config.json has n_group = {groups} and topk_group = {limits}: both must be numbers"
+        )
 
 
 def _deepseek_experts(c: Keys) -> dict[str, Any]:
-    """Return the fields of experts and feed-forwards; of a model none of whose layers has experts, experts = 0."""
-    shared, dense, scale = c["n_shared_experts"], c["first_k_dense_replace"], c["routed_scaling_factor"]
+    """Return the fields of experts and feed-forwards; of a model none of whose layers has experts,
+    experts = 0."""
+    shared = c["n_shared_experts"]
+    dense = c["first_k_dense_replace"]
+    scale = c["routed_scaling_factor"]
     routed = {**experts(c, c["n_routed_experts"], c["aux_loss_alpha"]), "norm_topk": False}
     fields = feed_forwards(c, list(range(min(dense, c["num_hidden_layers"]))))
     if "experts" in fields:
         return fields
     if not shared or not scale:
-        raise UserError(f"config.json has n_shared_experts = {shared} and routed_scaling_factor = {scale}: give both")
+        raise UserError(
+            f"config.json has n_shared_experts = {shared} and routed_scaling_factor = "
+            f"{scale}: give both"
+        )
     return {**routed, **fields, "shared_experts": shared * c["moe_intermediate_size"]}
 
 
 def _gemma2(c: Keys) -> dict[str, Any]:
-    """Return the fields of Gemma 2; the norms and the scale of embeddings follow from the family."""
+    """Return the fields of Gemma 2; the norms and the scale of embeddings follow from the
+    family."""
     require(GELU.get(c["hidden_activation"]), "hidden_activation", ("gelu",))
     turned = rope(c, c["rope_theta"])
     require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
@@ -334,7 +415,8 @@ def _softcap(c: Keys, key: str) -> float:
 
 
 def _gpt_oss(c: Keys) -> dict[str, Any]:
-    """Return the fields of gpt-oss; sinks, activation and biases of experts follow from the family."""
+    """Return the fields of gpt-oss; sinks, activation and biases of experts follow from the
+    family."""
     if c.given.get("rope_scaling") is None and c.given.get("rope_parameters") is None:
         c.given["rope_parameters"] = dict(GPT_OSS_ROPE)
     fields = {
@@ -350,7 +432,11 @@ def _gpt_oss(c: Keys) -> dict[str, Any]:
     )
     for key, used in said:  # transformers ignores them
         require(c[key], key, (used, None))
-    return {**fields, "swiglu_alpha": float(c["swiglu_alpha"]), "swiglu_limit": float(c["swiglu_limit"])}
+    return {
+        **fields,
+        "swiglu_alpha": float(c["swiglu_alpha"]),
+        "swiglu_limit": float(c["swiglu_limit"]),
+    }
 
 
 def _attention_biases(c: Keys) -> dict[str, Any]:

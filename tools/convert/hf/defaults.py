@@ -293,8 +293,17 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     "mixtral": {"num_experts": "num_local_experts"},
     "gpt_oss": {"num_experts": "num_local_experts"},
-    "deepseek_v2": {"num_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
+    "deepseek_v2": {
+        "num_experts": "n_routed_experts",
+        "num_nextn_predict_layers": "num_mtp_layers",
+    },
+    "deepseek_v3": {
+        "num_local_experts": "n_routed_experts",
+        "num_nextn_predict_layers": "num_mtp_layers",
+    },
     "qwen3_moe": {"num_local_experts": "num_experts"},
-    "glm4_moe": {"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
+    "glm4_moe": {
+        "num_local_experts": "n_routed_experts",
+        "num_nextn_predict_layers": "num_mtp_layers",
+    },
 }

@@ -6,8 +6,9 @@ The files hold, in place of a matrix NAME [features out, features in] and blocks
     NAME_scale_inv    FP32 [features out / 128, features in / 128], rounded up: the last block of a row or column may be
                       smaller
 
-Each number is multiplied in FP32 by the scale of its block, which is thus the inverse of the one it was quantized with,
-and rounded to bf16. So do README_WEIGHTS.md and inference/kernel.py (`weight_dequant`) of DeepSeek-V3.
+Each number is multiplied in FP32 by the scale of its block, which is thus the inverse of the one it
+was quantized with, and rounded to bf16. So do README_WEIGHTS.md and inference/kernel.py
+(`weight_dequant`) of DeepSeek-V3.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.kinds import short
 
-FP8, SCALES = torch.float8_e4m3fn, "_scale_inv"
+FP8 = torch.float8_e4m3fn
+SCALES = "_scale_inv"
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 BLOCK = [128, 128]  # of a quantization_config that does not say
 ROWS = 512  # that are dequantized at a time
@@ -31,7 +33,11 @@ _KNOWN: dict[str, tuple[Any, ...] | None] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
-    "scale_fmt": ("float", "ue8m0", None),  # how scales were rounded; they have the dtype that the files say
+    "scale_fmt": (
+        "float",
+        "ue8m0",
+        None,
+    ),  # how scales were rounded; they have the dtype that the files say
     "expert_dtype": ("fp8", None),
     "dequantize": (True, False, None),
     "modules_to_convert": (None, []),
@@ -42,7 +48,8 @@ _KNOWN: dict[str, tuple[Any, ...] | None] = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix that is stored in FP8 with a scale for each block. Read as bf16 [features out, features in]."""
+    """A matrix that is stored in FP8 with a scale for each block. Read as bf16 [features out,
+    features in]."""
 
     name: str
     codes: Stored
@@ -70,79 +77,110 @@ class Blocks:
         first = top // height
         scales = self.scales.rows(first, -(-bottom // height)).float()
         if not (scales.isfinite() & (scales > 0)).all():
-            raise UserError(f"{self.scales.file}: {self.name}{SCALES} has a scale that is not a number above 0")
-        of_rows = scales.repeat_interleave(height, 0)[top - first * height : bottom - first * height]
+            raise UserError(
+                f"{self.scales.file}: {self.name}{SCALES} has a scale that is not a number above 0"
+            )
+        of_rows = scales.repeat_interleave(height, 0)[
+            top - first * height : bottom - first * height
+        ]
         values = self.codes.rows(top, bottom).float()
         values *= of_rows.repeat_interleave(width, 1)[:, : values.shape[1]]
         if not (rounded := values.to(self.dtype)).isfinite().all():
-            raise UserError(f"{self.codes.file}: {self.name} has numbers that are NaN or beyond what bf16 holds")
+            raise UserError(
+                f"{self.codes.file}: {self.name} has numbers that are NaN or beyond what bf16 holds"
+            )
         return rounded
 
 
 def require_known_blocks(said: Mapping[str, Any]) -> None:
-    """Raise UserError unless a quantization_config of quant_method fp8 says blocks, and nothing that is not known."""
+    """Raise UserError unless a quantization_config of quant_method fp8 says blocks, and nothing
+    that is not known."""
     block = said.get("weight_block_size", BLOCK)
     if block is None:
         raise UserError(
-            "config.json has quantization_config with weight_block_size = null, one scale for a whole matrix: only "
+            "config.json has quantization_config with weight_block_size = null, one scale "
+            "for a whole matrix: only "
             "FP8 weights in blocks are read; convert the folder that they were made from"
         )
     if not _is_size(block):
         raise UserError(
-            f"config.json has quantization_config with weight_block_size = {short(block)}: give two numbers above 0"
+            f"config.json has quantization_config with weight_block_size = {short(block)}: "
+            "give two numbers above 0"
         )
     for key, value in said.items():
         known = _KNOWN.get(key, ()) if key != "weight_block_size" else (block,)
         if known is None and (value is None or _is_names(value)):
             continue
         if known is None or value not in known:
-            raise UserError(f"config.json has quantization_config with {key} = {short(value)}, which is not known")
+            raise UserError(
+                f"config.json has quantization_config with {key} = {short(value)}, which is "
+                "not known"
+            )
 
 
-def with_blocks(stored: Mapping[str, Stored], said: Mapping[str, Any] | None, path: object) -> dict[str, Any]:
+def with_blocks(
+    stored: Mapping[str, Stored], said: Mapping[str, Any] | None, path: object
+) -> dict[str, Any]:
     """Return the tensors of a folder, with each FP8 matrix and its scales as one tensor.
 
-    said: its quantization_config. Raises UserError if that does not say what is stored, for a matrix without scales,
-    scales without a matrix, and scales of another shape.
+    said: its quantization_config. Raises UserError if that does not say what is stored, for a
+    matrix without scales, scales without a matrix, and scales of another shape.
     """
     narrow = [name for name, one in stored.items() if one.dtype == FP8]
     scales = [name for name in stored if name.endswith(SCALES)]
     if said is None and narrow:
-        raise UserError(f"{path} stores {narrow[0]} in FP8, but config.json has no quantization_config that says so")
+        raise UserError(
+            f"{path} stores {narrow[0]} in FP8, but config.json has no quantization_config "
+            "that says so"
+        )
     if said is not None and not narrow:
         raise UserError(
-            f"{path} stores no FP8 weights, but config.json has quantization_config with quant_method = 'fp8': take "
+            f"{path} stores no FP8 weights, but config.json has quantization_config with "
+            "quant_method = 'fp8': take "
             "the key out if they were dequantized"
         )
     if said is None:
         return dict(stored)
     if lost := [name for name in scales if name.removesuffix(SCALES) not in narrow]:
-        raise UserError(f"{path} has {lost[0]}, but {lost[0].removesuffix(SCALES)} is not stored in FP8")
+        raise UserError(
+            f"{path} has {lost[0]}, but {lost[0].removesuffix(SCALES)} is not stored in FP8"
+        )
     if kept := [name for name in narrow if _is_kept(name, said)]:
-        raise UserError(f"{path} stores {kept[0]} in FP8, but quantization_config says that it is not converted")
+        raise UserError(
+            f"{path} stores {kept[0]} in FP8, but quantization_config says that it is not converted"
+        )
     height, width = said.get("weight_block_size", BLOCK)
     whole = {name: _matrix(name, stored, (height, width), path) for name in narrow}
     return {name: whole.get(name, one) for name, one in stored.items() if name not in scales}
 
 
-def _matrix(name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object) -> Blocks:
-    codes, scales = stored[name], stored.get(name + SCALES)
+def _matrix(
+    name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object
+) -> Blocks:
+    codes = stored[name]
+    scales = stored.get(name + SCALES)
     if scales is None:
         raise UserError(f"{path} has {name} in FP8, but lacks {name}{SCALES}")
     expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scales.shape != expected:
         turned = ": they are transposed" if scales.shape == expected[::-1] else ""
         raise UserError(
-            f"{path}: {name} is {list(codes.shape)} in blocks of {block[0]} x {block[1]}, so {name}{SCALES} must be "
+            f"{path}: {name} is {list(codes.shape)} in blocks of {block[0]} x {block[1]}, so "
+            f"{name}{SCALES} must be "
             f"{list(expected)}, but is {list(scales.shape)}{turned}"
         )
     if scales.dtype not in SCALE_DTYPES:
-        raise UserError(f"{path}: {name}{SCALES} is {str(scales.dtype).removeprefix('torch.')}, which is not known")
+        raise UserError(
+            f"{path}: {name}{SCALES} is {str(scales.dtype).removeprefix('torch.')}, which is "
+            "not known"
+        )
     return Blocks(name, codes, scales, block)
 
 
 def _is_size(block: Any) -> bool:
-    return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    return (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    )
 
 
 def _is_names(value: Any) -> bool:
@@ -150,10 +188,13 @@ def _is_names(value: Any) -> bool:
 
 
 def _is_kept(name: str, said: Mapping[str, Any]) -> bool:
-    """Return True if a module of `modules_to_not_convert` has the tensor: by its name, its beginning or its end."""
+    """Return True if a module of `modules_to_not_convert` has the tensor: by its name, its
+    beginning or its end."""
     module = name.removesuffix(".weight")
     patterns = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
     return any(
-        fnmatchcase(module, one) or fnmatchcase(module, f"{one}.*") or fnmatchcase(module, f"*.{one}")
+        fnmatchcase(module, one)
+        or fnmatchcase(module, f"{one}.*")
+        or fnmatchcase(module, f"*.{one}")
         for one in patterns
     )

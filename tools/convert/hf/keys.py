@@ -1,8 +1,9 @@
 """All keys of a Hugging Face config.json: read, or why they do not matter.
 
-A key is one of four things: read; known not to change what a model computes (`FREE`, each with the reason); known to
-change it, and accepted with few values only (`ONLY`); or unknown. An unknown key is refused unless it is null, for its
-meaning is not known. The default of a missing key is that of its family (`defaults`).
+A key is one of four things: read; known not to change what a model computes (`FREE`, each with the
+reason); known to change it, and accepted with few values only (`ONLY`); or unknown. An unknown key
+is refused unless it is null, for its meaning is not known. The default of a missing key is that of
+its family (`defaults`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,16 @@ Json = Mapping[str, Any]
 
 _LABELS = "of classifiers"
 _GENERATION_KEYS = (
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
-    "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature "
+    "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size "
     "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
     "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-    "begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty num_assistant_tokens "
-    "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind "
+    "begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty "
+    "num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+    "target_lookbehind "
     "decoder_start_token_id sep_token_id cls_token_id prefix max_new_tokens"
 )
 _OUTPUTS = "what else is handed out"
@@ -62,7 +67,9 @@ FREE: dict[str, str] = {
         ),
         _LABELS,
     ),
-    **dict.fromkeys(("summary_activation", "summary_proj_to_labels", "summary_first_dropout"), _LABELS),
+    **dict.fromkeys(
+        ("summary_activation", "summary_proj_to_labels", "summary_first_dropout"), _LABELS
+    ),
     **dict.fromkeys(
         (
             "use_cache",
@@ -99,7 +106,8 @@ FREE: dict[str, str] = {
 }
 _NO = (False, None)
 _NONE = (0, 0.0, None)
-# Keys that make it another model, or would if transformers read them: the values that leave it as it is.
+# Keys that make it another model, or would if transformers read them: the values that leave it as
+# it is.
 ONLY: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "scale_attn_weights": (True,),
@@ -126,7 +134,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
         ),
         _NO,
     ),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), _NONE),
+    **dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), _NONE
+    ),
     **dict.fromkeys(("router_jitter_noise", "embedding_dropout"), _NONE),
 }
 # Of some families, further values.
@@ -134,7 +144,11 @@ ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"attention_bias": (True, None), "mlp_bias": (True, None)},
     "gpt_neox": {"mlp_bias": (True, None)},
     "qwen2": {"qkv_bias": (True, None)},
-    "deepseek_v2": {"scoring_func": ("softmax", None), "moe_layer_freq": (1, None), "seq_aux": (True, None)},
+    "deepseek_v2": {
+        "scoring_func": ("softmax", None),
+        "moe_layer_freq": (1, None),
+        "seq_aux": (True, None),
+    },
     "deepseek_v3": {
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
@@ -151,10 +165,12 @@ WHY: dict[str, str] = {
 
 
 class Keys:
-    """The keys of a config.json, missing ones with the default of the family. Records which were read."""
+    """The keys of a config.json, missing ones with the default of the family. Records which were
+    read."""
 
     def __init__(self, given: Json, kind: str) -> None:
-        self.kind, self.asked = kind, set[str]()
+        self.kind = kind
+        self.asked = set[str]()
         self.given = dict(given)
         if wrong := list(wrong_kinds(given, kind)):
             raise UserError(*wrong)
@@ -165,7 +181,10 @@ class Keys:
     def _alias(self, other: str, name: str) -> None:
         value = self.given.pop(other)
         if self.given.setdefault(name, value) != value:
-            raise UserError(f"config.json has {other} = {value!r}, but {name} = {self.given[name]!r}: one is wrong")
+            raise UserError(
+                f"config.json has {other} = {value!r}, but {name} = {self.given[name]!r}: one "
+                "is wrong"
+            )
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
@@ -190,16 +209,23 @@ class Keys:
         if key in WHY:
             return f"{said}: {WHY[key]}" if value is not None else ""
         if known := ONLY_OF.get(self.kind, {}).get(key) or ONLY.get(key):
-            return "" if _among(value, known) else f"{said}, of which only {_or(known)} is known"
+            if _among(value, known):
+                return ""
+            return f"{said}, of which only {_or(known)} is known"
         if value is None:
             return ""
-        return f"{said}, which is not known of a {self.kind} model: take it out if the model computes the same without"
+        return (
+            f"{said}, which is not known of a {self.kind} model: take it out if the model "
+            "computes the same without"
+        )
 
 
 def require(value: Any, key: str, known: tuple[Any, ...]) -> Any:
     """Return `value`. Raises UserError that names `key` if it is not one of `known`."""
     if not _among(value, known):
-        raise UserError(f"config.json has {key} = {short(value)}, of which only {_or(known)} is known")
+        raise UserError(
+            f"config.json has {key} = {short(value)}, of which only {_or(known)} is known"
+        )
     return value
 
 

@@ -1,8 +1,8 @@
 """The kinds of values in a config.json: what a key holds is of the same kind as its default.
 
-Python would take much that transformers does not: text as a number, any text as true. So a value of another kind is
-refused by the name of its key before anything is read. Null is not judged here: some keys may be null, and if a model
-cannot be made, `nulls` names those that may not.
+Python would take much that transformers does not: text as a number, any text as true. So a value of
+another kind is refused by the name of its key before anything is read. Null is not judged here:
+some keys may be null, and if a model cannot be made, `nulls` names those that may not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,51 @@ Json = Mapping[str, Any]
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys whose default is null in some family, or a number of another kind than others may be.
 _KINDS = {
-    **dict.fromkeys(("head_dim", "n_inner", "qk_head_dim", "num_key_value_heads", "sliding_window"), int),
-    **dict.fromkeys(("n_group", "topk_group", "num_experts_per_tok", "original_max_position_embeddings"), int),
+    **dict.fromkeys(
+        ("head_dim", "n_inner", "qk_head_dim", "num_key_value_heads", "sliding_window"), int
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_experts_per_tok", "original_max_position_embeddings"), int
+    ),
     **dict.fromkeys(("initial_context_length", "experts_per_token"), int),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "query_pre_attn_scalar"), float),
     **dict.fromkeys(("layer_types", "mlp_only_layers"), list),
 }
 _MAY_BE_NULL = (
-    *("num_key_value_heads", "sliding_window", "head_dim", "q_lora_rank", "num_mtp_layers", "partial_rotary_factor"),
+    *(
+        "num_key_value_heads",
+        "sliding_window",
+        "head_dim",
+        "q_lora_rank",
+        "num_mtp_layers",
+        "partial_rotary_factor",
+    ),
     *("final_logit_softcapping", "attn_logit_softcapping", "router_jitter_noise"),
 )
 _ABOVE_0 = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "num_experts_per_tok"),
-    *("decoder_sparse_step", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "initializer_range"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *(
+        "max_position_embeddings",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_positions",
+        "num_experts_per_tok",
+    ),
+    *(
+        "decoder_sparse_step",
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "initializer_range",
+    ),
     *("query_pre_attn_scalar", "swiglu_alpha", "swiglu_limit"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_mtp_layers", "num_nextn_predict_layers")

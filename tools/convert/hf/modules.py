@@ -1,8 +1,9 @@
 """Modules of multi-token prediction in Hugging Face folders.
 
-DeepSeek-V3 and GLM-4.5 store them as layers after the model's own (`num_nextn_predict_layers`). Each has copies of the
-embedding and the head, which here are one tensor with the model's own: copies that differ are refused. Folders that
-transformers has written lack these layers, whatever config.json says.
+DeepSeek-V3 and GLM-4.5 store them as layers after the model's own (`num_nextn_predict_layers`).
+Each has copies of the embedding and the head, which here are one tensor with the model's own:
+copies that differ are refused. Folders that transformers has written lack these layers, whatever
+config.json says.
 """
 
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
 from tools.convert.core.transforms import SAME
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def has_modules(model: ModelConfig, names: set[str]) -> bool:
-    """Return True if a folder with tensors of these names holds something of the model's modules."""
+    """Return True if a folder with tensors of these names holds something of the model's
+    modules."""
     prefixes = tuple(f"model.layers.{n}." for n in _layers(model))
     return any(name.startswith(prefixes) for name in names)
 
@@ -30,21 +33,27 @@ def _layers(model: ModelConfig) -> range:
 
 def copies(model: ModelConfig) -> Iterator[Match]:
     """Yield the copies of embedding and head that each module has in a folder."""
-    shape, head = (model.vocab, model.hidden), "embedding.weight" if model.tied else "head.weight"
+    shape = (model.vocab, model.hidden)
+    head = "embedding.weight" if model.tied else "head.weight"
     for n in _layers(model):
-        yield Match(f"model.layers.{n}.embed_tokens.weight", ("embedding.weight",), SAME, "whole", shape)
+        yield Match(
+            f"model.layers.{n}.embed_tokens.weight", ("embedding.weight",), SAME, "whole", shape
+        )
         yield Match(f"model.layers.{n}.shared_head.head.weight", (head,), SAME, "whole", shape)
 
 
 def take_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
-    """Remove the modules' copies of embedding and head. Raises UserError if one differs from its original."""
+    """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
+    original."""
     for match in copies(model):
         original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
         if match.foreign in stored and original in stored:
             if not same_values(stored[match.foreign].read(), stored[original].read()):
                 raise UserError(
-                    f"{path}: {match.foreign} differs from {original}: modules of multi-token prediction that have an "
-                    "embedding or a head of their own are not known; set num_nextn_predict_layers = 0 in config.json "
+                    f"{path}: {match.foreign} differs from {original}: modules of multi-token "
+                    "prediction that have an "
+                    "embedding or a head of their own are not known; set "
+                    "num_nextn_predict_layers = 0 in config.json "
                     "and remove their tensors to read the model without them"
                 )
             del stored[match.foreign]
@@ -52,4 +61,6 @@ def take_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
 
 def left_modules(model: ModelConfig) -> tuple[str, ...]:
     """Return what is said of a model's modules where a format has no place for them."""
-    return (f"modules of multi-token prediction (model.mtp_layers = {model.mtp_layers})",) if model.mtp_layers else ()
+    if model.mtp_layers:
+        return (f"modules of multi-token prediction (model.mtp_layers = {model.mtp_layers})",)
+    return ()

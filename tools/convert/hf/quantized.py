@@ -1,7 +1,8 @@
 """Quantized weights of a Hugging Face folder: those that are read, and a way out for all others.
 
-`quantization_config` of config.json says how weights are stored. Read are FP8 in blocks (`fp8_blocks`), and MXFP4 of
-gpt-oss (`mxfp4`). Whatever else there is, is refused by its name: nothing can tell what such tensors mean.
+`quantization_config` of config.json says how weights are stored. Read are FP8 in blocks
+(`fp8_blocks`), and MXFP4 of gpt-oss (`mxfp4`). Whatever else there is, is refused by its name:
+nothing can tell what such tensors mean.
 """
 
 from collections.abc import Mapping
@@ -15,19 +16,24 @@ from tools.convert.hf.keys import Keys
 from tools.convert.hf.kinds import short
 
 KEY = "quantization_config"
-# Files in which other programs say that weights are quantized, with or without a key of config.json.
+# Files in which other programs say that weights are quantized, with or without a key of
+# config.json.
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _FROM = "convert the folder of 16-bit weights that they were made from"
 _SAVED = f"{_FROM}, or one that transformers saves after model.dequantize()"
 WAYS = {"bitsandbytes": _SAVED, "higgs": _SAVED}
 NOTES = {
-    "fp8": "weights are in FP8 blocks; they are read as bf16: FP8 times the scale of the block in FP32, rounded",
+    "fp8": (
+        "weights are in FP8 blocks; they are read as bf16: FP8 times the scale of the block in "
+        "FP32, rounded"
+    ),
     "mxfp4": "weights of experts are in MXFP4; they are read as bf16, which holds them exactly",
 }
 
 
 def require_readable(c: Keys) -> None:
-    """Raise UserError unless the weights of a config.json are not quantized, or in a way that is read."""
+    """Raise UserError unless the weights of a config.json are not quantized, or in a way that is
+    read."""
     c.asked.add(KEY)
     said = c.given.get(KEY)
     method = said.get("quant_method") if isinstance(said, Mapping) else None
@@ -36,15 +42,26 @@ def require_readable(c: Keys) -> None:
     elif isinstance(said, Mapping) and method == "fp8":
         fp8_blocks.require_known_blocks(said)
     elif said is not None:
-        named = f"with quant_method = {short(method)}" if isinstance(method, str) else f"= {short(said)}"
-        raise UserError(f"config.json has {KEY} {named}: such weights are not read; {WAYS.get(str(method), _FROM)}")
+        if isinstance(method, str):
+            named = f"with quant_method = {short(method)}"
+        else:
+            named = f"= {short(said)}"
+        raise UserError(
+            f"config.json has {KEY} {named}: such weights are not read; "
+            f"{WAYS.get(str(method), _FROM)}"
+        )
 
 
-def with_quantized(stored: Mapping[str, Stored], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the tensors of a folder, with the parts of each quantized one as one tensor. Raises UserError."""
+def with_quantized(
+    stored: Mapping[str, Stored], config: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """Return the tensors of a folder, with the parts of each quantized one as one tensor. Raises
+    UserError."""
     said = config.get(KEY)
     if said is None and (found := [name for name in FILES if (path / name).is_file()]):
-        raise UserError(f"{path / found[0]} says that weights are quantized: such weights are not read; {_FROM}")
+        raise UserError(
+            f"{path / found[0]} says that weights are quantized: such weights are not read; {_FROM}"
+        )
     if config["model_type"] == "gpt_oss":
         return mxfp4.with_quantized(fp8_blocks.with_blocks(stored, None, path), said, path)
     return fp8_blocks.with_blocks(stored, said, path)
@@ -53,4 +70,6 @@ def with_quantized(stored: Mapping[str, Stored], config: Mapping[str, Any], path
 def quantized_notes(config: Mapping[str, Any]) -> list[str]:
     """Return the note on weights that are dequantized as they are read; empty if there are none."""
     said = config.get(KEY)
-    return [f"{NOTES[said['quant_method']]}; a folder that is written has no {KEY}"] if said else []
+    if said:
+        return [f"{NOTES[said['quant_method']]}; a folder that is written has no {KEY}"]
+    return []

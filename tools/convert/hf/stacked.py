@@ -5,8 +5,8 @@
     model.layers.N.mlp.experts.gate_up_proj    [experts, 2 ffn, hidden], each expert's gate above its up
     model.layers.N.mlp.experts.down_proj       [experts, hidden, ffn]
 
-Here they are put as the tensors of published files: one for each expert and projection. gpt-oss has one tensor in
-published files too, of another order (`tools.convert.core.names`).
+Here they are put as the tensors of published files: one for each expert and projection. gpt-oss has
+one tensor in published files too, of another order (`tools.convert.core.names`).
 """
 
 import re
@@ -22,7 +22,10 @@ _STACKED = re.compile(r"(.*\.)mlp\.(experts\.)(gate_up|down)_proj")
 _USUAL = ("mlp", "gate_proj", "up_proj", "down_proj")
 _NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 # By model_type: parts of other names -> those of published files.
-_RENAMED = {"mixtral": {".mlp.gate.": ".block_sparse_moe.gate."}, "gpt_neox": {"lm_head.": "embed_out."}}
+_RENAMED = {
+    "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
+    "gpt_neox": {"lm_head.": "embed_out."},
+}
 
 
 def one_by_one(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
@@ -52,7 +55,10 @@ def _apart(name: str, one: Stored, place: re.Match[str], kind: str) -> Iterator[
     parts = (gate, up) if place[3] == "gate_up" else (down,)
     if len(one.shape) != 3 or one.shape[1] % len(parts):
         form = "[experts, 2 ffn, hidden]" if len(parts) > 1 else "[experts, hidden, ffn]"
-        raise UserError(f"{one.file}: {name} is {short(list(one.shape))}, not {form}: such experts are not known")
+        raise UserError(
+            f"{one.file}: {name} is {short(list(one.shape))}, not {form}: such experts are "
+            "not known"
+        )
     experts, height, width = one.shape
     rows = height // len(parts)
     strides = one.strides or (prod(one.shape[1:]), width, 1)
@@ -61,4 +67,7 @@ def _apart(name: str, one: Stored, place: re.Match[str], kind: str) -> Iterator[
         for number, part in enumerate(parts):
             elements = expert * strides[0] + number * rows * strides[1]
             start = one.start + elements * one.dtype.itemsize
-            yield f"{place[1]}{folder}.{place[2]}{expert}.{part}.weight", one.part((rows, width), start, kept)
+            yield (
+                f"{place[1]}{folder}.{place[2]}{expert}.{part}.weight",
+                one.part((rows, width), start, kept),
+            )

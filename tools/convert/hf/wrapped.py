@@ -1,9 +1,9 @@
 """Text models inside models of several kinds of input, such as Gemma 3 with images.
 
-A config.json of such a model has a config.json of the text model in `text_config`. Gemma 3's is read: its tensors are
-`language_model.*` in published files (`model.language_model.*` in those of newer versions of transformers), and text
-alone passes through them as through a `gemma3_text` model. Tensors for images are left out. Other such models are
-refused by one line.
+A config.json of such a model has a config.json of the text model in `text_config`. Gemma 3's is
+read: its tensors are `language_model.*` in published files (`model.language_model.*` in those of
+newer versions of transformers), and text alone passes through them as through a `gemma3_text`
+model. Tensors for images are left out. Other such models are refused by one line.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,47 @@ Json = Mapping[str, Any]
 
 TEXT = {"gemma3": "gemma3_text"}
 # Keys under which configs of other models have another one, of texts, images or sound.
-PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config", "audio_config")
-OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+PARTS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "vision_config",
+    "audio_config",
+)
+OF_IMAGES = (
+    "vision_config",
+    "mm_tokens_per_image",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+)
 OF_IMAGES += ("boi_token_id", "eoi_token_id", "image_token_id")
-OF_ALL = (*IDS, "initializer_range", "tie_word_embeddings", "quantization_config")  # said outside or inside
-_LEFT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_NAMES = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.", "model.language_model.": "model."}
+# said outside or inside
+OF_ALL = (
+    *IDS,
+    "initializer_range",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+_LEFT = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+_NAMES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+}
 
 
 def text_config(config: Json) -> Json:
     """Return the config.json of the text model: `config` itself, unless that has one inside.
 
-    Raises UserError for models with several kinds of input that are not read, and for keys that are not known.
+    Raises UserError for models with several kinds of input that are not read, and for keys that are
+    not known.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TEXT:
@@ -38,17 +67,27 @@ def text_config(config: Json) -> Json:
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         raise UserError(
-            f"config.json has model_type = {kind!r}, but no text_config: a text model alone has {TEXT[kind]!r}"
+            f"config.json has model_type = {kind!r}, but no text_config: a text model alone "
+            f"has {TEXT[kind]!r}"
         )
     if (said := inner.get("model_type", TEXT[kind])) != TEXT[kind]:
-        raise UserError(f"config.json has text_config with model_type = {short(said)}, which is not {TEXT[kind]!r}")
+        raise UserError(
+            f"config.json has text_config with model_type = {short(said)}, which is not "
+            f"{TEXT[kind]!r}"
+        )
     outside = {key: config[key] for key in OF_ALL if key in config}
     for key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
         if config[key] is not None:
-            raise UserError(f"config.json has {key} = {short(config[key])}, which is not known of a {kind} model")
+            raise UserError(
+                f"config.json has {key} = {short(config[key])}, which is not known of a "
+                f"{kind} model"
+            )
     for key in ("initializer_range", "tie_word_embeddings", "quantization_config"):
         if key in outside and key in inner and inner[key] != outside[key]:
-            raise UserError(f"config.json has {key} = {short(outside[key])}, but text_config has {short(inner[key])}")
+            raise UserError(
+                f"config.json has {key} = {short(outside[key])}, but text_config has "
+                f"{short(inner[key])}"
+            )
     return {**inner, **outside, "model_type": TEXT[kind]}
 
 
@@ -65,19 +104,27 @@ def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
         return []
     left = sum(name.startswith(_LEFT) for name in stored)
     return [
-        f"config.json has model_type = {kind!r}: its text model is read, of model_type {TEXT[kind]!r}; {left} tensors "
+        f"config.json has model_type = {kind!r}: its text model is read, of model_type "
+        f"{TEXT[kind]!r}; {left} tensors "
         "for images are left out, and a folder that is written has none"
     ]
 
 
 def _inner(name: str) -> str:
-    return next((to + name.removeprefix(start) for start, to in _NAMES.items() if name.startswith(start)), name)
+    return next(
+        (to + name.removeprefix(start) for start, to in _NAMES.items() if name.startswith(start)),
+        name,
+    )
 
 
 def _refusal(kind: Any, parts: list[str], inner: Json) -> str:
-    named = inner.get("model_type") if "vision" not in parts[0] and "audio" not in parts[0] else None
+    if "vision" not in parts[0] and "audio" not in parts[0]:
+        named = inner.get("model_type")
+    else:
+        named = None
     text = f"a text model of model_type {named!r}" if named else "its text model"
     return (
-        f"config.json has model_type = {kind!r} with {', '.join(parts)}: of models with several kinds of input only "
+        f"config.json has model_type = {kind!r} with {', '.join(parts)}: of models with "
+        "several kinds of input only "
         f"gemma3 is read; save {text} in a folder of its own, with a config.json of its own"
     )

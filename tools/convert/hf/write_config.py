@@ -1,7 +1,8 @@
-"""The config.json of a model of ours: in the words of its own family, or of another that can say all of it.
+"""The config.json of a model of ours: in the words of its own family, or of another that can say
+all of it.
 
-What no family can say is an error. Numbers that only training goes by, such as dropout in families that have none, are
-left out, and `unsaid` names them.
+What no family can say is an error. Numbers that only training goes by, such as dropout in families
+that have none, are left out, and `unsaid` names them.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +17,18 @@ from models.router import PLAIN
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.defaults import DEFAULTS
 from tools.convert.hf.rope import BY_LAYER
-from tools.convert.hf.write_parts import layer_types, qwen_experts, softcaps, unlike_its_family, would_do
+from tools.convert.hf.write_parts import (
+    layer_types,
+    qwen_experts,
+    softcaps,
+    unlike_its_family,
+    would_do,
+)
 
 
 def _is_plain(m: ModelConfig) -> bool:
-    """Return True if the model has what the families after Llama have in common, and routers as Mixtral's."""
+    """Return True if the model has what the families after Llama have in common, and routers as
+    Mixtral's."""
     return _routes_plainly(m) and not m.shared_experts
 
 
@@ -50,8 +58,19 @@ def _is_glm4_moe(m: ModelConfig) -> bool:
 
 def _is_unusual(m: ModelConfig) -> bool:
     """Return True if the model has what only OLMo, Gemma, DeepSeek or gpt-oss has."""
-    of_layers = m.latent or m.norm_unit_offset or m.window_rope_base or (m.qk_norm and m.qk_norm_over == "all")
-    return bool(of_layers) or m.embedding_scale != 1 or m.attention_scalar != m.head_dim or _is_capped(m) or _is_oss(m)
+    of_layers = (
+        m.latent
+        or m.norm_unit_offset
+        or m.window_rope_base
+        or (m.qk_norm and m.qk_norm_over == "all")
+    )
+    return (
+        bool(of_layers)
+        or m.embedding_scale != 1
+        or m.attention_scalar != m.head_dim
+        or _is_capped(m)
+        or _is_oss(m)
+    )
 
 
 def _is_capped(m: ModelConfig) -> bool:
@@ -64,8 +83,18 @@ def _is_oss(m: ModelConfig) -> bool:
 
 
 def _is_olmo(m: ModelConfig) -> bool:
-    norms = (m.norm_at, m.qk_norm, m.qk_norm_over, m.norm_unit_offset) == ("after", True, "all", False)
-    plain = _is_rotary(m) and m.mlp == "swiglu" and m.embedding_scale == 1 and m.attention_scalar == m.head_dim
+    norms = (m.norm_at, m.qk_norm, m.qk_norm_over, m.norm_unit_offset) == (
+        "after",
+        True,
+        "all",
+        False,
+    )
+    plain = (
+        _is_rotary(m)
+        and m.mlp == "swiglu"
+        and m.embedding_scale == 1
+        and m.attention_scalar == m.head_dim
+    )
     plain = plain and not (_is_capped(m) or _is_oss(m))
     return norms and plain and m.qkv_bias == m.output_bias and not (m.mlp_bias or m.experts)
 
@@ -86,13 +115,23 @@ def _is_deepseek(m: ModelConfig) -> bool:
     leading = m.dense_layers == tuple(range(len(m.dense_layers)))
     experts = not m.experts or (leading and m.shared_experts > 0 and m.shared_experts % m.ffn == 0)
     experts = experts and not m.shared_gate
-    return plain and sizes and experts and m.qkv_bias == m.output_bias and not (m.window or m.window_rope_base)
+    return (
+        plain
+        and sizes
+        and experts
+        and m.qkv_bias == m.output_bias
+        and not (m.window or m.window_rope_base)
+    )
 
 
 def _routes(m: ModelConfig, score: str, correction: bool, group_best: int) -> bool:
     """Return True if the model has no experts, or chooses them in this way."""
     best = group_best if m.router.limits else m.router.group_best
-    return not m.experts or (m.router.score, m.router.correction, m.router.group_best) == (score, correction, best)
+    return not m.experts or (m.router.score, m.router.correction, m.router.group_best) == (
+        score,
+        correction,
+        best,
+    )
 
 
 def _own_heads(m: ModelConfig) -> bool:
@@ -100,7 +139,8 @@ def _own_heads(m: ModelConfig) -> bool:
 
 
 def _divides(m: ModelConfig) -> bool:
-    """Return True if the heads divide the features, which some classes of transformers require without using it."""
+    """Return True if the heads divide the features, which some classes of transformers require
+    without using it."""
     return m.hidden % m.heads == 0
 
 
@@ -113,13 +153,23 @@ def _biases(m: ModelConfig) -> tuple[bool, bool, bool]:
 
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the others have
-NONE, ALL = (False, False, False), (True, True, True)
+NONE = (False, False, False)
+ALL = (True, True, True)
 # Names that say nothing by themselves; max_positions is the size of nothing where positions turn.
 NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
-_KEYS = [key for key in ModelConfig.model_fields if key not in (*TRAINING, *NAMES, *_SIZES)]  # that a refusal may name
-TWO_FIELDS = ("linear", "dynamic")  # of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
-PUBLISHED_CLAMP = (1.702, 7.0)  # swiglu_alpha and swiglu_limit of gpt-oss, which transformers 4 has in its code
+# that a refusal may name
+_KEYS = [key for key in ModelConfig.model_fields if key not in (*TRAINING, *NAMES, *_SIZES)]
+# of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
+TWO_FIELDS = (
+    "linear",
+    "dynamic",
+)
+# swiglu_alpha and swiglu_limit of gpt-oss, which transformers 4 has in its code
+PUBLISHED_CLAMP = (
+    1.702,
+    7.0,
+)
 TYPES = {"gemma3": "gemma3_text"}  # model_type of a family, if it differs
 # Whether a model_type can say all of a model.
 _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
@@ -140,15 +190,30 @@ _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
         and _own_heads(m)
         and _no_extras(m)
     ),
-    "llama": lambda m: _is_plain(m) and m.qkv_bias == m.output_bias and _no_extras(m) and _divides(m),
-    "qwen2": lambda m: _is_plain(m) and _biases(m) == (True, False, False) and not (m.experts or m.qk_norm),
-    "qwen2_moe": lambda m: _routes_plainly(m) and m.shared_gate and not (m.output_bias or m.mlp_bias or m.qk_norm),
-    "qwen3": lambda m: _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and not (m.mlp_bias or m.experts),
+    "llama": lambda m: (
+        _is_plain(m) and m.qkv_bias == m.output_bias and _no_extras(m) and _divides(m)
+    ),
+    "qwen2": lambda m: (
+        _is_plain(m) and _biases(m) == (True, False, False) and not (m.experts or m.qk_norm)
+    ),
+    "qwen2_moe": lambda m: (
+        _routes_plainly(m) and m.shared_gate and not (m.output_bias or m.mlp_bias or m.qk_norm)
+    ),
+    "qwen3": lambda m: (
+        _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and not (m.mlp_bias or m.experts)
+    ),
     "qwen3_moe": lambda m: (
-        _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and m.experts > 0 and not m.window_layers
+        _is_plain(m)
+        and m.qk_norm
+        and m.qkv_bias == m.output_bias
+        and m.experts > 0
+        and not m.window_layers
     ),
     "deepseek_v2": lambda m: (
-        _is_deepseek(m) and _divides(m) and _routes(m, "softmax", False, 1) and not (m.experts and m.norm_topk)
+        _is_deepseek(m)
+        and _divides(m)
+        and _routes(m, "softmax", False, 1)
+        and not (m.experts and m.norm_topk)
     ),
     "deepseek_v3": lambda m: _is_deepseek(m) and _routes(m, "sigmoid", True, 2) and not m.mlp_bias,
     "olmo2": lambda m: _is_olmo(m) and not m.window,
@@ -157,13 +222,16 @@ _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
     "gemma3_text": lambda m: _is_gemma(m, qk_norm=True) and not _is_capped(m),
     "glm4_moe": _is_glm4_moe,
     "gpt_oss": lambda m: (
-        (_is_rotary(m), m.norm_at, m.mlp, m.attention_sinks) == (True, "before", "swiglu_clamped", True)
+        (_is_rotary(m), m.norm_at, m.mlp, m.attention_sinks)
+        == (True, "before", "swiglu_clamped", True)
         and (m.expert_bias, m.router_bias, m.norm_topk, m.qk_norm) == (True, True, True, False)
         and m.qkv_bias == m.output_bias
         and not (_is_capped(m) or m.norm_unit_offset or m.window_rope_base)
         and (m.embedding_scale, m.attention_scalar) == (1, m.head_dim)
     ),
-    "mistral": lambda m: _is_plain(m) and _biases(m) == NONE and not (m.experts or m.qk_norm or m.window_layers),
+    "mistral": lambda m: (
+        _is_plain(m) and _biases(m) == NONE and not (m.experts or m.qk_norm or m.window_layers)
+    ),
     "mixtral": lambda m: (
         _is_plain(m)
         and _biases(m) == NONE
@@ -194,15 +262,19 @@ ARCHITECTURES = {
 
 
 def model_type(model: ModelConfig) -> str:
-    """The Hugging Face family that can say all of `model`, its own if that can. UserError if there is none."""
-    computed, own = as_computed(model), TYPES.get(model.family, model.family)
+    """The Hugging Face family that can say all of `model`, its own if that can. UserError if there
+    is none."""
+    computed = as_computed(model)
+    own = TYPES.get(model.family, model.family)
     for kind in (own, *_SAYS):
         if _SAYS[kind](computed):
             return kind
     if would := would_do(computed, _KEYS, _SAYS[own]):
         raise UserError(f"Hugging Face's {own} cannot say {'; or '.join(would)}")
     said = ", ".join(unlike_its_family(computed, _KEYS))
-    raise UserError(f"no Hugging Face family that is known here has all of: {said}, and what else {own} has")
+    raise UserError(
+        f"no Hugging Face family that is known here has all of: {said}, and what else {own} has"
+    )
 
 
 def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -220,16 +292,20 @@ def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def unsaid(model: ModelConfig) -> list[str]:
-    """Return what a config.json of `model` omits, as key = value. Raises UserError if the model would compute
-    otherwise.
+    """Return what a config.json of `model` omits, as key = value. Raises UserError if the model
+    would compute otherwise.
     """
-    said, ours = from_hugging_face(to_hugging_face(model, "float32")), as_computed(model)
+    said = from_hugging_face(to_hugging_face(model, "float32"))
+    ours = as_computed(model)
     again = as_computed(said)
     differs = [key for key in type(model).model_fields if getattr(ours, key) != getattr(again, key)]
     sizeless = ("max_positions",) if model.positions == "rope" else ()
     if lost := [key for key in differs if key not in (*TRAINING, *NAMES, *sizeless)]:
         raise UserError(
-            *(f"no config.json that is known here can say model.{key} = {getattr(model, key)}" for key in lost)
+            *(
+                f"no config.json that is known here can say model.{key} = {getattr(model, key)}"
+                for key in lost
+            )
         )
     return [f"{key} = {getattr(model, key)}" for key in differs if key in TRAINING]
 
@@ -262,7 +338,9 @@ def _rotary_config(m: ModelConfig, kind: str) -> dict[str, Any]:
         "hidden_size": m.hidden,
         "num_attention_heads": m.heads,
         "intermediate_size": m.ffn,
-        "max_position_embeddings": said.pop(ORIGINAL) if scaling.kind == "dynamic" else m.max_positions,
+        "max_position_embeddings": said.pop(ORIGINAL)
+        if scaling.kind == "dynamic"
+        else m.max_positions,
         **_rope(m, kind, {"rope_type": scaling.kind, **said} if said else None),
         "attention_dropout": m.attention_dropout,
     }
@@ -274,8 +352,9 @@ def _rotary_config(m: ModelConfig, kind: str) -> dict[str, Any]:
 def _rope(m: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """Return the keys of rotary positions. scaling: rope_scaling of layers without the window.
 
-    rope_theta, rope_scaling and rope_local_base_freq are what transformers 4 reads, and vLLM and llama.cpp after it.
-    Families with another meaning of these keys in transformers 5 have its rope_parameters besides.
+    rope_theta, rope_scaling and rope_local_base_freq are what transformers 4 reads, and vLLM and
+    llama.cpp after it. Families with another meaning of these keys in transformers 5 have its
+    rope_parameters besides.
     """
     older = {"rope_theta": m.rope_base, "rope_scaling": scaling}
     if kind == "olmo2" and scaling and m.rope_scaling.kind in TWO_FIELDS:
@@ -285,16 +364,23 @@ def _rope(m: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> dict[str
         return older | {"rope_parameters": full}
     if kind not in BY_LAYER:
         return older
-    windowed = {"rope_type": "default", "rope_theta": m.window_rope_base} if m.window_rope_base else full
+    if m.window_rope_base:
+        windowed = {"rope_type": "default", "rope_theta": m.window_rope_base}
+    else:
+        windowed = full
     if kind == "gemma3_text":
         older["rope_local_base_freq"] = windowed["rope_theta"]
     return older | {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
 def newer_only(model: ModelConfig) -> list[str]:
-    """Return a note for each thing in the config.json of `model` that transformers 4 refuses or computes otherwise."""
+    """Return a note for each thing in the config.json of `model` that transformers 4 refuses or
+    computes otherwise."""
     readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"
-    return [f"config.json needs transformers 5 or newer: {readers}, cannot {what}" for what in _not_in_older(model)]
+    return [
+        f"config.json needs transformers 5 or newer: {readers}, cannot {what}"
+        for what in _not_in_older(model)
+    ]
 
 
 def _not_in_older(m: ModelConfig) -> Iterator[str]:
@@ -303,15 +389,24 @@ def _not_in_older(m: ModelConfig) -> Iterator[str]:
     if kind == "olmo2" and scaling not in ("none", *TWO_FIELDS):
         yield f"scale the rotary positions of an olmo2 model by rope_type {scaling!r}"
     if kind == "qwen2_moe" and not _divides(m):
-        yield f"make a qwen2_moe model whose hidden_size = {m.hidden} is no multiple of its {m.heads} heads"
+        yield (
+            f"make a qwen2_moe model whose hidden_size = {m.hidden} is no multiple of its "
+            f"{m.heads} heads"
+        )
     if kind == "gpt_oss" and (m.swiglu_alpha, m.swiglu_limit) != PUBLISHED_CLAMP:
-        yield f"use swiglu_alpha = {m.swiglu_alpha:g} and swiglu_limit = {m.swiglu_limit:g}, but 1.702 and 7 alone"
+        yield (
+            f"use swiglu_alpha = {m.swiglu_alpha:g} and swiglu_limit = {m.swiglu_limit:g}, but "
+            "1.702 and 7 alone"
+        )
     if kind not in BY_LAYER or not m.window:
         return
     if scaling != "none" and not m.window_rope_base:
         yield f"scale the rotary positions of layers with sliding_attention in a {kind} model"
     elif kind == "olmo3" and m.window_rope_base not in (0, m.rope_base):
-        yield "give the layers with sliding_attention of an olmo3 model a rope_theta of their own, as this one has"
+        yield (
+            "give the layers with sliding_attention of an olmo3 model a rope_theta of their own, "
+            "as this one has"
+        )
 
 
 def _neox_config(m: ModelConfig) -> dict[str, Any]:
@@ -349,7 +444,11 @@ def _deepseek_experts(m: ModelConfig, kind: str) -> dict[str, Any]:
     return {
         **_first_layers_and_experts(m),
         "scoring_func": m.router.score,
-        "topk_method": "noaux_tc" if v3 else "group_limited_greedy" if m.router.limits else "greedy",
+        "topk_method": "noaux_tc"
+        if v3
+        else "group_limited_greedy"
+        if m.router.limits
+        else "greedy",
         "aux_loss_alpha": m.router_aux_loss,
         "seq_aux": True,
     }
@@ -363,7 +462,10 @@ def _llama_config(m: ModelConfig, kind: str) -> dict[str, Any]:
         **({} if kind.startswith("gemma") else {"hidden_act": "silu"}),
         "rms_norm_eps": m.norm_eps,
     }
-    experts = {"num_experts_per_tok": m.experts_per_token, "router_aux_loss_coef": m.router_aux_loss}
+    experts = {
+        "num_experts_per_tok": m.experts_per_token,
+        "router_aux_loss_coef": m.router_aux_loss,
+    }
     window = {"use_sliding_window": m.window > 0, "sliding_window": m.window or None}
     qwen = {**window, "max_window_layers": min(m.window_layers, default=0), **layer_types(m)}
     # Not null where no layer has the window: the class of gpt-oss and Gemma 2 takes numbers alone.
@@ -373,7 +475,10 @@ def _llama_config(m: ModelConfig, kind: str) -> dict[str, Any]:
         "sliding_window": m.window or usual_window,
         **layer_types(m, always=True),
     }
-    gemma = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": int(m.attention_scalar)}
+    gemma = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": int(m.attention_scalar),
+    }
     own: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": m.output_bias, "mlp_bias": m.mlp_bias},
         "mistral": {"sliding_window": m.window or None},
@@ -421,7 +526,8 @@ def _glm4_moe_config(m: ModelConfig) -> dict[str, Any]:
 
 
 def _first_layers_and_experts(m: ModelConfig) -> dict[str, Any]:
-    """Return the keys of experts, of those that are shared, and of the first layers, which have none."""
+    """Return the keys of experts, of those that are shared, and of the first layers, which have
+    none."""
     return {
         "intermediate_size": m.dense_ffn,
         "moe_intermediate_size": m.ffn,

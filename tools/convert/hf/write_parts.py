@@ -1,4 +1,5 @@
-"""Parts of a config.json that we write: keys that belong together and that several families have."""
+"""Parts of a config.json that we write: keys that belong together and that several families
+have."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,18 +28,23 @@ def softcaps(m: ModelConfig) -> dict[str, Any]:
 
 
 def layer_types(m: ModelConfig, always: bool = False) -> dict[str, list[str]]:
-    """Return layer_types for a model in which only some layers have the window. always: for any model."""
+    """Return layer_types for a model in which only some layers have the window. always: for any
+    model."""
     if not (m.window_layers or always):
         return {}
     windowed = [m.of_layer(n).window > 0 for n in range(m.layers)]
     return {"layer_types": ["sliding_attention" if one else "full_attention" for one in windowed]}
 
 
-def would_do(model: ModelConfig, keys: Sequence[str], says: Callable[[ModelConfig], bool]) -> list[str]:
-    """Return, for each key whose change alone makes a model that a family says, its value and one that would do."""
+def would_do(
+    model: ModelConfig, keys: Sequence[str], says: Callable[[ModelConfig], bool]
+) -> list[str]:
+    """Return, for each key whose change alone makes a model that a family says, its value and one
+    that would do."""
     found = []
     for key in keys:
-        value, others = getattr(model, key), [_usual(model, key)]
+        value = getattr(model, key)
+        others = [_usual(model, key)]
         if key == "shared_experts" and model.ffn:
             others.append(model.ffn * max(1, round(model.shared_experts / model.ffn)))
         if isinstance(value, bool):
@@ -50,12 +56,21 @@ def would_do(model: ModelConfig, keys: Sequence[str], says: Callable[[ModelConfi
 
 def unlike_its_family(model: ModelConfig, keys: Sequence[str]) -> list[str]:
     """Return the keys with values that the family of a model does not have by itself."""
-    return [f"{key} = {getattr(model, key)}" for key in keys if getattr(model, key) != _usual(model, key)]
+    return [
+        f"{key} = {getattr(model, key)}"
+        for key in keys
+        if getattr(model, key) != _usual(model, key)
+    ]
 
 
 def _usual(model: ModelConfig, key: str) -> Any:
-    """Return the value that a key has if neither it nor `bias`, from which some follow, is given."""
-    given = {n: value for n, value in model.model_dump().items() if n in model.model_fields_set - {key, "bias"}}
+    """Return the value that a key has if neither it nor `bias`, from which some follow, is
+    given."""
+    given = {
+        n: value
+        for n, value in model.model_dump().items()
+        if n in model.model_fields_set - {key, "bias"}
+    }
     try:
         return getattr(ModelConfig.model_validate(given), key)
     except ValueError:  # what is given fits this value alone

@@ -1,4 +1,5 @@
-"""Experts in Megatron's files, where a rank numbers its own from zero and may pack them in one of two other ways.
+"""Experts in Megatron's files, where a rank numbers its own from zero and may pack them in one of
+two other ways.
 
 experts.local_experts.E.linear_fc1.weight    one by one: the names that the rest of the conversion knows
 experts.linear_fc1.weightE                   grouped, as Transformer Engine has them
@@ -23,12 +24,16 @@ def is_expert(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return False for a router's correction: a buffer of the model, in FP32, of which the optimizer has no state."""
+    """Return False for a router's correction: a buffer of the model, in FP32, of which the
+    optimizer has no state."""
     return not name.endswith(".router.expert_bias")
 
 
-def one_by_one(held: Mapping[str, Stored], hidden: int, count: int, first: int) -> dict[str, Stored]:
-    """A rank's tensors under the names of the first way. count: its experts; first: the number of the first of them."""
+def one_by_one(
+    held: Mapping[str, Stored], hidden: int, count: int, first: int
+) -> dict[str, Stored]:
+    """A rank's tensors under the names of the first way. count: its experts; first: the number of
+    the first of them."""
     found: dict[str, Stored] = {}
     for name, stored in held.items():
         if match := _LOCAL.fullmatch(name):
@@ -60,7 +65,8 @@ def expert_of(name: str) -> int | None:
 
 
 def _unpacked(stored: Stored, hidden: int, count: int, features_in_first: bool) -> list[Stored]:
-    """Each expert's matrix [features out, features in] of a tensor that has them all as [features in, features out]."""
+    """Each expert's matrix [features out, features in] of a tensor that has them all as [features
+    in, features out]."""
     size = prod(stored.shape) // count
     if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
         raise UserError(f"{stored.file}: {list(stored.shape)} is no tensor of {count} experts")

@@ -1,7 +1,8 @@
 """Feed-forwards, experts and routers in Megatron's args, both ways.
 
-Megatron has one feed-forward in a layer, or experts with a router, and perhaps shared ones; `moe_layer_freq` says which
-layers have experts. What its args say of a router is not quite what `models.router` says:
+Megatron has one feed-forward in a layer, or experts with a router, and perhaps shared ones;
+`moe_layer_freq` says which layers have experts. What its args say of a router is not quite what
+`models.router` says:
 
     pre-softmax   without it, probabilities are of the chosen experts alone, and so sum to one; groups are then compared
                   by logits
@@ -25,9 +26,11 @@ OFFSET = 1.0  # of swiglu_clamped's other factor
 def activation_of(a: Args, bias: bool, experts: int) -> dict[str, Any]:
     """Return the fields of the activation. UserError for one that no model of ours has.
 
-    Fused with a bias, its gelu is the tanh approximation, and exact otherwise; without biases nothing is fused.
+    Fused with a bias, its gelu is the tanh approximation, and exact otherwise; without biases
+    nothing is fused.
     """
-    clamp, offset = a.get("activation_func_clamp_value"), a.get("glu_linear_offset") or 0.0
+    clamp = a.get("activation_func_clamp_value")
+    offset = a.get("glu_linear_offset") or 0.0
     if a.get("quick_geglu") or a.get("activation_func") == "quick_gelu":
         return _clamped(a, clamp, offset, _is_fused(a) and bias)
     for key, value in (("activation_func_clamp_value", clamp), ("glu_linear_offset", offset)):
@@ -36,34 +39,48 @@ def activation_of(a: Args, bias: bool, experts: int) -> dict[str, Any]:
     if _gated(a):
         return {"mlp": "swiglu"}
     if a.get("use_te_activation_func"):
-        raise UserError("Megatron's use_te_activation_func = True cannot be converted where its activation is gelu")
+        raise UserError(
+            "Megatron's use_te_activation_func = True cannot be converted where its "
+            "activation is gelu"
+        )
     return {"mlp": "gelu" if _is_fused(a) and bias and not experts else "gelu_exact"}
 
 
 def _is_fused(a: Args) -> bool:
-    """Return True if an activation that is not swiglu is computed in one with the bias before it."""
-    return bool(a["bias_activation_fusion"] if "bias_activation_fusion" in a else given(a, "bias_gelu_fusion", True))
+    """Return True if an activation that is not swiglu is computed in one with the bias before
+    it."""
+    return bool(
+        a["bias_activation_fusion"]
+        if "bias_activation_fusion" in a
+        else given(a, "bias_gelu_fusion", True)
+    )
 
 
 def _clamped(a: Args, clamp: float | None, offset: float, fused: bool) -> dict[str, Any]:
     """Return the fields of the activation of gpt-oss.
 
-    Fused with biases, it is another: it is clamped before they are added (`weighted_bias_quick_geglu_impl` of
-    fused_bias_geglu.py). Grouped experts have added them by then.
+    Fused with biases, it is another: it is clamped before they are added
+    (`weighted_bias_quick_geglu_impl` of fused_bias_geglu.py). Grouped experts have added them by
+    then.
     """
-    said = "activation_func = quick_gelu" if a.get("activation_func") == "quick_gelu" else "quick_geglu = True"
+    if a.get("activation_func") == "quick_gelu":
+        said = "activation_func = quick_gelu"
+    else:
+        said = "quick_geglu = True"
     if a.get("swiglu") or not (a.get("quick_geglu") or a.get("gated_linear_unit")):
         raise UserError(f"Megatron's {said} needs gated_linear_unit = True without swiglu")
     if clamp is None or offset != OFFSET:
         raise UserError(
-            f"Megatron's {said} cannot be converted but with activation_func_clamp_value and glu_linear_offset = 1.0"
+            f"Megatron's {said} cannot be converted but with activation_func_clamp_value and "
+            "glu_linear_offset = 1.0"
         )
     if a.get("use_te_activation_func"):
         raise UserError(f"Megatron's use_te_activation_func = True cannot be converted with {said}")
     if fused and not a.get("moe_grouped_gemm"):
         key = "bias_activation_fusion" if "bias_activation_fusion" in a else "bias_gelu_fusion"
         raise UserError(
-            f"Megatron's {key} = True beside {said} cannot be converted without moe_grouped_gemm: it clamps before it "
+            f"Megatron's {key} = True beside {said} cannot be converted without "
+            "moe_grouped_gemm: it clamps before it "
             "adds biases"
         )
     return {"mlp": "swiglu_clamped", "swiglu_alpha": ALPHA, "swiglu_limit": float(clamp)}
@@ -71,27 +88,39 @@ def _clamped(a: Args, clamp: float | None, offset: float, fused: bool) -> dict[s
 
 def _gated(a: Args) -> bool:
     """Return True if the feed-forward is gated, which is by SiLU here."""
-    gated, activation = bool(a.get("swiglu") or a.get("gated_linear_unit")), a.get("activation_func")
+    gated = bool(a.get("swiglu") or a.get("gated_linear_unit"))
+    activation = a.get("activation_func")
     if gated and not a.get("swiglu") and activation != "silu":
-        raise UserError("Megatron's gated_linear_unit without activation_func = silu cannot be converted")
+        raise UserError(
+            "Megatron's gated_linear_unit without activation_func = silu cannot be converted"
+        )
     if not gated and activation == "silu":
-        raise UserError("Megatron's activation_func = silu without gated_linear_unit cannot be converted")
+        raise UserError(
+            "Megatron's activation_func = silu without gated_linear_unit cannot be converted"
+        )
     return gated
 
 
 def experts_of(a: Args, experts: int, bias: bool) -> dict[str, Any]:
     """Return the fields of experts and their router. UserError for what no model of ours has."""
-    topk, sigmoid = given(a, "moe_router_topk", 2), a.get("moe_router_score_function") == "sigmoid"
-    shared, dense = a.get("moe_shared_expert_intermediate_size") or 0, _dense_layers(a)
+    topk = given(a, "moe_router_topk", 2)
+    sigmoid = a.get("moe_router_score_function") == "sigmoid"
+    shared = a.get("moe_shared_expert_intermediate_size") or 0
+    dense = _dense_layers(a)
     if topk == 1 and not sigmoid and not a.get("moe_router_pre_softmax"):
-        raise UserError("Megatron's moe_router_topk = 1 without moe_router_pre_softmax has no router that learns")
+        raise UserError(
+            "Megatron's moe_router_topk = 1 without moe_router_pre_softmax has no router "
+            "that learns"
+        )
     if bias and (dense or shared):
         key = "moe_layer_freq" if dense else "moe_shared_expert_intermediate_size"
         raise UserError(
-            f"Megatron's add_bias_linear = True beside {key} = {a[key]!r} cannot be converted: beside other "
+            f"Megatron's add_bias_linear = True beside {key} = {a[key]!r} cannot be "
+            "converted: beside other "
             "feed-forwards experts have no biases here"
         )
-    kind, aux = a.get("moe_router_load_balancing_type"), given(a, "moe_aux_loss_coeff", 0.0)
+    kind = a.get("moe_router_load_balancing_type")
+    aux = given(a, "moe_aux_loss_coeff", 0.0)
     return {
         "experts": experts,
         "experts_per_token": topk,
@@ -104,13 +133,19 @@ def experts_of(a: Args, experts: int, bias: bool) -> dict[str, Any]:
         "router_bias": bias,
         "shared_experts": shared,
         "shared_gate": bool(shared and a.get("moe_shared_expert_gate")),
-        **({"dense_layers": dense, "dense_ffn": a.get("ffn_hidden_size") or 4 * a["hidden_size"]} if dense else {}),
+        **(
+            {"dense_layers": dense, "dense_ffn": a.get("ffn_hidden_size") or 4 * a["hidden_size"]}
+            if dense
+            else {}
+        ),
     }
 
 
 def _dense_layers(a: Args) -> tuple[int, ...]:
-    """moe_layer_freq is a list with a number for each layer, or n: then every nth has experts, from the first on."""
-    every, layers = given(a, "moe_layer_freq", 1), a["num_layers"]
+    """moe_layer_freq is a list with a number for each layer, or n: then every nth has experts, from
+    the first on."""
+    every = given(a, "moe_layer_freq", 1)
+    layers = a["num_layers"]
     said = f"Megatron's moe_layer_freq = {every!r}"
     if isinstance(every, list | tuple):
         kinds = [*every]
@@ -126,21 +161,33 @@ def _dense_layers(a: Args) -> tuple[int, ...]:
 
 
 def _router(a: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
-    """Return the settings of the router. Without a number of groups to choose there are no groups."""
-    chosen, correction = a.get("moe_router_group_topk") or 0, bool(a.get("moe_router_enable_expert_bias"))
+    """Return the settings of the router. Without a number of groups to choose there are no
+    groups."""
+    chosen = a.get("moe_router_group_topk") or 0
+    correction = bool(a.get("moe_router_enable_expert_bias"))
     groups = (a.get("moe_router_num_groups") or 0) if chosen else 1
     if chosen and not 0 < chosen <= groups:
-        raise UserError(f"Megatron's moe_router_group_topk = {chosen} needs moe_router_num_groups of at least as many")
-    limits, best = chosen and chosen < groups, topk // (chosen or 1)
+        raise UserError(
+            f"Megatron's moe_router_group_topk = {chosen} needs moe_router_num_groups of at "
+            "least as many"
+        )
+    limits = chosen and chosen < groups
+    best = topk // (chosen or 1)
     if limits and not best:
-        raise UserError(f"Megatron's moe_router_group_topk = {chosen} is more than moe_router_topk = {topk}")
+        raise UserError(
+            f"Megatron's moe_router_group_topk = {chosen} is more than moe_router_topk = {topk}"
+        )
     if limits and best > 1 and not sigmoid and not a.get("moe_router_pre_softmax"):
         raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} cannot be converted without moe_router_pre_softmax: it "
+            f"Megatron's moe_router_group_topk = {chosen} cannot be converted without "
+            "moe_router_pre_softmax: it "
             "compares groups by logits then"
         )
     if correction and not sigmoid:
-        raise UserError("Megatron's moe_router_enable_expert_bias = True needs moe_router_score_function = sigmoid")
+        raise UserError(
+            "Megatron's moe_router_enable_expert_bias = True needs moe_router_score_function "
+            "= sigmoid"
+        )
     return {
         "score": "sigmoid" if sigmoid else "softmax",
         "scale": float(a.get("moe_router_topk_scaling_factor") or 1.0),
@@ -166,10 +213,18 @@ def without_feed_forward(model: ModelConfig) -> Iterator[str]:
 
 
 def _without_experts(model: ModelConfig) -> Iterator[str]:
-    router, topk = model.router, model.experts_per_token
-    biases = {"output_bias": model.output_bias, "expert_bias": model.expert_bias, "router_bias": model.router_bias}
+    router = model.router
+    topk = model.experts_per_token
+    biases = {
+        "output_bias": model.output_bias,
+        "expert_bias": model.expert_bias,
+        "router_bias": model.router_bias,
+    }
     if len({*biases.values()}) > 1:
-        yield f"{', '.join(f'{key} = {value}' for key, value in biases.items())} (it has all of them or none)"
+        yield (
+            f"{', '.join(f'{key} = {value}' for key, value in biases.items())} (it has all of "
+            "them or none)"
+        )
     if model.expert_bias and (model.dense_layers or model.shared_experts):
         yield "expert_bias = True beside dense_layers or shared_experts"
     if router.score == "sigmoid" and model.norm_topk != (topk > 1):
@@ -180,14 +235,19 @@ def _without_experts(model: ModelConfig) -> Iterator[str]:
         yield "router.correction of softmax scores"
     best = topk // router.groups_per_token
     if router.limits and router.group_best != best:
-        yield f"router.group_best = {router.group_best} (it has experts_per_token / groups_per_token, {best})"
+        yield (
+            f"router.group_best = {router.group_best} (it has experts_per_token / "
+            f"groups_per_token, {best})"
+        )
     elif router.limits and router.score == "softmax" and model.norm_topk and best > 1:
         yield "groups of experts compared by softmax scores that are normalized"
 
 
 def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's args of feed-forwards, experts and routers."""
-    router, experts, clamped = model.router, model.experts or None, model.mlp == "swiglu_clamped"
+    router = model.router
+    experts = model.experts or None
+    clamped = model.mlp == "swiglu_clamped"
     grouped = router.groups > 1
     return {
         "ffn_hidden_size": model.dense_ffn if model.dense_layers else model.ffn,
@@ -198,7 +258,9 @@ def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
         "bias_gelu_fusion": model.mlp == "gelu",
         "num_experts": experts,
         "moe_ffn_hidden_size": model.ffn if experts else None,
-        "moe_layer_freq": [int(n not in model.dense_layers) for n in range(model.layers)] if model.dense_layers else 1,
+        "moe_layer_freq": [int(n not in model.dense_layers) for n in range(model.layers)]
+        if model.dense_layers
+        else 1,
         "moe_shared_expert_intermediate_size": model.shared_experts or None,
         "moe_shared_expert_gate": model.shared_gate,
         "moe_router_topk": model.experts_per_token,

@@ -1,8 +1,9 @@
-"""Megatron-LM's layout of a model: the part of a tensor on each tensor-parallel rank, the files, and the args.
+"""Megatron-LM's layout of a model: the part of a tensor on each tensor-parallel rank, the files,
+and the args.
 
-A checkpoint is a folder iter_0000100/ with one file per model-parallel rank, mp_rank_TT/model_optim_rng.pt, or
-mp_rank_TT_PPP/ if there are pipeline stages. Layers are numbered within a stage. The vocabulary is padded with rows
-that are not converted.
+A checkpoint is a folder iter_0000100/ with one file per model-parallel rank,
+mp_rank_TT/model_optim_rng.pt, or mp_rank_TT_PPP/ if there are pipeline stages. Layers are numbered
+within a stage. The vocabulary is padded with rows that are not converted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,13 +40,19 @@ from tools.convert.megatron.rotary import (
 )
 
 FILE = "model_optim_rng.pt"
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}  # how many parts of a tensor are each cut over the ranks
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+# how many parts of a tensor are each cut over the ranks
+BLOCKS: dict[Cut, int] = {
+    "halves": 2,
+    "thirds": 3,
+}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
-    """Return the part of a tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the padded vocabulary."""
+    """Return the part of a tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the
+    padded vocabulary."""
     if cut == "whole" or (tp == 1 and cut != "vocabulary"):
         return whole
     if cut == "columns":
@@ -60,7 +67,8 @@ def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def merged(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
-    """The way back from `part`, over all ranks, of which no two are in memory at once. shape: of the whole."""
+    """The way back from `part`, over all ranks, of which no two are in memory at once. shape: of
+    the whole."""
     first = next(parts)
     if tp == 1 or cut == "whole":
         return first[: shape[0]]
@@ -92,11 +100,16 @@ def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[in
 
 def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
     """Name of a rank's folder. An axis of size one is left out."""
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
+    return (
+        f"mp_rank_{tp_rank:02d}"
+        + (f"_{pp_rank:03d}" if pp > 1 else "")
+        + (f"_{ep_rank:03d}" if ep > 1 else "")
+    )
 
 
 def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
-    """The model that Megatron's args describe. vocab: tokens without padding; None: what the args say, or all rows.
+    """The model that Megatron's args describe. vocab: tokens without padding; None: what the args
+    say, or all rows.
 
     UserError for an argument by which it would be none of ours (`keys`).
     """
@@ -112,15 +125,19 @@ def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
 
 
 def _model_of(a: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
-    learned, bias = is_learned(a), bool(given(a, "add_bias_linear", True))
-    experts, latent = a.get("num_experts") or 0, bool(a.get("multi_latent_attention"))
+    learned = is_learned(a)
+    bias = bool(given(a, "add_bias_linear", True))
+    experts = a.get("num_experts") or 0
+    latent = bool(a.get("multi_latent_attention"))
     share = a.get("share_embeddings_and_output_weights")
     _require(a)
     return {
         "family": _family(a, learned, experts),
         "layers": a["num_layers"],
         "hidden": a["hidden_size"],
-        "ffn": (a.get("moe_ffn_hidden_size") if experts else None) or a.get("ffn_hidden_size") or 4 * a["hidden_size"],
+        "ffn": (a.get("moe_ffn_hidden_size") if experts else None)
+        or a.get("ffn_hidden_size")
+        or 4 * a["hidden_size"],
         "vocab": vocab or a.get("vocab_size") or a["padded_vocab_size"],
         "max_positions": a["max_position_embeddings"],
         "norm": "rms" if a.get("normalization") == "RMSNorm" else "layer",
@@ -130,7 +147,9 @@ def _model_of(a: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
         "output_bias": bias,
         "mlp_bias": bias and not experts,
         "attention_sinks": a.get("softmax_type") == "learnable",
-        "tied": bool(share) if share is not None else not a.get("untie_embeddings_and_output_weights", False),
+        "tied": bool(share)
+        if share is not None
+        else not a.get("untie_embeddings_and_output_weights", False),
         "dropout": given(a, "hidden_dropout", 0.1),
         "attention_dropout": given(a, "attention_dropout", 0.1),
         "init_std": given(a, "init_method_std", 0.02),
@@ -144,11 +163,15 @@ def _model_of(a: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
 
 
 def _attention(a: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
-    heads, scale = a["num_attention_heads"], a.get("softmax_scale")
+    heads = a["num_attention_heads"]
+    scale = a.get("softmax_scale")
     grouped = a.get("num_query_groups") if a.get("group_query_attention", True) else None
     head_dim = given(a, "kv_channels", a["hidden_size"] // heads)
     if scale is not None and abs(scale * head_dim**0.5 - 1) > 1e-6:
-        raise UserError(f"Megatron's softmax_scale = {scale} cannot be converted: only 1 / sqrt(kv_channels) can")
+        raise UserError(
+            f"Megatron's softmax_scale = {scale} cannot be converted: only 1 / "
+            "sqrt(kv_channels) can"
+        )
     return {
         "kv_heads": grouped or heads,
         "head_dim": head_dim,
@@ -159,7 +182,8 @@ def _attention(a: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any
 
 
 def _family(a: Mapping[str, Any], learned: bool, experts: int) -> str:
-    """Return the family whose name is nearest; it decides nothing, for all that depends on it is given."""
+    """Return the family whose name is nearest; it decides nothing, for all that depends on it is
+    given."""
     sigmoid = experts and a.get("moe_router_score_function") == "sigmoid"
     if a.get("multi_latent_attention"):
         return "deepseek_v3" if sigmoid else "deepseek_v2"
@@ -171,20 +195,32 @@ def _family(a: Mapping[str, Any], learned: bool, experts: int) -> str:
 
 
 def _window(a: Mapping[str, Any]) -> dict[str, Any]:
-    """window_size is (tokens before, tokens after); window_attn_skip_freq says which layers have it, from 1 on."""
-    window, layers = a.get("window_size"), range(1, a["num_layers"] + 1)
+    """window_size is (tokens before, tokens after); window_attn_skip_freq says which layers have
+    it, from 1 on."""
+    window = a.get("window_size")
+    layers = range(1, a["num_layers"] + 1)
     if not window:
         return {}
     before, after = window
     if after or before < 0:
-        raise UserError(f"Megatron's window_size = {window} cannot be converted: only (tokens before, 0) can")
+        raise UserError(
+            f"Megatron's window_size = {window} cannot be converted: only (tokens before, 0) can"
+        )
     skip = a.get("window_attn_skip_freq")
     if isinstance(skip, list | tuple) and len(skip) != len(layers):
-        raise UserError(f"Megatron's window_attn_skip_freq = {skip!r} has not a value for each of {len(layers)} layers")
-    has = [bool(skip[n - 1]) if isinstance(skip, list | tuple) else not skip or n % skip != 0 for n in layers]
+        raise UserError(
+            f"Megatron's window_attn_skip_freq = {skip!r} has not a value for each of "
+            f"{len(layers)} layers"
+        )
+    has = [
+        bool(skip[n - 1]) if isinstance(skip, list | tuple) else not skip or n % skip != 0
+        for n in layers
+    ]
     chosen = tuple(n for n, one in enumerate(has) if one)
     every = len(chosen) == len(has)
-    return {"window": before + 1, "window_layers": () if every else chosen} if chosen else {}
+    if chosen:
+        return {"window": before + 1, "window_layers": () if every else chosen}
+    return {}
 
 
 def _modules(a: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,33 +229,53 @@ def _modules(a: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if is_learned(a):
         raise UserError(
-            f"Megatron's mtp_num_layers = {modules} cannot be converted beside learned positions: modules have rope"
+            f"Megatron's mtp_num_layers = {modules} cannot be converted beside learned "
+            "positions: modules have rope"
         )
     if a.get("window_size") and a.get("window_attn_skip_freq"):
         raise UserError(
-            f"Megatron's mtp_num_layers = {modules} cannot be converted beside window_attn_skip_freq = "
-            f"{a['window_attn_skip_freq']!r}: which window a module's layer has would follow from its number"
+            f"Megatron's mtp_num_layers = {modules} cannot be converted beside "
+            "window_attn_skip_freq = "
+            f"{a['window_attn_skip_freq']!r}: which window a module's layer has would follow "
+            "from its number"
         )
     return {"mtp_layers": modules, "mtp_loss_weight": given(a, "mtp_loss_scaling_factor", 0.1)}
 
 
 def _require(a: Mapping[str, Any]) -> None:
     """Raises UserError for what depends on several args."""
-    vocab, padded = a.get("vocab_size"), a.get("padded_vocab_size")
+    vocab = a.get("vocab_size")
+    padded = a.get("padded_vocab_size")
     if vocab and padded and padded < vocab:
-        raise UserError(f"Megatron's padded_vocab_size = {padded} is less than vocab_size = {vocab}: one is wrong")
+        raise UserError(
+            f"Megatron's padded_vocab_size = {padded} is less than vocab_size = {vocab}: one "
+            "is wrong"
+        )
     rope = a.get("no_rope_freq")
     if any(rope) if isinstance(rope, list | tuple) else rope:
-        raise UserError(f"Megatron's no_rope_freq = {rope!r} cannot be converted: all layers must turn")
+        raise UserError(
+            f"Megatron's no_rope_freq = {rope!r} cannot be converted: all layers must turn"
+        )
     if a.get("qk_layernorm") and a.get("normalization") != "RMSNorm":
-        raise UserError("Megatron's qk_layernorm = True cannot be converted but with normalization = RMSNorm")
+        raise UserError(
+            "Megatron's qk_layernorm = True cannot be converted but with normalization = RMSNorm"
+        )
 
 
 def _cannot(model: ModelConfig) -> Iterator[str]:
     """Yield the properties of `model` that Megatron's GPT model lacks."""
-    plain = {"norm_at": "before", "norm_unit_offset": False, "embedding_scale": 1.0, "window_rope_base": 0.0}
+    plain = {
+        "norm_at": "before",
+        "norm_unit_offset": False,
+        "embedding_scale": 1.0,
+        "window_rope_base": 0.0,
+    }
     plain |= {"parallel_residual": False, "attention_softcap": 0.0, "final_softcap": 0.0}
-    yield from (f"{key} = {getattr(model, key)}" for key, value in plain.items() if getattr(model, key) != value)
+    yield from (
+        f"{key} = {getattr(model, key)}"
+        for key, value in plain.items()
+        if getattr(model, key) != value
+    )
     if model.qk_norm and model.qk_norm_over == "all":
         yield "qk_norm_over = all"
     if model.qk_norm and model.norm != "rms":
@@ -231,20 +287,35 @@ def _cannot(model: ModelConfig) -> Iterator[str]:
 
 
 def unsaid(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
-    """Return what `args` of `model` omit, as key = value. Raises UserError if the model would compute otherwise."""
-    ours, again = as_computed(model), as_computed(model_of(args, None))
+    """Return what `args` of `model` omit, as key = value. Raises UserError if the model would
+    compute otherwise."""
+    ours = as_computed(model)
+    again = as_computed(model_of(args, None))
     differs = [key for key in type(model).model_fields if getattr(ours, key) != getattr(again, key)]
     if lost := [key for key in differs if key not in (*TRAINING, *NAMES)]:
-        raise UserError(*(f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}" for key in lost))
+        raise UserError(
+            *(
+                f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}"
+                for key in lost
+            )
+        )
     omitted = [f"{key} = {getattr(model, key)}" for key in differs if key in TRAINING]
-    return [*omitted, *(f"{said} (Megatron-LM has no argument for it)" for said in unsaid_by_arguments(model))]
+    return [
+        *omitted,
+        *(f"{said} (Megatron-LM has no argument for it)" for said in unsaid_by_arguments(model)),
+    ]
 
 
-def args_of(model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool, dtype: torch.dtype) -> dict[str, Any]:
+def args_of(
+    model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     """Megatron's args for `model`. UserError for what they cannot say."""
     if lacking := list(_cannot(as_computed(model))):
         raise UserError(f"Megatron's GPT model has no {', '.join(lacking)}")
-    windows = [int(model.of_layer(n).window > 0) for n in range(model.layers)] if model.window_layers else None
+    if model.window_layers:
+        windows = [int(model.of_layer(n).window > 0) for n in range(model.layers)]
+    else:
+        windows = None
     return {
         "num_layers": model.layers,
         "hidden_size": model.hidden,

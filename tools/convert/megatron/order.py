@@ -1,8 +1,9 @@
 """The parameters of each of Megatron's ranks, in the order in which its modules register them.
 
-A distributed checkpoint holds tensors by name, whatever the ranks were, but the distributed optimizer's flat state lies
-in this order. Its args say what it follows from: how layers are spread over stages, virtual ones too; whether norms
-belong to the linear layers after them; and whether a rank has its experts one by one, grouped or packed.
+A distributed checkpoint holds tensors by name, whatever the ranks were, but the distributed
+optimizer's flat state lies in this order. Its args say what it follows from: how layers are spread
+over stages, virtual ones too; whether norms belong to the linear layers after them; and whether a
+rank has its experts one by one, grouped or packed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,17 @@ from tools.convert.megatron.layout import EMBEDDING, HEAD
 from tools.convert.megatron.ranks import LAYER
 
 # Args that change the order, or what a rank has, in ways that are not known here.
-ODD = ("pipeline_model_parallel_layout", "overlap_param_gather_with_optimizer_step", "fp8_param_gather")
+ODD = (
+    "pipeline_model_parallel_layout",
+    "overlap_param_gather_with_optimizer_step",
+    "fp8_param_gather",
+)
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A parameter: a tensor's part, or those of all experts one after another, each with features in before out."""
+    """A parameter: a tensor's part, or those of all experts one after another, each with features
+    in before out."""
 
     of: tuple[Match, ...]
     packed: bool
@@ -31,7 +37,8 @@ class Registered:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks Megatron spread the model, and an expert. virtual: stages that each rank has."""
+    """Over how many ranks Megatron spread the model, and an expert. virtual: stages that each rank
+    has."""
 
     tp: int
     pp: int
@@ -42,7 +49,9 @@ class Sizes:
 
 def sizes_of(args: Mapping[str, Any]) -> Sizes:
     """Return the sizes that Megatron's args state."""
-    tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
+    tp, pp, ep = (
+        args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert")
+    )
     virtual = args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
     return Sizes(tp, pp, virtual or 1, ep, args.get("expert_tensor_parallel_size") or tp)
 
@@ -52,21 +61,27 @@ def odd(args: Mapping[str, Any]) -> str:
     return next((f"{key} = {args[key]!r}" for key in ODD if args.get(key)), "")
 
 
-def stages_of(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig) -> list[list[Match]]:
-    """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the second of all.
+def stages_of(
+    found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig
+) -> list[list[Match]]:
+    """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the
+    second of all.
 
-    The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of multi-token prediction is
-    there twice. Empty if the args describe no such stages.
+    The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of
+    multi-token prediction is there twice. Empty if the args describe no such stages.
     """
     counts = _layers(args, model.layers)
     if sum(counts) != model.layers or min(counts) < 0:
         return []
-    ends, last = list(accumulate(counts)), len(counts) - 1
+    ends = list(accumulate(counts))
+    last = len(counts) - 1
     stages: list[list[Match]] = [[] for _ in counts]
     for match in _in_order(found, args, model):
         layer = LAYER.match(match.foreign)
         outside = 0 if match.foreign.startswith("embedding.") else last
-        stages[next(n for n, end in enumerate(ends) if int(layer[2]) < end) if layer else outside].append(match)
+        stages[
+            next(n for n, end in enumerate(ends) if int(layer[2]) < end) if layer else outside
+        ].append(match)
     embedding = next(m for m in found if m.foreign == EMBEDDING)
     if model.tied and last:
         stages[-1].append(replace(embedding, foreign=HEAD))
@@ -78,16 +93,24 @@ def stages_of(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfi
 def shared(model: ModelConfig, stages: int) -> tuple[str, ...]:
     """Return the names under which the first and the last of several stages have one weight.
 
-    A tied head beside modules of multi-token prediction is no such weight: Megatron allocates it and computes without.
+    A tied head beside modules of multi-token prediction is no such weight: Megatron allocates it
+    and computes without.
     """
     if stages == 1:
         return ()
-    return (EMBEDDING,) if model.mtp_layers else (EMBEDDING, HEAD) if model.tied else ()
+    if model.mtp_layers:
+        return (EMBEDDING,)
+    if model.tied:
+        return (EMBEDDING, HEAD)
+    return ()
 
 
 def _layers(args: Mapping[str, Any], layers: int) -> list[int]:
     """Return the number of layers of each virtual stage."""
-    sizes, (first, last) = sizes_of(args), (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    sizes, (first, last) = (
+        sizes_of(args),
+        (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")),
+    )
     given = {stage: n for stage, n in ((0, first), (sizes.pp - 1, last)) if n is not None}
     # An embedding or a loss may count as a layer.
     ends = [bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
@@ -101,12 +124,17 @@ def _layers(args: Mapping[str, Any], layers: int) -> list[int]:
 def _in_order(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
     """The names of a distributed checkpoint do not tell whose layers they were; the args do."""
     fused = args.get("transformer_impl") != "local"
-    rows = {match.logical: n for n, match in enumerate(matches(megatron(fused, False, model), model))}
-    return as_registered(sorted(found, key=lambda match: rows[match.logical]), bool(args.get("moe_grouped_gemm")))
+    rows = {
+        match.logical: n for n, match in enumerate(matches(megatron(fused, False, model), model))
+    }
+    return as_registered(
+        sorted(found, key=lambda match: rows[match.logical]), bool(args.get("moe_grouped_gemm"))
+    )
 
 
 def as_registered(found: Sequence[Match], grouped: bool) -> list[Match]:
-    """The rows of the name table in the order of parameters: one expert after another, unless they are grouped."""
+    """The rows of the name table in the order of parameters: one expert after another, unless they
+    are grouped."""
     last = len(found)
     first = {m.foreign.partition(".experts.")[0]: n for n, m in reversed([*enumerate(found)])}
 

@@ -1,9 +1,10 @@
-"""The optimizer state in Megatron's legacy files: FP32 masters and Adam's moments, by the order of the parameters.
+"""The optimizer state in Megatron's legacy files: FP32 masters and Adam's moments, by the order of
+the parameters.
 
-Megatron's optimizer knows parameters by number only: first all with weight decay, then those without (biases and
-other vectors), each in the order of the model. With half weights there are FP32 masters besides. Experts that other
-ranks have not have an optimizer of their own, the second in a list. Its distributed optimizer saves elsewhere
-(`flat`).
+Megatron's optimizer knows parameters by number only: first all with weight decay, then those
+without (biases and other vectors), each in the order of the model. With half weights there are FP32
+masters besides. Experts that other ranks have not have an optimizer of their own, the second in a
+list. Its distributed optimizer saves elsewhere (`flat`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +31,21 @@ def decayed(name: str, shape: Sequence[int]) -> bool:
     return not name.endswith(".bias") and len(shape) > 1
 
 
-def optimizer_state(ranks: Ranks, found: list[Match], model: ModelConfig) -> dict[str, Mapping[str, Held]]:
-    """kind -> Megatron's name -> the whole tensor, of all ranks; empty if no file holds a state that can be read.
+def optimizer_state(
+    ranks: Ranks, found: list[Match], model: ModelConfig
+) -> dict[str, Mapping[str, Held]]:
+    """kind -> Megatron's name -> the whole tensor, of all ranks; empty if no file holds a state
+    that can be read.
 
     Kinds are exp_avg, exp_avg_sq, and master where the weights are half.
     """
-    named, found = _distributed(ranks, model) or _numbered(ranks), [m for m in found if is_trained(m.foreign)]
+    named = _distributed(ranks, model) or _numbered(ranks)
+    found = [m for m in found if is_trained(m.foreign)]
     tensors = {}
     for kind in sorted(kind for kind in next(iter(named.values()))[0]) if named else ():
         by_name = named_over_all(ranks, _pick(named, kind))
-        tied = by_name.keys() - {m.foreign for m in found}  # the last stage's copy of the embedding, as a head
+        # the last stage's copy of the embedding, as a head
+        tied = by_name.keys() - {m.foreign for m in found}
         kept = {n: parts for n, parts in by_name.items() if n not in tied}
         wholes = wholes_of(ranks.path, found, kept, model.vocab)
         check_tensors(ranks.path, found, wholes)
@@ -62,7 +68,9 @@ def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(held, dict) and 0 in held:  # of a distributed checkpoint: by number
         held = list(held.values())
     states: list[Any] = held if isinstance(held, list) else [held]
-    return states if all(isinstance(s, dict) and "param_groups" in s.get("optimizer", s) for s in states) else []
+    if all(isinstance(s, dict) and "param_groups" in s.get("optimizer", s) for s in states):
+        return states
+    return []
 
 
 def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
@@ -74,16 +82,24 @@ def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
     if lost := [file for file in files.values() if file not in there]:
         raise UserError(f"{lost[0]} is missing, though other ranks have theirs")
     if not _optimizers(ranks.first.content):
-        raise UserError(f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file")
+        raise UserError(
+            f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file"
+        )
     held = dict(zip(files, contents(list(files.values())), strict=True))
     twice = shared(model, ranks.sizes[1])
-    return {rank.folder: flat_state(rank, held[rank.folder], ranks.args, stage, twice) for stage, rank in _all(ranks)}
+    return {
+        rank.folder: flat_state(rank, held[rank.folder], ranks.args, stage, twice)
+        for stage, rank in _all(ranks)
+    }
 
 
 def _numbered(ranks: Ranks) -> dict[Any, Named]:
-    """By folder, what the optimizers in the ranks' own files hold; nothing unless all have state."""
+    """By folder, what the optimizers in the ranks' own files hold; nothing unless all have
+    state."""
     states = {rank.folder: _optimizers(rank.content) for _, rank in _all(ranks)}
-    if not all(own and all(s.get("optimizer", s).get("state") for s in own) for own in states.values()):
+    if not all(
+        own and all(s.get("optimizer", s).get("state") for s in own) for own in states.values()
+    ):
         return {}
     return {rank.folder: _named(rank, states[rank.folder]) for _, rank in _all(ranks)}
 
@@ -96,15 +112,27 @@ def _named(rank: Rank, optimizers: Sequence[Mapping[str, Any]]) -> Named:
         for number, group in enumerate(inner["param_groups"]):
             names = list(_of_group(rank, group))
             if len(names) != len(group["params"]):
-                raise UserError(f"{rank.folder}: its optimizer has other groups of parameters than Megatron's default")
+                raise UserError(
+                    f"{rank.folder}: its optimizer has other groups of parameters than "
+                    "Megatron's default"
+                )
             for (chunk, name), index in zip(names, group["params"], strict=True):
                 for kind in MOMENTS:
                     named[chunk][kind][name] = inner["state"][index][kind]
-            for (chunk, name), master in zip(names, masters[number] if masters else (), strict=bool(masters)):
+            for (chunk, name), master in zip(
+                names, masters[number] if masters else (), strict=bool(masters)
+            ):
                 named[chunk].setdefault("master", {})[name] = master
     counts = [sum(map(is_trained, own)) for own in rank.chunks]
-    if any(len(chunk[kind]) != count for chunk, count in zip(named, counts, strict=True) for kind in chunk):
-        raise UserError(f"{rank.folder}: its optimizer has not the parameters of the model, or some of them twice")
+    if any(
+        len(chunk[kind]) != count
+        for chunk, count in zip(named, counts, strict=True)
+        for kind in chunk
+    ):
+        raise UserError(
+            f"{rank.folder}: its optimizer has not the parameters of the model, or some of "
+            "them twice"
+        )
     return named
 
 
@@ -115,7 +143,9 @@ def _of_group(rank: Rank, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]
     apart = len(_optimizers(rank.content)) > 1  # experts have an optimizer of their own
     for number, chunk in enumerate(rank.chunks):
         for name, stored in chunk.items():
-            of_group = decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts
+            of_group = (
+                decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts
+            )
             if of_group and is_trained(name):
                 yield number, name
 
@@ -126,13 +156,16 @@ def steps_of(content: Mapping[str, Any]) -> int:
     inner = optimizers[0].get("optimizer", optimizers[0]) if optimizers else {}
     state = inner.get("state") or {}
     said = [group["step"] for group in inner.get("param_groups", ()) if "step" in group]
-    said += [entry["step"] for entry in state.values() if isinstance(entry, dict) and "step" in entry]
+    said += [
+        entry["step"] for entry in state.values() if isinstance(entry, dict) and "step" in entry
+    ]
     step = next(iter(said), state.get("common_step", 0))
     return int(step.read().item() if isinstance(step, Stored) else step)
 
 
 def scaler_of(content: Mapping[str, Any]) -> dict[str, float]:
-    """The loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it has none."""
+    """The loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it has
+    none."""
     kept = next((optimizer.get("grad_scaler") or {} for optimizer in _optimizers(content)), {})
     if not {"scale", "growth_tracker", "hysteresis_tracker"} <= kept.keys():
         return {}

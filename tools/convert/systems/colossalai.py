@@ -1,12 +1,14 @@
-"""Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: tensors gathered over all ranks, in shards.
+"""Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: tensors gathered over all
+ranks, in shards.
 
     pytorch_model.bin.index.json, pytorch_model-00001.bin                     without pipeline stages
     pytorch_model.bin.index.json, pytorch_model-stage-00001-shard-00001.bin   with them
     model.safetensors.index.json, model-...safetensors                        use_safetensors=True
     config.json                                                               if the model is one of transformers'
 
-Names and shapes are those of Hugging Face (colossalai/checkpoint_io/), so its reader reads the folder. Colossal-AI's
-applications put it in modeling/, beside optimizer/ and lr_scheduler; the optimizer's state is not read.
+Names and shapes are those of Hugging Face (colossalai/checkpoint_io/), so its reader reads the
+folder. Colossal-AI's applications put it in modeling/, beside optimizer/ and lr_scheduler; the
+optimizer's state is not read.
 """
 
 import re
@@ -17,9 +19,8 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.hf.folder import CONFIG, has_weights, open_hf
 
 MODELING = "modeling"
-SHARD = re.compile(
-    r"(?:pytorch_model|model)-(?:stage-\d{5}-shard-)?\d{5}\.(?:bin|safetensors)"
-)  # others say of how many
+# others say of how many
+SHARD = re.compile(r"(?:pytorch_model|model)-(?:stage-\d{5}-shard-)?\d{5}\.(?:bin|safetensors)")
 STAGES = "tmp_index_files"  # indices of the stages, until they are put together
 OPTIMIZER = re.compile(r"(?:pytorch_optim|optimizer)[-._].*(?:bin|safetensors|json)")
 
@@ -28,7 +29,8 @@ def find_colossalai(path: Path) -> Path | None:
     """The folder of the shards: `path`, or its modeling/."""
     for folder in (path, path / MODELING):
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-        indexed = has_weights(folder) or STAGES in names  # shards of ours have such names, and no such index
+        # shards of ours have such names, and no such index
+        indexed = has_weights(folder) or STAGES in names
         if indexed and any(SHARD.fullmatch(name) for name in names):
             return folder
     return None
@@ -37,11 +39,17 @@ def find_colossalai(path: Path) -> Path | None:
 def open_colossalai(path: Path) -> Source:
     """Opens the folder of the shards. UserError for what is missing, surplus or not known."""
     if (path / STAGES).is_dir():
-        older = "the index beside it is of an earlier save" if has_weights(path) else "no index is made of them"
-        raise UserError(f"{path} was not saved whole: {STAGES}/ still has the indices of stages, and {older}")
+        if has_weights(path):
+            older = "the index beside it is of an earlier save"
+        else:
+            older = "no index is made of them"
+        raise UserError(
+            f"{path} was not saved whole: {STAGES}/ still has the indices of stages, and {older}"
+        )
     if not (path / CONFIG).is_file():
         raise UserError(
-            f"{path / CONFIG} is missing: Colossal-AI writes it for models of transformers, and nothing else here "
+            f"{path / CONFIG} is missing: Colossal-AI writes it for models of transformers, "
+            "and nothing else here "
             "says what the model is"
         )
     return open_hf(path, "colossalai", Facts(unread=_unread(path)))
@@ -53,4 +61,9 @@ def _unread(path: Path) -> str:
     names = [file.name for file in path.iterdir()] + [file.name for file in around.iterdir()]
     state = any(OPTIMIZER.fullmatch(name) for name in names) or (around / "optimizer").exists()
     beside = ["the optimizer's state"] if state else []
-    return ", ".join([*beside, *(name for name in ("lr_scheduler", "running_states.json") if (around / name).exists())])
+    return ", ".join(
+        [
+            *beside,
+            *(name for name in ("lr_scheduler", "running_states.json") if (around / name).exists()),
+        ]
+    )

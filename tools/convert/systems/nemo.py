@@ -4,9 +4,9 @@
                 (the first versions have its files in the folder itself)
     context/    model.yaml, which says what the model is; io.json, the tokenizer's files
 
-(nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.) Weights are read, the
-optimizer's state is not. YAML is read by a loader that makes plain values only; no pickle is opened in this process
-(`tools.convert.core.untrusted`).
+(nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.)
+Weights are read, the optimizer's state is not. YAML is read by a loader that makes plain values
+only; no pickle is opened in this process (`tools.convert.core.untrusted`).
 """
 
 import re
@@ -27,10 +27,17 @@ from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, 
 from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
-WEIGHTS, CONTEXT, MODEL, TOKENIZER = "weights", "context", "model.yaml", "nemo_tokenizer"
-OLDER, OLDER_PARTS = "model_config.yaml", ("model_weights", "mp_rank_", "tp_rank_")  # of an unpacked .nemo
+WEIGHTS = "weights"
+CONTEXT = "context"
+MODEL = "model.yaml"
+TOKENIZER = "nemo_tokenizer"
+# of an unpacked .nemo
+OLDER = "model_config.yaml"
+OLDER_PARTS = ("model_weights", "mp_rank_", "tp_rank_")
 PREFIX = "module."
-UNFINISHED = "-unfinished"  # ends the name of a file beside the folder, as long as it is being saved
+UNFINISHED = (
+    "-unfinished"  # ends the name of a file beside the folder, as long as it is being saved
+)
 ADAPTER = "adapter_metadata.json"
 EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it"
 
@@ -38,34 +45,46 @@ EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder 
 def find_nemo(path: Path) -> Path | None:
     """The checkpoint's folder: `path`, or the one above, if it is its `weights`."""
     for folder in (path, path.parent) if path.name == WEIGHTS else (path,):
-        if (folder / CONTEXT).is_dir() and ((folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()):
+        if (folder / CONTEXT).is_dir() and (
+            (folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()
+        ):
             return folder
     return None
 
 
 def refuse_older(path: Path, holds_others: bool = False) -> None:
-    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or a folder of one.
+    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or
+    a folder of one.
 
     holds_others: the folder has another format, beside which an archive is some other file.
     """
     around = (path, path.parent) if path.name.startswith(OLDER_PARTS) else (path,)
     unpacked = [folder / OLDER for folder in around if (folder / OLDER).is_file()]
-    archives = sorted(path.glob("*.nemo")) if path.is_dir() else [path] if path.suffix == ".nemo" else []
+    if path.is_dir():
+        archives = sorted(path.glob("*.nemo"))
+    elif path.suffix == ".nemo":
+        archives = [path]
+    else:
+        archives = []
     if found := [*unpacked, *(() if holds_others else archives)]:
         raise UserError(
-            f"{found[0]} is of NeMo 1, whose checkpoints are not read: the script of its family in NeMo's "
-            "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a Hugging Face folder of it"
+            f"{found[0]} is of NeMo 1, whose checkpoints are not read: the script of its "
+            "family in NeMo's "
+            "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a "
+            "Hugging Face folder of it"
         )
 
 
 def open_nemo(path: Path, vocab: int | None = None) -> Source:
-    """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says. UserError for what
-    is missing, surplus or not known."""
-    file, folder = path / CONTEXT / MODEL, path / WEIGHTS if (path / WEIGHTS).is_dir() else path
+    """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says.
+    UserError for what is missing, surplus or not known."""
+    file = path / CONTEXT / MODEL
+    folder = path / WEIGHTS if (path / WEIGHTS).is_dir() else path
     _check_whole(path, folder)
     if not (folder / ".metadata").is_file():
         raise UserError(
-            f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) are read; {EXPORT}"
+            f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) "
+            f"are read; {EXPORT}"
         )
     said = read_yaml(file).get("config")
     if not isinstance(said, dict):
@@ -76,7 +95,9 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     _check_rows(folder, held, said["vocab_size"])
     found = _found(held, model, bool(said["rotary_interleaved"]))
     weights = whole_tensors(folder, found, held, model)
-    origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
+    origins = [
+        origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
+    ]
     sizes = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
     layout = {ours: said[key] for ours, key in sizes.items() if isinstance(said.get(key), int)}
     notes = tuple(_other_padding(said, model.vocab, held))
@@ -86,7 +107,8 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
 
 
 def _check_whole(path: Path, folder: Path) -> None:
-    """Raises UserError if the checkpoint was not saved or fetched whole, or holds an adapter alone."""
+    """Raises UserError if the checkpoint was not saved or fetched whole, or holds an adapter
+    alone."""
     mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
     if mark.exists():
         raise UserError(f"{path} was not saved whole: NeMo removes {mark} last, and it is there")
@@ -100,7 +122,8 @@ def _check_whole(path: Path, folder: Path) -> None:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """A YAML mapping. UserError if the file is not there or holds something else, or if nothing here reads YAML."""
+    """A YAML mapping. UserError if the file is not there or holds something else, or if nothing
+    here reads YAML."""
     try:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
@@ -110,16 +133,22 @@ def read_yaml(file: Path) -> dict[str, Any]:
         """A loader of plain values that refuses a key that a mapping has twice."""
 
         def compose_mapping_node(self, anchor: Any) -> Any:
-            node, seen = super().compose_mapping_node(anchor), set[tuple[str, str]]()
+            node = super().compose_mapping_node(anchor)
+            seen = set[tuple[str, str]]()
             for key, _ in node.value:  # as they are written: merged ones (<<) may be given again
                 said = key.tag, str(key.value)
                 if said in seen:
-                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one of them")
+                    raise ValueError(
+                        f"line {key.start_mark.line + 1}: {key.value} is given twice; keep "
+                        "one of them"
+                    )
                 seen.add(said)
             return node
 
     # What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
-    Once.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"])
+    Once.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"]
+    )
     try:
         content = yaml.load(read_text(file), Once)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -134,32 +163,43 @@ def _named(folder: Path, contents: Contents) -> dict[str, Chunked]:
     held: dict[str, Chunked] = {}
     for name, tensor in contents.by_kind["weight"].items():
         if not name.startswith(PREFIX):
-            raise UserError(f"{folder} has the tensor {name}, which does not begin with {PREFIX!r}; {EXPORT}")
+            raise UserError(
+                f"{folder} has the tensor {name}, which does not begin with {PREFIX!r}; {EXPORT}"
+            )
         own = name.removeprefix(PREFIX)
         held[own] = replace(tensor, name=own)
     return held
 
 
 def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> None:
-    """Raises UserError if the embedding has not as many rows as model.yaml says. Without its word NeMo pads."""
+    """Raises UserError if the embedding has not as many rows as model.yaml says. Without its word
+    NeMo pads."""
     embedding = held.get(EMBEDDING)
     if said and embedding and embedding.shape[0] != said:
         raise UserError(
-            f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says vocab_size = {said}"
+            f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says "
+            f"vocab_size = {said}"
         )
 
 
-def _other_padding(said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]) -> Iterator[str]:
-    """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of rows."""
-    multiple, tp = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
+def _other_padding(
+    said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]
+) -> Iterator[str]:
+    """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of
+    rows."""
+    multiple = said.get("make_vocab_size_divisible_by")
+    tp = said.get("tensor_model_parallel_size")
     if not isinstance(multiple, int) or not isinstance(tp, int) or multiple * tp < 1:
         return
     if said["vocab_size"] is None and EMBEDDING in held:
-        rows, padded = held[EMBEDDING].shape[0], -(-vocab // (multiple * tp)) * multiple * tp
+        rows = held[EMBEDDING].shape[0]
+        padded = -(-vocab // (multiple * tp)) * multiple * tp
         if rows != padded:
             yield (
-                f"--vocab {vocab} is {padded} rows with NeMo's padding (make_vocab_size_divisible_by = {multiple}, "
-                f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first {vocab} were read"
+                f"--vocab {vocab} is {padded} rows with NeMo's padding "
+                f"(make_vocab_size_divisible_by = {multiple}, "
+                f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first "
+                f"{vocab} were read"
             )
 
 

@@ -1,8 +1,8 @@
 """The model that the context/model.yaml of a NeMo 2 checkpoint describes.
 
-NeMo writes all fields of its GPTConfig, a subclass of Megatron-core's TransformerConfig, defaults included. Each is
-read, or known not to change what weights compute, or must have the one supported value; any other is refused. Missing
-fields have no substitute.
+NeMo writes all fields of its GPTConfig, a subclass of Megatron-core's TransformerConfig, defaults
+included. Each is read, or known not to change what weights compute, or must have the one supported
+value; any other is refused. Missing fields have no substitute.
 """
 
 import re
@@ -15,9 +15,13 @@ from tools.convert.hf.config import make_model
 from tools.convert.megatron.kinds import KINDS, NUMBER, SIZE, WORD, is_of
 
 MODULE = "nemo.collections.llm.gpt.model."
-MODULES = tuple(f"{MODULE}{name}." for name in ("base", "llama", "qwen2", "qwen3"))  # whose classes add nothing unsaid
+# whose classes add nothing unsaid
+MODULES = tuple(f"{MODULE}{name}." for name in ("base", "llama", "qwen2", "qwen3"))
 SPEC = "transformer_layer_spec"  # who makes a layer: these do it as the other keys say
-LAYERS = [f"{kind}_layer_spec" for kind in ("default", "local", "transformer_engine", "transformer_engine_full")]
+LAYERS = [
+    f"{kind}_layer_spec"
+    for kind in ("default", "local", "transformer_engine", "transformer_engine_full")
+]
 REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -44,7 +48,8 @@ REQUIRED = (
     "attention_dropout",
     "init_method_std",
 )
-# Keys that Megatron-LM's arguments lack, or call otherwise; the kinds of the others are those there.
+# Keys that Megatron-LM's arguments lack, or call otherwise; the kinds of the others are those
+# there.
 _KINDS = {
     "normalization": WORD,
     "layernorm_epsilon": NUMBER,
@@ -55,17 +60,19 @@ _KINDS = {
     "old_context_len": SIZE,
 }
 MAY_BE_NULL = ("num_query_groups", "kv_channels", "ffn_hidden_size", "vocab_size")
+# what NeMo's configurations name
 ACTIVATIONS = {
     "torch.nn.functional.silu": "silu",
     "torch.nn.functional.gelu": "gelu",
     "torch._C._nn.gelu": "gelu",
-}  # what NeMo's configurations name
+}
+# of Llama 3.1: NeMo's key -> ours
 SCALING = {
     "scale_factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "old_context_len": "original_max_position_embeddings",
-}  # of Llama 3.1: NeMo's key -> ours
+}
 STRETCHED = re.compile(r"\.Llama3[1-9]Config")  # classes that stretch rotary positions
 # Keys that have to have a value that changes nothing.
 ONLY: dict[str, Any] = {
@@ -143,16 +150,23 @@ UNIMPORTANT = """
 
 
 def model_of(said: Mapping[str, Any], vocab: int | None, origin: str) -> ModelConfig:
-    """The model that `config` of a model.yaml describes. vocab: tokens without padding; None: its vocab_size.
+    """The model that `config` of a model.yaml describes. vocab: tokens without padding; None: its
+    vocab_size.
 
     Raises UserError that names the key in `origin` that is missing or not known.
     """
     _refuse(said, origin)
-    learned, gated = said["position_embedding_type"] == "learned_absolute", bool(said["gated_linear_unit"])
-    heads, hidden, bias = said["num_attention_heads"], said["hidden_size"], bool(said["add_bias_linear"])
+    learned = said["position_embedding_type"] == "learned_absolute"
+    gated = bool(said["gated_linear_unit"])
+    heads = said["num_attention_heads"]
+    hidden = said["hidden_size"]
+    bias = bool(said["add_bias_linear"])
     tokens = vocab or said["vocab_size"]
     if not tokens:
-        raise UserError(f"{origin}: vocab_size is null, so NeMo took the tokenizer's: give its tokens as --vocab N")
+        raise UserError(
+            f"{origin}: vocab_size is null, so NeMo took the tokenizer's: give its tokens as "
+            "--vocab N"
+        )
     fields = {
         "family": "gpt2" if learned else "llama",
         "layers": said["num_layers"],
@@ -185,8 +199,12 @@ def model_of(said: Mapping[str, Any], vocab: int | None, origin: str) -> ModelCo
 def _refuse(said: Mapping[str, Any], origin: str) -> None:
     target = said.get("_target_")
     if not isinstance(target, str) or not target.startswith(MODULES):
-        raise UserError(f"{origin}: the class {target!r} is not known: those of {', '.join(MODULES)} are")
-    problems = [f"{origin} lacks {key}, which says what the model is" for key in REQUIRED if key not in said]
+        raise UserError(
+            f"{origin}: the class {target!r} is not known: those of {', '.join(MODULES)} are"
+        )
+    problems = [
+        f"{origin} lacks {key}, which says what the model is" for key in REQUIRED if key not in said
+    ]
     problems += [
         f"{origin}: {key} = {said[key]!r} cannot be converted: only {known!r} can"
         for key, known in ONLY.items()
@@ -200,7 +218,10 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
     ]
     problems += _of_other_kinds(said, origin)
     if said.get("position_embedding_type") not in ("learned_absolute", "rope"):
-        problems.append(f"{origin}: position_embedding_type = {said.get('position_embedding_type')!r} is not known")
+        problems.append(
+            f"{origin}: position_embedding_type = {said.get('position_embedding_type')!r} is "
+            "not known"
+        )
     problems += _odd_layers(said.get(SPEC), origin)
     if problems:
         raise UserError(*problems)
@@ -212,32 +233,45 @@ def _of_other_kinds(said: Mapping[str, Any], origin: str) -> list[str]:
     return [
         f"{origin}: {key} = {said[key]!r} is not {kind}"
         for key, kind in kinds.items()
-        if key in said and not (is_of(kind, said[key]) or (said[key] is None and key in MAY_BE_NULL))
+        if key in said
+        and not (is_of(kind, said[key]) or (said[key] is None and key in MAY_BE_NULL))
     ]
 
 
 def _named(function: Any) -> Any:
-    """The name of a function as NeMo dumps it; what else it dumps, such as one with arguments, is returned as it is."""
-    alone = isinstance(function, Mapping) and function.keys() <= {"_target_", "_call_"} and not function.get("_call_")
+    """The name of a function as NeMo dumps it; what else it dumps, such as one with arguments, is
+    returned as it is."""
+    alone = (
+        isinstance(function, Mapping)
+        and function.keys() <= {"_target_", "_call_"}
+        and not function.get("_call_")
+    )
     return function.get("_target_") if alone else function
 
 
 def _odd_layers(spec: Any, origin: str) -> list[str]:
-    """A problem, if layers are made by a function that NeMo does not have: nothing says what it makes."""
+    """A problem, if layers are made by a function that NeMo does not have: nothing says what it
+    makes."""
     name = _named(spec)
     known = (None, *(f"{MODULE}base.{layer}" for layer in LAYERS))
-    return [] if name in known else [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
+    if name in known:
+        return []
+    return [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
 
 
 def _norm(said: Mapping[str, Any], origin: str) -> str:
     norms = {"RMSNorm": "rms", "LayerNorm": "layer"}
     if said["normalization"] not in norms:
-        raise UserError(f"{origin}: normalization = {said['normalization']!r} is not known: {', '.join(norms)} are")
+        raise UserError(
+            f"{origin}: normalization = {said['normalization']!r} is not known: "
+            f"{', '.join(norms)} are"
+        )
     return norms[said["normalization"]]
 
 
 def _mlp(said: Mapping[str, Any], gated: bool, origin: str) -> str:
-    """The feed-forward. Megatron-core's fused GELU is the tanh approximation, the other is not (fusions/)."""
+    """The feed-forward. Megatron-core's fused GELU is the tanh approximation, the other is not
+    (fusions/)."""
     name = _named(said["activation_func"])
     kind = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if (kind, gated) == ("silu", True):
@@ -246,7 +280,8 @@ def _mlp(said: Mapping[str, Any], gated: bool, origin: str) -> str:
         return "gelu" if said["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
     raise UserError(
-        f"{origin}: activation_func {name!r} with {gate} is not known: torch's silu with one and gelu without are"
+        f"{origin}: activation_func {name!r} with {gate} is not known: torch's silu with one "
+        "and gelu without are"
     )
 
 
@@ -257,6 +292,7 @@ def _scaling(said: Mapping[str, Any], origin: str) -> dict[str, Any]:
         return {}
     if len(given) < len(SCALING):
         raise UserError(
-            f"{origin} lacks some of {', '.join(SCALING)}: all of them say how rotary positions are stretched"
+            f"{origin} lacks some of {', '.join(SCALING)}: all of them say how rotary "
+            "positions are stretched"
         )
     return {"kind": "llama3", **given}

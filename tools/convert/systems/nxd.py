@@ -5,9 +5,10 @@
     tp_rank_00_pp_rank_00/checkpoint.pt              as older versions save it
     checkpoint.pt                                    what scripts/checkpoint_converter.py --convert_to_full_state makes
 
-Tensors have the names that they have in Hugging Face, layers are numbered over all stages (trainer/checkpoint.py). A
-checkpoint does not say what the model is: the Hugging Face config.json that the model was made of has to be in its
-folder or in the one above. No pickle is opened in this process (`tools.convert.core.untrusted`).
+Tensors have the names that they have in Hugging Face, layers are numbered over all stages
+(trainer/checkpoint.py). A checkpoint does not say what the model is: the Hugging Face config.json
+that the model was made of has to be in its folder or in the one above. No pickle is opened in this
+process (`tools.convert.core.untrusted`).
 """
 
 import re
@@ -45,7 +46,8 @@ OLD = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
 EXPERTS = re.compile(r"dp_rank_\d+_ep_rank_\d+_tp_rank_\d+_pp_rank_\d+\.pt")
 MERGED = "checkpoint.pt"
 EXPORT = "NxD's scripts/checkpoint_converter.py --convert_to_full_state puts it together"
-# Keys that NxD's own models add to config.json: how layers are cut, fused and computed, which is seen from the tensors.
+# Keys that NxD's own models add to config.json: how layers are cut, fused and computed, which is
+# seen from the tensors.
 OWN_KEYS = {
     "fuse_qkv",
     "kv_shared_group_size",
@@ -60,13 +62,19 @@ OWN_KEYS = {
 
 
 def find_nxd(path: Path) -> Path | None:
-    """The checkpoint's folder: `path`, the one above if it is a `model` folder, or the only whole one in it."""
+    """The checkpoint's folder: `path`, the one above if it is a `model` folder, or the only whole
+    one in it."""
     if path.name == "model" and _has_ranks(path):
         return path.parent
-    merged = (path / MERGED).is_file() and not has_weights(path)  # beside Hugging Face's weights it is some other file
+    # beside Hugging Face's weights it is some other file
+    merged = (path / MERGED).is_file() and not has_weights(path)
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
-    tags = [tag for tag in sorted(path.iterdir()) if (tag / "checkpoint").is_file() and _has_ranks(tag / "model")]
+    tags = [
+        tag
+        for tag in sorted(path.iterdir())
+        if (tag / "checkpoint").is_file() and _has_ranks(tag / "model")
+    ]
     whole = [tag for tag in tags if (tag / "done").is_file()]
     if len(whole) > 1:
         names = ", ".join(tag.name for tag in whole)
@@ -82,7 +90,9 @@ def _has_ranks(folder: Path) -> bool:
 def open_nxd(path: Path) -> Source:
     """Opens a checkpoint's folder. UserError for what is missing, surplus or not known."""
     if (path / "checkpoint").is_file() and not (path / "done").is_file():
-        raise UserError(f"{path} was not saved whole: NxD writes {path / 'done'} last, and it is missing")
+        raise UserError(
+            f"{path} was not saved whole: NxD writes {path / 'done'} last, and it is missing"
+        )
     file, config = _config(path)
     model, kind = _described(file, config)
     files = _files(path)
@@ -93,7 +103,9 @@ def open_nxd(path: Path) -> Source:
     found = matches(HUGGING_FACE[kind], model)
     check_tied(path, model, weights, found)
     check_tensors(path, found, weights)
-    origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
+    origins = [
+        origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
+    ]
     facts = Facts(
         layout={"tensor": tp, "pipeline": pp},
         unread=_unread(path, beside),
@@ -104,15 +116,20 @@ def open_nxd(path: Path) -> Source:
             *copied(path, {rank: [own] for rank, own in held.items()}),
         ),
     )
-    return Source(path, "nxd", model, origins, facts, hf_tokenizer(path) or hf_tokenizer(file.parent))
+    return Source(
+        path, "nxd", model, origins, facts, hf_tokenizer(path) or hf_tokenizer(file.parent)
+    )
 
 
 def _config(path: Path) -> tuple[Path, dict[str, Any]]:
     """The config.json of the model, and what it says but for NxD's own keys."""
-    file = next((folder / CONFIG for folder in (path, path.parent) if (folder / CONFIG).is_file()), None)
+    file = next(
+        (folder / CONFIG for folder in (path, path.parent) if (folder / CONFIG).is_file()), None
+    )
     if file is None:
         raise UserError(
-            f"{path / CONFIG} is missing: an NxD checkpoint does not say what the model is; put the Hugging Face "
+            f"{path / CONFIG} is missing: an NxD checkpoint does not say what the model is; "
+            "put the Hugging Face "
             "config.json there that the model was made of"
         )
     return file, {key: value for key, value in read_json(file).items() if key not in OWN_KEYS}
@@ -121,7 +138,9 @@ def _config(path: Path) -> tuple[Path, dict[str, Any]]:
 def _described(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """The model of config.json, and its family there."""
     if config.get("quantization_config") is not None:
-        raise UserError(f"{file} has quantization_config, which NxD's checkpoints do not go by: take it out")
+        raise UserError(
+            f"{file} has quantization_config, which NxD's checkpoints do not go by: take it out"
+        )
     try:
         return from_hugging_face(config).alone, config["model_type"]
     except UserError as error:
@@ -137,8 +156,13 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
         raise UserError(f"{path} has files of ranks and {MERGED}: leave in it what is meant")
     names = sorted(file.name for file in folder.iterdir())
     if experts := [name for name in names if EXPERTS.fullmatch(name)]:
-        raise UserError(f"{folder / experts[0]} holds experts of a rank, which cannot be read here: {EXPORT}")
-    new = _by_rank(folder, {name: m.groups()[1:] for name in names if (m := FILE.fullmatch(name)) and not int(m[1])})
+        raise UserError(
+            f"{folder / experts[0]} holds experts of a rank, which cannot be read here: {EXPORT}"
+        )
+    new = _by_rank(
+        folder,
+        {name: m.groups()[1:] for name in names if (m := FILE.fullmatch(name)) and not int(m[1])},
+    )
     old = _by_rank(folder, {name: m.groups() for name in names if (m := OLD.fullmatch(name))})
     if new and old:
         raise UserError(f"{folder} has files of two versions of NxD: leave in it what is meant")
@@ -146,7 +170,9 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
     tp, pp = (1 + max(rank[axis] for rank in [*found, *_of_optimizer(path)]) for axis in range(2))
     for t, p in product(range(tp), range(pp)):
         dp = "" if old else "dp_rank_00_"
-        expected = found.get((t, p), folder / f"{dp}tp_rank_{t:02d}_pp_rank_{p:02d}{'' if old else '.pt'}")
+        expected = found.get(
+            (t, p), folder / f"{dp}tp_rank_{t:02d}_pp_rank_{p:02d}{'' if old else '.pt'}"
+        )
         if not expected.is_file():
             raise UserError(f"{expected} is missing")
     return found
@@ -185,7 +211,11 @@ def _tensors(
         if isinstance(content.get("model"), dict):
             state = content["model"]
             beside |= {str(key) for key in content if key != "model"}
-        held[rank] = {name: value for name, value in _stored(file, state).items() if not name.endswith(BUFFERS)}
+        held[rank] = {
+            name: value
+            for name, value in _stored(file, state).items()
+            if not name.endswith(BUFFERS)
+        }
     return held, sorted(beside)
 
 
@@ -193,10 +223,14 @@ def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a file, those included that lie in files of their own."""
     state = state_in(file, state, apart=True)
     apart = {name: value for name, value in state.items() if isinstance(value, Reference)}
-    at = {name: file.with_name(f"{file.name}.tensors") / f"tensor_{one.number}.pt" for name, one in apart.items()}
+    at = {
+        name: file.with_name(f"{file.name}.tensors") / f"tensor_{one.number}.pt"
+        for name, one in apart.items()
+    }
     if lost := next((one for one in at.values() if not one.is_file()), None):
         raise UserError(
-            f"{lost} is missing; a checkpoint saved with avoid_saving_lower_precision_weights has its weights in the "
+            f"{lost} is missing; a checkpoint saved with avoid_saving_lower_precision_weights "
+            "has its weights in the "
             "optimizer's state alone, which is not read: have NxD save it without"
         )
     found = dict(zip(at, contents(list(at.values())), strict=True)) if at else {}

@@ -1,7 +1,9 @@
-"""Tensors that systems save by rank, put together: what InternEvo's and NxD's folders have in common.
+"""Tensors that systems save by rank, put together: what InternEvo's and NxD's folders have in
+common.
 
-The ranks of a stage each have a part of a cut tensor and a copy of any other. The rows of the name tables say how a
-tensor is cut. Nothing is padded, so the parts must make the tensor that the model asks for, no more and no less.
+The ranks of a stage each have a part of a cut tensor and a copy of any other. The rows of the name
+tables say how a tensor is cut. Nothing is padded, so the parts must make the tensor that the model
+asks for, no more and no less.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +17,8 @@ from tools.convert.core.tensors import Stored
 from tools.convert.megatron.layout import BLOCKS, merged
 from tools.convert.megatron.ranks import Held, Whole, alike
 
-Place = Callable[[str], tuple[int, int]]  # of a tensor's name: which part a rank has, and of how many
+# of a tensor's name: which part a rank has, and of how many
+Place = Callable[[str], tuple[int, int]]
 
 
 def parts_of(
@@ -34,15 +37,27 @@ def parts_of(
             number, counts[name] = place(name)
             copies.setdefault(name, {}).setdefault(number, []).append(stored)
     for name, parts in copies.items():
-        if sorted(parts) != [*range(counts[name])] and not (list(parts) == [0] and name.endswith(tuple(lone))):
-            raise UserError(f"{path}: {name} is in the files of some ranks of a stage and not of others")
-    return {name: [alike(path, name, parts[n]) for n in sorted(parts)] for name, parts in copies.items()}
+        if sorted(parts) != [*range(counts[name])] and not (
+            list(parts) == [0] and name.endswith(tuple(lone))
+        ):
+            raise UserError(
+                f"{path}: {name} is in the files of some ranks of a stage and not of others"
+            )
+    return {
+        name: [alike(path, name, parts[n]) for n in sorted(parts)] for name, parts in copies.items()
+    }
 
 
-def wholes_of(path: Path, found: Sequence[Match], by_name: Mapping[str, list[Held]]) -> dict[str, Held]:
-    """The whole tensors by name. One that is not in `found` is returned for `check_tensors` to speak of."""
+def wholes_of(
+    path: Path, found: Sequence[Match], by_name: Mapping[str, list[Held]]
+) -> dict[str, Held]:
+    """The whole tensors by name. One that is not in `found` is returned for `check_tensors` to
+    speak of."""
     known = {match.foreign: match for match in found}
-    return {name: _whole(path, known[name], parts) if name in known else parts[0] for name, parts in by_name.items()}
+    return {
+        name: _whole(path, known[name], parts) if name in known else parts[0]
+        for name, parts in by_name.items()
+    }
 
 
 def _whole(path: Path, match: Match, parts: list[Held]) -> Held:
@@ -53,8 +68,10 @@ def _whole(path: Path, match: Match, parts: list[Held]) -> Held:
     shape = _joined(match.cut, [part.shape for part in parts])
     if shape != match.shape:
         raise UserError(
-            f"{path}: {match.foreign} of {len(parts)} ranks makes {list(shape or ())}, but the model asks for "
-            f"{list(match.shape)}: files of ranks are missing, or it is another model that is described"
+            f"{path}: {match.foreign} of {len(parts)} ranks makes {list(shape or ())}, but "
+            "the model asks for "
+            f"{list(match.shape)}: files of ranks are missing, or it is another model that is "
+            "described"
         )
 
     def read() -> Tensor:
@@ -67,7 +84,11 @@ def _joined(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | No
     """Shape of the parts put together; None if they do not fit each other."""
     dim = 1 if cut == "columns" else 0
     others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if len(others) != 1 or len(shapes[0]) <= dim or any(shape[0] % BLOCKS.get(cut, 1) for shape in shapes):
+    if (
+        len(others) != 1
+        or len(shapes[0]) <= dim
+        or any(shape[0] % BLOCKS.get(cut, 1) for shape in shapes)
+    ):
         return None
     first = shapes[0]
     return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])

@@ -141,9 +141,7 @@ def check_linears(mesh: DeviceMesh) -> None:
     for o in options(sequence=BOTH, bias=BOTH, gather_output=BOTH):
         sequence = o.pop("sequence")
         if not (sequence and o["gather_output"]):
-            column: Make = partial(
-                ColumnParallelLinear, in_features=IN, out_features=OUT, name="a", **o
-            )
+            column: Make = partial(ColumnParallelLinear, input_size=IN, output=OUT, name="a", **o)
             cut_in = 0 if sequence else None
             cut_out = None if o["gather_output"] else 2
             check_linear(mesh, f"column {sequence=} {o}", column, sequence, cut_in, cut_out)

@@ -29,7 +29,13 @@ from megaprec.data.files import beside, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.readers import Piece
 from megaprec.data.text import Source, TextDigest, has_digest
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.tokenizer import (
+    FILE_DIGEST,
+    TOKENS_DIGEST,
+    Tokenizer,
+    load_tokenizer,
+    tokens_digest,
+)
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.durable import named, reading
@@ -43,6 +49,8 @@ PIECE_COST = (
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RESUME_CHARS = 1 << 26  # of text between two points from which a killed build can resume
+
+RECORD_BYTES = 1 << 24  # more than any record has
 
 SAME = "same_texts"  # key of a record: identities of texts that were found to be the same
 MOST_SAME = 16
@@ -156,7 +164,8 @@ def build(
         raise
     counts = asdict(state.counts)
     try:
-        found = {"ids": ids, "text_sha256": text.hexdigest(), **_digests(prefix)}
+        meaning = {TOKENS_DIGEST: tokens_digest(tokenizer)}
+        found = {"ids": ids, **meaning, "text_sha256": text.hexdigest(), **_digests(prefix)}
         content = json.dumps(wanted | counts | found, indent=2)
         write_whole(beside(prefix, ".json"), f"{content}\n".encode())
     except OSError:
@@ -221,7 +230,7 @@ def reusable(
 def _is_of(record: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> bool:
     if lacking := {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys():
         raise UserError(f"its record lacks {', '.join(sorted(lacking))}")
-    same = record.get("tokenizer_sha256") == _sha256(tokenizer.path)
+    same = record.get(FILE_DIGEST) == _sha256(tokenizer.path)
     return same and record["eos"] == tokenizer.eos and vocab_size in (None, record["vocab_size"])
 
 
@@ -254,7 +263,7 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the inputs that determine every byte of a data set."""
     return {
         "source": source.identity(),
-        "tokenizer_sha256": _sha256(tokenizer.path),
+        FILE_DIGEST: _sha256(tokenizer.path),
         "vocab_size": tokenizer.vocab_size,
         "eos": tokenizer.eos,
     }
@@ -384,6 +393,32 @@ def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
             f"{idx} exists and was made of another text or tokenizer; choose another prefix "
             "or remove it"
         )
+    record = beside(prefix, ".json")
+    beside_data = idx.exists() or beside(prefix, ".bin").exists()
+    if record.exists() and not _may_replace(record, beside_data):
+        raise UserError(
+            f"{record} would be replaced by the record of the data set, and no build has made "
+            "it: move it away or "
+            "choose another prefix (in a run file: another data.cache)"
+        )
+
+
+def _may_replace(record: Path, beside_data: bool) -> bool:
+    """Return True if a file with the name of a record is one, or may be a damaged one.
+
+    beside_data: a .bin or .idx of the same prefix is there. Without them it may be a text, or the
+        file of a tokenizer.
+    """
+    if record.stat().st_size > RECORD_BYTES:
+        return False
+    try:
+        content = parse_json(read_text(record))
+    except (OSError, ValueError):
+        return beside_data
+    if isinstance(content, dict) and FILE_DIGEST in content:
+        return True
+    is_list_of_texts = isinstance(content, list) and len(content) > 0
+    return beside_data and not is_list_of_texts
 
 
 def _sha256(path: Path) -> str:

@@ -7,10 +7,12 @@ those of the original libraries: of `sentencepiece`, and of `tokenizers` and `tr
 `split_special_tokens=True`.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
 from megaprec.data.tokenizer_files import (
@@ -32,6 +34,10 @@ from megaprec.data.tried_tokenizers import require_tried
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
+
+# Keys of the record of a data set: digests of the file of its tokenizer, and of what its ids mean.
+FILE_DIGEST = "tokenizer_sha256"
+TOKENS_DIGEST = "tokens_sha256"
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
@@ -280,11 +286,28 @@ def same_tokens(one: Path, other: Path) -> bool:
     """
     if read_whole(one) == read_whole(other):
         return True
-    first = load_tokenizer(one)
-    second = load_tokenizer(other)
-    return first.vocabulary() == second.vocabulary() and _ids_of_probe(first) == _ids_of_probe(
-        second
-    )
+    return tokens_digest(load_tokenizer(one)) == tokens_digest(load_tokenizer(other))
+
+
+def tokens_digest(tokenizer: Tokenizer) -> str:
+    """Return a SHA-256 of what the ids mean: equal for two tokenizers that `same_tokens` holds for
+    the same."""
+    meaning = [tokenizer.vocabulary(), _ids_of_probe(tokenizer)]
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+
+
+def has_built(tokenizer: Tokenizer, record: Mapping[str, Any]) -> bool | None:
+    """Return whether the tokens of a data set are those of `tokenizer`, as the record of its build
+    says.
+
+    None: the files differ, and earlier versions recorded nothing else, so the tokens may be the
+    same.
+    """
+    file = hashlib.sha256(read_whole(tokenizer.path)).hexdigest()
+    if record.get(FILE_DIGEST) == file:
+        return True
+    recorded = record.get(TOKENS_DIGEST)
+    return None if recorded is None else recorded == tokens_digest(tokenizer)
 
 
 def _ids_of_probe(tokenizer: Tokenizer) -> list[int] | None:

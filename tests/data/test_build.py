@@ -75,6 +75,40 @@ def test_documents_are_encoded_one_by_one_each_with_its_end(
     assert (result.documents, result.tokens, result.chars, result.vocab_size) == (2, 7, 4, 257)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "content", ['["a text", "of mine"]', '{"text": "of mine"}', "a text, no JSON"]
+)
+def test_a_build_replaces_no_file_that_no_build_has_made(
+    content: str, overwrite: bool, tmp_path: Path, tokenizer: Bytes
+) -> None:
+    """A list of texts may be called as the data set that is made of it, and so may the
+    tokenizer.json."""
+    text = tmp_path / "diary.json"
+    text.write_text(content)
+    source = tmp_path / "diary.txt"
+    source.write_text("some text")
+    with pytest.raises(
+        UserError, match=r"diary.json would be replaced by .*: move it away or choose another"
+    ):
+        build(open_source(str(source)), tokenizer, tmp_path / "diary", overwrite=overwrite)
+    assert text.read_text() == content
+    assert names(tmp_path) == {"bytes.tok", "diary.json", "diary.txt"}
+    build(open_source(str(source)), tokenizer, tmp_path / "another")
+
+
+def test_a_damaged_record_is_replaced_if_asked_for(
+    tmp_path: Path, tokenizer: Bytes, lines: Path
+) -> None:
+    source = open_source(str(lines))
+    build(source, tokenizer, tmp_path / "out")
+    record = tmp_path / "out.json"
+    whole = record.read_text()
+    record.write_text(whole[:99])
+    build(source, tokenizer, tmp_path / "out", overwrite=True)
+    assert record.read_text() == whole
+
+
 def test_a_tokenizer_without_an_end_adds_none(
     tmp_path: Path, tokenizer: Bytes, lines: Path
 ) -> None:

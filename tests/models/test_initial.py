@@ -1,6 +1,7 @@
 """What a run can begin with or go on from: folders, checkpoints of other layouts, converted
 ones."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -200,6 +201,56 @@ def test_a_data_set_of_another_tokenizer_than_that_of_the_weights_is_refused(
     )
     assert told in capsys.readouterr().err
     assert train(file, *keys, "train.steps=1", "--allow=tokenizer") == 0
+
+
+@pytest.mark.parametrize("key", ["data.source", "data.validation"])
+def test_a_data_set_that_another_given_tokenizer_has_built_is_refused_and_one_of_the_same_tokens_is_not(
+    key: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer has as many tokens, of which two are exchanged. No copy of it lies beside the
+    data set."""
+    initial = checkpoint(file.parent / "run", 6)
+    convert(initial, tmp_path / "hf")
+    content = json.loads((tmp_path / "hf/tokenizer.json").read_text("utf-8"))
+    (tmp_path / "same.json").write_text(json.dumps(content, indent=7), "utf-8")
+    ids = content["model"]["vocab"]
+    letter = "a"
+    other_letter = "e"
+    ids[letter], ids[other_letter] = ids[other_letter], ids[letter]
+    (tmp_path / "exchanged.json").write_text(json.dumps(content), "utf-8")
+
+    def trained(built_with: str, *more: str) -> int:
+        prefix = tmp_path / "tokens" / built_with
+        tokenizer = f"--tokenizer={tmp_path}/{built_with}.json"
+        assert (
+            main(
+                ["data", "build", f"{file.parent}/text.txt", str(prefix), tokenizer, "--overwrite"]
+            )
+            == 0
+        )
+        sets = f'data.validation=[{{name="tokens", source="{prefix}"}}]'
+        data = f"data.source={prefix}" if key == "data.source" else sets
+        own = [
+            f"train.folder={tmp_path}/run-{built_with}",
+            f"data.cache={tmp_path}/cache-{built_with}",
+        ]
+        keys = [f"train.init_from={tmp_path}/hf", data, *own]
+        capsys.readouterr()
+        return train(file, *keys, "train.steps=1", "train.eval_every=1", *more)
+
+    assert trained("exchanged") == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path}/hf/tokenizer.json is not the tokenizer of {tmp_path}/tokens/exchanged, "
+        "so equal ids mean other"
+    ) in said
+    assert (
+        f"build the data set again with --tokenizer {tmp_path}/hf/tokenizer.json, or accept "
+        "it with --allow"
+    ) in said
+    assert trained("exchanged", "--allow=tokenizer") == 0
+    assert trained("same") == 0
+    assert "must mean the same" not in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_more_tokens_than_the_weights_have_names_a_way_out_that_works(

@@ -138,8 +138,8 @@ def test_data_sets_of_other_tokenizers_are_noted(given: bool, file: Path, tmp_pa
     (note,) = open_corpus(load_run(file, keys)).notes
     if given:
         assert note.endswith(
-            f"text.model is not the file that {tmp_path}/two was built with: their tokens "
-            "must mean the same"
+            f"text.model is not the tokenizer that {tmp_path}/two was built with: equal ids "
+            "mean other tokens"
         )
     else:
         assert note.startswith(

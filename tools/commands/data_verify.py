@@ -17,13 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
 from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import place_of, read_record, scan_file
 from megaprec.data.text import left_out_words, open_source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.tokenizer import Tokenizer, has_built, load_tokenizer
 from megaprec.errors import UserError
 from tools.console.tables import put
 from tools.console.units import counted
@@ -228,7 +227,7 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
             yield OK, "hash", f"{file.name} is as it was built"
         else:
             yield BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
-    if tokenizer and record.get("tokenizer_sha256") != file_digest(tokenizer.path):
+    if tokenizer and not has_built(tokenizer, record):
         yield BAD, "tokenizer", f"{tokenizer.path} is not the one that the data set was built with"
     elif tokenizer and record.get("eos", tokenizer.eos) != tokenizer.eos:
         yield (

@@ -20,11 +20,11 @@ from rich import box
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.digests import file_digest
 from megaprec.comm.axis import Axis
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
+from megaprec.data.tokenizer import has_built
 from megaprec.errors import UserError
 from models.relay import Relay
 from models.stages import Stage
@@ -235,10 +235,16 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
                 f"{path}: bytes are those of the decoded tokens, for no build has recorded those "
                 "of the text"
             )
-        if record and record.get("tokenizer_sha256") != file_digest(model.tokenizer.path):
+        built = has_built(model.tokenizer, record) if record else True
+        if built is None:
             yield (
                 f"{path} was built with another file than {model.tokenizer.path}: their tokens "
                 "must mean the same"
+            )
+        elif not built:
+            yield (
+                f"{path} was built with another tokenizer than {model.tokenizer.path}: equal ids "
+                "mean other tokens"
             )
 
 

@@ -12,7 +12,7 @@ from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.data.files import beside
 from megaprec.data.intact import read_record
-from megaprec.data.tokenizer import same_tokens
+from megaprec.data.tokenizer import FILE_DIGEST, has_built, same_tokens
 from megaprec.errors import UserError
 from megaprec.optim.torch_rule import Torch
 from models.computed import TRAINING
@@ -41,6 +41,7 @@ from tools.training.data_identity import (
 )
 from tools.training.launch import restarted
 from tools.training.place_in_data import other_length, place_notes
+from tools.training.validation_sets import validation_prefixes
 
 KEPT = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
@@ -240,16 +241,21 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             f"{weights}, so equal ids mean other tokens: set data.tokenizer = "
             f"{toml(str(weights))}, {accept}"
         )
-    for dataset in corpus.datasets:
-        built_with = beside(dataset.prefix, ".model")
-        record = read_record(dataset.prefix)
-        if record is None or not built_with.is_file():
+    prefixes = [dataset.prefix for dataset in corpus.datasets]
+    for prefix in [*prefixes, *validation_prefixes(config)]:
+        built_with = beside(prefix, ".model")
+        record = read_record(prefix)
+        if record is None:
             continue
-        is_its_own = record.get("tokenizer_sha256") == file_digest(built_with)
-        if is_its_own and not same_tokens(built_with, tokenizer):
+        same = has_built(corpus.tokenizer, record)
+        its_own = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
+        if same is None and its_own:
+            same = same_tokens(built_with, tokenizer)
+        if same is False:
+            its_tokenizer = f"{prefix}, {built_with}" if its_own else f"{prefix}"
             yield (
-                f"data.tokenizer: {tokenizer} is not the tokenizer of {dataset.prefix}, "
-                f"{built_with}, so equal ids "
+                f"data.tokenizer: {tokenizer} is not the tokenizer of {its_tokenizer}, so "
+                "equal ids "
                 f"mean other tokens: build the data set again with --tokenizer {tokenizer}, "
                 f"{accept}"
             )

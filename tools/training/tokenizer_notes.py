@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
-from megaprec.data.tokenizer import Tokenizer
+from megaprec.data.tokenizer import FILE_DIGEST, TOKENS_DIGEST, Tokenizer, has_built
 from megaprec.errors import UserError
 
 
@@ -27,15 +26,21 @@ def tokenizer_notes(
         yield f"{prefix}: {unknown:,} of {record.get('tokens', 0):,} tokens stand for unknown text"
     if tokenizer is None:
         return
-    if record.get("tokenizer_sha256") != file_digest(tokenizer.path):
-        if tokenizer.path == beside(prefix, ".model"):
-            raise UserError(
-                f"{tokenizer.path} is not the one that the data set was built with: copy both "
-                "again or build again"
-            )
+    built = has_built(tokenizer, record)
+    if not built and tokenizer.path == beside(prefix, ".model"):
+        raise UserError(
+            f"{tokenizer.path} is not the one that the data set was built with: copy both "
+            "again or build again"
+        )
+    if built is None:
         yield (
             f"{tokenizer.path} is not the file that {prefix} was built with: their tokens must "
             "mean the same"
+        )
+    elif not built:
+        yield (
+            f"{tokenizer.path} is not the tokenizer that {prefix} was built with: equal ids mean "
+            "other tokens"
         )
     if "eos" in record and record["eos"] != tokenizer.eos:
         yield (
@@ -48,13 +53,14 @@ def tokenizer_notes(
 def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
     """Yield a note if data sets (prefix: record) were built with different tokenizers; without a
     record they may be."""
-    built = [
-        (prefix, record.get("tokenizer_sha256")) for prefix, record in records.items() if record
-    ]
-    for prefix, digest in built:
-        if digest != built[0][1]:
+    built = [(prefix, record) for prefix, record in records.items() if record]
+    for prefix, record in built:
+        first_prefix, first = built[0]
+        same_file = record.get(FILE_DIGEST) == first.get(FILE_DIGEST)
+        same_meaning = TOKENS_DIGEST in record and record[TOKENS_DIGEST] == first.get(TOKENS_DIGEST)
+        if not same_file and not same_meaning:
             yield (
-                f"{built[0][0]} and {prefix} were built with different tokenizers: their tokens "
+                f"{first_prefix} and {prefix} were built with different tokenizers: their tokens "
                 "must mean the same"
             )
             return

@@ -98,6 +98,13 @@ def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mappin
     return opened
 
 
+def validation_prefixes(config: RunConfig) -> Iterator[Path]:
+    """Yield the prefix of each set that the run evaluates and that was given as tokens."""
+    for one in _sets(config.data, Path()) if config.train.eval_every else ():
+        if one.ready:
+            yield one.prefix
+
+
 def _sets(data: Data, cache: Path) -> Iterator[_Named]:
     for n, one in enumerate(data.validation):
         path = Path(one.source)

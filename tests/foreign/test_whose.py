@@ -128,6 +128,15 @@ def test_every_key_of_ours_that_a_line_names_is_there() -> None:
         ("odd.yaml", "alpha: 1\nbeta: 2\ngamma: 3\nlr: 4\n"),
         ("odd.json", '{"alpha": 1, "beta": 2, "gamma": 3}'),
         ("odd.sh", "python other.py --alpha 1 --beta 2 --gamma 3 --lr 1\n"),
+        ("config.sh", "python train.py config/train_gpt2.py --batch_size=12 --compile=False\n"),
+        (
+            "named.sh",
+            "torchrun --nproc-per-node 8 run_train.py --config-file examples/config.yaml\n",
+        ),
+        (
+            "dotted.sh",
+            "torchrun -m torchtitan.train --job.config_file ./llama3.toml --training.steps 5\n",
+        ),
         ("odd.toml", "alpha = 1\n"),
         ("odd.py", "alpha = 1\n"),
     ],

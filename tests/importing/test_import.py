@@ -322,6 +322,9 @@ def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_pa
         ("--fp16", "precision.gradients", "fp16"),
         ("--fp16 --accumulate-allreduce-grads-in-fp32", "precision.gradients", "fp32"),
         ("--fp16 --loss-scale 1024", "precision.loss_scale", 1024.0),
+        # `if config.loss_scale:` in core/optimizer
+        ("--fp16 --loss-scale 0", "precision.loss_scale", 0.0),
+        ("--fp16 --loss-scale 0", "precision.growth_interval", 1000),
         ("--fp16 --loss-scale-window 500 --hysteresis 3 --initial-loss-scale 65536", "precision.growth_interval", 500),
         ("--bf16 --no-check-for-nan-in-loss-and-grad", "precision.on_nonfinite", "ignore"),
         ("--bf16 --fp32-residual-connection", "precision.residual", "fp32"),
@@ -430,6 +433,28 @@ def test_what_cannot_be_had_is_refused_by_its_name(change: str, line: str) -> No
 def test_what_megatron_needs_and_is_not_there_is_named(name: str) -> None:
     line = re.sub(rf"{name} \S+ ", "", BASE)
     assert any(name in problem and "missing" in problem for problem in refused(line))
+
+
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        (
+            'for x in 1 2; do ARGS="$ARGS --seed $x"; done\npython pretrain_gpt.py $ARGS',
+            "--assume ARGS=VALUE",
+        ),
+        (f"read -r ARGS <<E\n{BASE}\nE\npython pretrain_gpt.py $ARGS", "--assume ARGS=VALUE"),
+        (f"A=({BASE})\nunset 'A[0]'\npython pretrain_gpt.py \"${{A[@]}}\"", "--assume A=VALUE"),
+        (f'A=({BASE})\npython pretrain_gpt.py "${{A[*]}}"', 'write "${NAME[@]}"'),
+        (f"A='{BASE}'\npython pretrain_gpt.py \"$A\"", "without quotes"),
+    ],
+)
+def test_what_may_stand_in_an_open_word_is_not_called_missing(
+    script: str, way: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(script)
+    (line,) = refused(str(path))
+    assert way in line and "missing" not in line
 
 
 def test_without_a_global_batch_the_ranks_decide_it(tmp_path: Path) -> None:

@@ -82,6 +82,16 @@ def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -
         (f"A=4\nlet A++\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
         (f"A=4\nread A < file\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
         (f"A=(1 2)\nA[0]=9\n{RUN} --a ${{A[@]}}", "$A is set in line 2 by what is not followed"),
+        (
+            f"A=(1 2)\nunset 'A[0]'\n{RUN} --a ${{A[@]}}",
+            "$A is set in line 2 by what is not followed",
+        ),
+        (
+            f'A=(1 2)\nread "A[0]" < file\n{RUN} --a ${{A[@]}}',
+            "$A is set in line 2 by what is not followed",
+        ),
+        (f'A=1\nunset "A"\n{RUN} --a ${{A:-2}}', "$A is set in line 2 by what is not followed"),
+        (f'A=1\nprintf -v "A" 2\n{RUN} --a $A', "$A is set in line 2 by what is not followed"),
         (f"{RUN} --a {{1,2}}", "{1,2} would have to be run: write its value"),
         (f"{RUN} --a <(echo 1) --b 2", "<(echo 1) would have to be run"),
         (f"{RUN} --a $'x\\ty'", "would have to be run"),

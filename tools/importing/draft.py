@@ -20,13 +20,15 @@ class Draft:
     which end problems.
 
     notes: what differs, or is left to know. problems: lines for the user; with one there is no run
-        file.
+    file. missing: problems with what is not there, which count unless it may stand in a word that
+    is not known.
     """
 
     settled: Mapping[str, Given]
     keys: dict[str, Given] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set a key."""

@@ -31,7 +31,8 @@ class Arguments:
         they were given.
     dropped: names that are left out because the user says so. left_out: those that were found, as
         they were given.
-    tried: the names of all arguments that were given, right or wrong.
+    tried: the names of all arguments that were given, right or wrong. open: a word of the command
+    line may hold arguments that are not known, so none can be called missing.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -42,6 +43,7 @@ class Arguments:
     idle: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
+    open: bool = False
     problems: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
@@ -120,6 +122,7 @@ def read_words(words: Sequence[Word], arguments: Arguments) -> None:
             continue
         if form is None:
             arguments.problems.append(f"{word.text}{where}: {_unknown(word)}")
+            arguments.open |= bool(word.unknown) or _is_several(word)
             while at < len(words) and not _is_option(words[at]):
                 at += 1
             continue
@@ -202,9 +205,20 @@ def _is_option(word: Word) -> bool:
     return text.startswith("-") and len(text) > 1 and not NEGATIVE.match(text) and " " not in text
 
 
+def _is_several(word: Word) -> bool:
+    """Return True for one word that begins like an option and has a space: arguments that quotes
+    hold together."""
+    return word.text.lstrip().startswith("--") and " " in word.text.strip()
+
+
 def _unknown(word: Word) -> str:
     if word.unknown:
         return word.unknown
+    if _is_several(word):
+        return (
+            'quotes make one word of several arguments: write "${NAME[@]}" for an array, and '
+            "$NAME without quotes"
+        )
     if not word.text.startswith("-"):
         return "no argument takes this value"
     known = [option(name) for name in (*READ, *megatron_idle.SHAPES, *megatron_refused.SHAPES)]

@@ -46,7 +46,7 @@ def _add_paths(a: Arguments, draft: Draft) -> None:
     if not paths:
         needed = draft.needs("data.source") and draft.needs("data.blend")
         if needed and not {"data_path", "mock_data", "train_data_path"} & a.tried:
-            draft.problems.append(
+            draft.missing.append(
                 "--data-path is missing: the prefix of a .bin and .idx pair, or "
                 "data.source=... beside"
             )
@@ -132,7 +132,7 @@ def _refuse_vocabulary(a: Arguments, draft: Draft) -> None:
         what = f"{a.shown['tokenizer_type']}: there is no such tokenizer here"
     else:
         what = "the size of the vocabulary is not in the arguments"
-    draft.problems.append(
+    draft.missing.append(
         f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face "
         "tokenizer.json) or, for tokens "
         "that are on disk, model.vocab=N beside them"

@@ -150,7 +150,7 @@ def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int, c
         )
         draft.notes[:] = [note for note in draft.notes if not note.startswith("parallel.data = 1")]
     elif "global_batch_size" not in a.tried:
-        draft.problems.append(
+        draft.missing.append(
             "--global-batch-size is missing, and without it the batch depends on the number "
             "of ranks: give it, or "
             "--ranks N"

@@ -40,7 +40,7 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         return
     for name in missing:
         if name not in arguments.tried:
-            draft.problems.append(f"{option(name)} is missing, which Megatron-LM needs")
+            draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
     if missing:
         return
     try:

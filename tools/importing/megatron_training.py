@@ -34,7 +34,7 @@ def add_length(a: Arguments, draft: Draft) -> None:
         if not a.has(name):
             del draft.keys[key]
             if draft.needs(key) and name not in a.tried:
-                draft.problems.append(f"{option(name)} is missing, which Megatron-LM needs")
+                draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
     _add_steps(a, draft)
     draft.put("train.seed", a.get("seed"), a.origin("seed"))
 
@@ -56,9 +56,7 @@ def _add_steps(a: Arguments, draft: Draft) -> None:
     elif a.has("train_iters"):
         draft.put("train.steps", a.get("train_iters"), a.origin("train_iters"))
     elif draft.needs("train.steps") and not {"train_iters", "train_samples"} & a.tried:
-        draft.problems.append(
-            "--train-iters or --train-samples is missing, which Megatron-LM needs"
-        )
+        draft.missing.append("--train-iters or --train-samples is missing, which Megatron-LM needs")
 
 
 def add_rate(a: Arguments, draft: Draft) -> None:
@@ -66,7 +64,7 @@ def add_rate(a: Arguments, draft: Draft) -> None:
     if a.has("lr"):
         draft.put("lr.peak", a.get("lr"), a.origin("lr"))
     elif draft.needs("lr.peak") and "lr" not in a.tried:
-        draft.problems.append("--lr is missing, which Megatron-LM needs")
+        draft.missing.append("--lr is missing, which Megatron-LM needs")
     style = a.get("lr_decay_style")
     if style not in STYLES:
         if draft.needs("lr.schedule"):
@@ -228,7 +226,8 @@ def _plan(a: Arguments, draft: Draft) -> PrecisionPlan | None:
         if a.get(name) != "fp32":
             said[name] = DTYPES[a.get(name)]
     for name, ours in NAMES.items():
-        if a.has(ours):
+        unset = ours == "loss_scale" and not a.get(ours)  # Megatron-LM takes 0 as no constant scale
+        if a.has(ours) and not unset:
             value = a.get(ours)
             if ours == "loss_scale_window" and value == int(value):
                 said[name] = int(value)

@@ -75,7 +75,8 @@ def import_run(
     if not sources.megatron:
         draft.notes += _defaults_of_ours(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    if problems := [*sources.arguments.problems, *draft.problems]:
+    missing = [] if sources.arguments.open else draft.missing
+    if problems := [*sources.arguments.problems, *draft.problems, *missing]:
         raise UserError(*dict.fromkeys(problems))
     text = run_text(draft.keys, notes, unused, " and ".join(sources.names))
     _check(draft, text, sources)

@@ -558,10 +558,12 @@ class _Script:
         if element := ELEMENT.match(words[0].start):
             return [element.group(1)]
         if first == "printf" and texts[:1] == ["-v"]:
-            return texts[1:2]
-        if first in SETTERS:
-            return [text for text in texts if text.isidentifier()]
-        return []
+            return [text.lstrip('"') for text in texts[1:2]]
+        if first not in SETTERS:
+            return []
+        # unset "ARGS[0]" changes ARGS
+        named = [text.partition("[")[0].lstrip('"') for text in texts]
+        return [name for name in named if name.isidentifier()]
 
     def _leave_open(self, name: str, why: str) -> None:
         self.values[name] = [self._open(name, why)]

@@ -25,6 +25,11 @@ JSON = (".json",)
 OTHERS = (".toml", ".py")  # files of settings that are recognised, and read by other commands
 LISTED = "MODEL_ARGS"  # the table of arguments in the YAML of Megatron-LM's functional tests
 VARIABLE = re.compile(r"\$\{(\w+)\}")
+SETTINGS = (*YAML, *OTHERS)
+ELSE = (
+    "it is of another program, whose settings are not read: write a run file (megaprec init "
+    "FOLDER begins one)"
+)
 FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
 
 
@@ -126,7 +131,27 @@ def _require_megatrons(name: str, words: Sequence[str]) -> None:
     kind = whose(typed)
     if kind is not None:
         raise UserError(kind.of(name))
+    if (settings := _settings_file(words)) is not None:
+        raise UserError(
+            f"{name}: its program takes its settings from {settings}, as none of Megatron-LM "
+            f"does: {ELSE}"
+        )
     _require_most(name, [word.removeprefix("--") for word in typed])
+
+
+def _settings_file(words: Sequence[str]) -> str | None:
+    """Return the file of settings that stands first, or after an argument that Megatron-LM does not
+    have."""
+    before = "--"
+    for word in words:
+        option, equals, value = word.partition("=")
+        holder = option if equals else before
+        file = value if equals else word
+        theirs = holder.startswith("--") and not is_known(holder.removeprefix("--"))
+        if theirs and Path(file).suffix.lower() in SETTINGS:
+            return file
+        before = word
+    return None
 
 
 def _require_most(name: str, typed: Sequence[str]) -> None:
@@ -136,8 +161,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
         raise UserError(
             f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as "
             f"{', '.join(strange[:3])}: "
-            "it is of another program, whose settings are not read: write a run file "
-            "(megaprec init FOLDER begins one)"
+            f"{ELSE}"
         )
 
 

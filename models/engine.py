@@ -26,7 +26,7 @@ from megaprec.kinds import quoted
 from megaprec.optim.canonical_consensus import summed_loss
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
+from megaprec.optim.step_report import LOSS, NonFiniteStep, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.context_limits import require_cut
@@ -293,10 +293,9 @@ class Engine:
         if report.changed or not report.overflowed:
             return report
         offenders = report.offenders
-        if not math.isfinite(report.loss):
-            nan = math.isnan(report.loss)
-            last = self.schedule.rank_of_stage[-1]
-            offenders = (Offender(LOSS, last, 0, int(not nan), int(nan), 1, 0.0), *offenders)
+        if offenders and offenders[0].name == LOSS:
+            last = self.schedule.rank_of_stage[-1]  # which the optimizer does not know
+            offenders = (replace(offenders[0], stage=last), *offenders[1:])
         if self.trace and offenders and not self._searching(report):
             offenders = trace_offenders(self.passes, offenders, report.loss_scale, run)
         return replace(report, offenders=offenders)

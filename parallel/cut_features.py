@@ -17,8 +17,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 from megaprec.precision.nested import mapped, tensors
 
@@ -317,11 +318,21 @@ def require_shared_gradient(call: Call, x: Tensor) -> None:
     if not (x.requires_grad and torch.is_grad_enabled()) or _is_copied(x):
         return
     raise call.refuse(
-        f"takes a tensor {list(x.shape)} that all features share, and each rank would compute "
-        "its gradient from its "
-        "own features only",
-        "give it as parallel.copy(x, tp), which sums the gradients",
+        f"takes {_name_of(x)} {list(x.shape)} that all features share, and each rank would "
+        "compute its gradient from "
+        "its own features only",
+        "give it as parallel.copy(x, tp), which sums the gradients; where a norm over the "
+        "features of a head takes it, "
+        "put an nn.RMSNorm or nn.LayerNorm with its weight in the place of that norm, of the "
+        'style "heads"',
     )
+
+
+def _name_of(x: Tensor) -> str:
+    """Return the name of a parameter that `parallelize` has named, or "a tensor"."""
+    if not isinstance(x, nn.Parameter) or not has_layout(x):
+        return "a tensor"
+    return layout_of(x).parts[0].name
 
 
 def _is_copied(x: Tensor) -> bool:
@@ -580,7 +591,9 @@ def _joined(call: Call) -> Placed:
         if isinstance(x, CutTensor):
             if x.cut.dim != first.cut.dim or x.cut.outer != first.cut.outer:
                 raise call.refuse("takes tensors that are cut along different dimensions")
-        elif size == 1:
+        elif (
+            size == 1 and x.numel()
+        ):  # torch.cat leaves out a tensor without elements, as a cache begins with
             raise call.refuse("takes a tensor of all features beside a slice of them")
     return lambda _: first.cut
 

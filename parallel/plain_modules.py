@@ -62,6 +62,7 @@ CONTAINERS = (
 )
 """Modules of torch that may contain layers that were replaced."""
 CUT = ("column", "row", "vocab", "norm", "heads")
+PARALLEL = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 SLICED_DIM = {
     ("column", "weight"): 0,
     ("column", "bias"): 0,
@@ -150,6 +151,12 @@ def _matches(pattern: str, layers: Mapping[str, nn.Module]) -> bool:
 def _not_matched(pattern: str, module: nn.Module, layers: Mapping[str, nn.Module]) -> str:
     """Return the line about a pattern that matches no layer."""
     for path, other in module.named_modules():
+        if fnmatchcase(path, pattern) and isinstance(other, PARALLEL):
+            return (
+                f'styles: "{pattern}" matches {path}, which is a parallel layer already: call '
+                "parallelize once, with "
+                "the styles of all layers"
+            )
         if path and fnmatchcase(path, pattern) and next(other.parameters(), None) is not None:
             kind = type(other).__name__
             # of transformers' GPT-2: its weight is that of nn.Linear, transposed

@@ -69,14 +69,14 @@ class CanonicalConsensus(StepConsensus):
         stop: bool = False,
         gradients: int = 1,
         counted_tokens: Tensor | None = None,
+        gave_loss: bool = True,
     ) -> Tensor:
         """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global
         batch]."""
         assert loss is not None
         powers, largest = (norm, norm[:0]) if self._exact else (norm.view(-1)[:0], norm)
-        usual = super().pack(
-            counted, loss.sum(), scaler, parameters, largest, stop, gradients, counted_tokens
-        )
+        told = stop, gradients, counted_tokens, gave_loss
+        usual = super().pack(counted, loss.sum(), scaler, parameters, largest, *told)
         return torch.cat((usual, powers, loss))
 
     def read(self, summed: Tensor) -> Consensus:
@@ -84,7 +84,9 @@ class CanonicalConsensus(StepConsensus):
         usual, powers, losses = summed.tensor_split(
             (sum(self.lengths), sum(self.lengths) + self._exact)
         )
-        agreed = replace(super().read(usual), loss=self._scalar(total_loss(losses)))
+        agreed = super().read(usual)
+        loss = self._scalar(total_loss(losses))
+        agreed = replace(agreed, loss=loss.where(agreed.gave_loss, math.nan))
         if not self._exact:
             return agreed
         exponent = powers[-1].item() / self.world.size

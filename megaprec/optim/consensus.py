@@ -8,6 +8,7 @@ digests are so short that this test is exact. A norm other than L2 is sent in a 
 every rank computes the same global norm from the slots.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class Consensus:
     stops: number of ranks that were asked to stop. gradients: number of parameters that have one,
         over all ranks.
     nothing_counts: True if some rank has said that no token of the batch counts in the loss.
+    gave_loss: True if some rank has given a loss. loss: NaN if none has.
     """
 
     norm: Tensor
@@ -52,6 +54,7 @@ class Consensus:
     stops: Tensor
     gradients: Tensor
     nothing_counts: Tensor
+    gave_loss: Tensor
 
     def forbids(self, on_nonfinite: str) -> Tensor:
         """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
@@ -74,7 +77,7 @@ class StepConsensus:
         self.p = p
         self.device = device
         slots = 0 if p == 2 else world.size
-        self.lengths = (7, 3 * pp.size, slots)
+        self.lengths = (8, 3 * pp.size, slots)
 
     def measured(
         self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
@@ -97,6 +100,7 @@ class StepConsensus:
         stop: bool = False,
         gradients: int = 1,
         counted_tokens: Tensor | None = None,
+        gave_loss: bool = True,
     ) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64.
 
@@ -104,7 +108,8 @@ class StepConsensus:
         digests. norm: of this rank's gradients, read only for a norm other than L2. stop: True if
         this rank was asked to stop.
         gradients: number of this rank's parameters that have one. counted_tokens: of the batch, in
-        the loss; None or NaN if this rank does not know it.
+        the loss; None or NaN if this rank does not know it. gave_loss: False if this rank knows no
+        loss.
         """
         squares, zeros = counted.unbind()
         lacking = torch.full((), parameters, dtype=torch.float64, device=self.device)
@@ -116,26 +121,30 @@ class StepConsensus:
             own = torch.zeros((), dtype=torch.float64, device=self.device)
         else:
             own = loss.double().reshape(())
-        told, number = (
-            torch.full((), n, dtype=torch.float64, device=self.device)
-            for n in (float(stop), gradients)
+        counts = (float(stop), gradients, float(gave_loss))
+        told, number, losses = (
+            torch.full((), n, dtype=torch.float64, device=self.device) for n in counts
         )
         if counted_tokens is None:
             nothing_counts = torch.zeros_like(told)
         else:
             nothing_counts = (counted_tokens <= 0).double()
-        numbers = torch.stack((squares, own, scaler, scaler.square(), told, number, nothing_counts))
+        numbers = torch.stack(
+            (squares, own, scaler, scaler.square(), told, number, nothing_counts, losses)
+        )
         return torch.cat((numbers, stage.view(-1), slots))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains."""
         numbers, stages, slots = summed.split(self.lengths)
-        squares, loss, scaler, scaler_squared, stops, gradients, nothing_counts = numbers.unbind()
+        squares, loss, scaler, scaler_squared, stops, gradients, nothing_counts, losses = (
+            numbers.unbind()
+        )
         zeros, digests, digests_squared = stages.view(3, -1).unbind()
         ranks_of_stage = self.world.size // self.pp.size
         return Consensus(
             norm=squares.sqrt() if self.p == 2 else joined_norm(slots, self.p),
-            loss=loss,
+            loss=loss.where(losses > 0, math.nan),
             zeros=zeros,
             finite=numbers[:2].isfinite().all(),
             same_scaler=_equal(scaler, scaler_squared, self.world.size),
@@ -143,6 +152,7 @@ class StepConsensus:
             stops=stops,
             gradients=gradients,
             nothing_counts=nothing_counts > 0,
+            gave_loss=losses > 0,
         )
 
 

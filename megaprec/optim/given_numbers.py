@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from megaprec.kinds import is_number
+from megaprec.kinds import is_number, quoted
 from megaprec.precision.plan import LossScaling
 
 CLAIMED = "_has_optimizer"  # attribute of a rule
@@ -122,8 +123,15 @@ def require_saved(numbers: Mapping[str, Any], keys: Sequence[str] = ("steps", "s
 
     keys: those that a state must have.
     """
+    if not isinstance(numbers, Mapping):
+        raise UserError(
+            f"this is not an optimizer state but a {type(numbers).__name__}: give what "
+            "state_dict returned"
+        )
     if lacking := [key for key in keys if key not in numbers]:
         raise UserError(f"this is not an optimizer state: it has no {' and no '.join(lacking)}")
+    if wrong := _wrong_kinds(numbers):
+        raise UserError(*(f"the state is not one of an optimizer: {line}" for line in wrong))
     if _counts(numbers["steps"]):
         wrong = []
     else:
@@ -153,6 +161,50 @@ def require_saved(numbers: Mapping[str, Any], keys: Sequence[str] = ("steps", "s
         ]
     if wrong:
         raise UserError(*(f"the state is not one of an optimizer: {line}" for line in wrong))
+
+
+def _wrong_kinds(numbers: Mapping[str, Any]) -> list[str]:
+    """Return a line for each part of a saved state that is no dict, list or tensor, as it must
+    be."""
+    wrong = []
+    tables = {name: numbers[name] for name in ("scaler", "tensors") if name in numbers}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            wrong.append(f"{name} = {quoted(table)}: must be a dict")
+    tensors = tables.get("tensors", {})
+    if isinstance(tensors, Mapping):
+        others = {name: value for name, value in tensors.items() if not isinstance(value, Tensor)}
+        wrong += [
+            f"tensors: {name} = {quoted(value)}: must be a tensor" for name, value in others.items()
+        ]
+    groups = numbers.get("param_groups", ())
+    listed = isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping) for group in groups
+    )
+    if not listed:
+        wrong.append(f"param_groups = {quoted(groups)}: must be a list of dicts")
+    return wrong
+
+
+def require_count(counted_tokens: Tensor | float | None) -> None:
+    """Raise UserError for a number of tokens that is not one real number, or that is below 0; NaN
+    is not known."""
+    if counted_tokens is None:
+        return
+    given = counted_tokens
+    if isinstance(given, Tensor):
+        fits = given.numel() == 1 and not given.is_complex() and given.dtype != torch.bool
+        said = f"of shape {list(given.shape)}, {given.dtype}"
+    else:
+        is_unknown = isinstance(given, float) and math.isnan(given)
+        fits = is_unknown or (is_number(given) and given >= 0)
+        said = f"= {given!r}"
+    if not fits:
+        raise UserError(
+            f"counted_tokens {said}: must be a number from 0 on or a tensor of one, the "
+            "tokens of the whole batch that "
+            "count in the loss"
+        )
 
 
 def _counts(value: object) -> bool:

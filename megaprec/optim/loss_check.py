@@ -76,6 +76,26 @@ def require_loss_of_one_stage(
         )
 
 
+def require_loss_of_all_replicas(
+    loss: Tensor | None, dp: Axis, world: Axis, device: torch.device
+) -> None:
+    """Raise UserError on every rank if some replicas have given a loss and others have not.
+
+    The mean over replicas would be too small. Collective over the world.
+    """
+    if dp.size == 1:
+        return
+    given = torch.zeros(dp.size, dtype=torch.float64, device=device)
+    given[dp.rank] = float(loss is not None)
+    num_given = int((world.sum_(given) > 0).sum())
+    if 0 < num_given < dp.size:
+        raise UserError(
+            f"{num_given} of {dp.size} replicas gave step a loss, and their mean is to be "
+            "reported: give it on all "
+            "replicas, or on none; nothing was changed"
+        )
+
+
 def _whole(loss: Tensor | None, device: torch.device) -> Tensor:
     """Return a loss, or the sum of those of micro-batches, as float64 []; 0 for None."""
     if loss is None:

@@ -42,6 +42,7 @@ from megaprec.optim.full_state import gather_tensors, load_tensors
 from megaprec.optim.given_kinds import require_kinds
 from megaprec.optim.given_numbers import (
     claimed,
+    require_count,
     require_loss,
     require_saved,
     require_scaled,
@@ -49,7 +50,11 @@ from megaprec.optim.given_numbers import (
 )
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
-from megaprec.optim.loss_check import require_loss_of_one_stage, require_same_loss
+from megaprec.optim.loss_check import (
+    require_loss_of_all_replicas,
+    require_loss_of_one_stage,
+    require_same_loss,
+)
 from megaprec.optim.matrix_updates import require_understood
 from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.model_buffers import ModelBuffers
@@ -75,7 +80,7 @@ from megaprec.optim.param_groups import (
     told,
 )
 from megaprec.optim.scaler import disagreement, make_scaler
-from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, Outcome, StepReport
+from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, Outcome, StepReport, loss_offender
 from megaprec.optim.torch_face import TorchFace, require_no_others
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Tile
@@ -388,16 +393,19 @@ class ParallelAMPOptimizer(TorchFace):
         loss: of this rank (unscaled), None for no share: with `average` the mean of its own
             samples, else its share of the global mean loss, so that the sum over dp (and over
             stages that have one) is that loss. All tensor-parallel ranks give the whole loss, and
-            it counts once. With `canonical` the shares of its micro-batches [n].
+            it counts once. With `canonical` the shares of its micro-batches [n]. If no rank gives
+            one, the report's loss is NaN.
         counted_tokens: the number of tokens of the whole batch, over all dp ranks, that count in
             the loss, or the sum of their weights: a number or a tensor []. If a rank gives 0, the
             step is skipped, and the loss scale stays. None or NaN on ranks that do not know it; if
             no rank gives it, some are taken to count.
-        Raises UserError unless the learning rate is given once, and if ranks gave different losses
-        of one batch. Raises RuntimeError on every rank, with nothing changed, if the ranks have
-        different scalers or gradients of different parameters, or if parameters were moved out of
-        the optimizer's memory. Raises NonFiniteStep if the plan says so.
+        Raises UserError unless the learning rate is given once, if ranks gave different losses of
+            one batch, and with `average` if some replicas gave one and others did not.
+        Raises RuntimeError on every rank, with nothing changed, if the ranks have different scalers
+        or gradients of different parameters, or if parameters were moved out of the optimizer's
+        memory. Raises NonFiniteStep if the plan says so.
         """
+        require_count(counted_tokens)
         self._prepare(lr, loss)
         return self._conclude(self.world.sum_(self._own_numbers(loss, counted_tokens)), lr)
 
@@ -421,6 +429,8 @@ class ParallelAMPOptimizer(TorchFace):
         ):  # costs nothing in the long run
             require_same_loss(loss, self.tp, self.world, self.device)
             require_loss_of_one_stage(loss, self.pp, self.world, self.device)
+            if self.average:
+                require_loss_of_all_replicas(loss, self.dp, self.world, self.device)
             require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
             # Not over tp: on a GPU the gradients of copies may differ in their last bits.
             require_same_weights(self._parts, self._ranks, (self.dp,), "have")
@@ -462,6 +472,7 @@ class ParallelAMPOptimizer(TorchFace):
         self, loss: Tensor | None, counted_tokens: Tensor | float | None = None
     ) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
+        gave_loss = loss is not None
         if loss is not None and self.tp.rank > 0:
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
             loss = loss * 0
@@ -475,10 +486,9 @@ class ParallelAMPOptimizer(TorchFace):
         if counted_tokens is not None:
             counted_tokens = torch.as_tensor(
                 counted_tokens, dtype=torch.float64, device=self.device
-            )
-        return self._agreement.pack(
-            counted, loss, scaler, missing, norm, self.stop, given, counted_tokens
-        )
+            ).reshape(())
+        told = self.stop, given, counted_tokens, gave_loss
+        return self._agreement.pack(counted, loss, scaler, missing, norm, *told)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan
@@ -544,13 +554,14 @@ class ParallelAMPOptimizer(TorchFace):
                 agreed.same_parameters,
                 agreed.gradients > 0,
                 agreed.nothing_counts,
+                agreed.gave_loss,
             )
         ).double()
         numbers = torch.cat(
             (torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros)
         )
         loss, size, scaled_by, stops, *rest = numbers.tolist()
-        finite, same_scaler, same_parameters, given, nothing_counts, *zeros = rest
+        finite, same_scaler, same_parameters, given, nothing_counts, gave_loss, *zeros = rest
         if not same_scaler:
             raise RuntimeError(disagreement(self.scaler, int(self.steps), self._rate))
         if not same_parameters or not given:
@@ -564,6 +575,8 @@ class ParallelAMPOptimizer(TorchFace):
             offenders = attribute_nonfinite(
                 self.all_buffers(), self.pp, tp, self.world, self.device
             )
+        if gave_loss and not (finite or nothing_counts or math.isfinite(loss)):
+            offenders = (loss_offender(loss, self.pp.size - 1), *offenders)
         broken: Outcome
         if self.plan.on_nonfinite == "ignore":
             broken = "applied_nonfinite"

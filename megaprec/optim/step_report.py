@@ -63,6 +63,14 @@ class Offender:
         return f"first in {where}, samples {first} to {end - 1} of the batch"
 
 
+def loss_offender(loss: float, stage: int) -> Offender:
+    """Return the offender that is a loss, inf or NaN, of a pipeline rank."""
+    is_nan = math.isnan(loss)
+    return Offender(
+        LOSS, stage, 0, infs=int(not is_nan), nans=int(is_nan), elements=1, largest_finite=0.0
+    )
+
+
 @dataclass(frozen=True)
 class StepReport:
     """The outcome of one step, the same on every rank.
@@ -70,13 +78,16 @@ class StepReport:
     outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight
         changed; skipped_no_tokens: no token of the batch counts in the loss, and no weight changed;
         or applied_nonfinite: not finite either, but the plan says to ignore it.
-    loss: mean over the step's tokens that count; NaN if none does. grad_norm: before clipping,
-        without the loss scale; the L2 norm unless the optimizer was given another.
+    loss: mean over the step's tokens that count; NaN if none does, or if no rank gave `step` a
+        loss.
+    grad_norm: before clipping, without the loss scale; the L2 norm unless the optimizer was given
+        another.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted
         once.
     stage_zeros: the same count by pipeline rank.
     loss_scale: the factor of this step's loss. lr: the learning rate of the step.
-    offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
+    offenders: of a step that is not finite, the loss if it is not, and the tensors with the most
+        non-finite elements, worst first.
     stop: True if some rank was asked to stop before this step was agreed on.
     mtp_loss: mean loss of the modules of multi-token prediction; None if the model has none.
     """

@@ -25,6 +25,7 @@ from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.loop_checks import (
+    called,
     require_alike,
     require_arguments,
     require_batch,
@@ -218,7 +219,7 @@ class Pipeline:
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore_index
-        losses = self.loss_fn(output, targets.masked_fill(~counted, 0))
+        losses = called(self.loss_fn, output, targets.masked_fill(~counted, 0))
         require_losses(losses, targets)
         # a sum in 16 bits has three digits
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32))

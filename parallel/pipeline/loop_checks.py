@@ -174,6 +174,29 @@ def _bytes_of(values: Tensor) -> bytes:
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def called(loss_fn: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets: Tensor) -> Tensor:
+    """Return what a loss function returns. If it fails, the error says what it was given, and what
+    it must return."""
+    try:
+        return loss_fn(output, targets)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        said = str(error).strip().partition("\n")[0]
+        if isinstance(output, Tensor):
+            given = f"{list(output.shape)}, {output.dtype}"
+        else:
+            given = f"a {type(output).__name__}"
+        raise RuntimeError(
+            f"loss_fn failed: {said}; it was given the last stage's output, {given}, and targets "
+            f"{list(targets.shape)}, {targets.dtype}, and must return the loss of each "
+            "target, as of logits "
+            "[sequence, samples, classes] "
+            "nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), "
+            'reduction="none").view(targets.shape)'
+        ) from error
+
+
 def require_losses(losses: Any, targets: Tensor) -> None:
     """Raise UserError unless a loss function returned the real loss of each target, with the
     gradient that it needs."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import describe
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.plain_modules import parallelize
@@ -100,3 +101,70 @@ def test_the_reported_loss_is_the_loss_whichever_ranks_give_it_or_every_rank_ref
                 assert loss != loss
                 continue
             assert loss == pytest.approx(expected, rel=1e-5)
+
+
+SOME: dict[str, tuple[int, ...]] = {"all": (0, 1), "first": (0,), "second": (1,), "none": ()}
+
+
+def of_replicas(mesh: DeviceMesh | None, canonical: bool) -> dict[str, float | str]:
+    """What a step reports if some replicas give it their loss, by whether it is to be averaged and
+    by who gives it."""
+    dp = Axis.replicas(mesh) if mesh else Axis("dp")
+    answers: dict[str, float | str] = {}
+    for average in (False,) if canonical else (False, True):
+        for name, given in SOME.items():
+            model = model_of(Axis("tp"))
+            optimizer = ParallelAMPOptimizer(
+                [model], plan("fp32"), mesh, lr=1e-2, average=average, canonical=canonical
+            )
+            loss = loss_of(model, dp.rank)
+            loss.backward()
+            if canonical:
+                optimizer.end_microbatch(0, 1)
+            try:
+                report = optimizer.step(loss=loss.detach() if dp.rank in given else None)
+                answers[f"{name} {average}"] = report.loss
+                assert report.outcome == "applied"
+                assert report.offenders == ()
+            except UserError as error:
+                answers[f"{name} {average}"] = str(error)
+    return answers
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_a_loss_that_no_rank_gave_is_reported_as_nan_and_a_mean_of_some_replicas_is_refused(
+    canonical: bool,
+) -> None:
+    model = model_of(Axis("tp"))
+    first, second = (loss_of(model, replica).item() for replica in (0, 1))
+    shares = {"all": first + second, "first": first, "second": second}
+    for answers in run_ranks(of_replicas, {"dp": 2}, canonical=canonical):
+        assert {name: answers[f"{name} False"] for name in shares} == pytest.approx(
+            shares, rel=1e-6
+        )
+        assert answers["none False"] != answers["none False"]
+        if canonical:
+            continue
+        assert answers["all True"] == pytest.approx((first + second) / 2, rel=1e-6)
+        assert answers["none True"] != answers["none True"]
+        for name in ("first", "second"):
+            assert str(answers[f"{name} True"]).startswith("1 of 2 replicas gave step a loss")
+    alone = of_replicas(None, canonical)
+    assert alone["none False"] != alone["none False"]
+    assert alone["first False"] == pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_step_that_is_skipped_for_its_loss_alone_names_the_loss(loss: float) -> None:
+    model = model_of(Axis("tp"))
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"), lr=1e-2)
+    loss_of(model, 0).backward()
+    report = optimizer.step(loss=torch.tensor(loss))
+    assert report.outcome == "skipped_overflow"
+    (offender,) = report.offenders
+    assert (offender.name, offender.nans, offender.infs) == (
+        "loss",
+        int(loss != loss),
+        int(loss == loss),
+    )
+    assert "loss (stage 0, tensor rank 0)" in describe(report)

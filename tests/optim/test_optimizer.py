@@ -373,10 +373,11 @@ def reduce_by_step(mesh: DeviceMesh) -> None:
         model = Net(WIDTH, torch.float64)
         attach_whole(model)
         optimizer = ParallelAMPOptimizer([model], plan("fp64"), mesh, average=False)
-        model(optimizer.dp.chunk(batch(0, WIDTH))).sum().backward()
+        loss = model(optimizer.dp.chunk(batch(0, WIDTH))).sum()
+        loss.backward()
         if by_hand:
             optimizer.reduce()
             with pytest.raises(RuntimeError, match="twice"):
                 optimizer.reduce()
-        reports.append(optimizer.step(LR))
+        reports.append(optimizer.step(LR, loss.detach()))
     assert reports[0] == reports[1]

@@ -472,6 +472,15 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "scale of NaN": (lambda s: s["scaler"].update(scale=math.nan), "scale = nan"),
     "a tracker of text": (lambda s: s["scaler"].update(growth_tracker="7"), "growth_tracker = '7'"),
     "a rate of text": (lambda s: s["param_groups"][0].update(lr="x"), "lr = 'x'"),
+    "numbers for tensors": (
+        lambda s: s["tensors"].update({"weight/2.bias": 1.0}),
+        "weight/2.bias = 1.0",
+    ),
+    "a list for tensors": (lambda s: s.update(tensors=[1]), "tensors = "),
+    "no scaler": (lambda s: s.update(scaler=None), "scaler = None"),
+    "a list for the scaler": (lambda s: s.update(scaler=[1.0]), "scaler = "),
+    "a number for groups": (lambda s: s.update(param_groups=3), "param_groups = 3"),
+    "nothing for a group": (lambda s: s.update(param_groups=[None]), "param_groups = "),
     "integers": (
         lambda s: s["tensors"].update({"weight/2.bias": torch.ones(3, dtype=torch.int64)}),
         "weight/2.bias",
@@ -488,6 +497,24 @@ def test_a_state_with_a_wrong_number_is_refused_by_name_before_anything_is_loade
     before = held(model), optimizer.numbers()
     with pytest.raises(UserError, match=says):
         optimizer.load_state_dict(state_with(change))
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.numbers()) == (True, before[1])
+
+
+def test_what_is_no_state_at_all_is_refused() -> None:
+    _, optimizer = made("fp16")
+    for state in (None, [1], "state"):
+        with pytest.raises(UserError, match=r"^this is not an optimizer state but a "):
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "count", ["3", -5, -0.5, math.inf, True, torch.ones(2), torch.tensor(1j)], ids=repr
+)
+def test_a_number_of_tokens_that_is_none_is_refused_with_nothing_changed(count: Any) -> None:
+    model, optimizer = made("fp32")
+    before = held(model), optimizer.numbers()
+    with pytest.raises(UserError, match=r"^counted_tokens "):
+        optimizer.step(1e-2, counted_tokens=count)
     assert (all(map(torch.equal, held(model), before[0])), optimizer.numbers()) == (True, before[1])
 
 

@@ -71,6 +71,29 @@ class Unchecked(nn.Module):
         return unchecked(x).tanh()
 
 
+class AfterNothing(nn.Module):
+    """One head on each rank, behind a tensor without elements: so begins a cache of keys in
+    transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:-1], -1, WIDE // 2).transpose(1, 2)
+        kept = torch.cat([torch.tensor([], dtype=x.dtype), heads], dim=-2)
+        return kept.transpose(1, 2).flatten(-2).tanh()
+
+
+class HeadNorm(nn.Module):
+    """A norm over the features of a head that is not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:-1], -1, 2)
+        root = heads.square().mean(-1, keepdim=True).add(1e-5).sqrt()
+        return (self.weight * (heads / root)).flatten(-2)
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -124,6 +147,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "join and split": (lambda: MLP(MadeWhole()), MLP_STYLES),
     "numbers of features": (lambda: MLP(SplitNumbers()), MLP_STYLES),
     "unchecked": (lambda: MLP(Unchecked()), MLP_STYLES),
+    "after nothing": (lambda: MLP(AfterNothing()), MLP_STYLES),
     "encoder": (Encoder, {"*linear1": "column", "*linear2": "row"}),
     "called twice and tied": (Twice, {"up": "column", "other": "column", "down": "row"}),
 }
@@ -249,6 +273,12 @@ WRONG: dict[
         MLP_STYLES,
         None,
         "between is a MultiheadAttention that",
+    ),
+    "head norm": (
+        lambda: MLP(HeadNorm()),
+        MLP_STYLES,
+        None,
+        "mul takes between.weight [2] that all features share",
     ),
     "softmax": (
         lambda: MLP(nn.Softmax(-1)),

@@ -13,6 +13,7 @@ import megaprec
 from megaprec import Axis, ParallelAMPOptimizer, UserError, plan, set_fp32_attr_to_module
 from parallel import Context, Pipeline, parallelize, vocab_parallel_loss
 from parallel.pipeline import KINDS
+from parallel.plain_modules import Style
 from tests.ranks import run_ranks
 
 VOCAB = 24
@@ -181,6 +182,19 @@ def test_a_layer_without_a_style_and_a_pattern_that_matches_nothing_are_named() 
     assert any(line.startswith("embedding: no style is given to Embedding") for line in lines)
     assert any(line.startswith("layer.down: no style is given to Linear") for line in lines)
     assert any('"embeding" matches no layer; did you mean embedding?' in line for line in lines)
+
+
+def test_a_model_that_is_parallel_already_is_refused_as_that() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    styles: dict[str, Style] = {"0": "vocab", "1": "column", "2": "row"}
+    parallelize(model, Context(plan("fp32")), styles)
+    with pytest.raises(UserError) as caught:
+        parallelize(model, Context(plan("fp32")), styles)
+    for path, line in zip(styles, caught.value.problems, strict=True):
+        assert line.startswith(
+            f'styles: "{path}" matches {path}, which is a parallel layer already: call '
+            "parallelize once"
+        )
 
 
 def test_a_style_of_another_kind_of_layer_is_named() -> None:

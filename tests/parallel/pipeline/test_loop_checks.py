@@ -71,6 +71,34 @@ def test_a_loss_that_is_none_is_refused_where_it_was_computed(which: str) -> Non
         made(loss_fn).step(X, Y)
 
 
+def test_a_loss_function_that_fails_is_named_with_what_it_was_given_and_with_one_that_works() -> (
+    None
+):
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(RuntimeError, match=r"^F0\.0 failed on pipeline rank 0: ") as caught:
+        made(nn.CrossEntropyLoss(reduction="none")).step(X, ids)
+    line = str(caught.value).splitlines()[0]
+    for words in (
+        "loss_fn failed: Expected target size",
+        "[2, 2, 5], torch.float32",
+        "targets [2, 2], torch.int64",
+    ):
+        assert words in line
+
+    def named(output: Tensor, targets: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(
+            output.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        return losses.view(targets.shape)
+
+    assert (
+        "cross_entropy(output.flatten(0, 1), targets.flatten(), "
+        'reduction="none").view(targets.shape)'
+    ) in line
+    expected = nn.functional.cross_entropy(stage()(X).flatten(0, 1), ids.flatten()).item()
+    assert made(named).step(X, ids).loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_float_targets_train_what_torch_trains_and_a_loss_of_nan_is_skipped() -> None:
     pipeline = made()
     twin = stage()

@@ -110,7 +110,21 @@ def _dangerous(tree: ast.Module) -> Iterator[str]:
             yield f"{node.lineno} calls {called}"
 
 
-RULES = (wrong_direction, hidden_imports, code_from_data)
+def packed_assignments(_: Path, tree: ast.Module) -> Iterator[str]:
+    """Several assignments in one: a tuple of values to a tuple of names, other than an exchange."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        values = [ast.unparse(value) for value in node.value.elts]
+        for target in node.targets:
+            if not isinstance(target, ast.Tuple):
+                continue
+            names = [ast.unparse(name) for name in target.elts]
+            if len(names) == len(values) and not set(names) & set(values):
+                yield f"{node.lineno} assigns {len(names)} values in one line"
+
+
+RULES = (wrong_direction, hidden_imports, code_from_data, packed_assignments)
 
 
 def test_packages_import_only_those_before_them() -> None:
@@ -123,6 +137,10 @@ def test_our_own_imports_stand_at_the_top() -> None:
 
 def test_nothing_that_is_read_can_run_code() -> None:
     assert not offences()[code_from_data]
+
+
+def test_a_line_assigns_one_value() -> None:
+    assert not offences()[packed_assignments]
 
 
 def test_every_folder_of_code_is_a_typed_package_that_pip_finds() -> None:

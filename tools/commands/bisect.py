@@ -235,10 +235,9 @@ def _verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:
     if records.parting is None:
         return {"verdict": AGREE, "why": "the steps that were taken again agree", "replay": entry}
     why = (
-        "the records differ, but the same steps taken again agree: the difference does not "
-        "come back. Other versions, "
-        "threads or keys, or hardware that computed wrongly (train.sentinel), made one of "
-        "the records"
+        "the records differ, but the same steps taken again agree: the difference does not come "
+        "back. Other versions, threads or keys, or hardware that computed wrongly "
+        "(train.sentinel), made one of the records"
     )
     if entry["precision"] == "fp64":
         why += "; or it is of the runs' precision: megaprec parity --precision configured"

@@ -191,15 +191,13 @@ def write_model(
     tokenizer_notes += class_note(source.tokenizer) if to == "hf" else []
     if tokenizer is not None and to == "megatron":
         tokenizer_notes.append(
-            f"a checkpoint of Megatron has no place for a tokenizer: keep {tokenizer.path}, "
-            "and give it with "
-            "--tokenizer when you convert back"
+            f"a checkpoint of Megatron has no place for a tokenizer: keep {tokenizer.path}, and "
+            "give it with --tokenizer when you convert back"
         )
     if tokenizer is None and to != "megatron":
         tokenizer_notes.append(
-            f"{source.path} has no tokenizer that is read, and so {destination} has none: "
-            "convert with "
-            "--tokenizer FILE, a tokenizer.json or a SentencePiece model, to have one"
+            f"{source.path} has no tokenizer that is read, and so {destination} has none: convert "
+            "with --tokenizer FILE, a tokenizer.json or a SentencePiece model, to have one"
         )
     target = _target(source, to, dtype, layout or MegatronLayout())
     for line in _verified(source, to, destination) if verify else ():

@@ -236,9 +236,8 @@ def _in_world(
     size = int(os.environ["WORLD_SIZE"])
     if config is not None and config.world_size != size:
         raise UserError(
-            f"{size} ranks are started, but [parallel] of {args.file} needs "
-            f"{config.world_size}: start as many, or "
-            "change the layout"
+            f"{size} ranks are started, but [parallel] of {args.file} needs {config.world_size}: "
+            "start as many, or change the layout"
         )
     place, findings, answered = take_part(asked)
     if place.rank:

@@ -55,8 +55,7 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         metavar="[NAME=]PATH",
         help="text file, folder, .jsonl, .parquet, or common prefix of a .bin and .idx pair; may "
-        "be given several "
-        "times",
+        "be given several times",
     )
     parser.add_argument(
         "--window",
@@ -68,9 +67,8 @@ def add_parser(subparsers: Any) -> None:
         "--stride",
         type=int,
         metavar="N",
-        help="tokens of a long document that each window after the first predicts; fewer give "
-        "each more context and "
-        "take longer (default: --window)",
+        help="tokens of a long document that each window after the first predicts; fewer give each "
+        "more context and take longer (default: --window)",
     )
     parser.add_argument(
         "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
@@ -124,9 +122,8 @@ def main(args: argparse.Namespace) -> int:
         ranks = dist.get_world_size()
         if ranks % replica:
             raise UserError(
-                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline "
-                f"{args.pipeline} needs a multiple of "
-                f"{replica}"
+                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline {args.pipeline} "
+                f"needs a multiple of {replica}"
             )
         return _evaluate(args, make_mesh(args.pipeline, ranks // replica, args.tensor))
 
@@ -216,9 +213,8 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
     if model.begin is None:
         yield (
-            "the model has no token to begin a document with: the first token of each "
-            "document is not predicted, and "
-            "the bytes of the others are not known"
+            "the model has no token to begin a document with: the first token of each document is "
+            "not predicted, and the bytes of the others are not known"
         )
         return
     for path in sets.values():

@@ -166,8 +166,7 @@ def _note(offender: dict[str, Any]) -> str:
     if not offender.get("traced"):
         return (
             "?: not traced: the loss scale was still falling, the step was applied, or "
-            "precision.trace_overflows "
-            "= false"
+            "precision.trace_overflows = false"
         )
     if offender["microbatch"] is None:
         return (

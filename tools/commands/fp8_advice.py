@@ -258,9 +258,8 @@ def _notes(products: Sequence[Product], config: RunConfig, rest: float) -> list[
     lines += [f"wide       {one.name}: {one.wide}" for one in products if one.wide]
     if losing := [f'"{one.name}"' for one in products if verdict(one) == "loses"]:
         lines.append(
-            f"advice     keep losing products out of FP8 by fp8.wide = [{', '.join(losing)}], "
-            "or make micro-batches "
-            "larger"
+            f"advice     keep losing products out of FP8 by fp8.wide = [{', '.join(losing)}], or "
+            "make micro-batches larger"
         )
     tokens = config.train.micro_batch * config.train.seq_length
     if tokens % 16:

@@ -192,8 +192,7 @@ def _note_slid(model: Loaded[CachedStage], made: list[Generation]) -> None:
         positions = model.stage.config.max_positions
         sys.stdout.flush()
         print(
-            f"note: the model has {positions} positions (model.max_positions): beyond them, "
-            "each token was chosen "
-            f"from the newest {positions} tokens alone",
+            f"note: the model has {positions} positions (model.max_positions): beyond them, each "
+            f"token was chosen from the newest {positions} tokens alone",
             file=sys.stderr,
         )

@@ -42,8 +42,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="*",
         default=[],
         help="a command line in quotes, a .sh or .yaml file with Megatron-LM's arguments, "
-        "DeepSpeed's .json; "
-        "keys of the run file as table.key=value; arguments after --",
+        "DeepSpeed's .json; keys of the run file as table.key=value; arguments after --",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="run file to write; default: print it"
@@ -57,8 +56,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         help="value of a variable that the script leaves open, such as DATA_PATH=tokens/mine; may "
-        "be given several "
-        "times; 1=... is the script's first argument",
+        "be given several times; 1=... is the script's first argument",
     )
     parser.add_argument(
         "--drop",

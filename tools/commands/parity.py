@@ -90,8 +90,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
         help="layouts to compare; further keys of [parallel] may follow, as in "
-            "tp=2,pp=2,schedule=zb-v; "
-        f"default: all that fit, of 2 to {RANKS} ranks",
+            f"tp=2,pp=2,schedule=zb-v; default: all that fit, of 2 to {RANKS} ranks",
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=("float64", "configured", "both"), default="float64",
@@ -131,9 +130,8 @@ def main(args: argparse.Namespace) -> int:
     if config.fp8.kind == "delayed" and config.fp8.history == "te":
         raise UserError(
             'fp8.history = "te": scales are updated after each micro-batch, and their number '
-            "depends on the number of "
-            "replicas, so layouts train different models; parity compares runs with "
-            'fp8.history = "step"'
+            "depends on the number of replicas, so layouts train different models; parity compares "
+            'runs with fp8.history = "step"'
         )
     torch.set_num_threads(1)  # as in the ranks
     with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:

@@ -201,8 +201,7 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
     if config.fp8.kind != "none":
         yield (
             "the speed of FP8 is not predicted: its products are timed as those of "
-            f"{config.precision.compute}, and "
-            "their casts as nothing; the bytes are those of FP8"
+            f"{config.precision.compute}, and their casts as nothing; the bytes are those of FP8"
         )
     if config.train.compile != "off":
         yield (

@@ -62,9 +62,8 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
         )
     if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
         raise UserError(
-            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: '
-            "its steps cannot be "
-            "repeated on one process; remove --replay"
+            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its '
+            "steps cannot be repeated on one process; remove --replay"
         )
     config = _alone(saved, folder)
     corpus = open_kept(config)

@@ -230,8 +230,7 @@ def _check_outside(config: RunConfig) -> None:
         if name != "python" and Path(name).is_dir() and folder.is_relative_to(Path(name).resolve()):
             raise UserError(
                 f'train.folder = "{config.train.folder}" lies in {key} = "{name}", where its '
-                "records would be read as "
-                "text: give a folder outside"
+                "records would be read as text: give a folder outside"
             )
 
 
@@ -240,9 +239,8 @@ def _training(config: RunConfig) -> AbstractContextManager[None]:
 
     def refuse() -> None:
         raise UserError(
-            f'train.folder = "{config.train.folder}": another process trains there now; wait '
-            "for it, stop it, or give "
-            "another folder"
+            f'train.folder = "{config.train.folder}": another process trains there now; wait for '
+            "it, stop it, or give another folder"
         )
 
     return alone(_lock(config), refuse)
@@ -374,9 +372,8 @@ def _check_native(config: RunConfig) -> None:
     CPU."""
     if config.optimizer.native and _device(config) != "cpu":
         raise UserError(
-            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA '
-            "devices here: remove it, "
-            'or set train.device = "cpu"'
+            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices '
+            'here: remove it, or set train.device = "cpu"'
         )
 
 

@@ -26,9 +26,8 @@ def virtual_ranks(train: Train, parallel: Parallel) -> Iterator[str]:
     if train.numerics == "canonical" and train.canonical_shards % parallel.tensor:
         yield (
             f"parallel.tensor {parallel.tensor} does not divide train.canonical_shards "
-            f"{train.canonical_shards}: set "
-            "train.canonical_shards to a multiple of parallel.tensor in all layouts that are "
-            "to be equal"
+            f"{train.canonical_shards}: set train.canonical_shards to a multiple of "
+            "parallel.tensor in all layouts that are to be equal"
         )
 
 
@@ -46,9 +45,8 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
         )
     if model.kv_heads % shards and shards % model.kv_heads:
         yield (
-            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must "
-            "divide the other, because "
-            "each shard has key and value heads of its own or shares one"
+            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must divide "
+            "the other, because each shard has key and value heads of its own or shares one"
         )
 
 
@@ -61,10 +59,9 @@ def unequal_settings(
         return
     if not train.threads:
         yield (
-            f"{SAME} needs train.threads: with train.threads = 0 the number of threads "
-            "depends on the number of ranks, "
-            "and sums inside a product depend on the number of threads; set train.threads = "
-            "1, for example"
+            f"{SAME} needs train.threads: with train.threads = 0 the number of threads depends on "
+            "the number of ranks, and sums inside a product depend on the number of threads; set "
+            "train.threads = 1, for example"
         )
     if model.factory:
         yield (

@@ -113,9 +113,8 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
         return
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
-            'fp8.history "te" updates scales before a layer is recomputed: set '
-            'parallel.recompute = "none" or '
-            '"selective", or fp8.history = "step"'
+            'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute '
+            '= "none" or "selective", or fp8.history = "step"'
         )
     if model.latent and "attention" in parallel.recompute_modules:
         yield (
@@ -126,17 +125,15 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
     if fp8.shadow_every:
         yield (
             f"fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which "
-            'fp8.history "te" gives '
-            'other scales: set 0, or fp8.history = "step"'
+            'fp8.history "te" gives other scales: set 0, or fp8.history = "step"'
         )
 
 
 def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
     if train.sentinel and fp8.kind != "none" and fp8.history == "te":
         yield (
-            f"train.sentinel = {train.sentinel} computes a micro-batch again, which "
-            'fp8.history "te" gives other '
-            'scales: set 0, or fp8.history = "step"'
+            f"train.sentinel = {train.sentinel} computes a micro-batch again, which fp8.history "
+            '"te" gives other scales: set 0, or fp8.history = "step"'
         )
 
 
@@ -144,8 +141,7 @@ def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
     if train.compile != "off" and model.factory:
         yield (
             f'train.compile = "{train.compile}" knows the built-in families only, not '
-            f'model.factory "{model.factory}": '
-            "remove one of them"
+            f'model.factory "{model.factory}": remove one of them'
         )
 
 
@@ -155,8 +151,7 @@ def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
     if optimizer.name.lower() != "adamw" or train.device == "cuda":
         yield (
             f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on "
-            f"train.device {train.device!r}: "
-            "leave it out"
+            f"train.device {train.device!r}: leave it out"
         )
 
 
@@ -204,8 +199,7 @@ def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
     if parallel.elastic and not checkpoint.resume:
         yield (
             "parallel.elastic = true goes on from a checkpoint when ranks come or go, but "
-            "checkpoint.resume = false: "
-            "remove one of them"
+            "checkpoint.resume = false: remove one of them"
         )
 
 
@@ -235,8 +229,7 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
         would = nearest_multiples(train.seq_length, parallel.tensor)
         yield (
             f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor "
-            f"{parallel.tensor}, "
-            f"as parallel.sequence needs: {would} would be"
+            f"{parallel.tensor}, as parallel.sequence needs: {would} would be"
         )
 
 
@@ -247,8 +240,7 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
     if p.recompute_modules and p.recompute != "selective":
         yield (
             f"parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "
-            '"selective", '
-            f"but {kind}: remove one of them"
+            f'"selective", but {kind}: remove one of them'
         )
     for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
         if value and p.recompute != "full":
@@ -261,8 +253,7 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
     if p.recompute_layers and p.recompute_fraction:
         yield (
             f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction "
-            f"{p.recompute_fraction:g} "
-            "are two ways to say the same: remove one of them"
+            f"{p.recompute_fraction:g} are two ways to say the same: remove one of them"
         )
 
 
@@ -282,9 +273,8 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
         of = f"model.layers = {model.layers}"
         of += f" in {stages} stages" if stages > 1 else ""
         yield (
-            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at "
-            f"most {most}, or "
-            "parallel.recompute_fraction = 1.0 for all"
+            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at most "
+            f"{most}, or parallel.recompute_fraction = 1.0 for all"
         )
 
 
@@ -323,8 +313,7 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
     elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
         yield (
             f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into "
-            f"{len(parallel.cuts)}, "
-            f"but {made} and model.layers is {model.layers}"
+            f"{len(parallel.cuts)}, but {made} and model.layers is {model.layers}"
         )
 
 
@@ -333,8 +322,7 @@ def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
     if train.global_batch % unit:
         yield (
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch "
-            f"{train.micro_batch} x "
-            f"parallel.data {parallel.data} = {unit}: "
+            f"{train.micro_batch} x parallel.data {parallel.data} = {unit}: "
             f"{nearest_multiples(train.global_batch, unit)} would be"
         )
 
@@ -343,8 +331,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
         yield (
             f"train.seq_length {train.seq_length} is more than model.max_positions "
-            f"{model.max_positions}: "
-            "lower the first or raise the second"
+            f"{model.max_positions}: lower the first or raise the second"
         )
 
 
@@ -371,9 +358,8 @@ def _blend(data: Data) -> Iterator[str]:
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not data.held_out and not data.validation and not data.lm_eval:
         yield (
-            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is "
-            "0: set it to 0.02, for "
-            "example, or name sets in data.validation"
+            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set "
+            "it to 0.02, for example, or name sets in data.validation"
         )
     names = [one.name for one in data.validation]
     for name in dict.fromkeys(names):
@@ -442,8 +428,7 @@ def _kind_of_scale(precision: Precision) -> Iterator[str]:
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
         yield (
             f'precision.scaling = "{precision.scaling}", precision.loss_scale = '
-            f"{precision.loss_scale:g}: "
-            "a constant scale needs a loss_scale, any other has none"
+            f"{precision.loss_scale:g}: a constant scale needs a loss_scale, any other has none"
         )
 
 

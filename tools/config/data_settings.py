@@ -48,23 +48,19 @@ class Data(Table):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Name of the field of a .jsonl line or of an object in a .json list, or the column "
-        "of a .parquet "
-        "file, that holds the text.",
+        description="Name of the field of a .jsonl line or of an object in a .json list, or the "
+        "column of a .parquet file, that holds the text.",
     )
     tokenizer: FilePath = Field(
         default="",
         description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: "
-        "PREFIX.model beside a "
-        ".bin and .idx pair if it exists; for text a tokenizer is trained.",
+        "PREFIX.model beside a .bin and .idx pair if it exists; for text a tokenizer is trained.",
     )
     begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MOST)] = Field(
         default="auto",
-        description='Id of the token before each document in training: "auto": that of the weights of '
-        "train.init_from, "
-        'if they have one; "none": no token is put there. A data set whose documents have it '
-        "already is taken as it "
-        "is.",
+        description='Id of the token before each document in training: "auto": that of the weights '
+        'of train.init_from, if they have one; "none": no token is put there. A data set whose '
+        "documents have it already is taken as it is.",
     )
     vocab_size: int = Field(
         default=4096,
@@ -87,9 +83,8 @@ class Data(Table):
     validation: tuple[Validated, ...] = Field(
         default=(),
         strict=False,
-        description="Further sets to evaluate, each with a loss of its own: "
-        '[{name = "wiki", source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: '
-        "the held-out part alone.",
+        description='Further sets to evaluate, each with a loss of its own: [{name = "wiki", '
+        'source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: the held-out part alone.',
     )
     lm_eval: tuple[str, ...] = Field(
         default=(),
@@ -121,9 +116,8 @@ class Data(Table):
     )
     eod_mask_loss: bool = Field(
         default=False,
-        description="Leave the first token of each document out of the loss: the tokens before it belong "
-        "to "
-        "another document.",
+        description="Leave the first token of each document out of the loss: the tokens before it "
+        "belong to another document.",
     )
     cache: FilePath = Field(
         default="",

@@ -301,6 +301,5 @@ def _settle(
     elif explicit and own.value != said.value:
         yield (
             f"{key} = {toml(own.value)} ({own.origin}) contradicts {said.origin}, which says "
-            f"{toml(said.value)}: "
-            "keep one of them"
+            f"{toml(said.value)}: keep one of them"
         )

@@ -66,8 +66,7 @@ def _narrow_sums(scene: Scene) -> str:
         return ""
     return (
         f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} "
-        "micro-batches: "
-        "late ones are rounded away; add them up in fp32"
+        "micro-batches: late ones are rounded away; add them up in fp32"
     )
 
 
@@ -88,9 +87,8 @@ def _no_masters(scene: Scene) -> str:
         return ""
     share = 4096 if plan.masters == torch.float16 else 512
     return (
-        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates "
-        f"below 1/{share} of a "
-        "weight are lost; keep fp32 masters, or round bf16 stochastically"
+        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates below "
+        f"1/{share} of a weight are lost; keep fp32 masters, or round bf16 stochastically"
     )
 
 

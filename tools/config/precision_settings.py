@@ -43,9 +43,8 @@ class Precision(Table):
     )
     parameters: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["compute"],
-        description="Dtype of the model's weights; if wider than precision.compute, weights are cast for "
-        "each "
-        "product; default: precision.compute.",
+        description="Dtype of the model's weights; if wider than precision.compute, weights are "
+        "cast for each product; default: precision.compute.",
     )
     keep_fp32: tuple[str, ...] = Field(
         default=(),
@@ -62,9 +61,8 @@ class Precision(Table):
     )
     masters: Literal["fp32", "split", "none"] = Field(
         default="fp32",
-        description="Master weights of the optimizer. fp32: a copy in FP32; split: the bf16 weight and "
-        "the 16 bits "
-        "that FP32 has more; none: the optimizer updates the model's weights.",
+        description="Master weights of the optimizer. fp32: a copy in FP32; split: the bf16 weight "
+        "and the 16 bits that FP32 has more; none: the optimizer updates the model's weights.",
     )
     masters_in_checkpoint: bool = Field(
         default=True,
@@ -96,9 +94,8 @@ class Precision(Table):
     )
     scores: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="Dtype to which attention scores and probabilities are rounded; fp32: not rounded, "
-        "as in a fused "
-        "attention kernel.",
+        description="Dtype to which attention scores and probabilities are rounded; fp32: not "
+        "rounded, as in a fused attention kernel.",
     )
     buffers: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Dtype of the model's constant tables, such as rotary angles."
@@ -124,9 +121,8 @@ class Precision(Table):
             if known["compute"] == "fp16"
             else "none"
         ),
-        description="Loss scaling; default: constant if precision.loss_scale is given, otherwise dynamic "
-        "if "
-        "precision.compute is fp16, otherwise none.",
+        description="Loss scaling; default: constant if precision.loss_scale is given, otherwise "
+        "dynamic if precision.compute is fp16, otherwise none.",
     )
     initial_scale: float = Field(
         default=default_of(LossScaling, "initial"),
@@ -173,9 +169,8 @@ class Precision(Table):
     )
     on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default=default_of(PrecisionPlan, "on_nonfinite"),
-        description="What happens if the loss or a gradient is inf or NaN. skip: skip the update; raise: "
-        "skip it and "
-        "stop the run; ignore: apply the update.",
+        description="What happens if the loss or a gradient is inf or NaN. skip: skip the update; "
+        "raise: skip it and stop the run; ignore: apply the update.",
     )
     trace_overflows: bool = Field(
         default=True,
@@ -184,9 +179,8 @@ class Precision(Table):
     patience: int = Field(
         default=default_of(OverflowMonitor, "patience"),
         gt=0,
-        description="Number of consecutive skipped steps, at the lowest loss scale or with a loss that "
-        "is inf or NaN, "
-        "after which the run stops.",
+        description="Number of consecutive skipped steps, at the lowest loss scale or with a loss "
+        "that is inf or NaN, after which the run stops.",
     )
 
 
@@ -196,11 +190,9 @@ class FP8(Table):
 
     kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx"] = Field(
         default="none",
-        description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax (largest "
-        "magnitude) of "
-        "earlier passes; current: one per tensor, from the tensor itself; rowwise: one per "
-        "row; blockwise: one per "
-        "block of 128; mx: one per 32 elements.",
+        description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax "
+        "(largest magnitude) of earlier passes; current: one per tensor, from the tensor itself; "
+        "rowwise: one per row; blockwise: one per block of 128; mx: one per 32 elements.",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default=default_of(FP8Recipe, "format"),
@@ -229,15 +221,13 @@ class FP8(Table):
     )
     history: Literal["step", "te"] = Field(
         default=default_of(FP8Recipe, "history"),
-        description="When delayed scales are updated. step: after each step; te: after each micro-batch, "
-        "as in "
-        "Transformer Engine.",
+        description="When delayed scales are updated. step: after each step; te: after each "
+        "micro-batch, as in Transformer Engine.",
     )
     reduce_amax: bool = Field(
         default=default_of(FP8Recipe, "reduce_amax"),
-        description="Share the amaxes of delayed scales among replicas, by their maximum; false: each "
-        "replica has its "
-        "own scales.",
+        description="Share the amaxes of delayed scales among replicas, by their maximum; false: "
+        "each replica has its own scales.",
     )
     reduce_over: Literal["world", "stage"] = Field(
         default=default_of(FP8Recipe, "reduce_over"),
@@ -287,9 +277,8 @@ class FP8(Table):
     calibrate: int = Field(
         default=default_of(FP8Recipe, "calibrate"),
         ge=0,
-        description="Number of steps at the start of the run that record amaxes for delayed scales and "
-        "compute in "
-        "precision.compute.",
+        description="Number of steps at the start of the run that record amaxes for delayed scales "
+        "and compute in precision.compute.",
     )
     calibrating: bool = Field(
         default=default_of(FP8Recipe, "calibrating"),
@@ -297,31 +286,27 @@ class FP8(Table):
     )
     backend: Literal["torch", "transformer_engine"] = Field(
         default=default_of(FP8Recipe, "backend"),
-        description="Library that casts and multiplies. torch: PyTorch's kernels; transformer_engine: "
-        "for the kinds "
-        "delayed and current, on a GPU, if installed.",
+        description="Library that casts and multiplies. torch: PyTorch's kernels; "
+        "transformer_engine: for the kinds delayed and current, on a GPU, if installed.",
     )
     shadow_every: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between comparisons, in which one micro-batch is also computed "
-        "without FP8; "
-        "0: never.",
+        description="Number of steps between comparisons, in which one micro-batch is also "
+        "computed without FP8; 0: never.",
     )
     shadow_loss_gap: float = Field(
         default=0.01,
         gt=0,
         description="Relative difference between the losses with and without FP8 above which a "
-        "comparison raises an "
-        "alarm.",
+        "comparison raises an alarm.",
     )
     shadow_cosine: float = Field(
         default=0.9,
         gt=-1,
         lt=1,
-        description="Cosine between a weight's gradients with and without FP8 below which a comparison "
-        "raises an "
-        "alarm.",
+        description="Cosine between a weight's gradients with and without FP8 below which a "
+        "comparison raises an alarm.",
     )
 
 

@@ -454,9 +454,8 @@ def _two_sources(given: Mapping[str, Given]) -> Iterator[str]:
         return  # who writes both means the blend
     if blend.value:
         yield (
-            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name '
-            "the training data: give "
-            "data.blend=[] as well"
+            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name the '
+            "training data: give data.blend=[] as well"
         )
 
 

@@ -54,8 +54,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
     if made.microbatches != microbatches:
         raise UserError(
             f"{here}: has {made.microbatches} micro-batches, but train.global_batch over "
-            "train.micro_batch x "
-            f"parallel.data is {microbatches}"
+            f"train.micro_batch x parallel.data is {microbatches}"
         )
     return made
 

@@ -38,19 +38,16 @@ class Parallel(Table):
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of data-parallel replicas of the model, each with its own samples. If a run "
-        "file names "
-        "neither this nor parallel.tensor nor parallel.pipeline, it is the number of ranks "
-        "that torchrun or Slurm "
-        "starts.",
+        description="Number of data-parallel replicas of the model, each with its own samples. If "
+        "a run file names neither this nor parallel.tensor nor parallel.pipeline, it is the number "
+        "of ranks that torchrun or Slurm starts.",
     )
     context: int = Field(
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of context-parallel ranks, which share each sequence: each computes its part "
-        "of the "
-        "tokens.",
+        description="Number of context-parallel ranks, which share each sequence: each computes "
+        "its part of the tokens.",
     )
     context_by: Literal["ring", "gather"] = Field(
         default="ring",
@@ -62,29 +59,25 @@ class Parallel(Table):
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of ranks over which the experts of each layer are spread, of the data x "
-        "tensor ranks of a "
-        "stage; tokens travel to their experts.",
+        description="Number of ranks over which the experts of each layer are spread, of the data "
+        "x tensor ranks of a stage; tokens travel to their experts.",
     )
     expert_tensor: int = Field(
         default=0,
         ge=0,
         le=MOST_RANKS,
         description="Number of slices of each expert over tensor-parallel ranks, a divisor of "
-        "parallel.tensor: with 1 "
-        "experts are whole; 0: parallel.tensor.",
+        "parallel.tensor: with 1 experts are whole; 0: parallel.tensor.",
     )
     sequence: bool = Field(
         default=False,
-        description="Sequence parallelism: shard activations along the sequence over the tensor-parallel "
-        "ranks, "
-        "outside of the matrix products.",
+        description="Sequence parallelism: shard activations along the sequence over the "
+        "tensor-parallel ranks, outside of the matrix products.",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
         default="1f1b",
-        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per rank), or "
-        "one of the "
-        "zero-bubble schedules zb-h1, zb-h2 and zb-v.",
+        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per "
+        "rank), or one of the zero-bubble schedules zb-h1, zb-h2 and zb-v.",
     )
     chunks: int = Field(
         default=0,
@@ -95,8 +88,7 @@ class Parallel(Table):
     schedule_file: FilePath = Field(
         default="",
         description="Text file with a pipeline schedule, used instead of parallel.schedule and "
-        "parallel.chunks; "
-        "empty: none.",
+        "parallel.chunks; empty: none.",
     )
     cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
         default=(),
@@ -112,16 +104,14 @@ class Parallel(Table):
         default_factory=lambda known: ("attention",) if known["recompute"] == "selective" else (),
         strict=False,
         description='Modules that parallel.recompute = "selective" recomputes in every layer, of '
-        '["attention", '
-        '"activation", "norm"]; default: ["attention"].',
+        '["attention", "activation", "norm"]; default: ["attention"].',
     )
     recompute_layers: int = Field(
         default=0,
         ge=0,
         le=10_000,
-        description="Number of layers, counted from the start of each stage, that parallel.recompute = "
-        '"full" '
-        "recomputes; 0: parallel.recompute_fraction decides.",
+        description="Number of layers, counted from the start of each stage, that "
+        'parallel.recompute = "full" recomputes; 0: parallel.recompute_fraction decides.',
     )
     recompute_fraction: float = Field(
         default_factory=lambda known: float(
@@ -136,21 +126,18 @@ class Parallel(Table):
     zero: bool = Field(
         default=True,
         description="ZeRO-1: shard master weights and moments over the replicas, and over the "
-        "context-parallel "
-        "ranks of each; false: each holds all.",
+        "context-parallel ranks of each; false: each holds all.",
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",
-        description="Overlap gradient reduction with the backward pass and weight gathering with the "
-        "forward pass; "
-        "auto: on GPUs, with several replicas.",
+        description="Overlap gradient reduction with the backward pass and weight gathering with "
+        "the forward pass; auto: on GPUs, with several replicas.",
     )
     bucket: int = Field(
         default=default_of(ParallelAMPOptimizer, "bucket"),
         ge=0,
-        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 million, "
-        "or a million "
-        "for each replica if that is more.",
+        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 "
+        "million, or a million for each replica if that is more.",
     )
     zero_size: int = Field(
         default=default_of(ParallelAMPOptimizer, "zero_size"),
@@ -170,11 +157,10 @@ class Parallel(Table):
         default=60.0,
         gt=0,
         le=86_400,
-        description="Time limit of a step, in seconds beyond the slowest step so far; then the run ends "
-        "and names the "
-        "rank that hangs. Loading, the first step, evaluations and saves may take 10 "
-        "minutes, or this if it is longer; "
-        "a rank without a heartbeat ends them after this.",
+        description="Time limit of a step, in seconds beyond the slowest step so far; then the run "
+        "ends and names the rank that hangs. Loading, the first step, evaluations and saves may "
+        "take 10 minutes, or this if it is longer; a rank without a heartbeat ends them after "
+        "this.",
     )
 
     def overlaps(self, device: str) -> bool:
@@ -226,9 +212,8 @@ class Optimizer(Table):
     )
     options: dict[str, Any] = Field(
         default={},
-        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; adamw, "
-        "also as a part "
-        "of muon, has optimizer.betas and optimizer.eps instead.",
+        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; "
+        "adamw, also as a part of muon, has optimizer.betas and optimizer.eps instead.",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=default_of(AdamW, "betas"),
@@ -246,9 +231,8 @@ class Optimizer(Table):
     weight_decay: float = Field(
         default=default_of(ParallelAMPOptimizer, "weight_decay"),
         ge=0,
-        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, times the "
-        "learning "
-        "rate.",
+        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, "
+        "times the learning rate.",
     )
     groups: tuple[Group, ...] = Field(
         default=(),
@@ -275,9 +259,8 @@ class Optimizer(Table):
     )
     validation: Literal["before", "after"] = Field(
         default="before",
-        description="When ranks agree that a step is finite. before: before the update; after: during "
-        "the next step, "
-        "and the update is undone if it was wrong.",
+        description="When ranks agree that a step is finite. before: before the update; after: "
+        "during the next step, and the update is undone if it was wrong.",
     )
 
 
@@ -289,9 +272,8 @@ class LR(Table):
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, or "
-        "wsd (warmup, "
-        "stable, decay).",
+        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, "
+        "or wsd (warmup, stable, decay).",
     )
     warmup: int = Field(
         default=0,
@@ -313,8 +295,7 @@ class LR(Table):
         ge=0,
         le=MOST_STEPS,
         description="Length of the schedule, warmup included, in lr.unit, after which the rate is "
-        "lr.final; 0: the "
-        "length of the run.",
+        "lr.final; 0: the length of the run.",
     )
     unit: Literal["steps", "samples"] = Field(
         default="steps", description="Unit of lr.warmup, lr.decay and lr.length."
@@ -336,34 +317,30 @@ class Train(Table):
     seq_length: int = Field(gt=0, le=MOST, description="Sequence length, in tokens.")
     init_from: FilePath = Field(
         default="",
-        description="Folder of a checkpoint, in any format that megaprec reads, from which the run takes "
-        "its first "
-        "weights, [model] and tokenizer; empty: random weights.",
+        description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
+        "takes its first weights, [model] and tokenizer; empty: random weights.",
     )
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
     )
     numerics: Literal["fast", "canonical"] = Field(
         default="fast",
-        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order in "
-        "every layout, so "
-        "that all layouts give the same bits (docs/canonical.md).",
+        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order "
+        "in every layout, so that all layouts give the same bits (docs/canonical.md).",
     )
     canonical_shards: int = Field(
         default=2,
         gt=0,
         le=1024,
-        description="Number of pieces that every layer is cut into if train.numerics is canonical: a "
-        "multiple of "
-        "parallel.tensor in all layouts that are to be equal; 1 only serves layouts with "
-        "parallel.tensor = 1.",
+        description="Number of pieces that every layer is cut into if train.numerics is canonical: "
+        "a multiple of parallel.tensor in all layouts that are to be equal; 1 only serves layouts "
+        "with parallel.tensor = 1.",
     )
     eval_every: int = Field(
         default=0,
         ge=0,
         description="Number of steps between evaluations on the held-out data, data.validation and "
-        "data.lm_eval; 0: "
-        "never.",
+        "data.lm_eval; 0: never.",
     )
     eval_batches: int = Field(
         default=4, gt=0, le=MOST, description="Number of global batches per evaluation."
@@ -377,11 +354,10 @@ class Train(Table):
     )
     compile: Literal["off", "leaves", "block"] = Field(
         default="off",
-        description="Compilation by torch before the first step, which changes rounding. leaves: norms, "
-        "rotary "
-        "positions, gates, dropout and losses, each alone; block: all that lies between two "
-        "matrix products of a layer "
-        "in one, and the other leaves; off: all is computed operator by operator.",
+        description="Compilation by torch before the first step, which changes rounding. leaves: "
+        "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
+        "between two matrix products of a layer in one, and the other leaves; off: all is computed "
+        "operator by operator.",
     )
     folder: FilePath = Field(
         default="runs/default",
@@ -400,11 +376,10 @@ class Train(Table):
     restarts: int = Field(
         default=3,
         ge=0,
-        description="Number of times that `megaprec train` starts its local ranks again, from the newest "
-        "checkpoint, "
-        "after one of them has crashed or was killed; 0: never. A fault that comes with "
-        "certainty thus ends the run "
-        "soon. For ranks of torchrun its --max-restarts counts.",
+        description="Number of times that `megaprec train` starts its local ranks again, from the "
+        "newest checkpoint, after one of them has crashed or was killed; 0: never. A fault that "
+        "comes with certainty thus ends the run soon. For ranks of torchrun its --max-restarts "
+        "counts.",
     )
 
 
@@ -418,9 +393,8 @@ class Checkpoint(Table):
     )
     keep: Annotated[int, Field(gt=0)] | Literal["all"] = Field(
         default=2,
-        description="Number of newest checkpoints to keep; older ones that this folder's runs have saved "
-        "are deleted. "
-        '"all": none is deleted.',
+        description="Number of newest checkpoints to keep; older ones that this folder's runs have "
+        'saved are deleted. "all": none is deleted.',
     )
     keep_every: int = Field(
         default=0,
@@ -429,15 +403,13 @@ class Checkpoint(Table):
     )
     background: bool = Field(
         default=True,
-        description="Write checkpoints beside the next steps, from a copy of the state in host memory; "
-        "false: between "
-        "steps, without a copy.",
+        description="Write checkpoints beside the next steps, from a copy of the state in host "
+        "memory; false: between steps, without a copy.",
     )
     resume: bool = Field(
         default=True,
-        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there "
-        "is one from an "
-        "earlier run.",
+        description="Resume from the newest checkpoint in train.folder; false: refuse to start if "
+        "there is one from an earlier run.",
     )
 
     @property
@@ -471,9 +443,8 @@ class Log(Table):
     digests: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between digests of weights, moments and loss scaler by logical "
-        "tensor in "
-        "digests.jsonl, which are the same in every layout; 0: none.",
+        description="Number of steps between digests of weights, moments and loss scaler by "
+        "logical tensor in digests.jsonl, which are the same in every layout; 0: none.",
     )
     progress: bool = Field(
         default=True, description="Show a progress line if the output is a terminal."
@@ -481,9 +452,8 @@ class Log(Table):
     peak_tflops: float = Field(
         default=0.0,
         ge=0,
-        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; 0: "
-        "that of the GPU's "
-        "data sheet if it is known, otherwise no MFU.",
+        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; "
+        "0: that of the GPU's data sheet if it is known, otherwise no MFU.",
     )
     sample: str = Field(
         default="",

@@ -14,7 +14,7 @@ from rich.console import Console
 from models.presets import PRESETS
 from tools import cli
 from tools.commands import doctor_layout
-from tools.commands.parity import fitting
+from tools.commands.parity import fitting_layouts
 from tools.config.run_file import load_run
 from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
@@ -150,7 +150,7 @@ def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
     config = load_run(
         None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"]
     )
-    good, others = fitting(config, every(4), asked=False)
+    good, others = fitting_layouts(config, every(4), explicit=False)
     assert len(good) == 12
     ((layout, why),) = others
     assert layout.name == "pp=4"

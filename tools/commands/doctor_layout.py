@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from tools.commands.parity import proven
+from tools.commands.parity import certify
 from tools.config.run_file import RunConfig, load_run
 from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.place import Place
@@ -69,7 +69,7 @@ def parity(config: RunConfig, file: str, folder: Path, hands: Hands | None = Non
         "precision": "float64",
     }
     try:
-        made = proven(
+        made = certify(
             config, argparse.Namespace(**options), folder, lambda text: None, hands or Hands()
         )
     except UserError as error:

@@ -170,7 +170,8 @@ def parser_of_all() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(
         prog="megaprec",
-        description="Train, check and convert transformer models in any tensor, pipeline and data layout.",
+        description="Train, check and convert transformer models in any tensor, pipeline and data "
+        "layout.",
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,5 @@
-"""`megaprec completion bash|zsh|fish`: a script that completes commands, options and keys in a shell.
+"""`megaprec completion bash|zsh|fish`: a script that completes commands, options and keys in a
+shell.
 
 The script is made from the parser of all commands, and holds all words: completing starts no
 Python. zsh runs the script of bash, by its own bashcompinit. Where megaprec has no word, the shell

@@ -1,8 +1,10 @@
 """`megaprec precision`: show the precision plan of a configuration, or translate it for another
 system.
 
-    megaprec precision show FILE [table.key=value ...]      the plan, each field with the key that decided it
-    megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's configuration
+    megaprec precision show FILE [table.key=value ...]
+        the plan, each field with the key that decided it
+    megaprec precision translate FILE [...] --to SYSTEM
+        the same plan in another system's configuration
 
 FILE is a run file, a part of one, or a configuration of another system: Python, YAML, JSON or TOML.
 Nothing in it is executed. A value that the file leaves open is set by `--assume args.bf16=True`; if

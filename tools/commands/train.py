@@ -280,7 +280,9 @@ def _verify(config: RunConfig, export_folder: Path | None) -> None:
         lines.append(verify_initial(Path(config.train.init_from)))
     if export_folder:
         lines.append(
-            check_config(to_hugging_face(config.sized_model, "float32"), f"--export-hf {export_folder}")
+            check_config(
+                to_hugging_face(config.sized_model, "float32"), f"--export-hf {export_folder}"
+            )
         )
     for line in filter(None, lines):
         print(line)

@@ -38,10 +38,11 @@ T = TypeVar("T")
 def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
     """Return the problems of all rules whose tables could be read."""
     problems: list[str] = []
-    for law in CHECKS:
-        needed = inspect.signature(law).parameters
-        if needed.keys() <= tables.keys():
-            problems += law(**{name: tables[name] for name in needed})
+    for check in CHECKS:
+        # a parameter of a check has the name of the table that it reads
+        required = inspect.signature(check).parameters
+        if required.keys() <= tables.keys():
+            problems += check(**{name: tables[name] for name in required})
     return problems
 
 
@@ -51,12 +52,12 @@ def sized(model: ModelConfig, data: Data) -> ModelConfig:
     return model if model.vocab else model.with_vocab(data.vocab_size)
 
 
-def check_all(what: T, *checks: Callable[[T], object]) -> None:
-    """Raise one UserError with the problems of all `checks` of `what`."""
+def check_all(subject: T, *checks: Callable[[T], object]) -> None:
+    """Raise one UserError with the problems of all `checks` of `subject`."""
     problems: list[str] = []
-    for one in checks:
+    for check in checks:
         try:
-            one(what)
+            check(subject)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -66,32 +67,33 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
 def make_rule(optimizer: Optimizer) -> UpdateRule:
     """Return the update rule of [optimizer]. Raises UserError."""
     name = optimizer.name.lower()
-    own = {"betas": optimizer.betas, "eps": optimizer.eps} if name in ("adamw", "muon") else {}
-    if name == "muon" and (twice := sorted(own.keys() & optimizer.options.keys())):
+    if name not in ("adamw", "muon"):
+        return rule(optimizer.name, dict(optimizer.options))
+    settings = {"betas": optimizer.betas, "eps": optimizer.eps}
+    repeated = sorted(settings.keys() & optimizer.options.keys())
+    if name == "muon" and repeated:
         raise UserError(
             *(
                 f"optimizer.options {key}: give optimizer.{key} for muon's AdamW, ns_eps for muon"
-                for key in twice
+                for key in repeated
             )
         )
-    return rule(optimizer.name, own | optimizer.options)
+    return rule(optimizer.name, settings | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says.
     Raises UserError."""
-    run = train.steps * (train.global_batch if lr.unit == "samples" else 1)
-    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, lr.length or run, lr.decay)
+    length = lr.length or train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
     try:
         lr_schedule(lr, train)
     except UserError as error:
-        yield from (
-            f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}"
-            for problem in error.problems
-        )
+        unit = " (in samples)" if lr.unit == "samples" else ""
+        yield from (f"lr.{problem}{unit}" for problem in error.problems)
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
@@ -162,11 +164,12 @@ def _patterns(
     to the ranks only.
     """
     groups = [group.pattern for group in optimizer.groups]
-    said = optimizer.options.get("by_adamw", []) if optimizer.name.lower() == "muon" else []
-    if isinstance(said, list):
-        by_adamw = [pattern for pattern in said if isinstance(pattern, str)]
-    else:
-        by_adamw = []
+    by_adamw = list[str]()
+    if optimizer.name.lower() == "muon":
+        patterns = optimizer.options.get("by_adamw", [])
+        # `_rule` reports an option that is no list, and items that are no text
+        if isinstance(patterns, list):
+            by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
     if model.factory or not (groups or precision.keep_fp32 or by_adamw):
         return
     names = [*logical_shapes(sized(model, data))]
@@ -182,12 +185,11 @@ def _zero(parallel: Parallel) -> Iterator[str]:
     size = parallel.zero_size
     copies = parallel.copies
     if size and copies % size:
-        would = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
-        among = f"parallel.data {parallel.data}"
-        among += (
-            f" x parallel.context {parallel.context} = {copies}" if parallel.context > 1 else ""
-        )
-        yield f"parallel.zero_size {size} does not divide {among}: {would} would"
+        divisors = ", ".join(str(i) for i in range(1, copies + 1) if copies % i == 0)
+        ranks = f"parallel.data {parallel.data}"
+        if parallel.context > 1:
+            ranks += f" x parallel.context {parallel.context} = {copies}"
+        yield f"parallel.zero_size {size} does not divide {ranks}: {divisors} would"
     if size > 1 and not parallel.zero:
         yield (
             f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove "
@@ -207,75 +209,87 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than
     ranks are copied.
     """
+    if _fits_tensor(model, parallel.tensor):
+        return
+    widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
+    sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
+    if model.mtp_layers:
+        sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}"
+    possible = [i for i in range(1, model.heads + 1) if _fits_tensor(model, i)]
+    would = ", ".join(map(str, possible))
+    yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
 
-    def fits(tensor: int) -> bool:
-        kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-        joined = model.hidden if model.mtp_layers else 0  # features of the projection of a module
-        widths = (*model.ffn_widths.values(), model.heads, joined)
-        return kv and not any(width % tensor for width in widths)
 
-    if not fits(parallel.tensor):
-        widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
-        sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
-        sizes += (
-            f" and, with model.mtp_layers, model.hidden {model.hidden}" if model.mtp_layers else ""
-        )
-        would = ", ".join(str(n) for n in range(1, model.heads + 1) if fits(n))
-        yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
+def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
+    """Return True if `tensor` ranks can share each layer evenly."""
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        return False
+    widths = [*model.ffn_widths.values(), model.heads]
+    if model.mtp_layers:
+        widths.append(model.hidden)  # features of the projection of a module
+    return not any(width % tensor for width in widths)
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
-        would = nearest_multiples(train.seq_length, parallel.tensor)
+        possible = nearest_multiples(train.seq_length, parallel.tensor)
         yield (
             f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor "
-            f"{parallel.tensor}, as parallel.sequence needs: {would} would be"
+            f"{parallel.tensor}, as parallel.sequence needs: {possible} would be"
         )
 
 
 def _recompute(parallel: Parallel) -> Iterator[str]:
     """Yield a problem if keys of one kind of recompute are given with another, or twice."""
-    p = parallel
     kind = f'parallel.recompute "{parallel.recompute}"'
-    if p.recompute_modules and p.recompute != "selective":
+    modules = parallel.recompute_modules
+    layers = parallel.recompute_layers
+    fraction = parallel.recompute_fraction
+    if modules and parallel.recompute != "selective":
         yield (
-            f"parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "
+            f"parallel.recompute_modules {[*modules]} is for parallel.recompute "
             f'"selective", but {kind}: remove one of them'
         )
-    for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
-        if value and p.recompute != "full":
+    for key, value in (("layers", layers), ("fraction", fraction)):
+        if value and parallel.recompute != "full":
             yield (
                 f'parallel.recompute_{key} {value} is for parallel.recompute "full", but '
                 f"{kind}: remove one of them"
             )
-    if p.recompute == "selective" and not p.recompute_modules:
+    if parallel.recompute == "selective" and not modules:
         yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
-    if p.recompute_layers and p.recompute_fraction:
+    if layers and fraction:
         yield (
-            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction "
-            f"{p.recompute_fraction:g} are two ways to say the same: remove one of them"
+            f"parallel.recompute_layers {layers} and parallel.recompute_fraction "
+            f"{fraction:g} are two ways to say the same: remove one of them"
         )
 
 
 def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem if more layers are to be recomputed than any stage can have."""
-    asked = parallel.recompute_layers
-    if asked <= 1 or parallel.recompute != "full":
+    recomputed = parallel.recompute_layers
+    if recomputed <= 1 or parallel.recompute != "full":
         return
     try:
-        stages = stage_count(
-            parallel, max(1, train.global_batch // (train.micro_batch * parallel.data))
-        )
+        stages = stage_count(parallel, _microbatches(train, parallel))
     except UserError:
         return  # `_stages` reports it
-    most = max(parallel.cuts, default=model.layers - stages + 1)
-    if stages <= model.layers and asked > most:
-        of = f"model.layers = {model.layers}"
-        of += f" in {stages} stages" if stages > 1 else ""
+    # without cuts, a stage can have all layers but one of each other stage
+    most_layers = max(parallel.cuts, default=model.layers - stages + 1)
+    if stages <= model.layers and recomputed > most_layers:
+        layers = f"model.layers = {model.layers}"
+        if stages > 1:
+            layers += f" in {stages} stages"
         yield (
-            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at most "
-            f"{most}, or parallel.recompute_fraction = 1.0 for all"
+            f"parallel.recompute_layers = {recomputed} is more than a stage has of {layers}: give "
+            f"at most {most_layers}, or parallel.recompute_fraction = 1.0 for all"
         )
+
+
+def _microbatches(train: Train, parallel: Parallel) -> int:
+    """Return the micro-batches of a step; 1 if the batch does not divide, which `_batch`
+    reports."""
+    return max(1, train.global_batch // (train.micro_batch * parallel.data))
 
 
 def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
@@ -291,29 +305,24 @@ def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and
     layers."""
-    microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
+    pipeline = f"parallel.pipeline {parallel.pipeline}"
     if parallel.pipeline > model.layers:  # before a schedule is built for all of them
-        yield (
-            f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: "
-            "a stage needs a layer"
-        )
+        yield f"{pipeline} is more than model.layers {model.layers}: a stage needs a layer"
         return
     try:
-        stages = stage_count(parallel, microbatches)
+        stages = stage_count(parallel, _microbatches(train, parallel))
     except UserError as error:
         yield from error.problems
         return
-    pipeline = f"parallel.pipeline {parallel.pipeline}"
-    if stages == parallel.pipeline:
-        made = pipeline
-    else:
-        made = f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
+    if stages != parallel.pipeline:
+        pipeline += f" x {stages // parallel.pipeline} chunks = {stages}"
+    cuts = parallel.cuts
     if stages > model.layers:
-        yield f"{made} is more than model.layers {model.layers}: a stage needs a layer"
-    elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
+        yield f"{pipeline} is more than model.layers {model.layers}: a stage needs a layer"
+    elif cuts and (len(cuts) != stages or sum(cuts) != model.layers):
         yield (
-            f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into "
-            f"{len(parallel.cuts)}, but {made} and model.layers is {model.layers}"
+            f"parallel.cuts {[*cuts]} cuts {sum(cuts)} layers into {len(cuts)}, but {pipeline} "
+            f"and model.layers is {model.layers}"
         )
 
 
@@ -350,19 +359,20 @@ def _blend(data: Data) -> Iterator[str]:
             "of them"
         )
     try:
-        shares([one.weight for one in data.blend] or [1])
+        shares([part.weight for part in data.blend] or [1])
     except UserError as error:
         yield from (f"data.blend: {problem}" for problem in error.problems)
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
-    if train.eval_every and not data.held_out and not data.validation and not data.lm_eval:
+    if train.eval_every and not (data.held_out or data.validation or data.lm_eval):
         yield (
             f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set "
             "it to 0.02, for example, or name sets in data.validation"
         )
-    names = [one.name for one in data.validation]
+    names = [part.name for part in data.validation]
     for name in dict.fromkeys(names):
+        # a name becomes part of keys in metrics.jsonl and of tags of trackers
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
             yield (
                 f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or '
@@ -377,10 +387,9 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
     if not data.lm_eval:
-        given = [key for key in ("lm_eval_folder", "lm_eval_limit") if getattr(data, key)]
-        yield from (
-            f"data.{key} does nothing without data.lm_eval: name tasks there" for key in given
-        )
+        for key in ("lm_eval_folder", "lm_eval_limit"):
+            if getattr(data, key):
+                yield f"data.{key} does nothing without data.lm_eval: name tasks there"
         return
     if not train.eval_every:
         yield (

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaprec.data.files import beside
-from tools.config.table import MOST, FilePath, Table
+from tools.config.table import MAX_SIZE, FilePath, Table
 
 
 class Blended(Table):
@@ -34,9 +34,9 @@ class Data(Table):
     source: FilePath = Field(
         default="python",
         min_length=1,
-        description='Training data: "python" (the source of Python\'s standard library), a text file, a '
-        "folder, "
-        "a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx pair.",
+        description='Training data: "python" (the source of Python\'s standard library), a text '
+        "file, a folder, a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx "
+        "pair.",
     )
     blend: tuple[Blended, ...] = Field(
         default=(),
@@ -56,7 +56,7 @@ class Data(Table):
         description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: "
         "PREFIX.model beside a .bin and .idx pair if it exists; for text a tokenizer is trained.",
     )
-    begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MOST)] = Field(
+    begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MAX_SIZE)] = Field(
         default="auto",
         description='Id of the token before each document in training: "auto": that of the weights '
         'of train.init_from, if they have one; "none": no token is put there. A data set whose '
@@ -65,7 +65,7 @@ class Data(Table):
     vocab_size: int = Field(
         default=4096,
         gt=0,
-        le=MOST,
+        le=MAX_SIZE,
         description="Vocabulary size, in tokens, of the tokenizer that is trained.",
     )
     max_chars: int = Field(
@@ -89,16 +89,18 @@ class Data(Table):
     lm_eval: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description='Tasks of lm-evaluation-harness to evaluate: ["arc_easy", "my_task"]; empty: none.',
+        description='Tasks of lm-evaluation-harness to evaluate: ["arc_easy", "my_task"]; empty: '
+        "none.",
     )
     lm_eval_folder: FilePath = Field(
         default="",
-        description="Folder of own tasks (.yaml) for data.lm_eval; empty: those of the harness alone.",
+        description="Folder of own tasks (.yaml) for data.lm_eval; empty: those of the harness "
+        "alone.",
     )
     lm_eval_limit: int = Field(
         default=0,
         ge=0,
-        le=MOST,
+        le=MAX_SIZE,
         description="Number of documents of each task of data.lm_eval to use; 0: all.",
     )
     shuffle: bool = Field(
@@ -130,9 +132,9 @@ class Data(Table):
     @property
     def sources(self) -> list[str]:
         """The texts and data sets of the training data."""
-        return [one.source for one in self.blend] or [self.source]
+        return [part.source for part in self.blend] or [self.source]
 
     def has_text(self) -> bool:
         """Return True if any training data is text, for which a tokenizer is needed, and not tokens
         already."""
-        return not all(beside(Path(one), ".idx").is_file() for one in self.sources)
+        return not all(beside(Path(source), ".idx").is_file() for source in self.sources)

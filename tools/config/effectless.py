@@ -54,9 +54,9 @@ class Tables:
     @property
     def stages(self) -> int:
         """The number of stages of the pipeline."""
-        p = self.parallel
+        parallel = self.parallel
         train = self.train
-        return stage_count(p, train.global_batch // (train.micro_batch * p.data))
+        return stage_count(parallel, train.global_batch // (train.micro_batch * parallel.data))
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Need:
     deciders: str
 
 
-_OF_FP8 = [
+_FP8_KEYS = [
     name
     for name in FP8.model_fields
     if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY
 ]
-_SCALES = (
+_SCALING_KEYS = (
     "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis "
     "hysteresis_refill"
 )
@@ -85,30 +85,32 @@ PERIODS = (
     "log.timeline",
     "log.digests",
 )
-_OF_EXPERTS = (
+_EXPERT_KEYS = (
     "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
 )
 
 
-def _within(key: str) -> Need:
+def _reached(key: str) -> Need:
     """Return the need of a number of steps: one that the run does not reach is as none."""
     return Need(key, lambda run: run.get(key) <= run.train.steps, "train.steps")
 
 
-def _all_turn_by_window(model: ModelConfig) -> bool:
+def _window_rope_everywhere(model: ModelConfig) -> bool:
     return model.window_rope_base > 0 and len(model.window_layers) in (0, model.layers)
 
 
-def _only_of_head(init: InitialStd) -> bool:
+def _sets_head_only(init: InitialStd) -> bool:
     return init == InitialStd(head=init.head)
 
 
 def _recomputes(run: Tables) -> bool:
     """Return True if a stage can have so many layers that the fraction, which is rounded down,
     takes one."""
-    p = run.parallel
-    most = run.model.layers - run.stages + 1
-    return p.recompute != "full" or p.recompute_layers > 0 or int(most * p.recompute_fraction) > 0
+    parallel = run.parallel
+    if parallel.recompute != "full" or parallel.recompute_layers > 0:
+        return True
+    most_layers = run.model.layers - run.stages + 1  # every other stage has one
+    return int(most_layers * parallel.recompute_fraction) > 0
 
 
 def _decays(optimizer: Optimizer) -> bool:
@@ -125,11 +127,11 @@ NEEDS: tuple[Need, ...] = (
     Need("model.rope_base", lambda run: run.model.positions == "rope", "model.positions"),
     Need(
         "model.rope_base model.rope_scaling",
-        lambda run: not _all_turn_by_window(run.model),
+        lambda run: not _window_rope_everywhere(run.model),
         "model.window_rope_base model.window_layers",
     ),
     Need(
-        f"{_OF_EXPERTS} model.router_correction_speed",
+        f"{_EXPERT_KEYS} model.router_correction_speed",
         lambda run: run.model.experts > 0,
         "model.experts",
     ),
@@ -145,7 +147,7 @@ NEEDS: tuple[Need, ...] = (
     Need("model.init_std model.init", lambda run: not run.train.init_from, "train.init_from"),
     Need(
         "model.init",
-        lambda run: not (run.model.tied and _only_of_head(run.model.init)),
+        lambda run: not (run.model.tied and _sets_head_only(run.model.init)),
         "model.tied",
     ),
     Need(
@@ -172,7 +174,7 @@ NEEDS: tuple[Need, ...] = (
     Need("precision.pipeline", lambda run: run.stages > 1, "parallel.pipeline"),
     Need("precision.buffers", lambda run: run.model.positions == "rope", "model.positions"),
     Need(
-        " ".join(f"precision.{name}" for name in _SCALES.split()),
+        " ".join(f"precision.{name}" for name in _SCALING_KEYS.split()),
         lambda run: run.precision.scaling == "dynamic",
         "precision.scaling",
     ),
@@ -187,7 +189,9 @@ NEEDS: tuple[Need, ...] = (
         "precision.on_nonfinite",
     ),
     Need(
-        " ".join(f"fp8.{name}" for name in _OF_FP8), lambda run: run.fp8.kind != "none", "fp8.kind"
+        " ".join(f"fp8.{name}" for name in _FP8_KEYS),
+        lambda run: run.fp8.kind != "none",
+        "fp8.kind",
     ),
     Need(
         "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
@@ -214,7 +218,7 @@ NEEDS: tuple[Need, ...] = (
     Need("train.canonical_shards", lambda run: run.train.numerics == "canonical", "train.numerics"),
     Need("train.eval_batches", lambda run: run.train.eval_every > 0, "train.eval_every"),
     Need("checkpoint.keep_every", lambda run: run.checkpoint.keep != "all", "checkpoint.keep"),
-    *map(_within, PERIODS),
+    *map(_reached, PERIODS),
 )
 
 
@@ -224,62 +228,66 @@ def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
 
     A model of model.factory may read any key of [model].
     """
-    told = set[str]()
+    reported = set[str]()
     for need in NEEDS:
-        idle = [
+        idle_keys = [
             key
             for key in need.keys.split()
-            if key in written and key not in told and _differs(run, key)
+            if key in written and key not in reported and _differs_from_default(run, key)
         ]
         if run.model.factory:
-            idle = [key for key in idle if not key.startswith("model.")]
-        if not idle or need.holds(run):
+            idle_keys = [key for key in idle_keys if not key.startswith("model.")]
+        if not idle_keys or need.holds(run):
             continue
-        told.update(idle)
-        many = len(idle) > 1
-        deciders = need.deciders.split()
-        said = ", ".join(f"{key} = {toml(run.get(key))}" for key in idle)
-        why = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
-        out = f"leave {'them' if many else 'it'} out, or change {' or '.join(deciders)}"
-        yield f"{said} {'have' if many else 'has'} no effect with {why}: {out}"
+        reported.update(idle_keys)
+        yield _effectless_line(run, idle_keys, need.deciders.split())
     if "optimizer.groups" in written:
-        yield from _idle_groups(run)
+        yield from _effectless_groups(run)
 
 
-def _idle_groups(run: Tables) -> Iterator[str]:
+def _effectless_line(run: Tables, idle_keys: list[str], deciders: list[str]) -> str:
+    """Return the line about keys that have no effect because of the values of the `deciders`."""
+    values = ", ".join(f"{key} = {toml(run.get(key))}" for key in idle_keys)
+    reason = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
+    changes = " or ".join(deciders)
+    if len(idle_keys) > 1:
+        return f"{values} have no effect with {reason}: leave them out, or change {changes}"
+    return f"{values} has no effect with {reason}: leave it out, or change {changes}"
+
+
+def _effectless_groups(run: Tables) -> Iterator[str]:
     """Yield a line for each group, and each factor of one, that changes nothing; names of custom
     models are unknown."""
     optimizer = run.optimizer
-    taken = set[str]()
-    known = len(optimizer.groups) > 1 and not run.model.factory
-    names = [*logical_shapes(sized(run.model, run.data))] if known else []
+    decays = optimizer.weight_decay and _decays(optimizer)
+    reason = f"name = {toml(optimizer.name)}"
     if _decays(optimizer):
-        without = "weight_decay = 0, of which it is a factor"
-    else:
-        without = f"name = {toml(optimizer.name)}"
+        reason = "weight_decay = 0, of which it is a factor"
+    names = list[str]()
+    if len(optimizer.groups) > 1 and not run.model.factory:
+        names = [*logical_shapes(sized(run.model, run.data))]
+    taken = set[str]()  # names that earlier patterns match
     for group in optimizer.groups:
-        here = f'optimizer.groups: pattern "{group.pattern}"'
-        own = {name for name in names if fnmatchcase(name, group.pattern)}
-        if own and own <= taken:
+        line = f'optimizer.groups: pattern "{group.pattern}"'
+        matches = {name for name in names if fnmatchcase(name, group.pattern)}
+        if matches and matches <= taken:
             yield (
-                f"{here} has no effect: earlier patterns match all its parameters, and the first "
+                f"{line} has no effect: earlier patterns match all its parameters, and the first "
                 "counts; move it up"
             )
-        elif group.weight_decay and not (optimizer.weight_decay and _decays(optimizer)):
+        elif group.weight_decay and not decays:
             yield (
-                f"{here}: weight_decay = {group.weight_decay} has no effect with "
-                f"optimizer.{without}: leave it out"
+                f"{line}: weight_decay = {group.weight_decay} has no effect with "
+                f"optimizer.{reason}: leave it out"
             )
-        taken |= own
+        taken |= matches
 
 
-def _differs(run: Tables, key: str) -> bool:
+def _differs_from_default(run: Tables, key: str) -> bool:
     """Return True if the key has another value than if it were left out."""
     table, name = key.split(".")
     values: BaseModel = getattr(run, table)
-    usual = (
-        type(values)
-        .model_fields[name]
-        .get_default(call_default_factory=True, validated_data=dict(values))
-    )
-    return run.get(key) != usual
+    field = type(values).model_fields[name]
+    # some defaults follow from other keys of the table
+    default = field.get_default(call_default_factory=True, validated_data=dict(values))
+    return run.get(key) != default

@@ -12,7 +12,7 @@ import torch
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 HALVES = (torch.float16, torch.bfloat16)
-MANY = 8  # micro-batches, or ranks, whose sum in half precision loses something
+MANY_TERMS = 8  # micro-batches, or ranks, whose sum in half precision loses something
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _high_first_scale(scene: Scene) -> str:
 
 def _narrow_sums(scene: Scene) -> str:
     plan = scene.plan
-    if plan.gradients not in HALVES or scene.microbatches <= MANY:
+    if plan.gradients not in HALVES or scene.microbatches <= MANY_TERMS:
         return ""
     return (
         f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} "
@@ -72,12 +72,12 @@ def _narrow_sums(scene: Scene) -> str:
 
 def _narrow_reduction(scene: Scene) -> str:
     plan = scene.plan
-    if plan.reduce not in HALVES or scene.replicas <= MANY:
+    if plan.reduce not in HALVES or scene.replicas <= MANY_TERMS:
         return ""
-    how = "may overflow" if plan.reduce == torch.float16 else "loses bits"
+    consequence = "may overflow" if plan.reduce == torch.float16 else "loses bits"
     return (
         f"gradients are summed over {scene.replicas} replicas in {dtype_name(plan.reduce)}, which "
-        f"{how}; reduce in fp32"
+        f"{consequence}; reduce in fp32"
     )
 
 

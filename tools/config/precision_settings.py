@@ -18,9 +18,15 @@ from megaprec.precision.plan import LossScaling, PrecisionPlan
 from tools.config.table import Table, default_of
 
 PLAN_ONLY: Mapping[str, str] = {
-    "precision.cast_inputs": "a run has no modules whose inputs are cast (only models wrapped in PlannedModel have)",
-    "fp8.dot_product_attention": "the products inside attention are computed in precision.attention, never in FP8",
-    "fp8.multi_head_attention": "the tensors between attention's products are in precision.attention, never in FP8",
+    "precision.cast_inputs": (
+        "a run has no modules whose inputs are cast (only models wrapped in PlannedModel have)"
+    ),
+    "fp8.dot_product_attention": (
+        "the products inside attention are computed in precision.attention, never in FP8"
+    ),
+    "fp8.multi_head_attention": (
+        "the tensors between attention's products are in precision.attention, never in FP8"
+    ),
 }
 """Fields that no run computes with, each with the reason."""
 
@@ -33,6 +39,13 @@ def _not_fp8(compute: object) -> object:
     return compute
 
 
+def _default_scaling(values: dict[str, Any]) -> str:
+    """Return the loss scaling that follows from the keys of [precision] before it."""
+    if values["loss_scale"]:
+        return "constant"
+    return "dynamic" if values["compute"] == "fp16" else "none"
+
+
 class Precision(Table):
     """Dtypes and loss scaling: these keys, or one table in the words of another system
     (docs/migrating.md)."""
@@ -42,7 +55,7 @@ class Precision(Table):
         description="Dtype of matrix products and activations; fp64 is for parity checks.",
     )
     parameters: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default_factory=lambda known: known["compute"],
+        default_factory=lambda values: values["compute"],
         description="Dtype of the model's weights; if wider than precision.compute, weights are "
         "cast for each product; default: precision.compute.",
     )
@@ -56,8 +69,9 @@ class Precision(Table):
         default="fp32", description="Dtype in which gradients are accumulated over micro-batches."
     )
     reduce: Literal["fp32", "bf16", "fp16"] = Field(
-        default_factory=lambda known: known["gradients"],
-        description="Dtype in which gradients are reduced over ranks; default: precision.gradients.",
+        default_factory=lambda values: values["gradients"],
+        description="Dtype in which gradients are reduced over ranks; default: "
+        "precision.gradients.",
     )
     masters: Literal["fp32", "split", "none"] = Field(
         default="fp32",
@@ -74,23 +88,24 @@ class Precision(Table):
     )
     rounding: Literal["nearest", "stochastic"] = Field(
         default=default_of(PrecisionPlan, "rounding"),
-        description="Rounding of updated weights to precision.parameters: to the nearest, or stochastic.",
+        description="Rounding of updated weights to precision.parameters: to the nearest, or "
+        "stochastic.",
     )
     residual: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default_factory=lambda known: known["compute"],
+        default_factory=lambda values: values["compute"],
         description="Dtype of the residual stream; default: precision.compute.",
     )
     pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default_factory=lambda known: known["residual"],
+        default_factory=lambda values: values["residual"],
         description=(
             "Dtype of the tensors that pipeline stages send each other; default: "
             "precision.residual."
         ),
     )
     attention: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default_factory=lambda known: known["compute"],
-        description="Dtype of query, key and value in attention's products, after rotary positions; "
-        "default: precision.compute.",
+        default_factory=lambda values: values["compute"],
+        description="Dtype of query, key and value in attention's products, after rotary "
+        "positions; default: precision.compute.",
     )
     scores: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
@@ -114,13 +129,7 @@ class Precision(Table):
         default=0.0, ge=0, description="Constant loss scale; 0: none, precision.scaling decides."
     )
     scaling: Literal["none", "constant", "dynamic"] = Field(
-        default_factory=lambda known: (
-            "constant"
-            if known["loss_scale"]
-            else "dynamic"
-            if known["compute"] == "fp16"
-            else "none"
-        ),
+        default_factory=_default_scaling,
         description="Loss scaling; default: constant if precision.loss_scale is given, otherwise "
         "dynamic if precision.compute is fp16, otherwise none.",
     )
@@ -139,9 +148,9 @@ class Precision(Table):
     )
     hysteresis_refill: Literal["growth", "good_step"] = Field(
         default=default_of(LossScaling, "hysteresis_refill"),
-        description="When the overflows that precision.hysteresis tolerates are restored. growth: when "
-        "the loss scale "
-        "grows, as in Megatron-LM; good_step: after each step without overflow.",
+        description="When the overflows that precision.hysteresis tolerates are restored. growth: "
+        "when the loss scale grows, as in Megatron-LM; good_step: after each step without "
+        "overflow.",
     )
     growth_factor: float = Field(
         default=default_of(LossScaling, "growth_factor"),
@@ -160,7 +169,8 @@ class Precision(Table):
     growth_interval: int = Field(
         default=default_of(LossScaling, "growth_interval"),
         gt=0,
-        description="Number of consecutive steps without overflow after which the loss scale grows.",
+        description="Number of consecutive steps without overflow after which the loss scale "
+        "grows.",
     )
     hysteresis: int = Field(
         default=default_of(LossScaling, "hysteresis"),
@@ -174,7 +184,8 @@ class Precision(Table):
     )
     trace_overflows: bool = Field(
         default=True,
-        description="Repeat a skipped step to find the micro-batch and the samples that overflowed.",
+        description="Repeat a skipped step to find the micro-batch and the samples that "
+        "overflowed.",
     )
     patience: int = Field(
         default=default_of(OverflowMonitor, "patience"),
@@ -209,8 +220,8 @@ class FP8(Table):
         default=default_of(FP8Recipe, "history_length"),
         gt=0,
         le=65_536,
-        description="Length of the amax history of delayed scales, in steps, or in micro-batches if "
-        'fp8.history = "te".',
+        description="Length of the amax history of delayed scales, in steps, or in micro-batches "
+        'if fp8.history = "te".',
     )
     amax_algo: Literal["max", "most_recent"] = Field(
         default=default_of(FP8Recipe, "amax_algo"),
@@ -231,9 +242,9 @@ class FP8(Table):
     )
     reduce_over: Literal["world", "stage"] = Field(
         default=default_of(FP8Recipe, "reduce_over"),
-        description="Ranks over which fp8.reduce_amax takes the maximum: all ranks (world), or those of "
-        "one pipeline "
-        "stage (stage). The scales are the same, for no two stages share a tensor.",
+        description="Ranks over which fp8.reduce_amax takes the maximum: all ranks (world), or "
+        "those of one pipeline stage (stage). The scales are the same, for no two stages share a "
+        "tensor.",
     )
     power_2_scales: bool = Field(
         default=default_of(FP8Recipe, "power_2_scales"),
@@ -248,19 +259,22 @@ class FP8(Table):
     )
     weight_gradients: bool = Field(
         default=default_of(FP8Recipe, "weight_gradients"),
-        description="Compute the products of weight gradients in FP8 too; false: in precision.compute.",
+        description="Compute the products of weight gradients in FP8 too; false: in "
+        "precision.compute.",
     )
     dot_product_attention: bool = Field(default=default_of(FP8Recipe, "dot_product_attention"))
     multi_head_attention: bool = Field(default=default_of(FP8Recipe, "multi_head_attention"))
     first_layers: int = Field(
         default=default_of(FP8Recipe, "first_layers"),
         ge=0,
-        description="Number of layers at the start of the model whose products are in precision.compute.",
+        description="Number of layers at the start of the model whose products are in "
+        "precision.compute.",
     )
     last_layers: int = Field(
         default=default_of(FP8Recipe, "last_layers"),
         ge=0,
-        description="Number of layers at the end of the model whose products are in precision.compute.",
+        description="Number of layers at the end of the model whose products are in "
+        "precision.compute.",
     )
     wide: tuple[str, ...] = Field(
         default=default_of(FP8Recipe, "wide"),

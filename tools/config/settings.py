@@ -15,7 +15,18 @@ from megaprec.checkpoint.keeping import Keep
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import Module
-from tools.config.table import MOST, MOST_RANKS, MOST_STEPS, FilePath, Table, default_of
+from tools.config.table import MAX_RANKS, MAX_SIZE, MAX_STEPS, FilePath, Table, default_of
+
+
+def _default_modules(values: dict[str, Any]) -> tuple[Module, ...]:
+    """Return the recomputed modules that follow from the keys of [parallel] before them."""
+    return ("attention",) if values["recompute"] == "selective" else ()
+
+
+def _default_fraction(values: dict[str, Any]) -> float:
+    """Return the fraction of recomputed layers that follows from the keys of [parallel] before
+    it."""
+    return float(values["recompute"] == "full" and not values["recompute_layers"])
 
 
 class Parallel(Table):
@@ -25,19 +36,19 @@ class Parallel(Table):
     tensor: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of tensor-parallel ranks, which share each layer.",
     )
     pipeline: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of pipeline ranks, each with one or more stages of consecutive layers.",
     )
     data: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of data-parallel replicas of the model, each with its own samples. If "
         "a run file names neither this nor parallel.tensor nor parallel.pipeline, it is the number "
         "of ranks that torchrun or Slurm starts.",
@@ -45,27 +56,27 @@ class Parallel(Table):
     context: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of context-parallel ranks, which share each sequence: each computes "
         "its part of the tokens.",
     )
     context_by: Literal["ring", "gather"] = Field(
         default="ring",
-        description="Attention of sequences that parallel.context cuts. ring: keys and values go round "
-        "the ranks; "
-        "gather: each rank gathers those of the whole sequence, for one layer at a time.",
+        description="Attention of sequences that parallel.context cuts. ring: keys and values go "
+        "round the ranks; gather: each rank gathers those of the whole sequence, for one layer at "
+        "a time.",
     )
     expert: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of ranks over which the experts of each layer are spread, of the data "
         "x tensor ranks of a stage; tokens travel to their experts.",
     )
     expert_tensor: int = Field(
         default=0,
         ge=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of slices of each expert over tensor-parallel ranks, a divisor of "
         "parallel.tensor: with 1 experts are whole; 0: parallel.tensor.",
     )
@@ -83,7 +94,8 @@ class Parallel(Table):
         default=0,
         ge=0,
         le=10_000,
-        description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise 1.",
+        description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise "
+        "1.",
     )
     schedule_file: FilePath = Field(
         default="",
@@ -93,15 +105,16 @@ class Parallel(Table):
     cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
         default=(),
         strict=False,
-        description="Number of layers of each stage, such as [3, 4, 4, 3]; empty: balanced by FLOPs.",
+        description="Number of layers of each stage, such as [3, 4, 4, 3]; empty: balanced by "
+        "FLOPs.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Activation checkpointing. none: keep all activations; selective: recompute those of "
-        "parallel.recompute_modules in every layer; full: recompute whole layers.",
+        description="Activation checkpointing. none: keep all activations; selective: recompute "
+        "those of parallel.recompute_modules in every layer; full: recompute whole layers.",
     )
     recompute_modules: tuple[Module, ...] = Field(
-        default_factory=lambda known: ("attention",) if known["recompute"] == "selective" else (),
+        default_factory=_default_modules,
         strict=False,
         description='Modules that parallel.recompute = "selective" recomputes in every layer, of '
         '["attention", "activation", "norm"]; default: ["attention"].',
@@ -114,9 +127,7 @@ class Parallel(Table):
         'parallel.recompute = "full" recomputes; 0: parallel.recompute_fraction decides.',
     )
     recompute_fraction: float = Field(
-        default_factory=lambda known: float(
-            known["recompute"] == "full" and not known["recompute_layers"]
-        ),
+        default_factory=_default_fraction,
         ge=0,
         le=1,
         description="Fraction of the layers, counted from the start of each stage, that "
@@ -142,16 +153,16 @@ class Parallel(Table):
     zero_size: int = Field(
         default=default_of(ParallelAMPOptimizer, "zero_size"),
         ge=0,
-        le=MOST_RANKS,
-        description="Number of neighboring ranks with equal weights (replicas, and the context-parallel "
-        "ranks of each) "
-        "over which ZeRO-1 shards one copy of the optimizer state; 0: all of them.",
+        le=MAX_RANKS,
+        description="Number of neighboring ranks with equal weights (replicas, and the "
+        "context-parallel ranks of each) over which ZeRO-1 shards one copy of the optimizer state; "
+        "0: all of them.",
     )
     elastic: bool = Field(
         default=False,
-        description="Train in the largest layout that fits if fewer ranks are there than [parallel] "
-        "needs, and in the "
-        "given layout once enough are there again; false: refuse another number of ranks.",
+        description="Train in the largest layout that fits if fewer ranks are there than "
+        "[parallel] needs, and in the given layout once enough are there again; false: refuse "
+        "another number of ranks.",
     )
     timeout: float = Field(
         default=60.0,
@@ -191,7 +202,8 @@ class Group(Table):
 
     pattern: str = Field(
         min_length=1,
-        description="Pattern of logical names, with * and ?; the first pattern that matches counts.",
+        description="Pattern of logical names, with * and ?; the first pattern that matches "
+        "counts.",
     )
     lr: float | None = Field(default=None, ge=0, description="Factor of the learning rate.")
     weight_decay: float | None = Field(
@@ -278,7 +290,7 @@ class LR(Table):
     warmup: int = Field(
         default=0,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Length of the linear warmup from 0 to lr.peak, in lr.unit.",
     )
     final: float = Field(
@@ -287,13 +299,13 @@ class LR(Table):
     decay: int = Field(
         default=0,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Length of the decay of wsd at the end of the schedule, in lr.unit.",
     )
     length: int = Field(
         default=0,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Length of the schedule, warmup included, in lr.unit, after which the rate is "
         "lr.final; 0: the length of the run.",
     )
@@ -306,15 +318,15 @@ class Train(Table):
     """Length of the run, batch sizes, first weights, evaluation, folder and device."""
 
     steps: int = Field(
-        gt=0, le=MOST_STEPS, description="Number of optimizer steps, skipped ones included."
+        gt=0, le=MAX_STEPS, description="Number of optimizer steps, skipped ones included."
     )
     global_batch: int = Field(
-        gt=0, le=MOST, description="Number of sequences per step, over all replicas."
+        gt=0, le=MAX_SIZE, description="Number of sequences per step, over all replicas."
     )
     micro_batch: int = Field(
-        gt=0, le=MOST, description="Number of sequences per forward pass of one replica."
+        gt=0, le=MAX_SIZE, description="Number of sequences per forward pass of one replica."
     )
-    seq_length: int = Field(gt=0, le=MOST, description="Sequence length, in tokens.")
+    seq_length: int = Field(gt=0, le=MAX_SIZE, description="Sequence length, in tokens.")
     init_from: FilePath = Field(
         default="",
         description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
@@ -343,14 +355,14 @@ class Train(Table):
         "data.lm_eval; 0: never.",
     )
     eval_batches: int = Field(
-        default=4, gt=0, le=MOST, description="Number of global batches per evaluation."
+        default=4, gt=0, le=MAX_SIZE, description="Number of global batches per evaluation."
     )
     sentinel: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between checks for hardware that computes wrongly: every such step, "
-        "replicas "
-        "compare their weights and compute one micro-batch of each other again; 0: never.",
+        description="Number of steps between checks for hardware that computes wrongly: every such "
+        "step, replicas compare their weights and compute one micro-batch of each other again; 0: "
+        "never.",
     )
     compile: Literal["off", "leaves", "block"] = Field(
         default="off",
@@ -457,5 +469,6 @@ class Log(Table):
     )
     sample: str = Field(
         default="",
-        description="Prompt from which the model generates text at the end of the run; empty: none.",
+        description="Prompt from which the model generates text at the end of the run; empty: "
+        "none.",
     )

@@ -2,8 +2,9 @@
 fewer ranks.
 
 A layout is the run with another [parallel] table. Keys of that table stay as they are if they can;
-those of `TIED_KEYS` are left out, as few as possible, if the rules of the run file forbid them with the
-new axes. Experts are spread over as many of the ranks that the run asks for as the new axes allow.
+those of `TIED_KEYS` are left out, as few as possible, if the rules of the run file forbid them with
+the new axes. Experts are spread over as many of the ranks that the run asks for as the new axes
+allow.
 
 The largest layout keeps the replica as large as the ranks allow, for a smaller one needs more
 memory per rank: first the given tensor x pipeline x context, with as many replicas as the ranks and
@@ -135,9 +136,5 @@ def in_keys(parallel: Parallel) -> str:
 
 def _axis_sizes(parallel: Parallel) -> list[tuple[str, int]]:
     """Return the axes with their sizes, without a context of 1."""
-    sizes = [(axis_name, getattr(parallel, axis_name)) for axis_name in AXES]
-    return [
-        (axis_name, axis_size)
-        for axis_name, axis_size in sizes
-        if axis_size > 1 or axis_name != "context"
-    ]
+    sizes = [(axis, getattr(parallel, axis)) for axis in AXES]
+    return [(axis, size) for axis, size in sizes if size > 1 or axis != "context"]

@@ -12,7 +12,7 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.convert.core.rules import logical_shapes
 
-ROLES = ("compute", "parameter", "gradient", "reduce", "master", "moment")
+ROLES: tuple[str, ...] = ("compute", "parameter", "gradient", "reduce", "master", "moment")
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "16 bits": 2, "fp8": 1}
 NOT_LINEAR = ("norm", "router", "shared_gate")  # parts of the names of other weights
 

@@ -29,6 +29,7 @@ PLAN_ONLY: Mapping[str, str] = {
     ),
 }
 """Fields that no run computes with, each with the reason."""
+Scaling = Literal["none", "constant", "dynamic"]
 
 
 def _not_fp8(compute: object) -> object:
@@ -39,7 +40,7 @@ def _not_fp8(compute: object) -> object:
     return compute
 
 
-def _default_scaling(values: dict[str, Any]) -> str:
+def _default_scaling(values: dict[str, Any]) -> Scaling:
     """Return the loss scaling that follows from the keys of [precision] before it."""
     if values["loss_scale"]:
         return "constant"
@@ -128,7 +129,7 @@ class Precision(Table):
     loss_scale: float = Field(
         default=0.0, ge=0, description="Constant loss scale; 0: none, precision.scaling decides."
     )
-    scaling: Literal["none", "constant", "dynamic"] = Field(
+    scaling: Scaling = Field(
         default_factory=_default_scaling,
         description="Loss scaling; default: constant if precision.loss_scale is given, otherwise "
         "dynamic if precision.compute is fp16, otherwise none.",

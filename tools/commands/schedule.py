@@ -37,7 +37,7 @@ from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
-STAGE_HEADINGS = (
+STAGE_HEADINGS: tuple[str, ...] = (
     "stage",
     "rank",
     "layers",

@@ -92,7 +92,7 @@ _EXPERT_KEYS = (
 
 def _reached(key: str) -> Need:
     """Return the need of a number of steps: one that the run does not reach is as none."""
-    return Need(key, lambda run: run.get(key) <= run.train.steps, "train.steps")
+    return Need(key, lambda tables: tables.get(key) <= tables.train.steps, "train.steps")
 
 
 def _window_rope_everywhere(model: ModelConfig) -> bool:
@@ -103,13 +103,13 @@ def _sets_head_only(init: InitialStd) -> bool:
     return init == InitialStd(head=init.head)
 
 
-def _recomputes(run: Tables) -> bool:
+def _recomputes(tables: Tables) -> bool:
     """Return True if a stage can have so many layers that the fraction, which is rounded down,
     takes one."""
-    parallel = run.parallel
+    parallel = tables.parallel
     if parallel.recompute != "full" or parallel.recompute_layers > 0:
         return True
-    most_layers = run.model.layers - run.stages + 1  # every other stage has one
+    most_layers = tables.model.layers - tables.stages + 1  # every other stage has one
     return int(most_layers * parallel.recompute_fraction) > 0
 
 
@@ -123,106 +123,122 @@ def _decays(optimizer: Optimizer) -> bool:
 
 
 NEEDS: tuple[Need, ...] = (
-    Need("model.qk_norm_over", lambda run: run.model.qk_norm, "model.qk_norm"),
-    Need("model.rope_base", lambda run: run.model.positions == "rope", "model.positions"),
+    Need("model.qk_norm_over", lambda tables: tables.model.qk_norm, "model.qk_norm"),
+    Need("model.rope_base", lambda tables: tables.model.positions == "rope", "model.positions"),
     Need(
         "model.rope_base model.rope_scaling",
-        lambda run: not _window_rope_everywhere(run.model),
+        lambda tables: not _window_rope_everywhere(tables.model),
         "model.window_rope_base model.window_layers",
     ),
     Need(
         f"{_EXPERT_KEYS} model.router_correction_speed",
-        lambda run: run.model.experts > 0,
+        lambda tables: tables.model.experts > 0,
         "model.experts",
     ),
-    Need("model.router_correction_speed", lambda run: run.model.router.correction, "model.router"),
+    Need(
+        "model.router_correction_speed",
+        lambda tables: tables.model.router.correction,
+        "model.router",
+    ),
     Need(
         "model.dropout_at",
-        lambda run: run.model.dropout > 0 or run.model.embedding_dropout > 0,
+        lambda tables: tables.model.dropout > 0 or tables.model.embedding_dropout > 0,
         "model.dropout",
     ),
     Need(
-        "model.embedding_dropout", lambda run: run.model.dropout_at != "stream", "model.dropout_at"
+        "model.embedding_dropout",
+        lambda tables: tables.model.dropout_at != "stream",
+        "model.dropout_at",
     ),
-    Need("model.init_std model.init", lambda run: not run.train.init_from, "train.init_from"),
+    Need("model.init_std model.init", lambda tables: not tables.train.init_from, "train.init_from"),
     Need(
         "model.init",
-        lambda run: not (run.model.tied and _sets_head_only(run.model.init)),
+        lambda tables: not (tables.model.tied and _sets_head_only(tables.model.init)),
         "model.tied",
     ),
     Need(
         "model.window",
-        lambda run: run.model.window < run.model.max_positions,
+        lambda tables: tables.model.window < tables.model.max_positions,
         "model.max_positions",
     ),
-    Need("model.mtp_loss_weight", lambda run: run.model.mtp_layers > 0, "model.mtp_layers"),
-    Need("parallel.context_by", lambda run: run.parallel.context > 1, "parallel.context"),
-    Need("parallel.sequence", lambda run: run.train.numerics == "fast", "train.numerics"),
-    Need("parallel.sequence", lambda run: run.parallel.tensor > 1, "parallel.tensor"),
+    Need("model.mtp_loss_weight", lambda tables: tables.model.mtp_layers > 0, "model.mtp_layers"),
+    Need("parallel.context_by", lambda tables: tables.parallel.context > 1, "parallel.context"),
+    Need("parallel.sequence", lambda tables: tables.train.numerics == "fast", "train.numerics"),
+    Need("parallel.sequence", lambda tables: tables.parallel.tensor > 1, "parallel.tensor"),
     Need(
         "parallel.schedule parallel.chunks",
-        lambda run: not run.parallel.schedule_file,
+        lambda tables: not tables.parallel.schedule_file,
         "parallel.schedule_file",
     ),
     Need("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
-    Need("precision.reduce", lambda run: run.parallel.copies > 1, "parallel.data parallel.context"),
     Need(
-        "parallel.overlap",
-        lambda run: run.parallel.copies > 1 or not run.parallel.overlap,
+        "precision.reduce",
+        lambda tables: tables.parallel.copies > 1,
         "parallel.data parallel.context",
     ),
-    Need("precision.pipeline", lambda run: run.stages > 1, "parallel.pipeline"),
-    Need("precision.buffers", lambda run: run.model.positions == "rope", "model.positions"),
+    Need(
+        "parallel.overlap",
+        lambda tables: tables.parallel.copies > 1 or not tables.parallel.overlap,
+        "parallel.data parallel.context",
+    ),
+    Need("precision.pipeline", lambda tables: tables.stages > 1, "parallel.pipeline"),
+    Need("precision.buffers", lambda tables: tables.model.positions == "rope", "model.positions"),
     Need(
         " ".join(f"precision.{name}" for name in _SCALING_KEYS.split()),
-        lambda run: run.precision.scaling == "dynamic",
+        lambda tables: tables.precision.scaling == "dynamic",
         "precision.scaling",
     ),
     Need(
         "precision.hysteresis_refill",
-        lambda run: run.precision.hysteresis > 1,
+        lambda tables: tables.precision.hysteresis > 1,
         "precision.hysteresis",
     ),
     Need(
         "precision.patience",
-        lambda run: run.precision.on_nonfinite == "skip",
+        lambda tables: tables.precision.on_nonfinite == "skip",
         "precision.on_nonfinite",
     ),
     Need(
         " ".join(f"fp8.{name}" for name in _FP8_KEYS),
-        lambda run: run.fp8.kind != "none",
+        lambda tables: tables.fp8.kind != "none",
         "fp8.kind",
     ),
     Need(
         "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
-        lambda run: run.fp8.kind == "delayed",
+        lambda tables: tables.fp8.kind == "delayed",
         "fp8.kind",
     ),
-    Need("fp8.history_length", lambda run: run.fp8.amax_algo == "max", "fp8.amax_algo"),
-    Need("fp8.reduce_over", lambda run: run.fp8.reduce_amax, "fp8.reduce_amax"),
-    Need("fp8.power_2_scales", lambda run: run.fp8.kind != "mx", "fp8.kind"),
-    Need("fp8.calibrate", lambda run: not run.fp8.calibrating, "fp8.calibrating"),
+    Need("fp8.history_length", lambda tables: tables.fp8.amax_algo == "max", "fp8.amax_algo"),
+    Need("fp8.reduce_over", lambda tables: tables.fp8.reduce_amax, "fp8.reduce_amax"),
+    Need("fp8.power_2_scales", lambda tables: tables.fp8.kind != "mx", "fp8.kind"),
+    Need("fp8.calibrate", lambda tables: not tables.fp8.calibrating, "fp8.calibrating"),
     Need(
         "fp8.shadow_loss_gap fp8.shadow_cosine",
-        lambda run: run.fp8.shadow_every > 0,
+        lambda tables: tables.fp8.shadow_every > 0,
         "fp8.shadow_every",
     ),
     Need(
         "optimizer.betas optimizer.eps",
-        lambda run: run.optimizer.name.lower() in ("adamw", "muon"),
+        lambda tables: tables.optimizer.name.lower() in ("adamw", "muon"),
         "optimizer.name",
     ),
-    Need("optimizer.weight_decay", lambda run: _decays(run.optimizer), "optimizer.name"),
-    Need("lr.final lr.length", lambda run: run.lr.schedule != "constant", "lr.schedule"),
-    Need("lr.decay", lambda run: run.lr.schedule == "wsd", "lr.schedule"),
-    Need("train.canonical_shards", lambda run: run.train.numerics == "canonical", "train.numerics"),
-    Need("train.eval_batches", lambda run: run.train.eval_every > 0, "train.eval_every"),
-    Need("checkpoint.keep_every", lambda run: run.checkpoint.keep != "all", "checkpoint.keep"),
+    Need("optimizer.weight_decay", lambda tables: _decays(tables.optimizer), "optimizer.name"),
+    Need("lr.final lr.length", lambda tables: tables.lr.schedule != "constant", "lr.schedule"),
+    Need("lr.decay", lambda tables: tables.lr.schedule == "wsd", "lr.schedule"),
+    Need(
+        "train.canonical_shards",
+        lambda tables: tables.train.numerics == "canonical",
+        "train.numerics",
+    ),
+    Need("train.eval_batches", lambda tables: tables.train.eval_every > 0, "train.eval_every"),
+    Need(
+        "checkpoint.keep_every", lambda tables: tables.checkpoint.keep != "all", "checkpoint.keep"
+    ),
     *map(_reached, PERIODS),
 )
 
 
-def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
+def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
     """Yield a line for each reason by which keys have no effect. written: the dotted keys that the
     user gave.
 
@@ -233,39 +249,39 @@ def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
         idle_keys = [
             key
             for key in need.keys.split()
-            if key in written and key not in reported and _differs_from_default(run, key)
+            if key in written and key not in reported and _differs_from_default(tables, key)
         ]
-        if run.model.factory:
+        if tables.model.factory:
             idle_keys = [key for key in idle_keys if not key.startswith("model.")]
-        if not idle_keys or need.holds(run):
+        if not idle_keys or need.holds(tables):
             continue
         reported.update(idle_keys)
-        yield _effectless_line(run, idle_keys, need.deciders.split())
+        yield _effectless_line(tables, idle_keys, need.deciders.split())
     if "optimizer.groups" in written:
-        yield from _effectless_groups(run)
+        yield from _effectless_groups(tables)
 
 
-def _effectless_line(run: Tables, idle_keys: list[str], deciders: list[str]) -> str:
+def _effectless_line(tables: Tables, idle_keys: list[str], deciders: list[str]) -> str:
     """Return the line about keys that have no effect because of the values of the `deciders`."""
-    values = ", ".join(f"{key} = {toml(run.get(key))}" for key in idle_keys)
-    reason = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
+    values = ", ".join(f"{key} = {toml(tables.get(key))}" for key in idle_keys)
+    reason = " and ".join(f"{key} = {toml(tables.get(key))}" for key in deciders)
     changes = " or ".join(deciders)
     if len(idle_keys) > 1:
         return f"{values} have no effect with {reason}: leave them out, or change {changes}"
     return f"{values} has no effect with {reason}: leave it out, or change {changes}"
 
 
-def _effectless_groups(run: Tables) -> Iterator[str]:
+def _effectless_groups(tables: Tables) -> Iterator[str]:
     """Yield a line for each group, and each factor of one, that changes nothing; names of custom
     models are unknown."""
-    optimizer = run.optimizer
+    optimizer = tables.optimizer
     decays = optimizer.weight_decay and _decays(optimizer)
     reason = f"name = {toml(optimizer.name)}"
     if _decays(optimizer):
         reason = "weight_decay = 0, of which it is a factor"
     names = list[str]()
-    if len(optimizer.groups) > 1 and not run.model.factory:
-        names = [*logical_shapes(sized(run.model, run.data))]
+    if len(optimizer.groups) > 1 and not tables.model.factory:
+        names = [*logical_shapes(sized(tables.model, tables.data))]
     taken = set[str]()  # names that earlier patterns match
     for group in optimizer.groups:
         line = f'optimizer.groups: pattern "{group.pattern}"'
@@ -283,11 +299,11 @@ def _effectless_groups(run: Tables) -> Iterator[str]:
         taken |= matches
 
 
-def _differs_from_default(run: Tables, key: str) -> bool:
+def _differs_from_default(tables: Tables, key: str) -> bool:
     """Return True if the key has another value than if it were left out."""
     table, name = key.split(".")
-    values: BaseModel = getattr(run, table)
+    values: BaseModel = getattr(tables, table)
     field = type(values).model_fields[name]
     # some defaults follow from other keys of the table
     default = field.get_default(call_default_factory=True, validated_data=dict(values))
-    return run.get(key) != default
+    return tables.get(key) != default

@@ -54,7 +54,7 @@ def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Fitting | None:
     None if the run cannot have it.
     """
     run_keys = config.parallel.model_dump()
-    axes = dict.fromkeys(AXES, 1) | keys
+    axes = {**dict.fromkeys(AXES, 1), **keys}
     copies = axes["data"] * axes["context"]
     wanted = run_keys | nearest(config.parallel, axes["tensor"], copies) | axes
     tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]

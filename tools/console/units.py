@@ -7,9 +7,9 @@ def size(count: float) -> str:
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def counted(number: int, what: str, plural: str = "s") -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return a number of things: 1 rank, 2 ranks, 3 micro-batches (of "micro-batch" and "es")."""
-    return f"{number:,} {what}{'' if number == 1 else plural}"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def flops(count: float) -> str:

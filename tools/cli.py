@@ -130,6 +130,7 @@ def _run(args: argparse.Namespace) -> int:
 def _run_with_retries(args: argparse.Namespace) -> int:
     """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
     trains."""
+    # the last attempt is below: its error is the user's
     for _ in range(MAX_ATTEMPTS - 1 if args.run in RETRIED_COMMANDS else 0):
         start = time.time()
         try:
@@ -224,6 +225,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for word in words:
         if "\0" in word or not is_unicode(word):
             parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
+    # argparse leaves over the overrides that stand behind options
     args, unparsed = parser.parse_known_args(argv)
     if unparsed:
         _take_overrides(parser, args, unparsed)
@@ -252,6 +254,7 @@ def _override_hint(words: Sequence[str]) -> str:
     if there is none."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, sign, value = word.lstrip("-").partition("=")
+        # no option has a dot in its name
         if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):
             return f"; an override has no dashes: {name}={value if sign else following}"
     return ""

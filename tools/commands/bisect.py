@@ -118,6 +118,7 @@ def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> di
     }
     if records.by and records.parting is None and not replay_anyway:
         return document | {"verdict": AGREE, "why": _agreement_reason(records, exact)}
+    # the loaded state differs already: no step has to be taken again
     if records.parting and records.parting.loaded:
         reason = _loaded_state_reason(first, second, records.parting.step)
         return document | {"verdict": PART, "why": reason}
@@ -176,10 +177,12 @@ def _replay_steps(
     first: Side, second: Side, records: Records, exact: bool, max_steps: int
 ) -> dict[str, Any]:
     """Take steps again and return the verdict with the place."""
+    # to the step in which the records part; or two steps, if they agree
     until = records.parting.step if records.parting else min(2, max_steps)
     start = common_start(first, second, until, exact)
     steps = until - start.step
     untaken_verdict = PART if records.parting else UNTRIED
+    # nearer checkpoints would help, but there are none that both have
     if steps > max_steps:
         reason = (
             f"the runs part in step {until}, and the newest state before it that both have is of "
@@ -193,6 +196,7 @@ def _replay_steps(
     try:
         with tempfile.TemporaryDirectory(prefix="megaprec_bisect_") as temporary:
             folder = Path(temporary)
+            # in full size, for the difference is of these very runs
             plan = Plan(steps, small=False, start=start.checkpoint, states=True)
             corpora = [_open_data(side.config, records) for side in (first, second)]
             replay = Replay(
@@ -223,6 +227,7 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
     try:
         return open_corpus(config)
     except UserError as error:
+        # the records alone are an answer then
         if records.parting is None:
             raise
         raise NotTaken("; ".join(error.problems)) from error

@@ -48,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         _require_writable(args.output)
     against = args.against and args.against.resolve()
+    # the run to compare with may be among them, as runs/* has it
     folders = [folder for folder in args.runs if folder.resolve() != against]
     if not folders:
         raise UserError(f"--against {args.against}: give another run to compare it with")
@@ -142,6 +143,7 @@ def table(curves: Sequence[Curve]) -> Table:
     """Return a table of the steps and final losses of the runs, lowest loss first."""
     headings = ("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out")
     runs = Table(*headings, box=box.SIMPLE_HEAD)
+    # a run without held-out text has NaN there
     for curve in by_loss(curves):
         runs.add_row(
             curve.name,

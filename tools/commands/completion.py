@@ -75,6 +75,7 @@ def _completions(
     Subcommands come before the command itself.
     """
     words: dict[str, str] = {}
+    # argparse has no public way to its arguments
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():

@@ -172,6 +172,7 @@ def build(args: argparse.Namespace) -> int:
             on_progress=on_progress,
         )
     print(_summary(source, result))
+    # a speed of work that was not done says nothing
     if not result.reused:
         seconds = time.perf_counter() - start
         tokens_per_second = result.tokens / seconds
@@ -325,5 +326,6 @@ def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -
     document = dataset.document(index)
     ids = document[:MAX_TOKENS_SHOWN].tolist()
     extent = f"first {len(ids)} of " if len(document) > len(ids) else ""
+    # a document may be longer than a terminal
     text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     return f"{extent}{len(document):,} tokens\n{text}"

@@ -70,6 +70,7 @@ def _problems(check: str, error: UserError) -> Iterator[Finding]:
 def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
     """Yield the findings on a data set or a text. Raises UserError for an option that only the
     other one has."""
+    # who completes the name by Tab gives one of the two files
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
@@ -188,6 +189,7 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
         return
     last_positions = np.cumsum(lengths)[lengths > 0] - 1
     open_ended = 0
+    # a chunk at a time, for there may be very many documents
     for start in range(0, len(last_positions), CHUNK):
         positions = last_positions[start : start + CHUNK]
         last_ids = np.array([dataset.tokens(int(position), 1)[0] for position in positions])

@@ -63,6 +63,7 @@ def _cause(records: Sequence[EndRecord], silent: set[int]) -> str:
     verdicts = [record.verdict for record in records if record.verdict]
     if verdicts:
         return "; ".join(dict.fromkeys(verdicts))
+    # ranks that failed by themselves: others have lost the connection to them
     failed = [record for record in records if record.culprits]
     if failed:
         lines = [f"rank {end.rank.rank} on {end.rank.host} failed: {end.ended}" for end in failed]

@@ -98,6 +98,7 @@ def main(args: argparse.Namespace) -> int:
     if not findings:  # not rank 0 of a launched world
         return 0
     seconds = time.monotonic() - start
+    # only one process prints: rank 0, or the parent of local ranks
     put(args, lambda: document(findings, seconds), lambda: show(findings, seconds))
     return CODES[verdict(findings)]
 
@@ -143,6 +144,7 @@ def _kept_checkpoints(config: RunConfig) -> int:
         return saves
     never_deleted = 0
     if settings.every and settings.keep_every:
+        # steps that are multiples of both numbers
         never_deleted = steps // math.lcm(settings.every, settings.keep_every)
     return min(saves, settings.kept.newest + never_deleted)
 
@@ -191,6 +193,7 @@ def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
         if args.folder:
             command += ["--folder", str(args.folder)]
         code = launch_local(command, ranks)
+        # the ranks have printed why on stderr
         if not answer.is_file():
             reason = f"{ranks} local ranks ended with code {code} before they had answered"
             return [wrong("ranks", reason, "the line above says why")]

@@ -69,6 +69,7 @@ def parity(config: RunConfig, file: str, folder: Path, launcher: Hands | None = 
     )
     try:
         certificate = certify(config, options, folder, lambda text: None, launcher or Hands())
+    # the small run cannot have the layout
     except UserError as error:
         return not_tried("parity", str(error.problems[0]), needed=True)
     (entry,) = certificate["layouts"]
@@ -114,6 +115,7 @@ def parity_in_world(config: RunConfig, file: str, place: Place) -> Finding:
 
 def _run_in_child(run: Run) -> Record:
     """Carry out a run of one process beside the world."""
+    # Torch can join one world per process, and this one has joined that of the doctor
     (failure,) = run_together([run], run.folder.parent)
     if failure is not None:
         raise UserError(f"one process, with which layouts are compared, failed: {failure.why}")

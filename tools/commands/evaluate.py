@@ -117,6 +117,7 @@ def main(args: argparse.Namespace) -> int:
         if replica == 1:
             return _evaluate(args, None)
         return launch_local(_rank_command(args), replica)
+    # ranks beyond one replica share the texts
     with world(failed=note_failure):
         ranks = dist.get_world_size()
         if ranks % replica:
@@ -160,6 +161,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
     documents_of = {
         name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()
     }
+    # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, texts in documents_of.items():
         with scoring(name) if is_first else nullcontext(_ignore_progress) as report:
@@ -234,6 +236,7 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
     tokenized = [path for path in sets.values() if beside(Path(path), ".idx").is_file()]
     if text_field != "text" and len(tokenized) == len(sets):
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
+    # what follows is about bytes, which are then not counted
     if model.begin is None:
         yield (
             "the model has no token to begin a document with: the first token of each document is "

@@ -182,6 +182,7 @@ def _microbatch_note(offender: dict[str, Any]) -> str:
             "?: not traced: the loss scale was still falling, the step was applied, or "
             "precision.trace_overflows = false"
         )
+    # the trace has found no micro-batch to blame
     if offender["microbatch"] is None:
         return (
             "none: every micro-batch was finite when repeated; only the sum over ranks was not, "

@@ -156,6 +156,7 @@ def never_fp8_flops(config: RunConfig, model: ModelConfig) -> float:
     and the output head.
     """
     tokens = config.train.micro_batch * config.train.seq_length
+    # queries with keys, and probabilities with values
     attention = model.layers * model.attention_flops(config.train.seq_length)
     return tokens * (attention + model.head_flops()) / config.parallel.tensor
 
@@ -213,6 +214,7 @@ def speedup(judged: Sequence[Product], other_flops: float) -> float:
     """Return the speedup of all products together, if products outside of FP8 take equal time per
     FLOP."""
     before = sum(product.flops for product in judged) + other_flops
+    # a product that stays wide has gain 1
     after = sum(product.flops / product.gain for product in judged) + other_flops
     return before / after
 

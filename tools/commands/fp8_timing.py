@@ -114,6 +114,7 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -
     timed."""
     once = _run(work, 2, device) / 2
     repeats = max(1, int(MIN_TIMED_SECONDS / max(once, 1e-7)))  # a clock may see no time at all
+    # the fastest run is least disturbed by other work
     return min(_run(work, repeats, device) for _ in range(rounds)) / repeats
 
 

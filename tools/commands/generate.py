@@ -104,6 +104,7 @@ def main(args: argparse.Namespace) -> int:
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
     for note in (*model.notes, *_unfollowed_notes(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)
+    # nothing is computed yet: a generation runs while its pieces are taken
     generations = [
         Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts
     ]
@@ -129,6 +130,7 @@ def _option_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--prompt -: standard input can be read once; give it once"
     if "" in args.stop:
         yield '--stop "": an empty text is everywhere; leave it out'
+    # what torch's generators take
     if not -(2**63) <= args.seed < 2**64:
         yield f"--seed {args.seed}: give a number of at most 64 bits"
 

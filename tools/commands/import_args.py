@@ -87,6 +87,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(*problems) from None
     tell_notes(imported.notes, args.strict)
     counts = f"{imported.read} arguments read, {imported.unused} not needed here"
+    # the text alone on stdout, to be piped
     if args.output is None:
         print(imported.text, end="")
         print(counts, file=sys.stderr)

@@ -115,6 +115,7 @@ def main(args: argparse.Namespace) -> int:
     content = _run_file(args, sizes)
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(content)
+    # read as `train` will read it: what is wrong shows at once
     config = load_run(args.output)
     left_out = f"; left out {', '.join(left_out_words(source.left_out))}" if source.left_out else ""
     parameters = config.sized_model.num_parameters

@@ -195,6 +195,7 @@ def _digests(source: Source, report: Any) -> tuple[list[_TensorEntry], dict[str,
     format."""
     tensors = list[_TensorEntry]()
     digest_of = dict[str, str]()
+    # one tensor is in memory at a time
     for key in source.shapes:
         values = source.read(key)
         digest_of[key] = _digest(values)

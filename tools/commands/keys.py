@@ -115,6 +115,7 @@ def _unknown_word(word: str, tables: Sequence[KeyTable]) -> str:
 
 def _table_lines(table: KeyTable, width: int | None) -> Iterator[str]:
     """Yield the lines of a table, at most `width` columns wide; None: one line a key."""
+    # for grep: everything about a key in its line
     if width is None:
         yield f"[{table.name}]  {table.subject}"
         yield from (f"{key.name:34}{key.default:16}{key.help}" for key in table.keys)

@@ -136,6 +136,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec parity`."""
+    # started by `run_together`, in a folder of runs
     if args.as_rank:
         return as_rank(Path(args.file))
     if joined_world():
@@ -204,9 +205,11 @@ def certify(
     files."""
     requested = asked(args.layouts, config.parallel) or every(RANKS)
     limits = Most(*(largest(requested, axis) for axis in AXES))
+    # the run to compare: small, and without what takes time and changes no number
     ready = made_ready(config, limits, args.full, args.steps, folder / "run")
     if not args.full:
         ready = with_random_tokens(ready, args.steps + 1, folder)
+    # known before anything runs, so that a wrong --layouts costs no time
     layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
 
     report_progress("one process")
@@ -219,6 +222,7 @@ def certify(
     plan = planned(ready, probe, args.steps, args.full)
 
     exact = alone(in_float64(ready))
+    # what is right: one process in float64
     truth = launcher.alone(Run(exact, plan, folder / "truth"))
     # the same run from weights moved by rounding: how far float64 itself carries
     shaken_plan = replace(plan, shaken=EPSILON["fp64"])
@@ -267,6 +271,7 @@ def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Hands) 
     exact = alone(in_float64(ready))
     records = list[Record]()
     for draw in range(1, DRAWS + 1):
+        # half a unit in the last place is the error of one rounding
         perturbed = replace(plan, shaken=epsilon(ready) / 2, draw=draw)
         records.append(launcher.alone(Run(exact, perturbed, folder / f"moved{draw}")))
     return records
@@ -275,6 +280,7 @@ def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Hands) 
 def _relevant_changes(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return the changed keys without those that no number depends on."""
     shown = {key: values for key, values in changed.items() if key not in NOT_SHOWN}
+    # the folder of the tokens is a temporary one
     if "data.source" in shown:
         original, _ = shown["data.source"]
         shown["data.source"] = (original, "random tokens, some targets left out of the loss")
@@ -348,6 +354,7 @@ def _compare_layouts(
 def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
     """Return the entry of a run that has finished."""
     record = gather(run.folder)
+    # updates by the recorded gradients: an error of a gradient is not one of the update as well
     again = updates(alone(run.config), corpus_of(run.config), record)
     norm = run.config.optimizer.norm
     differences = compare(record, reference.record, reference.noise, norm, again)

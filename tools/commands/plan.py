@@ -136,6 +136,7 @@ def main(args: argparse.Namespace) -> int:
             "give --gpu or --tflops"
         )
     notes = [*_notes(config, target)]
+    # the run in its own layout, as it would be started
     planned = plan_run(config, MemoryModel(target.device), assumed)
     found = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
@@ -275,6 +276,7 @@ def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -
     while (start := time.perf_counter()) < end:
         product(matrix, matrix)
         fastest = min(fastest, time.perf_counter() - start)
+    # other work of this process may use them
     torch.set_num_threads(threads)
     return 2 * side**3 / fastest / 1e12 * cores()
 
@@ -299,6 +301,7 @@ def _write_best(path: Path, ranks: int, found: Found) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
     if not found.layouts:
         raise UserError(f"--output {path}: {none_found(found, ranks)}; nothing is written")
+    # they are sorted, the fastest first
     best = found.layouts[0].config
     write_whole(path, best.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
 

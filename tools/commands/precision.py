@@ -268,6 +268,7 @@ def shorten_origin(origin: str) -> str:
     """Return an origin for a terminal: files without their folders, keys without the prefix of
     their system."""
     without_folder = re.sub(r"file \S*/", "file ", origin)
+    # on a terminal the title names the file
     without_file = re.sub(r"file [^,()]*, line", "line", without_folder)
     return re.sub(r"\bprecision\.[a-z]+\.", "", without_file)
 
@@ -287,6 +288,7 @@ def module_table(module_rows: Iterable[Row]) -> Table:
     totals: dict[str, int] = dict.fromkeys(ROLES, 0)
     for row in module_rows:
         table.add_row(row.name, *(_dtype_cell(row, role) for role in ROLES))
+        # roles without memory of their own are not in it
         for role, count in row.bytes.items():
             totals[role] += count
     table.add_section()
@@ -346,6 +348,7 @@ def _needed_keys(
     for name in kind.model_fields:
         key = f"{table}.{name}"
         value = None if key in PLAN_ONLY else keys.get(key)
+        # defaults may follow from keys before, which are all in `needed`
         if value is not None and getattr(kind.model_validate(needed), name) != value:
             needed[name] = value
     return needed

@@ -86,6 +86,7 @@ def main(args: argparse.Namespace) -> int:
     config, start = open_run(args.run_, args.overrides)
     tell_notes(config.notes, args.strict)
     layout = _other_layout(config, args.layout)
+    # checkpoints of the proof are not those of the run
     with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
         certificate = certify(args, config, Room(config, Path(folder), start), layout)
     # a run directory may have been moved or copied since train.folder was recorded
@@ -107,6 +108,7 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     folder = Path(path)
     if not folder.is_dir():
         return load_run(path, overrides), None
+    # the second is written if the user's own file has the first name
     for name in ("run.toml", "run.resolved.toml"):
         if (folder / name).is_file():
             config = load_run(folder / name, overrides)
@@ -134,6 +136,7 @@ def certify(
     rows: list[Row]
     try:
         rows = list(proof(room, span, layout))
+    # without the straight run there is nothing to compare with
     except Failure as failure:
         untried = {
             "row": STRAIGHT,

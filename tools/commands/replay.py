@@ -66,6 +66,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
         _catch_up(trainer, step, "the initial weights" if start is None else start.name)
         microbatch, trace = _trace_step(trainer, event)
 
+    # samples of a step are consecutive in the order of training
     first_sample = event["first_sample"] + microbatch * config.train.micro_batch
     batch = corpus.train.batch(first_sample, config.train.micro_batch)
     texts = [""] * len(batch.ids)
@@ -125,6 +126,7 @@ def _saved_run(folder: Path) -> RunConfig:
     user's own file."""
     for name in ("run.toml", "run.resolved.toml"):
         path = folder / name
+        # a file of the user may have been changed since the run
         if path.is_file() and read_whole(path).startswith(SAVED.encode()):
             return load_run(path)
     raise UserError(

@@ -158,6 +158,7 @@ def main(args: argparse.Namespace) -> int:
         _draw_refusal(report, refusal, args)
         raise
     predicted = simulate(report.schedule, report.cost)
+    # before files are written, which takes a while for pictures
     put(
         args,
         lambda: _document(report, predicted),
@@ -294,6 +295,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
         memory = MemoryModel(target.device)
         kept = memory.kept(config, costs)
         rank_bytes = memory.of(config, Passes(schedule, costs))
+    # times are in mean forward passes of a stage
     mean_forward = sum(cost.forward for cost in costs) / len(costs)
 
     def relative_time(instruction: Instruction) -> float:
@@ -338,6 +340,7 @@ def _measured_spans(
         for rank, program in enumerate(schedule.programs)
         for instruction in program
     ]
+    # spans are recorded rank by rank, in the order of the programs
     if [(span.rank, span.instruction) for span in spans] == expected:
         return spans
     if requested:

@@ -141,6 +141,7 @@ def main(args: argparse.Namespace) -> int:
     _open_checked(config, args.allow)
     _print_plan(config)
     _warn_of_slow_build(config)
+    # before ranks are started, so that a difference costs no start
     if not args.no_verify:
         _verify(config, export)
 
@@ -236,6 +237,7 @@ def _check_outside(config: RunConfig) -> None:
     data = config.data
     folder = Path(config.train.folder).resolve()
     sources = [(f"data.blend[{i}].source", part.source) for i, part in enumerate(data.blend)]
+    # data.source alone is read if there is no blend
     if not sources:
         sources = [("data.source", data.source)]
     sources += [(f"data.validation {part.name}", part.source) for part in data.validation]
@@ -259,6 +261,7 @@ def _lock_folder(config: RunConfig) -> AbstractContextManager[None]:
             "it, stop it, or give another folder"
         )
 
+    # a lock of the operating system, which ends with the process
     return alone(_lock_path(config), refuse)
 
 
@@ -276,6 +279,7 @@ def _verify(config: RunConfig, export_folder: Path | None) -> None:
     """Raise UserError if transformers computes other logits than megaprec for the initial or the
     exported model."""
     lines = []
+    # a run that resumes has weights of its own
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
     if export_folder:
@@ -292,6 +296,7 @@ def _run_rank(
     config: RunConfig, export_folder: Path | None, allowed: Collection[str], verify: bool
 ) -> int:
     """Train as one rank of the world that the process joins; return the exit code."""
+    # torchrun may keep the addresses of ranks that it has restarted since
     require_fresh_store(config)
     started_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     # with parallel.elastic, the layout follows from the ranks that are there; others stand by
@@ -301,10 +306,12 @@ def _run_rank(
         return 0
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
+    # steps allocate and free the same sizes over and over
     keep_freed_memory()
     position = Position()
     folder = Path(config.train.folder)
     parallel = config.parallel
+    # longer than any phase, so that the watchdog acts first and names the culprit
     minutes = longest_wait(parallel.timeout) / 60
     with (
         world(device, minutes, note_failure) as store,
@@ -326,6 +333,7 @@ def _run_rank(
         noticed = partial(straggler_events, watchdog)
         trainer = Trainer(config, corpus, mesh, checkpoint, position=position, noticed=noticed)
         trainer.run()
+        # spares may go only once the run has ended well
         is_first = dist.get_rank() == 0
         if is_first:
             release_spares(store, range(config.world_size, started_ranks))
@@ -351,6 +359,7 @@ def _prepare_again(
     train again."""
     require_wanted(store)
     prepared = prepare(config, locks, allowed, export, verify)
+    # only of a run that has passed all checks
     record_restart(config)
     return prepared
 
@@ -361,6 +370,7 @@ def _write_plots(config: RunConfig) -> list[Path]:
     folder = Path(config.train.folder)
     try:
         plots = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
+    # a run that has trained is not lost for a picture
     except OSError as error:
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
         return []
@@ -371,7 +381,7 @@ def _device(config: RunConfig) -> str:
     """Return the device, cpu or cuda, which is the same for all ranks of a machine."""
     wanted = config.train.device
     ranks = _local_ranks(config)
-    # a launcher may show each rank its own device only
+    # Slurm may show each rank its own device only
     devices = ranks if has_own_device() else torch.cuda.device_count()
     if wanted == "cuda" and devices < ranks:
         raise UserError(
@@ -394,6 +404,7 @@ def _check_machine(config: RunConfig) -> None:
 def _check_native(config: RunConfig) -> None:
     """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a
     CPU."""
+    # "cuda" beside it is refused by the checks between tables
     if config.optimizer.native and _device(config) != "cpu":
         raise UserError(
             'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices '
@@ -403,6 +414,7 @@ def _check_native(config: RunConfig) -> None:
 
 def _local_ranks(config: RunConfig) -> int:
     """Return the number of ranks on this machine, according to the launcher."""
+    # some launchers tell the rank on this host, but not how many there are
     if joined_world():
         return int(os.environ.get("LOCAL_WORLD_SIZE") or int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return config.world_size
@@ -425,6 +437,7 @@ def prepare(
         _print_plan(config)
     if verify:
         _verify(config, export)
+    # held until the run ends: the launcher's own check above has released it
     try:
         locks.enter_context(_lock_folder(config))
     except OSError as error:
@@ -432,6 +445,7 @@ def prepare(
             f'train.folder = "{config.train.folder}": cannot be written to '
             f"({error.strerror}); give another"
         ) from error
+    # of the run before this one, which may have ended abnormally
     forget_records(Path(config.train.folder))
     for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
         say(f"warning    {doubt}")
@@ -509,6 +523,7 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         # checks the files of this machine; rank 0 has checked those of the first
         looked_at(config, corpus)
+    # rank 0 has digested the data; the others take its word
     identity = named["identity"] and Identity.model_validate(named["identity"])
     validation = open_validation(config, cache_of(config), corpus.begin)
     corpus = replace(corpus, identity=identity, notes=tuple(named["notes"]), validation=validation)

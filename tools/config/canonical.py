@@ -36,6 +36,7 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
     shards = train.canonical_shards
     if train.numerics != "canonical":
         return
+    # a gated feed-forward and experts may have several widths
     widths = {f"model.{key}": width for key, width in model.ffn_widths.items()}
     cuts = {"train.seq_length": train.seq_length, "model.heads": model.heads, **widths}
     if uneven := [f"{key} {size}" for key, size in cuts.items() if size % shards]:
@@ -57,6 +58,7 @@ def unequal_settings(
     virtual ranks."""
     if train.numerics != "canonical":
         return
+    # threads of a product cut its sum
     if not train.threads:
         yield (
             f"{CANONICAL} needs train.threads: with train.threads = 0 the number of threads "

@@ -113,6 +113,7 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
     """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
     if fp8.kind == "none" or fp8.history == "step":
         return
+    # the second pass would find other scales than the first
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
             'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute '
@@ -231,6 +232,7 @@ def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+    # cut sequences have rules of their own in `cut_sequences`
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         possible = nearest_multiples(train.seq_length, parallel.tensor)
         yield (
@@ -345,6 +347,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
+    # the tokenizer that is trained has data.vocab_size tokens
     if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
         yield (
             f"model.vocab {model.vocab} is smaller than data.vocab_size {data.vocab_size}: "
@@ -434,6 +437,7 @@ def _shadow(fp8: FP8) -> Iterator[str]:
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
+    # a constant scale and a loss_scale go together, or neither is there
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
         yield (
             f'precision.scaling = "{precision.scaling}", precision.loss_scale = '
@@ -448,6 +452,7 @@ def _scale(precision: Precision) -> Iterator[str]:
             f"{precision.initial_scale:g}: the scale starts at or above its floor"
         )
         return
+    # the scaler knows the other limits of its first scale
     try:
         make_scaler(loss_scaling(precision))
     except UserError as error:
@@ -460,6 +465,7 @@ def _scale(precision: Precision) -> Iterator[str]:
 
 def nearest_multiples(value: int, unit: int) -> str:
     """Return the positive multiples of `unit` around `value`, in words."""
+    # zero is a multiple, but no size
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -31,6 +31,7 @@ class Validated(Table):
 class Data(Table):
     """Training data: text or token files, tokenizer, held-out part."""
 
+    # what is read
     source: FilePath = Field(
         default="python",
         min_length=1,
@@ -51,6 +52,8 @@ class Data(Table):
         description="Name of the field of a .jsonl line or of an object in a .json list, or the "
         "column of a .parquet file, that holds the text.",
     )
+
+    # how it becomes tokens
     tokenizer: FilePath = Field(
         default="",
         description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: "
@@ -68,12 +71,16 @@ class Data(Table):
         le=MAX_SIZE,
         description="Vocabulary size, in tokens, of the tokenizer that is trained.",
     )
+
+    # how much of it, and by how many processes
     max_chars: int = Field(
         default=0, ge=0, description="Number of characters of the text to use; 0: all of it."
     )
     workers: int = Field(
         default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core."
     )
+
+    # what is evaluated
     held_out: float = Field(
         default=0.02,
         ge=0,
@@ -103,6 +110,8 @@ class Data(Table):
         le=MAX_SIZE,
         description="Number of documents of each task of data.lm_eval to use; 0: all.",
     )
+
+    # how samples are made of documents
     shuffle: bool = Field(
         default=True, description="Shuffle the samples of each epoch; false: samples in file order."
     )

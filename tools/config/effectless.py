@@ -30,6 +30,7 @@ from tools.convert.core.rules import logical_shapes
 class Tables:
     """The tables that decide whether a key has an effect."""
 
+    # their names are those of the tables in a run file, by which `of` finds them
     model: ModelConfig
     data: Data
     parallel: Parallel
@@ -115,6 +116,7 @@ def _recomputes(tables: Tables) -> bool:
 
 def _decays(optimizer: Optimizer) -> bool:
     """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
+    # the rules of megaprec are no classes of torch.optim under these names
     kind: Any = getattr(torch.optim, optimizer.name, None)
     return (
         optimizer.name.lower() in ("adamw", "sgd", "muon")
@@ -255,6 +257,7 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
             idle_keys = [key for key in idle_keys if not key.startswith("model.")]
         if not idle_keys or need.holds(tables):
             continue
+        # one reason is enough: a key is named once
         reported.update(idle_keys)
         yield _effectless_line(tables, idle_keys, need.deciders.split())
     if "optimizer.groups" in written:
@@ -296,6 +299,7 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
                 f"{line}: weight_decay = {group.weight_decay} has no effect with "
                 f"optimizer.{reason}: leave it out"
             )
+        # the first pattern that matches a name decides
         taken |= matches
 
 

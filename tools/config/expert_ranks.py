@@ -26,6 +26,7 @@ def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     ]
     if not expert_keys:
         return
+    # a dense model, or one whose layers are not known
     if model.factory or not model.experts:
         reason = "model.experts is 0"
         if model.factory:
@@ -74,6 +75,7 @@ def _possible(model: ModelConfig, parallel: Parallel) -> str:
 
 def expert_neighbours(train: Train, parallel: Parallel, fp8: FP8) -> Iterator[str]:
     """Yield a problem for each setting that does not know experts on ranks of their own."""
+    # experts lie on their ranks as all other weights do
     if parallel.expert == 1 and slices(parallel) == parallel.tensor:
         return
     if parallel.expert > 1:
@@ -120,6 +122,7 @@ def nearest(parallel: Parallel, tensor: int, copies: int) -> dict[str, int]:
 
     copies: the data x context ranks, each of which has all weights of a stage in `tensor` slices.
     """
+    # 0 stands for as many slices as tensor-parallel ranks, whatever these become
     in_slices = gcd(parallel.expert_tensor, tensor) if parallel.expert_tensor else 0
     ranks_of_experts = copies * tensor // (in_slices or tensor)
     return {"expert_tensor": in_slices, "expert": gcd(parallel.expert, ranks_of_experts)}
@@ -135,6 +138,7 @@ def every_cut(
         none.
     """
     yield nearest(parallel, tensor, copies)
+    # 0: in `tensor` slices; 1: whole experts
     for expert, in_slices in product(range(1, experts + 1), (0, 1)):
         if not experts % expert and not misfit(copies, tensor, expert, in_slices or tensor):
             yield {"expert_tensor": in_slices, "expert": expert}

@@ -80,6 +80,7 @@ def unknown(settings: Mapping[str, Given], known: Mapping[str, FieldInfo | None]
     for key, setting in settings.items():
         table, dot, _ = key.partition(".")
         if dot and table not in tables:
+            # someone may write megatron.lr, or a table that is the name of an option
             if answer := _answer(key) or _answer(table):
                 yield f"{key} = {toml(setting.value)} ({setting.origin}): no such key{answer}"
                 continue
@@ -137,6 +138,7 @@ def _suggestion(table: str, name: str, known: Collection[str]) -> str:
 
 def _answer(name: str) -> str:
     """Return the end of a line about a name of another system; "" if it is none."""
+    # options of command lines have dashes
     name = name.replace("-", "_")
     keys = [key for key, names in ELSEWHERE.items() if name in names] or KEYS.get(name)
     if keys:

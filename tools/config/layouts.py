@@ -58,6 +58,7 @@ def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Fitting | None:
     copies = axes["data"] * axes["context"]
     wanted = run_keys | nearest(config.parallel, axes["tensor"], copies) | axes
     tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]
+    # each try validates the whole table, but there are three such keys at most
     for left_out in _subsets(tied):
         defaults = {key: getattr(ALONE, key) for key in left_out}
         parallel = Parallel.model_validate(wanted | defaults)
@@ -108,6 +109,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
     replica = parallel.tensor * parallel.pipeline * parallel.context
     advice = f"start {config.world_size} ranks"
+    # more or fewer replicas are the change that keeps the model as it is cut
     if world_size % replica == 0:
         advice += f" or set parallel.data = {world_size // replica}"
     raise UserError(

@@ -64,6 +64,7 @@ FOLLOWS = {
 def loss_scaling(precision: Precision) -> LossScaling:
     """Return the loss scaling of [precision]."""
     chosen = {field: getattr(precision, key) for key, field in SCALING.items()}
+    # a plan has one first scale, and None for no upper bound
     chosen |= {
         "initial": precision.loss_scale or precision.initial_scale,
         "maximum": precision.max_scale or None,
@@ -220,6 +221,7 @@ def resolve_dialect(
             dialects[name] = leaves
     if not dialects:
         return (), []
+    # an empty table counts too: it may decide all by its defaults
     if len(dialects) > 1:
         tables = " and ".join(f"[precision.{name}]" for name in dialects)
         return (), [f"{tables}: a run has one precision; keep one of them"]
@@ -227,6 +229,7 @@ def resolve_dialect(
 
     problems = list(_native_conflicts(settings, name))
     _add_zero_of_nxd(settings, name, leaves)
+    # the path "" is the table itself
     origins = {f"precision.{name}.{path}": leaf.origin for path, leaf in leaves.items() if path}
     try:
         resolved = DIALECTS[name].resolve(_unflatten(leaves), origins)

@@ -98,6 +98,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
     names = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
     if sensitive:
         return names
+    # FP8 replaces the dtype of products, and of weights where no wide copy is kept
     if plan.fp8 is not None and _in_fp8(plan.fp8, name, layer, layers):
         names["compute"] = "fp8"
         if plan.fp8.parameters:

@@ -51,6 +51,7 @@ class Precision(Table):
     """Dtypes and loss scaling: these keys, or one table in the words of another system
     (docs/migrating.md)."""
 
+    # products and weights
     compute: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], BeforeValidator(_not_fp8)] = Field(
         default="fp32",
         description="Dtype of matrix products and activations; fp64 is for parity checks.",
@@ -66,6 +67,8 @@ class Precision(Table):
         description="Parameters held, computed and reduced in fp32, as patterns of names: "
         '["*norm.weight", "head.weight"].',
     )
+
+    # gradients and the optimizer's state
     gradients: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Dtype in which gradients are accumulated over micro-batches."
     )
@@ -92,6 +95,8 @@ class Precision(Table):
         description="Rounding of updated weights to precision.parameters: to the nearest, or "
         "stochastic.",
     )
+
+    # activations that are not products
     residual: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda values: values["compute"],
         description="Dtype of the residual stream; default: precision.compute.",
@@ -119,13 +124,19 @@ class Precision(Table):
     output: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Dtype of the logits that the model returns and the loss reads."
     )
+
+    # fields of a plan without a run (PLAN_ONLY)
     cast_inputs: Literal["none", "root", "inner", "all"] = Field(
         default=default_of(PrecisionPlan, "cast_inputs")
     )
+
+    # how the products of fp32 tensors are computed
     tf32: bool = Field(
         default=default_of(PrecisionPlan, "tf32"),
         description="Allow TF32 in matrix products of fp32 tensors.",
     )
+
+    # loss scaling
     loss_scale: float = Field(
         default=0.0, ge=0, description="Constant loss scale; 0: none, precision.scaling decides."
     )
@@ -178,6 +189,8 @@ class Precision(Table):
         gt=0,
         description="Number of overflowing steps after which the loss scale falls.",
     )
+
+    # steps whose loss or gradients are not finite
     on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default=default_of(PrecisionPlan, "on_nonfinite"),
         description="What happens if the loss or a gradient is inf or NaN. skip: skip the update; "
@@ -200,6 +213,7 @@ class FP8(Table):
     """FP8 matrix products of linear layers: recipe, which weights, comparison with
     precision.compute."""
 
+    # scales, and the format of the codes
     kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx"] = Field(
         default="none",
         description="FP8 recipe. none: no FP8; delayed: one scale per tensor, from the amax "
@@ -217,6 +231,8 @@ class FP8(Table):
         default=default_of(FP8Recipe, "margin"),
         description="Headroom of delayed scales: they are 2^margin lower than the amax requires.",
     )
+
+    # delayed scales: from the amaxes of steps before
     history_length: int = Field(
         default=default_of(FP8Recipe, "history_length"),
         gt=0,
@@ -251,6 +267,8 @@ class FP8(Table):
         default=default_of(FP8Recipe, "power_2_scales"),
         description="Round scales down to powers of two.",
     )
+
+    # which tensors and products are in FP8
     parameters: bool = Field(
         default=default_of(FP8Recipe, "parameters"),
         description=(
@@ -263,8 +281,12 @@ class FP8(Table):
         description="Compute the products of weight gradients in FP8 too; false: in "
         "precision.compute.",
     )
+
+    # fields of a plan without a run (PLAN_ONLY)
     dot_product_attention: bool = Field(default=default_of(FP8Recipe, "dot_product_attention"))
     multi_head_attention: bool = Field(default=default_of(FP8Recipe, "multi_head_attention"))
+
+    # which layers and weights are left out
     first_layers: int = Field(
         default=default_of(FP8Recipe, "first_layers"),
         ge=0,
@@ -289,6 +311,8 @@ class FP8(Table):
             "Pad misaligned weights with zeros; false: compute their products in precision.compute."
         ),
     )
+
+    # steps that only record amaxes
     calibrate: int = Field(
         default=default_of(FP8Recipe, "calibrate"),
         ge=0,
@@ -304,6 +328,8 @@ class FP8(Table):
         description="Library that casts and multiplies. torch: PyTorch's kernels; "
         "transformer_engine: for the kinds delayed and current, on a GPU, if installed.",
     )
+
+    # comparison with the same pass without FP8
     shadow_every: int = Field(
         default=0,
         ge=0,

@@ -81,6 +81,7 @@ class RunConfig(BaseModel):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+    # private attributes are no tables: a run file cannot set them
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
@@ -198,6 +199,7 @@ class RunConfig(BaseModel):
     def save_resolved(self, folder: Path) -> Path:
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that
         name."""
+        # a user may train in the folder that has the run file
         path = folder / "run.toml"
         if path.exists() and not read_whole(path).startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
@@ -288,6 +290,7 @@ def load_precision(
 
     Raises UserError with all problems.
     """
+    # keys that a dialect adds are not of the user
     before = set(settings)
     notes, problems = _resolve(settings, None)
     written = {key: setting for key, setting in settings.items() if key in before}
@@ -345,6 +348,7 @@ def _read_tables(
             for name in kind.model_fields
             if f"{table}.{name}" in settings
         }
+        # missing keys have defaults; pydantic reports those that have none
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
@@ -457,6 +461,7 @@ def _override_value(key: str, text: str) -> Any:
     except ValueError:
         return text
     field = _fields().get(key)
+    # a folder may be called 1 or true
     wants_text = key == "model.preset" or (field is not None and field.annotation is str)
     if wants_text and not isinstance(parsed.get("value"), str):
         return text
@@ -497,6 +502,7 @@ def _replace_model(settings: dict[str, Given]) -> Iterator[str]:
         if table != "model" or stays or (name == "vocab" and "vocab" not in preset):
             continue
         del settings[key]
+        # a key that only repeats the preset needs no note
         if preset.get(name) != setting.value:
             asides.append(f"{key} = {toml(setting.value)}")
     if asides:
@@ -518,6 +524,7 @@ def _add_preset(settings: dict[str, Given]) -> list[str]:
         hint = f"{closest_preset} There are {names}" if closest_preset else f"; there are {names}"
         return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{hint}"]
     for name, value in PRESETS[chosen.value].items():
+        # file and command line are stronger
         settings.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
     return []
 

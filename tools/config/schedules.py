@@ -40,6 +40,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
     keys."""
     if parallel.schedule_file:
         return _schedule_of_file(parallel, microbatches)
+    # otherwise the builder would raise without the name of the key
     _require_chunks(parallel)
     kind = parallel.schedule
     pipeline = parallel.pipeline
@@ -80,6 +81,7 @@ def read_schedule(path: str) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"schedule {path}: cannot be read ({reason})") from error
+    # problems of the text do not name the file
     except UserError as error:
         raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
 
@@ -89,6 +91,8 @@ def stage_count(parallel: Parallel, microbatches: int) -> int:
     schedule is made."""
     if parallel.schedule_file:
         return len(_schedule_of_file(parallel, microbatches).rank_of_stage)
+    # a schedule for thousands of micro-batches takes seconds to plan: its stages are counted
+    # without
     _require_chunks(parallel)
     kind = parallel.schedule
     if problems := schedule_problems(kind, parallel.pipeline, microbatches, parallel.chunks):

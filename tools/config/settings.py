@@ -33,6 +33,7 @@ class Parallel(Table):
     """Layout: tensor x pipeline x context x data ranks, pipeline schedule, activation
     checkpointing, ZeRO-1."""
 
+    # the axes of the mesh
     tensor: int = Field(
         default=1,
         gt=0,
@@ -66,6 +67,8 @@ class Parallel(Table):
         "round the ranks; gather: each rank gathers those of the whole sequence, for one layer at "
         "a time.",
     )
+
+    # experts: a mesh of their own over the data x tensor ranks of a stage
     expert: int = Field(
         default=1,
         gt=0,
@@ -85,6 +88,8 @@ class Parallel(Table):
         description="Sequence parallelism: shard activations along the sequence over the "
         "tensor-parallel ranks, outside of the matrix products.",
     )
+
+    # the pipeline: its schedule and its stages
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
         default="1f1b",
         description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per "
@@ -108,6 +113,8 @@ class Parallel(Table):
         description="Number of layers of each stage, such as [3, 4, 4, 3]; empty: balanced by "
         "FLOPs.",
     )
+
+    # activation checkpointing
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="Activation checkpointing. none: keep all activations; selective: recompute "
@@ -134,6 +141,8 @@ class Parallel(Table):
         'parallel.recompute = "full" '
         "recomputes; default: 1.0 unless parallel.recompute_layers is given.",
     )
+
+    # the optimizer's state and its communication
     zero: bool = Field(
         default=True,
         description="ZeRO-1: shard master weights and moments over the replicas, and over the "
@@ -158,6 +167,8 @@ class Parallel(Table):
         "context-parallel ranks of each) over which ZeRO-1 shards one copy of the optimizer state; "
         "0: all of them.",
     )
+
+    # ranks that come, go or stand still
     elastic: bool = Field(
         default=False,
         description="Train in the largest layout that fits if fewer ranks are there than "
@@ -227,6 +238,8 @@ class Optimizer(Table):
         description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; "
         "adamw, also as a part of muon, has optimizer.betas and optimizer.eps instead.",
     )
+
+    # what the rules of megaprec compute with
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=default_of(AdamW, "betas"),
         strict=False,
@@ -246,6 +259,8 @@ class Optimizer(Table):
         description="Weight decay of parameters with two or more dimensions; adamw: decoupled, "
         "times the learning rate.",
     )
+
+    # of some parameters, and of the gradients before the update
     groups: tuple[Group, ...] = Field(
         default=(),
         strict=False,
@@ -263,6 +278,8 @@ class Optimizer(Table):
         allow_inf_nan=True,
         description="Order p of the global gradient norm: 2.0, inf or any p from 1 on.",
     )
+
+    # how the update is carried out
     native: bool = Field(
         default=default_of(ParallelAMPOptimizer, "native"),
         description=(
@@ -287,6 +304,8 @@ class LR(Table):
         description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, "
         "or wsd (warmup, stable, decay).",
     )
+
+    # the phases, in `unit`
     warmup: int = Field(
         default=0,
         ge=0,
@@ -317,6 +336,7 @@ class LR(Table):
 class Train(Table):
     """Length of the run, batch sizes, first weights, evaluation, folder and device."""
 
+    # what a step is
     steps: int = Field(
         gt=0, le=MAX_STEPS, description="Number of optimizer steps, skipped ones included."
     )
@@ -327,6 +347,8 @@ class Train(Table):
         gt=0, le=MAX_SIZE, description="Number of sequences per forward pass of one replica."
     )
     seq_length: int = Field(gt=0, le=MAX_SIZE, description="Sequence length, in tokens.")
+
+    # how the run begins
     init_from: FilePath = Field(
         default="",
         description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
@@ -335,6 +357,8 @@ class Train(Table):
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
     )
+
+    # which sums are taken in an order that does not depend on the layout
     numerics: Literal["fast", "canonical"] = Field(
         default="fast",
         description="Order of sums. fast: whatever is fastest in the layout; canonical: one order "
@@ -348,6 +372,8 @@ class Train(Table):
         "a multiple of parallel.tensor in all layouts that are to be equal; 1 only serves layouts "
         "with parallel.tensor = 1.",
     )
+
+    # evaluation, and checks of the hardware
     eval_every: int = Field(
         default=0,
         ge=0,
@@ -364,6 +390,8 @@ class Train(Table):
         "step, replicas compare their weights and compute one micro-batch of each other again; 0: "
         "never.",
     )
+
+    # where and how ranks compute
     compile: Literal["off", "leaves", "block"] = Field(
         default="off",
         description="Compilation by torch before the first step, which changes rounding. leaves: "
@@ -440,6 +468,8 @@ class Log(Table):
         description='Trackers that receive the numbers of every step, of ["tensorboard", "wandb", '
         '"my_tracker.py:function"]; empty: metrics.jsonl alone.',
     )
+
+    # files that the run writes besides metrics.jsonl
     plot: bool = Field(default=True, description="Draw training.png at the end of the run.")
     plot_over: Literal["steps", "tokens"] = Field(
         default="steps", description="Horizontal axis of training.png."
@@ -458,6 +488,8 @@ class Log(Table):
         description="Number of steps between digests of weights, moments and loss scaler by "
         "logical tensor in digests.jsonl, which are the same in every layout; 0: none.",
     )
+
+    # what a terminal shows
     progress: bool = Field(
         default=True, description="Show a progress line if the output is a terminal."
     )

@@ -36,6 +36,7 @@ def too_large(settings: Mapping[str, Given]) -> Iterator[str]:
 
 
 def _integers(value: Any) -> Iterator[int]:
+    # True and False are integers, and fit
     if isinstance(value, int):
         yield value
     elif isinstance(value, list | dict):
@@ -57,6 +58,7 @@ def explain(
     """
     for finding in _join_alternatives(kind, error.errors(include_url=False)):
         cause = finding.get("ctx", {}).get("error")
+        # a validator of ours, whose problems are lines already
         if isinstance(cause, UserError):
             yield from (f"{table}.{problem}" for problem in cause.problems)
         elif finding["type"] == "missing" and len(finding["loc"]) == 1:
@@ -100,6 +102,7 @@ def _example(kind: type[BaseModel], finding: ErrorDetails) -> str:
 def inside_of(field: FieldInfo, bracket: str) -> str:
     """Return the example of a table ("{") or a list ("[") in the description of a key, or a list's
     default; else ""."""
+    # descriptions show a table as "such as {...}", and a list anywhere
     pattern = r"such as (\{.*?\})" if bracket == "{" else r"(\[.*\])"
     if example := re.search(pattern, field.description or ""):
         return example[1]

@@ -86,24 +86,29 @@ def _completions(
 
 def _action_words(action: argparse.Action) -> dict[str, str]:
     """Return the words of one argument of a command, with their help."""
-    words: dict[str, str] = {}
     if isinstance(action, argparse._SubParsersAction):
         # argparse keeps the help of subcommands apart from their parsers
-        help_of = {choice.dest: choice.help or "" for choice in action._choices_actions}
-        words |= {name: help_of.get(name, "") for name in action.choices}
-    elif action.help != argparse.SUPPRESS:
+        help_of = {choice.dest: choice.help for choice in action._choices_actions}
+        return {name: help_of.get(name) or "" for name in action.choices}
+    words: dict[str, str] = {}
+    if action.help != argparse.SUPPRESS:
         names = (*action.option_strings, *map(str, action.choices or ()))
         words |= dict.fromkeys(names, action.help or "")
     if action.dest == "overrides":
-        words |= {f"{key.name}=": key.help for table in key_tables() for key in table.keys}
+        words |= _key_words()
     if action.dest == "words":
         words |= {table.name: table.subject for table in key_tables()}
     return words
 
 
+def _key_words() -> dict[str, str]:
+    """Return every key of a run file as an override begins with it, with its help."""
+    return {f"{key.name}=": key.help for table in key_tables() for key in table.keys}
+
+
 def _bash_script(completions: Completions) -> str:
     commands = "|".join(f'"{command}"' for command in completions if command)
-    keys = [f"{key.name}=" for table in key_tables() for key in table.keys]
+    keys = list(_key_words())
     cases = list[str]()
     for command, words in completions.items():
         # the keys of a run file stand in the script once, as a variable

@@ -145,9 +145,9 @@ def main(args: argparse.Namespace) -> int:
     if not args.no_verify:
         _verify(config, export)
 
-    # ranks of the launcher need not verify again
     if config.world_size == 1:
         return _run_rank(config, export, args.allow, verify=False)
+    # the ranks need not verify again
     options = ["--no-verify", *(f"--allow={difference}" for difference in args.allow)]
     if export:
         options += ["--export-hf", str(export)]
@@ -283,11 +283,8 @@ def _verify(config: RunConfig, export_folder: Path | None) -> None:
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
     if export_folder:
-        lines.append(
-            check_config(
-                to_hugging_face(config.sized_model, "float32"), f"--export-hf {export_folder}"
-            )
-        )
+        exported = to_hugging_face(config.sized_model, "float32")
+        lines.append(check_config(exported, f"--export-hf {export_folder}"))
     for line in filter(None, lines):
         print(line)
 

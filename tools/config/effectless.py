@@ -1,7 +1,7 @@
 """Keys of a run file that change nothing beside its other keys: one note for each reason, before
 the first step.
 
-`NEEDS` says when such a key has an effect, and which keys decide it. Only what the user wrote is
+`EFFECT_RULES` says when such a key has an effect, and which keys decide it. Only what the user wrote is
 told, and only if it differs from the default, which claims nothing. Keys that are refused in such
 runs are in `tools.config.checks`, those without effect on the data in `tools.training.doubts`.
 """
@@ -45,7 +45,7 @@ class Tables:
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> "Tables":
         """Return those of all tables by name."""
-        return cls(**{one.name: tables[one.name] for one in fields(cls)})
+        return cls(**{field.name: tables[field.name] for field in fields(cls)})
 
     def get(self, key: str) -> Any:
         """Return the value of the dotted `key`."""
@@ -61,7 +61,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Need:
+class EffectRule:
     """Keys that have an effect only in some runs. keys, deciders: dotted, separated by spaces."""
 
     keys: str
@@ -91,9 +91,9 @@ _EXPERT_KEYS = (
 )
 
 
-def _reached(key: str) -> Need:
-    """Return the need of a number of steps: one that the run does not reach is as none."""
-    return Need(key, lambda tables: tables.get(key) <= tables.train.steps, "train.steps")
+def _reached(key: str) -> EffectRule:
+    """Return the rule of a number of steps: one that the run does not reach is as none."""
+    return EffectRule(key, lambda tables: tables.get(key) <= tables.train.steps, "train.steps")
 
 
 def _window_rope_everywhere(model: ModelConfig) -> bool:
@@ -117,123 +117,141 @@ def _recomputes(tables: Tables) -> bool:
 def _decays(optimizer: Optimizer) -> bool:
     """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
     # the rules of megaprec are no classes of torch.optim under these names
-    kind: Any = getattr(torch.optim, optimizer.name, None)
+    optimizer_class: Any = getattr(torch.optim, optimizer.name, None)
     return (
         optimizer.name.lower() in ("adamw", "sgd", "muon")
-        or "weight_decay" in inspect.signature(kind).parameters
+        or "weight_decay" in inspect.signature(optimizer_class).parameters
     )
 
 
-NEEDS: tuple[Need, ...] = (
-    Need("model.qk_norm_over", lambda tables: tables.model.qk_norm, "model.qk_norm"),
-    Need("model.rope_base", lambda tables: tables.model.positions == "rope", "model.positions"),
-    Need(
+EFFECT_RULES: tuple[EffectRule, ...] = (
+    EffectRule("model.qk_norm_over", lambda tables: tables.model.qk_norm, "model.qk_norm"),
+    EffectRule(
+        "model.rope_base", lambda tables: tables.model.positions == "rope", "model.positions"
+    ),
+    EffectRule(
         "model.rope_base model.rope_scaling",
         lambda tables: not _window_rope_everywhere(tables.model),
         "model.window_rope_base model.window_layers",
     ),
-    Need(
+    EffectRule(
         f"{_EXPERT_KEYS} model.router_correction_speed",
         lambda tables: tables.model.experts > 0,
         "model.experts",
     ),
-    Need(
+    EffectRule(
         "model.router_correction_speed",
         lambda tables: tables.model.router.correction,
         "model.router",
     ),
-    Need(
+    EffectRule(
         "model.dropout_at",
         lambda tables: tables.model.dropout > 0 or tables.model.embedding_dropout > 0,
         "model.dropout",
     ),
-    Need(
+    EffectRule(
         "model.embedding_dropout",
         lambda tables: tables.model.dropout_at != "stream",
         "model.dropout_at",
     ),
-    Need("model.init_std model.init", lambda tables: not tables.train.init_from, "train.init_from"),
-    Need(
+    EffectRule(
+        "model.init_std model.init", lambda tables: not tables.train.init_from, "train.init_from"
+    ),
+    EffectRule(
         "model.init",
         lambda tables: not (tables.model.tied and _sets_head_only(tables.model.init)),
         "model.tied",
     ),
-    Need(
+    EffectRule(
         "model.window",
         lambda tables: tables.model.window < tables.model.max_positions,
         "model.max_positions",
     ),
-    Need("model.mtp_loss_weight", lambda tables: tables.model.mtp_layers > 0, "model.mtp_layers"),
-    Need("parallel.context_by", lambda tables: tables.parallel.context > 1, "parallel.context"),
-    Need("parallel.sequence", lambda tables: tables.train.numerics == "fast", "train.numerics"),
-    Need("parallel.sequence", lambda tables: tables.parallel.tensor > 1, "parallel.tensor"),
-    Need(
+    EffectRule(
+        "model.mtp_loss_weight", lambda tables: tables.model.mtp_layers > 0, "model.mtp_layers"
+    ),
+    EffectRule(
+        "parallel.context_by", lambda tables: tables.parallel.context > 1, "parallel.context"
+    ),
+    EffectRule(
+        "parallel.sequence", lambda tables: tables.train.numerics == "fast", "train.numerics"
+    ),
+    EffectRule("parallel.sequence", lambda tables: tables.parallel.tensor > 1, "parallel.tensor"),
+    EffectRule(
         "parallel.schedule parallel.chunks",
         lambda tables: not tables.parallel.schedule_file,
         "parallel.schedule_file",
     ),
-    Need("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
-    Need(
+    EffectRule("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
+    EffectRule(
         "precision.reduce",
         lambda tables: tables.parallel.copies > 1,
         "parallel.data parallel.context",
     ),
-    Need(
+    EffectRule(
         "parallel.overlap",
         lambda tables: tables.parallel.copies > 1 or not tables.parallel.overlap,
         "parallel.data parallel.context",
     ),
-    Need("precision.pipeline", lambda tables: tables.stages > 1, "parallel.pipeline"),
-    Need("precision.buffers", lambda tables: tables.model.positions == "rope", "model.positions"),
-    Need(
+    EffectRule("precision.pipeline", lambda tables: tables.stages > 1, "parallel.pipeline"),
+    EffectRule(
+        "precision.buffers", lambda tables: tables.model.positions == "rope", "model.positions"
+    ),
+    EffectRule(
         " ".join(f"precision.{name}" for name in _SCALING_KEYS.split()),
         lambda tables: tables.precision.scaling == "dynamic",
         "precision.scaling",
     ),
-    Need(
+    EffectRule(
         "precision.hysteresis_refill",
         lambda tables: tables.precision.hysteresis > 1,
         "precision.hysteresis",
     ),
-    Need(
+    EffectRule(
         "precision.patience",
         lambda tables: tables.precision.on_nonfinite == "skip",
         "precision.on_nonfinite",
     ),
-    Need(
+    EffectRule(
         " ".join(f"fp8.{name}" for name in _FP8_KEYS),
         lambda tables: tables.fp8.kind != "none",
         "fp8.kind",
     ),
-    Need(
+    EffectRule(
         "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
         lambda tables: tables.fp8.kind == "delayed",
         "fp8.kind",
     ),
-    Need("fp8.history_length", lambda tables: tables.fp8.amax_algo == "max", "fp8.amax_algo"),
-    Need("fp8.reduce_over", lambda tables: tables.fp8.reduce_amax, "fp8.reduce_amax"),
-    Need("fp8.power_2_scales", lambda tables: tables.fp8.kind != "mx", "fp8.kind"),
-    Need("fp8.calibrate", lambda tables: not tables.fp8.calibrating, "fp8.calibrating"),
-    Need(
+    EffectRule("fp8.history_length", lambda tables: tables.fp8.amax_algo == "max", "fp8.amax_algo"),
+    EffectRule("fp8.reduce_over", lambda tables: tables.fp8.reduce_amax, "fp8.reduce_amax"),
+    EffectRule("fp8.power_2_scales", lambda tables: tables.fp8.kind != "mx", "fp8.kind"),
+    EffectRule("fp8.calibrate", lambda tables: not tables.fp8.calibrating, "fp8.calibrating"),
+    EffectRule(
         "fp8.shadow_loss_gap fp8.shadow_cosine",
         lambda tables: tables.fp8.shadow_every > 0,
         "fp8.shadow_every",
     ),
-    Need(
+    EffectRule(
         "optimizer.betas optimizer.eps",
         lambda tables: tables.optimizer.name.lower() in ("adamw", "muon"),
         "optimizer.name",
     ),
-    Need("optimizer.weight_decay", lambda tables: _decays(tables.optimizer), "optimizer.name"),
-    Need("lr.final lr.length", lambda tables: tables.lr.schedule != "constant", "lr.schedule"),
-    Need("lr.decay", lambda tables: tables.lr.schedule == "wsd", "lr.schedule"),
-    Need(
+    EffectRule(
+        "optimizer.weight_decay", lambda tables: _decays(tables.optimizer), "optimizer.name"
+    ),
+    EffectRule(
+        "lr.final lr.length", lambda tables: tables.lr.schedule != "constant", "lr.schedule"
+    ),
+    EffectRule("lr.decay", lambda tables: tables.lr.schedule == "wsd", "lr.schedule"),
+    EffectRule(
         "train.canonical_shards",
         lambda tables: tables.train.numerics == "canonical",
         "train.numerics",
     ),
-    Need("train.eval_batches", lambda tables: tables.train.eval_every > 0, "train.eval_every"),
-    Need(
+    EffectRule(
+        "train.eval_batches", lambda tables: tables.train.eval_every > 0, "train.eval_every"
+    ),
+    EffectRule(
         "checkpoint.keep_every", lambda tables: tables.checkpoint.keep != "all", "checkpoint.keep"
     ),
     *map(_reached, PERIODS),
@@ -247,19 +265,19 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
     A model of model.factory may read any key of [model].
     """
     reported = set[str]()
-    for need in NEEDS:
+    for rule in EFFECT_RULES:
         idle_keys = [
             key
-            for key in need.keys.split()
+            for key in rule.keys.split()
             if key in written and key not in reported and _differs_from_default(tables, key)
         ]
         if tables.model.factory:
             idle_keys = [key for key in idle_keys if not key.startswith("model.")]
-        if not idle_keys or need.holds(tables):
+        if not idle_keys or rule.holds(tables):
             continue
         # one reason is enough: a key is named once
         reported.update(idle_keys)
-        yield _effectless_line(tables, idle_keys, need.deciders.split())
+        yield _effectless_line(tables, idle_keys, rule.deciders.split())
     if "optimizer.groups" in written:
         yield from _effectless_groups(tables)
 

@@ -107,6 +107,7 @@ def _key_words() -> dict[str, str]:
 
 
 def _bash_script(completions: Completions) -> str:
+    """Return the script for bash, a case per command."""
     commands = "|".join(f'"{command}"' for command in completions if command)
     keys = list(_key_words())
     cases = list[str]()
@@ -119,6 +120,7 @@ def _bash_script(completions: Completions) -> str:
 
 
 def _fish_script(completions: Completions) -> str:
+    """Return the script for fish, a line per command and word."""
     commands = " ".join(f'"{command}"' for command in completions if command)
     lines = [FISH.format(paths=commands)]
     for command, words in completions.items():

@@ -172,8 +172,8 @@ def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterat
         else:
             reason = f"but there are {size:,} tokens: it is another one's data"
         first_id = dataset.tokens(first_outside, 1)[0]
-        place = place_of(dataset, first_outside)
-        yield BAD, "ids", f"{bounds}: {reason}; the first is {first_id} {place}"
+        location = place_of(dataset, first_outside)
+        yield BAD, "ids", f"{bounds}: {reason}; the first is {first_id} {location}"
     elif tokenizer:
         yield OK, "ids", f"{bounds}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"
 

@@ -182,6 +182,7 @@ def compare(key: str, first: Tensor, second: Tensor) -> Difference:
 
 
 def _table(differences: list[Difference]) -> Table:
+    """Return a table with a row per tensor."""
     table = Table("tensor")
     for column in ("largest difference", "mean difference", "largest value in A", "note"):
         table.add_column(column, justify="right" if column != "note" else "left")

@@ -88,11 +88,11 @@ def main(args: argparse.Namespace) -> int:
         tell_notes(config.notes, strict=False)
     folder = args.folder or (Path(config.train.folder) if config else Path())
     device = config.train.device if config else "auto"
-    asked = Asked(_layout(config), device, nearest_existing(folder), _checkpoint_bytes(config))
+    request = Asked(_layout(config), device, nearest_existing(folder), _checkpoint_bytes(config))
     if args.as_rank is not None:
-        return _as_local_rank(asked, args.as_rank)
+        return _as_local_rank(request, args.as_rank)
     if joined_world():
-        findings = list(_world_findings(asked, config, args))
+        findings = list(_world_findings(request, config, args))
     else:
         findings = list(_local_findings(config, args))
     if not findings:  # not rank 0 of a launched world
@@ -200,21 +200,21 @@ def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
         return [Finding(**fields) for fields in json.loads(read_whole(answer))]
 
 
-def _as_local_rank(asked: Asked, answer: Path) -> int:
+def _as_local_rank(request: Asked, answer: Path) -> int:
     """Be one of the local ranks; rank 0 writes its findings to `answer`."""
-    layout = asked.layout
+    layout = request.layout
     if math.prod(layout) != int(os.environ["WORLD_SIZE"]):
         layout = ANY_LAYOUT
-    place, findings, _ = take_part(replace(asked, layout=layout))
-    if place.rank == 0:
+    context, findings, _ = take_part(replace(request, layout=layout))
+    if context.rank == 0:
         # renamed when it is complete, for the parent reads whatever has the name
         unfinished = answer.with_suffix(".part")
         fields = [asdict(finding) for finding in findings]
         unfinished.write_text(json.dumps(fields), encoding="utf-8")
         unfinished.rename(answer)
-        place.tell("over", 1)
+        context.tell("over", 1)
     else:
-        place.told("over", 60.0)
+        context.told("over", 60.0)
     return 0
 
 
@@ -239,7 +239,7 @@ def _parity_hindrance(findings: Sequence[Finding], args: argparse.Namespace) -> 
 
 
 def _world_findings(
-    asked: Asked, config: RunConfig | None, args: argparse.Namespace
+    request: Asked, config: RunConfig | None, args: argparse.Namespace
 ) -> Iterator[Finding]:
     """Yield the findings on rank 0 of a launched world; take part elsewhere."""
     size = int(os.environ["WORLD_SIZE"])
@@ -248,9 +248,9 @@ def _world_findings(
             f"{size} ranks are started, but [parallel] of {args.file} needs {config.world_size}: "
             "start as many, or change the layout"
         )
-    place, findings, answered = take_part(asked)
-    if place.rank:
-        _follow_rank_0(place)
+    context, findings, answered = take_part(request)
+    if context.rank:
+        _follow_rank_0(context)
         return
     yield from findings
     reason = _parity_hindrance(findings, args)
@@ -259,14 +259,14 @@ def _world_findings(
     if reason:
         yield not_tried("parity", reason, needed=not args.no_parity)
     else:
-        yield parity_in_world(config or own_run(*place.layout), args.file or OWN_RUN, place)
-    place.tell("parity", "")
+        yield parity_in_world(config or own_run(*context.layout), args.file or OWN_RUN, context)
+    context.tell("parity", "")
     time.sleep(0.5)  # others read it before this process, which may have the store, ends
 
 
-def _follow_rank_0(place: Place) -> None:
+def _follow_rank_0(context: Place) -> None:
     """Take part in the comparison that rank 0 leads. Raises UserError if it does not answer."""
     try:
-        follow(place)
+        follow(context)
     except TimeoutError as error:
         raise UserError(f"rank 0 does not answer ({error}): see what it printed") from error

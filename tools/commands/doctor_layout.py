@@ -103,10 +103,10 @@ def parity_here(config: RunConfig, file: str) -> Finding:
         return parity(config, file, Path(folder))
 
 
-def parity_in_world(config: RunConfig, file: str, place: Place) -> Finding:
+def parity_in_world(config: RunConfig, file: str, context: Place) -> Finding:
     """Compare on the ranks of the world; called on rank 0, while the others are in `follow`."""
-    folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=place.folder))
-    launcher = Hands(_run_in_child, partial(_run_on_world, place))
+    folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=context.folder))
+    launcher = Hands(_run_in_child, partial(_run_on_world, context))
     try:
         return parity(config, file, folder, launcher)
     finally:
@@ -122,14 +122,14 @@ def _run_in_child(run: Run) -> Record:
     return gather(run.folder)
 
 
-def _run_on_world(place: Place, runs: Sequence[Run], folder: Path) -> list[Failure | None]:
+def _run_on_world(context: Place, runs: Sequence[Run], folder: Path) -> list[Failure | None]:
     """Carry out the runs on all ranks of the world."""
     for run in runs:
         run.folder.mkdir(parents=True)
         run.write()
     names = "\n".join(run.folder.name for run in runs)
     (folder / PENDING).write_text(names, encoding="utf-8")
-    place.tell("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
+    context.tell("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
     answer = within(TIME_LIMIT, carry_out, folder)
     if "value" in answer:
         dist.destroy_process_group()  # the comparison is of this process alone
@@ -138,7 +138,7 @@ def _run_on_world(place: Place, runs: Sequence[Run], folder: Path) -> list[Failu
     return [Failure(reason)] * len(runs)
 
 
-def follow(place: Place) -> None:
+def follow(context: Place) -> None:
     """Take part in the comparison that rank 0 leads, if there is one."""
-    if folder := place.told("parity", 2 * TIME_LIMIT):
+    if folder := context.told("parity", 2 * TIME_LIMIT):
         within(TIME_LIMIT, carry_out, Path(folder))

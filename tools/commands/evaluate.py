@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
     )
-    for axis, what in (
+    for axis, purpose in (
         ("tensor", "share the layers"),
         ("pipeline", "have the layers one after the other"),
     ):
@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
             type=int,
             default=1,
             metavar="N",
-            help=f"ranks that {what}, for a large model (default: 1)",
+            help=f"ranks that {purpose}, for a large model (default: 1)",
         )
     add_json(parser)
     parser.set_defaults(run=main)

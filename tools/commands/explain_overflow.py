@@ -192,8 +192,8 @@ def _microbatch_note(offender: dict[str, Any]) -> str:
 
 
 def _ids(ids: list[int] | list[str]) -> str:
-    more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-    return ", ".join(map(str, ids[:MAX_IDS])) + more
+    others = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+    return ", ".join(map(str, ids[:MAX_IDS])) + others
 
 
 def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:
@@ -215,12 +215,12 @@ def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:
 def _fact_grid(finding: Finding) -> Table:
     """Return what is known of the first tensor that was not finite."""
     if finding.module is None:
-        place = "outside of the model, in its input or its loss"
+        location = "outside of the model, in its input or its loss"
     else:
-        place = f"{finding.module or 'the model'} ({finding.kind})"
+        location = f"{finding.module or 'the model'} ({finding.kind})"
     largest_number = torch.finfo(finding.dtype).max
     facts = {
-        "arose in": place,
+        "arose in": location,
         "tensor": f"{finding.what}, {list(finding.shape)}",
         "holds": (
             f"{finding.infs} inf, {finding.nans} NaN of {finding.elements}; largest other "
@@ -235,6 +235,7 @@ def _fact_grid(finding: Finding) -> Table:
 
 
 def _grid(facts: dict[str, str]) -> Table:
+    """Return the facts in two columns, their names in bold."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -120,6 +120,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _option_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the problems of options but those of sampling."""
     if args.tokens < 0:
         yield f"--tokens {args.tokens}: give 0 or more"
     if not args.prompt and args.prompts is None:

@@ -89,6 +89,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_speeds(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how fast devices and links are."""
     speeds = parser.add_argument_group("assumptions of the predicted step")
     speeds.add_argument(
         "--tflops", type=float, metavar="T", help="peak TFLOP/s of a rank (default: the GPU's own)"
@@ -138,22 +139,24 @@ def main(args: argparse.Namespace) -> int:
     notes = [*_notes(config, target)]
     # the run in its own layout, as it would be started
     planned = plan_run(config, MemoryModel(target.device), assumed)
-    found = None
+    search_result = None
     shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
     if args.ranks and shared_speeds:
-        found = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
+        search_result = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
         if args.output:
-            _write_best(args.output, args.ranks, found)
+            _write_best(args.output, args.ranks, search_result)
     if args.json:
-        own = as_data(planned, target, assumed)
-        document = _document(own, target, assumed, found, shared_target, shared_speeds)
+        own_layout = as_data(planned, target, assumed)
+        document = _document(
+            own_layout, target, assumed, search_result, shared_target, shared_speeds
+        )
         print(json.dumps({**document, "notes": notes}, indent=2))
         return 0
     lines = [*head(config, target), *(f"note       {note}" for note in notes), ""]
     lines += [*memory_lines(planned, target), ""]
     lines += _prediction(config, planned, assumed)
-    if found and shared_speeds:
-        lines += ["", *layout_lines(found, args.ranks, shared_target, shared_speeds)]
+    if search_result and shared_speeds:
+        lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
     say("\n".join(lines))
     if args.output:
         print(f"written    {args.output}")
@@ -200,6 +203,7 @@ def _output_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _notes(config: RunConfig, target: Target) -> Iterator[str]:
+    """Yield a line for each thing that the prediction takes for granted."""
     if not config.model.vocab:
         yield (
             "model.vocab is left to the tokenizer: planned for data.vocab_size = "
@@ -297,38 +301,38 @@ def _was_written_by_plan(path: Path) -> bool:
     return path.is_file() and read_whole(path).startswith(first_words.encode())
 
 
-def _write_best(path: Path, ranks: int, found: Found) -> None:
+def _write_best(path: Path, ranks: int, search_result: Found) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
-    if not found.layouts:
-        raise UserError(f"--output {path}: {none_found(found, ranks)}; nothing is written")
+    if not search_result.layouts:
+        raise UserError(f"--output {path}: {none_found(search_result, ranks)}; nothing is written")
     # they are sorted, the fastest first
-    best = found.layouts[0].config
+    best = search_result.layouts[0].config
     write_whole(path, best.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
 
 
 def _document(
-    own: dict[str, Any],
+    own_layout: dict[str, Any],
     target: Target,
     assumed: Assumptions | None,
-    found: Found | None,
+    search_result: Found | None,
     shared_target: Target,
     shared_speeds: Assumptions | None,
 ) -> dict[str, Any]:
     """Return all that is known, for JSON.
 
-    own: about the run in its own layout. shared_target, shared_speeds: the device and the speeds of
-    the layouts found.
+    own_layout: about the run in its own layout. shared_target, shared_speeds: the device and the
+        speeds of the layouts found.
     """
     document: dict[str, Any] = {
         "device": target.name,
         "memory": target.memory,
         "usable": target.usable,
-        **own,
+        **own_layout,
         "assumed": asdict(assumed) if assumed else None,
     }
-    if found:
+    if search_result:
         document["layouts"] = [
-            as_data(planned, shared_target, shared_speeds) for planned in found.layouts
+            as_data(planned, shared_target, shared_speeds) for planned in search_result.layouts
         ]
-        document |= {"slower": found.slower, "too_large": found.too_large}
+        document |= {"slower": search_result.slower, "too_large": search_result.too_large}
     return document

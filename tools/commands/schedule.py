@@ -289,11 +289,11 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
     model = config.sized_model
     costs = config.stage_costs(model, schedule.rank_of_stage)
     target = target_of(config, args.gpu)
-    kept = list[Kept]()
+    kept_activations = list[Kept]()
     rank_bytes = list[RankBytes]()
     if not config.model.factory:  # the memory of a custom model is not known before it is built
         memory = MemoryModel(target.device)
-        kept = memory.kept(config, costs)
+        kept_activations = memory.kept(config, costs)
         rank_bytes = memory.of(config, Passes(schedule, costs))
     # times are in mean forward passes of a stage
     mean_forward = sum(cost.forward for cost in costs) / len(costs)
@@ -317,7 +317,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
         _with_transfers(relative_time, args.transfer),
         sizes,
         "mean forwards",
-        _stage_table(schedule, costs, kept, model.mtp_layers),
+        _stage_table(schedule, costs, kept_activations, model.mtp_layers),
         rank_bytes,
         f"{target.name}: {fit(rank_bytes, target)}" if rank_bytes else "",
         _measured_spans(schedule, args.measured, Path(config.train.folder) / TIMELINE),
@@ -350,7 +350,10 @@ def _measured_spans(
 
 
 def _stage_table(
-    schedule: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept], mtp_layers: int
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    kept_activations: Sequence[Kept],
+    mtp_layers: int,
 ) -> list[str]:
     """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch.
 
@@ -369,7 +372,7 @@ def _stage_table(
                 flops(cost.forward),
                 flops(cost.input),
                 flops(cost.weight),
-                size(kept[stage].activations) if kept else "not known",
+                size(kept_activations[stage].activations) if kept_activations else "not known",
             )
         )
     return aligned(rows)
@@ -409,6 +412,7 @@ def _report_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterato
 
 
 def _title(report: _ScheduleReport) -> str:
+    """Return the name of the schedule with its ranks, stages and micro-batches."""
     ranks = len(report.schedule.programs)
     stages = len(report.schedule.rank_of_stage)
     name = report.name
@@ -423,7 +427,7 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
     sizes = report.sizes
     panel = Panel("", predicted, sizes.p)
     work = sum(span.end - span.start for span in panel.computed) / sizes.p
-    held = max(_held_microbatches(report))
+    most_held = max(_held_microbatches(report))
     textbook_bubble = ""
     textbook_held = ""
     if book := TEXTBOOK.get(report.kind):
@@ -438,8 +442,8 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
         "mean work of a rank"
     )
     yield (
-        f"memory  {held:.3g}{textbook_held}: the most micro-batches whose activations a rank holds "
-        "at once, for all its stages"
+        f"memory  {most_held:.3g}{textbook_held}: the most micro-batches whose activations a rank "
+        "holds at once, for all its stages"
     )
     if report.fits:
         yield f"device  {report.fits}"

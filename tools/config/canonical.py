@@ -124,6 +124,7 @@ def _narrow_pipeline(precision: Precision, fp8: FP8) -> Iterator[str]:
 
 
 def _layout_of_scales(fp8: FP8) -> Iterator[str]:
+    """Yield a problem for each setting under which FP8 scales would depend on the layout."""
     if fp8.history == "te":
         yield (
             f'{CANONICAL} and fp8.history = "te": scales depend on the order of micro-batches; set '

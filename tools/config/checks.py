@@ -183,6 +183,7 @@ def _patterns(
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
+    """Yield a problem unless optimizer state can be cut over parallel.zero_size ranks."""
     size = parallel.zero_size
     copies = parallel.copies
     if size and copies % size:
@@ -389,6 +390,7 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 
 def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
+    """Yield a problem for settings under which the tasks of data.lm_eval are not evaluated."""
     if not data.lm_eval:
         for key in ("lm_eval_folder", "lm_eval_limit"):
             if getattr(data, key):

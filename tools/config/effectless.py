@@ -1,9 +1,10 @@
 """Keys of a run file that change nothing beside its other keys: one note for each reason, before
 the first step.
 
-`EFFECT_RULES` says when such a key has an effect, and which keys decide it. Only what the user wrote is
-told, and only if it differs from the default, which claims nothing. Keys that are refused in such
-runs are in `tools.config.checks`, those without effect on the data in `tools.training.doubts`.
+`EFFECT_RULES` says when such a key has an effect, and which keys decide it. Only what the user
+wrote is told, and only if it differs from the default, which claims nothing. Keys that are refused
+in such runs are in `tools.config.checks`, those without effect on the data in
+`tools.training.doubts`.
 """
 
 import inspect

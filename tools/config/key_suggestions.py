@@ -69,13 +69,15 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 and DeepSpeed, `tools.arguments` knows every name."""
 
 
-def unknown(settings: Mapping[str, Given], known: Mapping[str, FieldInfo | None]) -> Iterator[str]:
+def unknown(
+    settings: Mapping[str, Given], known_fields: Mapping[str, FieldInfo | None]
+) -> Iterator[str]:
     """Yield one line for each unknown key, and a single line for all keys of an unknown table.
 
-    known: all keys, as "table.name", with their fields if they have one; of two that are equally
-    similar, the first is suggested.
+    known_fields: all keys, as "table.name", with their fields if they have one; of two that are
+        equally similar, the first is suggested.
     """
-    tables = dict.fromkeys(key.partition(".")[0] for key in known)
+    tables = dict.fromkeys(key.partition(".")[0] for key in known_fields)
     reported = set[str]()
     for key, setting in settings.items():
         table, dot, _ = key.partition(".")
@@ -88,24 +90,25 @@ def unknown(settings: Mapping[str, Given], known: Mapping[str, FieldInfo | None]
                 suggestion = did_you_mean(table, tables, "[{}]")
                 yield f"[{table}] ({setting.origin}): no such table{suggestion}"
             reported.add(table)
-        elif message := _unknown_key(key, setting, known):
+        elif message := _unknown_key(key, setting, known_fields):
             yield message
 
 
-def _unknown_key(key: str, setting: Given, known: Mapping[str, FieldInfo | None]) -> str:
+def _unknown_key(key: str, setting: Given, known_fields: Mapping[str, FieldInfo | None]) -> str:
     """Return the line about a key of a known table, or without a table; "" if it is known."""
     table, dot, name = key.partition(".")
     printed = f"{key} = {toml(setting.value)} ({setting.origin})"
-    of_table = _keys_of(table, known)
+    of_table = _keys_of(table, known_fields)
     if not dot and of_table:
         return f"{printed}: a table, not a key; give keys of it, as {of_table[0]}"
     outer, _, part = key.rpartition(".")
-    if outer in known:
+    if outer in known_fields:
         example = f"{{{part} = {toml(setting.value)}, ...}}"
-        return f"{key} ({setting.origin}): {outer} {_as_a_whole(outer, known[outer], example)}"
-    if key in known:
+        remedy = _as_a_whole(outer, known_fields[outer], example)
+        return f"{key} ({setting.origin}): {outer} {remedy}"
+    if key in known_fields:
         return ""
-    return f"{printed}: no such key{_suggestion(table, name or key, known)}"
+    return f"{printed}: no such key{_suggestion(table, name or key, known_fields)}"
 
 
 def _as_a_whole(key: str, field: FieldInfo | None, example: str) -> str:
@@ -117,17 +120,17 @@ def _as_a_whole(key: str, field: FieldInfo | None, example: str) -> str:
     return f"has no keys of its own: give {key}=VALUE"
 
 
-def _keys_of(table: str, known: Collection[str]) -> list[str]:
-    return [key for key in known if key.startswith(f"{table}.")]
+def _keys_of(table: str, known_keys: Collection[str]) -> list[str]:
+    return [key for key in known_keys if key.startswith(f"{table}.")]
 
 
-def _suggestion(table: str, name: str, known: Collection[str]) -> str:
+def _suggestion(table: str, name: str, known_keys: Collection[str]) -> str:
     """Return a hint at the key that `name` means elsewhere, or why there is none; otherwise at the
     most similar key, preferably of `table`.
     """
     first = name.partition(".")[0]
     # of keys with the same name the last counts: those of `table`
-    keys = {key.partition(".")[2]: key for key in (*known, *_keys_of(table, known))}
+    keys = {key.partition(".")[2]: key for key in (*known_keys, *_keys_of(table, known_keys))}
     if first in keys:
         return f"; did you mean {keys[first]}?"
     if answer := _answer(name) or _answer(first):

@@ -35,7 +35,7 @@ SCALING = {
 NATIVE_ONLY = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
 """Native keys that no dialect has words for."""
 # not functions, which no file has
-FP8_KEYS = tuple(f.name for f in fields(FP8Recipe) if f.name in FP8.model_fields)
+FP8_KEYS = tuple(field.name for field in fields(FP8Recipe) if field.name in FP8.model_fields)
 _UNLIKE_THEIR_NAME: Mapping[str, tuple[str, ...]] = {
     "remainders": ("precision.masters",),
     "sensitive": (),
@@ -207,12 +207,12 @@ def take_renamed(settings: dict[str, Given]) -> tuple[str, ...]:
 
 
 def resolve_dialect(
-    settings: dict[str, Given], known: frozenset[str] | None
+    settings: dict[str, Given], known_keys: frozenset[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
     """Replace the tables of a dialect in `settings` by native keys.
 
-    known: all keys of a run file; a decision without such a key is then a problem. Returns notes on
-    how the dialect was understood, and problems.
+    known_keys: all keys of a run file; a decision without such a key is then a problem. Returns
+        notes on how the dialect was understood, and problems.
     """
     dialects = dict[str, dict[str, Given]]()
     for name in DIALECTS:
@@ -240,7 +240,7 @@ def resolve_dialect(
         problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {remedy}")
     for key, decision in resolved.settings.items():
         decided = Given(decision.value, decision.origin)
-        problems += _settle(settings, key, decided, decision.given, known)
+        problems += _settle(settings, key, decided, decision.given, known_keys)
     _add_native(settings, resolved.plan)
     return resolved.notes, problems
 
@@ -321,13 +321,13 @@ def _settle(
     key: str,
     decided: Given,
     explicit: bool,
-    known: frozenset[str] | None,
+    known_keys: frozenset[str] | None,
 ) -> Iterator[str]:
     """Add a dialect's decision on a run-file key to `settings`; only a key that the dialect's user
     has written can contradict it.
     """
     written = settings.get(key)
-    if known is not None and key not in known:
+    if known_keys is not None and key not in known_keys:
         yield f"{decided.origin} = {toml(decided.value)}: not supported yet"
     elif written is None:
         settings[key] = decided

@@ -321,14 +321,14 @@ def given_in(
 
 
 def _resolve(
-    settings: dict[str, Given], known: frozenset[str] | None
+    settings: dict[str, Given], own_keys: frozenset[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
     """Replace in `settings` the keys of other systems by native ones. Returns notes and problems.
 
-    known: see `resolve_dialect`.
+    own_keys: see `resolve_dialect`.
     """
     notes, problems = take_plan_only(settings)
-    dialect_notes, dialect_problems = resolve_dialect(settings, known)
+    dialect_notes, dialect_problems = resolve_dialect(settings, own_keys)
     return (*notes, *dialect_notes), problems + dialect_problems
 
 

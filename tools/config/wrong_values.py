@@ -85,7 +85,9 @@ def _join_alternatives(
             continue
         # without the name of the type, which pydantic puts behind the key
         first, *others = [_requirement({**finding, "loc": key}) for finding in of_key]
-        message = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+        message = " or ".join(
+            [first, *(alternative.removeprefix("must be ") for alternative in others)]
+        )
         yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 

@@ -31,6 +31,8 @@ def duration(seconds: float) -> str:
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    """Return a number in the largest of the units, each `base` times the one before, that leaves a
+    digit before the point."""
     power = 0
     # three digits at most are shown: 999.5 is already 1,000
     while count >= 999.5 and power < len(units) - 1:

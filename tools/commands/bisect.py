@@ -85,6 +85,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
+    # a link to the same run is the same run
     if Path(args.a).exists() and Path(args.b).exists() and Path(args.a).samefile(args.b):
         raise UserError(
             f"{args.a} and {args.b} are the same run: give two; megaprec prove compares a run "
@@ -235,6 +236,7 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
 
 def _prepare_config(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
     """Return the run as it is taken again: in its own size, on its own data, on the CPU."""
+    # the limits of layouts are for small runs only
     return with_vocabulary(made_ready(config, Most(1, 1, 1), True, steps, folder), corpus)
 
 

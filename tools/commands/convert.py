@@ -144,6 +144,7 @@ def _given_tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
         raise UserError(
             f"--tokenizer {file}: {source.path} has a tokenizer of its own: leave it out"
         )
+    # raises for a file that cannot be read, before anything is written
     load_tokenizer(file)
     return file, *settings_of(file)
 
@@ -183,6 +184,7 @@ def write_model(
     verify: also check that transformers computes the same logits for each config.json that is read
         or written.
     """
+    # a broken link is something too
     if os.path.lexists(destination):
         raise UserError(f"{destination} exists already: give another folder, or remove it")
     tokenizer_notes = _tokenizer_notes(source, to, destination)
@@ -208,6 +210,7 @@ def _tokenizer_notes(source: Source, to: str, destination: Path) -> list[str]:
     if tokenizer is not None:
         notes += tokenizer.notes
     notes += begin_note(source, tokenizer)
+    # only a Hugging Face folder names the class of its tokenizer
     if to == "hf":
         notes += class_note(source.tokenizer)
     if tokenizer is not None and to == "megatron":

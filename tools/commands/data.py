@@ -159,6 +159,7 @@ def build(args: argparse.Namespace) -> int:
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     if args.tokenizer:
         _print_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
+    # beside the data set, so that all hosts of a shared folder see it
     lock = args.prefix.with_name(f".{args.prefix.name}.lock")
     start = time.perf_counter()
     with alone(lock, partial(_print_waiting, args.prefix)), building(source) as on_progress:
@@ -215,6 +216,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    # `building` does it for a data set
     tell_left_out(source)
     texts = (text for _, text in source)
     if path.suffix == ".json":

@@ -90,6 +90,7 @@ def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Ite
 
 def _text_findings(path: str, text_field: str) -> Iterator[Finding]:
     """Yield the findings on a text, whose documents are counted."""
+    # files that `data build` would leave out are named below
     source = open_source(path, text_field=text_field)
     documents = 0
     chars = 0
@@ -124,6 +125,7 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
     except UserError as error:
         yield from _problems("index", error)
         return
+    # the other checks need an id
     if not dataset.num_tokens:
         yield BAD, "index", "there is no token"
         return
@@ -219,6 +221,7 @@ def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> It
     except UserError as error:
         yield from _problems("record", error)
         return
+    # the file is there, and was read
     assert record is not None
     if unknown := record.get("unknown"):
         yield NOTE, "unknown", f"{unknown:,} tokens stand for text that the tokenizer does not know"

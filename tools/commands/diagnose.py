@@ -48,6 +48,7 @@ def describe(records: Sequence[EndRecord]) -> list[str]:
     for record in records:
         position_of |= {beat.rank: beat for beat in record.others}
     position_of |= {rank: record.rank for rank, record in record_of.items()}
+    # by records and heartbeats, for either may know of more ranks
     ranks = range(max(max(position_of) + 1, *(record.ranks for record in records)))
     lines = [f"culprit    {_cause(records, set(ranks) - set(record_of))}"]
     for rank in ranks:

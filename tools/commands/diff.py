@@ -117,6 +117,7 @@ def compare_models(first: Source, second: Source, title: str) -> Comparison:
         for key in shared:
             differences.append(compare(key, first.read(key), second.read(key)))
             report(1, key)
+    # of equally large differences by name, so that the output is the same each time
     differences.sort(key=lambda difference: (-difference.largest, difference.key))
     differing = [difference for difference in differences if difference.differs]
     notes = dict.fromkeys((*first.facts.notes, *second.facts.notes))
@@ -163,6 +164,7 @@ def _print_only_in(path: Path, keys: list[str]) -> None:
 def compare(key: str, first: Tensor, second: Tensor) -> Difference:
     """Return the difference of two tensors. NaN differs from everything, NaN included."""
     if first.shape != second.shape:
+        # nothing can be compared element by element
         shapes = f"{list(first.shape)} and {list(second.shape)}"
         return Difference(key, math.inf, math.inf, 0.0, shapes)
     largest = 0.0

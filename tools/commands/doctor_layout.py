@@ -69,8 +69,8 @@ def parity(config: RunConfig, file: str, folder: Path, launcher: Hands | None = 
     )
     try:
         certificate = certify(config, options, folder, lambda text: None, launcher or Hands())
-    # the small run cannot have the layout
     except UserError as error:
+        # the small run cannot have the layout
         return not_tried("parity", str(error.problems[0]), needed=True)
     (entry,) = certificate["layouts"]
     if entry["verdict"] == PROVEN:

@@ -147,6 +147,7 @@ def _rank_command(args: argparse.Namespace) -> list[str]:
     options += [f"--data={source}" for source in args.data]
     if args.json:
         options.append("--json")
+    # a model may have a name that begins with a dash
     return ["evaluate", *options, "--", str(args.model)]
 
 
@@ -215,6 +216,7 @@ def _named_sets(options: list[str]) -> dict[str, str]:
 def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     """Return window and stride in tokens. Raises UserError if the model has fewer `positions`, or
     if the stride is longer than the window."""
+    # as much context as the model has positions
     window = positions if args.window is None else args.window
     stride = window if args.stride is None else args.stride
     problems = []

@@ -67,6 +67,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"{args.folder} is not a run folder: it has no {METRICS}")
     if args.last < 1:
         raise UserError(f"--last {args.last}: give at least 1")
+    # the newest are last
     events = _select_events(read_events(args.folder), args.step)[-args.last :]
     note = odd_lines(args.folder / EVENTS)
     # before the replay, which takes a while
@@ -119,6 +120,7 @@ def _console() -> Console:
     console = Console()
     if console.is_terminal:
         return console
+    # names of tensors are long
     return Console(width=max(console.width, PIPE_COLUMNS))
 
 
@@ -144,6 +146,7 @@ def table(event: dict[str, Any]) -> Table:
         f"step {event['step']} {outcome} at loss scale {float(event['loss_scale']):g}, {samples}"
     )
     offenders = event["offenders"]
+    # each note once, for several offenders may need it
     notes = dict.fromkeys(_microbatch_note(offender) for offender in offenders)
     rows = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows.caption = "\n".join(filter(None, notes))

@@ -131,6 +131,7 @@ def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[P
     The tokens of an expert are counted as if all experts had equally many.
     """
     tokens = config.train.micro_batch * config.train.seq_length
+    # equal weights of all layers are one line
     counts = Counter[tuple[str, tuple[int, int], str]]()
     for weight in reaches(config, model, recipe):
         # the same weight of all layers and all experts counts as one kind
@@ -259,6 +260,7 @@ def _note_lines(judged: Sequence[Product], config: RunConfig, other_flops: float
             "make micro-batches larger"
         )
     tokens = config.train.micro_batch * config.train.seq_length
+    # FP8 products need multiples of 16 in the dimension that is summed
     if tokens % 16:
         lines.append(
             f"advice     {tokens} tokens are not a multiple of 16: weight gradients are padded "

@@ -102,6 +102,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
+    # on stderr, for stdout is the text alone
     for note in (*model.notes, *_unfollowed_notes(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)
     # nothing is computed yet: a generation runs while its pieces are taken
@@ -179,6 +180,7 @@ def _unfollowed_notes(path: Path, sampling: Sampling, model: Loaded[CachedStage]
 
 def _stream(prompt: str, generation: Generation) -> None:
     """Print a prompt and its continuation, piece by piece as it is generated."""
+    # the text goes on where the prompt ends
     print(prompt, end="", flush=True)
     for piece in generation:
         # a text from anywhere must not steer the terminal
@@ -202,6 +204,7 @@ def _note_slid_windows(model: Loaded[CachedStage], generations: list[Generation]
     it."""
     if any(generation.slid for generation in generations):
         positions = model.stage.config.max_positions
+        # else the note could stand above the text
         sys.stdout.flush()
         print(
             f"note: the model has {positions} positions (model.max_positions): beyond them, each "

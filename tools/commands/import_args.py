@@ -73,6 +73,7 @@ def main(args: argparse.Namespace) -> int:
     settings, problems = given_in(None, keys)
     if problems:
         raise UserError(*problems)
+    # as Megatron-LM's argparse names them
     dropped = frozenset(name.lstrip("-").replace("-", "_") for name in args.drop)
     if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
         raise UserError(f"--ranks {args.ranks}: give a number from 1 to {MAX_RANKS}")

@@ -213,6 +213,7 @@ def _digests(source: Source, report: Any) -> tuple[list[_TensorEntry], dict[str,
 def _digest(values: Tensor) -> str:
     """Return the SHA-256 of dtype, shape and values."""
     sha256 = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
+    # the bytes as they are in memory, whatever the format of the file
     sha256.update(raw(values))
     return sha256.hexdigest()
 

@@ -107,6 +107,7 @@ def _unknown_word(word: str, tables: Sequence[KeyTable]) -> str:
     # of keys with the same name the first counts
     suggestions = {key.partition(".")[2]: key for key in reversed(keys)}
     suggestions |= {key: key for key in keys}
+    # a table is stronger than a key of its name
     suggestions |= {table.name: table.name for table in tables}
     similar = closest(word.lower(), suggestions)
     hint = f"; did you mean {suggestions[similar]}?" if similar else ""

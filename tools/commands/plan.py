@@ -145,6 +145,7 @@ def main(args: argparse.Namespace) -> int:
         search_result = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
         if args.output:
             _write_best(args.output, args.ranks, search_result)
+    # one document, and no line about the file
     if args.json:
         own_layout = as_data(planned, target, assumed)
         document = _document(
@@ -179,6 +180,7 @@ def _check_options(args: argparse.Namespace) -> None:
             problems.append(f"{name} {value:g}: give a number above 0")
     if not 0 < args.efficiency <= 1:
         problems.append(f"--efficiency {args.efficiency:g}: give a fraction above 0, at most 1")
+    # 0 is no number of ranks, and None is no --ranks
     if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
         problems.append(f"--ranks {args.ranks}: give a number from 1 to {MAX_RANKS:,}")
     if args.machine < 1:

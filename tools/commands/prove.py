@@ -136,8 +136,8 @@ def certify(
     rows: list[Row]
     try:
         rows = list(proof(room, span, layout))
-    # without the straight run there is nothing to compare with
     except Failure as failure:
+        # without the straight run there is nothing to compare with
         untried = {
             "row": STRAIGHT,
             "steps": [span.first + 1, span.last],

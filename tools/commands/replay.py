@@ -139,6 +139,7 @@ def _catch_up(trainer: Trainer, step: int, start: str) -> None:
     console = Console(stderr=True)
     done = trainer.progress.step
     title = f"repeating steps {done + 1} to {step - 1}" if done < step - 1 else "no step to repeat"
+    # also where no bar is shown
     console.print(f"from {start}: {title}", highlight=False)
     steps = range(done, step - 1)
     hidden = not console.is_terminal
@@ -158,6 +159,7 @@ def _trace_step(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
         traced = microbatch, trace
         if trace.found is not None:
             break
+    # a step has at least one micro-batch
     assert traced
     return traced
 

@@ -246,6 +246,7 @@ def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
         schedule = read_schedule(args.own)
     else:
         schedule = plan_equal(args.kind, args.pipeline, args.microbatches, args.chunks)
+    # other instructions take no time; messages get theirs below
     times = {
         Op.FORWARD: forward,
         Op.BACKWARD: of_input + of_weight,
@@ -394,6 +395,7 @@ def _stage_content(cost: StageCost, mtp_layers: int) -> str:
 def _report_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[str]:
     """Yield the lines of the report."""
     ranks = len(report.schedule.programs)
+    # a pipe is as wide as 120 columns
     width = shutil.get_terminal_size((120, 40)).columns
     yield _title(report)
     if report.table:
@@ -426,6 +428,7 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
     """Yield a line each on bubble, step, memory and, if it is known, the device."""
     sizes = report.sizes
     panel = Panel("", predicted, sizes.p)
+    # the mean over ranks, which differ where the last stage has a head
     work = sum(span.end - span.start for span in panel.computed) / sizes.p
     most_held = max(_held_microbatches(report))
     textbook_bubble = ""
@@ -482,6 +485,7 @@ def _write_output(report: _ScheduleReport, predicted: Sequence[Span], path: Path
     elif path.suffix == ".json":
         write_trace(path, predicted, f"{_title(report)} (predicted, 1 s is one of {report.unit})")
     else:
+        # a picture, .svg or .png
         draw(
             _title(report), [*_fact_lines(report, predicted)], _timeline_panels(report, predicted)
         ).save(path)
@@ -493,6 +497,7 @@ def _timeline_panels(report: _ScheduleReport, predicted: Sequence[Span]) -> list
     """
     ranks = len(report.schedule.programs)
     headings, *rows = _rank_table(report, predicted)
+    # the first two columns are the rank and its stages
     columns = list(zip(*rows, strict=True))
     facts = dict(zip(headings[2:], columns[2:], strict=True))
     if not report.measured:

@@ -367,8 +367,8 @@ def _write_plots(config: RunConfig) -> list[Path]:
     folder = Path(config.train.folder)
     try:
         plots = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
-    # a run that has trained is not lost for a picture
     except OSError as error:
+        # a run that has trained is not lost for a picture
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
         return []
     return [plot for plot in plots if plot is not None]

@@ -115,6 +115,7 @@ def _narrow_pipeline(precision: Precision, fp8: FP8) -> Iterator[str]:
         plan = plan_of(precision, fp8)
     except UserError:
         return  # another rule reports it
+    # unless the dtype between stages holds every number of the residual stream
     if torch.promote_types(plan.pipeline, plan.residual) != plan.pipeline:
         yield (
             f'{CANONICAL} and precision.pipeline = "{precision.pipeline}": stages would round what '

@@ -84,6 +84,7 @@ def make_rule(optimizer: Optimizer) -> UpdateRule:
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says.
     Raises UserError."""
+    # the length of the whole run, if lr.length is 0
     length = lr.length or train.steps * (train.global_batch if lr.unit == "samples" else 1)
     return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay)
 
@@ -173,6 +174,7 @@ def _patterns(
             by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
     if model.factory or not (groups or precision.keep_fp32 or by_adamw):
         return
+    # known without building the model
     names = [*logical_shapes(sized(model, data))]
     for key, patterns in (
         ("optimizer.groups", groups),
@@ -292,6 +294,7 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
 def _microbatches(train: Train, parallel: Parallel) -> int:
     """Return the micro-batches of a step; 1 if the batch does not divide, which `_batch`
     reports."""
+    # a schedule needs one at least
     return max(1, train.global_batch // (train.micro_batch * parallel.data))
 
 
@@ -374,6 +377,7 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
             f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set "
             "it to 0.02, for example, or name sets in data.validation"
         )
+    # further sets beside the held-out part
     names = [part.name for part in data.validation]
     for name in dict.fromkeys(names):
         # a name becomes part of keys in metrics.jsonl and of tags of trackers

@@ -112,6 +112,7 @@ def _recomputes(tables: Tables) -> bool:
     if parallel.recompute != "full" or parallel.recompute_layers > 0:
         return True
     most_layers = tables.model.layers - tables.stages + 1  # every other stage has one
+    # rounded down, a small fraction of few layers is no layer
     return int(most_layers * parallel.recompute_fraction) > 0
 
 
@@ -272,6 +273,7 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
             for key in rule.keys.split()
             if key in written and key not in reported and _differs_from_default(tables, key)
         ]
+        # who knows what a custom model reads
         if tables.model.factory:
             idle_keys = [key for key in idle_keys if not key.startswith("model.")]
         if not idle_keys or rule.holds(tables):

@@ -78,6 +78,7 @@ def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
     is none."""
     if config.world_size <= ranks:
         return Fitting(config.parallel)
+    # the first that fits is the largest
     for sizes in _largest_first(config, ranks):
         if fitting := fitted(config, dict(zip(AXES, sizes, strict=True))):
             return fitting

@@ -117,9 +117,11 @@ class RunConfig(BaseModel):
         """Return the layers of `model` in each stage and their FLOPs per micro-batch."""
         train = self.train
         stages = len(rank_of_stage)
-        given_cuts = self.parallel.cuts
-        layers = cuts(model, stages, train.seq_length, given_cuts, rank_of_stage, self.recompute)
-        return stage_costs(model, layers, train.seq_length, train.micro_batch, self.recompute)
+        recompute = self.recompute
+        stage_cuts = cuts(
+            model, stages, train.seq_length, self.parallel.cuts, rank_of_stage, recompute
+        )
+        return stage_costs(model, stage_cuts, train.seq_length, train.micro_batch, recompute)
 
     @property
     def sized_model(self) -> ModelConfig:

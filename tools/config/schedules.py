@@ -81,8 +81,8 @@ def read_schedule(path: str) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"schedule {path}: cannot be read ({reason})") from error
-    # problems of the text do not name the file
     except UserError as error:
+        # problems of the text do not name the file
         raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
 
 

@@ -79,6 +79,7 @@ def guard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
+            # it takes the lowest free number, which is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = _guard(sys.stdout, 1, _GuardedOutput)
     sys.stderr = _guard(sys.stderr, 2, _GuardedError)
@@ -87,6 +88,7 @@ def guard_streams() -> None:
 def _guard(stream: TextIO | None, number: int, kind: type[_GuardedError]) -> TextIO:
     """Return the stream over a file of this kind; as it is if it is not the process's own stream of
     this number."""
+    # the process was started with a closed stream
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
@@ -95,6 +97,7 @@ def _guard(stream: TextIO | None, number: int, kind: type[_GuardedError]) -> Tex
     if type(raw_file) is not io.FileIO or raw_file.fileno() != number:
         stream.reconfigure(errors="backslashreplace")
         return stream
+    # what was written so far goes out first
     stream.flush()
     guarded = kind(number, "w", closefd=False)
     guarded.before = stream  # which closes the file when it is no longer referred to

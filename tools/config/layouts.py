@@ -80,7 +80,9 @@ def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
         return Fitting(config.parallel)
     # the first that fits is the largest
     for sizes in _largest_first(config, ranks):
-        if fitting := fitted(config, dict(zip(AXES, sizes, strict=True))):
+        axes = dict(zip(AXES, sizes, strict=True))
+        fitting = fitted(config, axes)
+        if fitting:
             return fitting
     return None
 
@@ -124,12 +126,15 @@ def in_words(parallel: Parallel) -> str:
     A context of 1 is left out.
     """
     axes = " x ".join(f"{axis} {size}" for axis, size in _axis_sizes(parallel))
-    experts = f", experts over {parallel.expert}" if parallel.expert > 1 else ""
-    if 0 < parallel.expert_tensor != parallel.tensor:
-        plural = "" if parallel.expert_tensor == 1 else "s"
-        experts = f"{experts or ', experts'} in {parallel.expert_tensor} slice{plural}"
-    ranks = f"{parallel.ranks} rank{'' if parallel.ranks == 1 else 's'}"
-    return f"{axes} = {ranks}{experts}"
+    unit = "rank" if parallel.ranks == 1 else "ranks"
+    experts = ""
+    if parallel.expert > 1:
+        experts = f", experts over {parallel.expert}"
+    slices = parallel.expert_tensor
+    if slices > 0 and slices != parallel.tensor:
+        experts = experts or ", experts"
+        experts += f" in {slices} slice" if slices == 1 else f" in {slices} slices"
+    return f"{axes} = {parallel.ranks} {unit}{experts}"
 
 
 def in_keys(parallel: Parallel) -> str:
@@ -139,5 +144,12 @@ def in_keys(parallel: Parallel) -> str:
 
 def _axis_sizes(parallel: Parallel) -> list[tuple[str, int]]:
     """Return the axes with their sizes, without a context of 1."""
-    sizes = [(axis, getattr(parallel, axis)) for axis in AXES]
-    return [(axis, size) for axis, size in sizes if size > 1 or axis != "context"]
+    sizes = [
+        ("tensor", parallel.tensor),
+        ("pipeline", parallel.pipeline),
+        ("context", parallel.context),
+        ("data", parallel.data),
+    ]
+    if parallel.context == 1:
+        sizes.remove(("context", 1))
+    return sizes

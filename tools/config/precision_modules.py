@@ -13,7 +13,14 @@ from models.config import ModelConfig
 from tools.convert.core.rules import logical_shapes
 
 ROLES: tuple[str, ...] = ("compute", "parameter", "gradient", "reduce", "master", "moment")
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "16 bits": 2, "fp8": 1}
+BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "16 bits": 2,
+    "fp8": 1,
+}
 NOT_LINEAR = ("norm", "router", "shared_gate")  # parts of the names of other weights
 
 
@@ -85,18 +92,19 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
     """Return the dtype of each role for the parameter of this logical name."""
     parameter = plan.param_dtype(name)
     compute = plan.compute_dtype(name)
-    # a parameter that is computed with in the sensitive dtype has all of its state in it
-    sensitive = parameter == compute == plan.sensitive
-    dtypes = {
-        "compute": compute,
-        "parameter": parameter,
-        "gradient": plan.sensitive if sensitive else plan.gradients,
-        "reduce": plan.sensitive if sensitive else plan.reduce,
-        "master": plan.sensitive if sensitive else plan.masters,
-        "moment": plan.sensitive if sensitive else plan.moments,
+    state = {
+        "gradient": plan.gradients,
+        "reduce": plan.reduce,
+        "master": plan.masters,
+        "moment": plan.moments,
     }
+    # a parameter that is computed with in the sensitive dtype has all of its state in it
+    is_sensitive = parameter == compute == plan.sensitive
+    if is_sensitive:
+        state = dict.fromkeys(state, plan.sensitive)
+    dtypes = {"compute": compute, "parameter": parameter, **state}
     names = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
-    if sensitive:
+    if is_sensitive:
         return names
     # FP8 replaces the dtype of products, and of weights where no wide copy is kept
     if plan.fp8 is not None and _in_fp8(plan.fp8, name, layer, layers):
@@ -118,8 +126,16 @@ def _in_fp8(recipe: FP8Recipe, name: str, layer: int, layers: int) -> bool:
 
 def _row(name: str, elements: int, dtypes: dict[str, str]) -> Row:
     """Return the row of a module with so many elements."""
-    sizes = {role: elements * BYTES[dtypes[role]] for role in ("parameter", "gradient", "master")}
+
+    def size(role: str) -> int:
+        return elements * BYTES[dtypes[role]]
+
+    sizes = {
+        "parameter": size("parameter"),
+        "gradient": size("gradient"),
+        "master": size("master"),
+        "moment": 2 * size("moment"),
+    }
     if dtypes["master"] == dtypes["parameter"]:
         sizes["master"] = 0  # the parameter is its own master
-    sizes["moment"] = 2 * elements * BYTES[dtypes["moment"]]
     return Row(name, dtypes, sizes)

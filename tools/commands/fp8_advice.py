@@ -131,7 +131,6 @@ def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[P
     The tokens of an expert are counted as if all experts had equally many.
     """
     tokens = config.train.micro_batch * config.train.seq_length
-    # equal weights of all layers are one line
     counts = Counter[tuple[str, tuple[int, int], str]]()
     for weight in reaches(config, model, recipe):
         # the same weight of all layers and all experts counts as one kind

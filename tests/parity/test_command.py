@@ -185,7 +185,7 @@ def test_keys_that_a_layout_is_compared_without_are_told(
     made = {"verdict": "proven", "changes": {}, "not_tried": [], "layouts": [entry], **counts}
     show(made, Console(width=200))
     assert "not tried: parallel.cuts (pp=2 in float64: " in capsys.readouterr().out
-    monkeypatch.setattr(doctor_layout, "proven", lambda *_: made)
+    monkeypatch.setattr(doctor_layout, "certify", lambda *_: made)
     config = doctor_layout.own_run(2, 1, 1)
     found = doctor_layout.parity(config, "run.toml", tmp_path)
     assert found.said.endswith("; not tried with parallel.cuts, which the small run cannot have")

@@ -25,7 +25,7 @@ from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
 TIED_KEYS = ("cuts", "schedule_file", "zero_size")  # keys for a certain number of ranks
-AXES = ("tensor", "pipeline", "context", "data")
+AXES: tuple[str, ...] = ("tensor", "pipeline", "context", "data")
 ALONE = Parallel()
 
 

@@ -59,6 +59,10 @@ FOLLOWS = {
     "scaling": "compute",
 }
 """Fields that follow another where none of their keys is given."""
+# fields by the way in which a key is made of them
+_DTYPES = ("compute", "parameters", "residual", "pipeline", "attention")
+_WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
+_PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
 
 
 def loss_scaling(precision: Precision) -> LossScaling:
@@ -162,13 +166,6 @@ def _scaling_keys(scaling: LossScaling) -> dict[str, Any]:
         keys["loss_scale"] = scaling.initial
         keys["initial_scale"] = LossScaling().initial
     return keys
-
-
-_DTYPES = ("compute", "parameters", "residual", "pipeline", "attention")
-
-
-_WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
-_PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
 
 
 def take_plan_only(settings: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:

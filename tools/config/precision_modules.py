@@ -38,7 +38,7 @@ class Row:
     bytes: dict[str, int]
 
 
-class Alike(NamedTuple):
+class ModuleDtypes(NamedTuple):
     """Modules of several layers with equal dtypes. module: "layers.*.attention". dtypes: in the
     order of ROLES."""
 
@@ -48,19 +48,19 @@ class Alike(NamedTuple):
 
 def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
     """Return a row per module, equal ones of all layers together, in the order of the model."""
-    elements = dict[Alike, dict[int, int]]()  # by layer
+    elements = dict[ModuleDtypes, dict[int, int]]()  # by layer
     for name, shape in logical_shapes(config).items():
         module, layer = _split_layer(name)
         dtypes = _dtypes(plan, name, layer, config.layers)
-        alike = Alike(module, tuple(dtypes.values()))
-        by_layer = elements.setdefault(alike, {})
+        same_modules = ModuleDtypes(module, tuple(dtypes.values()))
+        by_layer = elements.setdefault(same_modules, {})
         by_layer[layer] = by_layer.get(layer, 0) + prod(shape)
 
     table = list[Row]()
-    for alike, by_layer in elements.items():
-        dtypes = dict(zip(ROLES, alike.dtypes, strict=True))
+    for same_modules, by_layer in elements.items():
+        dtypes = dict(zip(ROLES, same_modules.dtypes, strict=True))
         for span, count in spans(by_layer):
-            name = alike.module.replace("*", span)
+            name = same_modules.module.replace("*", span)
             table.append(_row(name, count, dtypes))
     return table
 

@@ -54,8 +54,8 @@ from tools.training.endings import CODES, ON_PURPOSE, reported
 from tools.training.launch import is_consequence, must_tell, note_failure, started_here
 from tools.training.signals import Stopped
 
-LOOKS = 4  # at a run whose checkpoints are replaced
-READERS = (
+MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
+RETRIED_COMMANDS = (
     inspect.main,
     diff.main,
     generate.main,
@@ -80,16 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    args = _parsed(argv)
-    joined = dist.is_initialized()
+    args = _parse(argv)
+    joined_before = dist.is_initialized()  # by who calls this in a process of its own
     try:
         code = _run(args)
     except Exception:
-        if joined or not dist.is_initialized():
+        if joined_before or not dist.is_initialized():
             raise
         traceback.print_exc()
         code = 1
-    if not joined and dist.is_initialized():
+    # a world that is left over would keep the process at its exit, waiting for other ranks
+    if not joined_before and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -97,13 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Run a command and answer what it raises; return the exit code."""
     try:
-        code = _looking_again(args)
+        code = _run_with_retries(args)
         sys.stdout.flush()  # here, where a closed pipe can still be told from a fault
         return code
-    except (
-        BrokenPipeError
-    ):  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
+    except BrokenPipeError:
+        # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -112,41 +113,43 @@ def _run(args: argparse.Namespace) -> int:
         return 130
     except Exception as error:
         note_failure(error)
-        told = reported(error)
-        if isinstance(told, Stopped):  # the first rank has printed it
-            return told.code
-        if (
-            is_consequence(told) and started_here()
-        ):  # the launcher tells the reason of the rank that was first
+        cause = reported(error)
+        if isinstance(cause, Stopped):  # the first rank has printed it
+            return cause.code
+        if is_consequence(cause) and started_here():
+            # the launcher tells the reason of the rank that was first
             return 1
-        if not isinstance(told, ON_PURPOSE):
+        if not isinstance(cause, ON_PURPOSE):
             raise
         if must_tell():
-            print(
-                *told.problems if isinstance(told, UserError) else [told], sep="\n", file=sys.stderr
-            )
-        return CODES[type(told)]
+            lines = cause.problems if isinstance(cause, UserError) else [cause]
+            print(*lines, sep="\n", file=sys.stderr)
+        return CODES[type(cause)]
 
 
-def _looking_again(args: argparse.Namespace) -> int:
+def _run_with_retries(args: argparse.Namespace) -> int:
     """Run a command; again if a checkpoint that it read was replaced meanwhile by a run that
     trains."""
-    for _ in range(LOOKS - 1 if args.run in READERS else 0):
-        began = time.time()
+    # the last attempt is below: its error is the user's
+    for _ in range(MAX_ATTEMPTS - 1 if args.run in RETRIED_COMMANDS else 0):
+        start = time.time()
         try:
             return int(args.run(args))
         except (UserError, OSError) as error:
-            replaced = any(replaced_since(began, str(error), path) for path in _paths(args))
+            message = str(error)
+            replaced = any(replaced_since(start, message, path) for path in _path_values(args))
             if dist.is_initialized() or not replaced:
                 raise
     return int(args.run(args))
 
 
-def _paths(args: argparse.Namespace) -> Iterator[Path]:
+def _path_values(args: argparse.Namespace) -> Iterator[Path]:
     """Yield the values of a command that may be paths."""
     for value in vars(args).values():
-        several = value if isinstance(value, list | tuple) else [value]
-        yield from (Path(one) for one in several if isinstance(one, str | Path))
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            if isinstance(item, str | Path):
+                yield Path(item)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -157,20 +160,22 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a word that is none of the choices, with the closest one."""
-        if action.choices is not None and value not in action.choices:
-            what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
-            there = ", ".join(map(str, action.choices))
-            hint = did_you_mean(str(value), map(str, action.choices))
-            raise argparse.ArgumentError(
-                action, f"no such {what}: {value!r} (choose from {there}){hint}"
-            )
+        if action.choices is None or value in action.choices:
+            return
+        kind = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+        choices = list(map(str, action.choices))
+        hint = did_you_mean(str(value), choices)
+        raise argparse.ArgumentError(
+            action, f"no such {kind}: {value!r} (choose from {', '.join(choices)}){hint}"
+        )
 
 
 def parser_of_all() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(
         prog="megaprec",
-        description="Train, check and convert transformer models in any tensor, pipeline and data layout.",
+        description="Train, check and convert transformer models in any tensor, pipeline and data "
+        "layout.",
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -203,13 +208,13 @@ def parser_of_all() -> argparse.ArgumentParser:
 def _version() -> str:
     """Return the versions of megaprec, torch and Python: what a report of a fault needs."""
     try:
-        own = version("megaprec")
+        installed = version("megaprec")
     except PackageNotFoundError:
-        own = f"(not installed, run from {Path(__file__).parents[1]})"
-    return f"megaprec {own}, torch {version('torch')}, Python {platform.python_version()}"
+        installed = f"(not installed, run from {Path(__file__).parents[1]})"
+    return f"megaprec {installed}, torch {version('torch')}, Python {platform.python_version()}"
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments. Overrides may stand before and after options, which argparse alone does
     not allow."""
     parser = parser_of_all()
@@ -220,24 +225,36 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     for word in words:
         if "\0" in word or not is_unicode(word):
             parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
-    args, left = parser.parse_known_args(argv)
-    if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
-        if args.run is import_args.main:
-            parser.exit(2, f"{import_args.how_to_quote(left[0])}\n")
-        parser.error(f"unrecognized arguments: {' '.join(left)}{_as_override(left)}")
-    if left:
-        args.overrides = [*args.overrides, *left]
+    # argparse leaves over the overrides that stand behind options
+    args, unparsed = parser.parse_known_args(argv)
+    if unparsed:
+        _take_overrides(parser, args, unparsed)
     for name, value in vars(args).items():
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
 
 
-def _as_override(words: Sequence[str]) -> str:
+def _take_overrides(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, unparsed: list[str]
+) -> None:
+    """Add the words that argparse left over to the overrides of a command; exit if the command has
+    none, or if one of them is an option."""
+    has_option = any(word.startswith("-") for word in unparsed)
+    if hasattr(args, "overrides") and not has_option:
+        args.overrides = [*args.overrides, *unparsed]
+        return
+    if args.run is import_args.main:
+        parser.exit(2, f"{import_args.how_to_quote(unparsed[0])}\n")
+    parser.error(f"unrecognized arguments: {' '.join(unparsed)}{_override_hint(unparsed)}")
+
+
+def _override_hint(words: Sequence[str]) -> str:
     """Return a hint for an override that is written as an option, such as --train.steps=14; empty
     if there is none."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, sign, value = word.lstrip("-").partition("=")
+        # no option has a dot in its name
         if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):
             return f"; an override has no dashes: {name}={value if sign else following}"
     return ""

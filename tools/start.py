@@ -22,7 +22,9 @@ if NORMAL is signal.default_int_handler:
 
 from tools import cli  # noqa: E402
 
-begun = sys.modules.get("megaprec.reading_modules")  # if megaprec was imported before this module
+first_reader = sys.modules.get(
+    "megaprec.reading_modules"
+)  # if megaprec was imported before this module
 gc.freeze()
 gc.enable()
 
@@ -30,7 +32,7 @@ gc.enable()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
     try:
-        signal.signal(signal.SIGINT, begun.NORMAL if begun else NORMAL)
+        signal.signal(signal.SIGINT, first_reader.NORMAL if first_reader else NORMAL)
         return cli.main(argv)
     except KeyboardInterrupt:  # before the command itself could answer it, or after
         return 130

@@ -16,7 +16,7 @@ import pytest
 
 from tools.cli import main, parser_of_all
 from tools.commands import keys
-from tools.commands.completion import SHELLS, _bash, _fish, _words
+from tools.commands.completion import SHELLS, _bash_script, _completions, _fish_script
 from tools.commands.keys import described
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> Non
 def test_bash_completes_commands_options_and_keys(
     words: list[str], completed: set[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "script").write_text(_bash(dict(_words(parser_of_all(), ""))))
+    (tmp_path / "script").write_text(_bash_script(dict(_completions(parser_of_all(), ""))))
     said = (
         f"COMP_WORDS=(megaprec {' '.join(words)}); COMP_CWORD={len(words)}; _megaprec; echo "
         f'"${{COMPREPLY[@]}}"'
@@ -180,7 +180,7 @@ def test_the_script_of_a_shell_is_one_that_the_shell_reads(
 def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("needs fish")
-    (tmp_path / "script").write_text(_fish(dict(_words(parser_of_all(), ""))))
+    (tmp_path / "script").write_text(_fish_script(dict(_completions(parser_of_all(), ""))))
     said = f'source ./script; complete -C "{line}"'
     done = subprocess.run(
         ["fish", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True

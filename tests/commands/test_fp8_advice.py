@@ -76,7 +76,7 @@ def test_experts_share_the_tokens(run_file: Path) -> None:
 def test_the_shares_are_of_all_flops_of_the_model(run_file: Path) -> None:
     config = load_run(run_file)
     found = fp8_advice.products(config, config.model, FP8Recipe("current"))
-    flops = sum(one.flops for one in found) + fp8_advice.others(config, config.model)
+    flops = sum(one.flops for one in found) + fp8_advice.never_fp8_flops(config, config.model)
     assert flops == 80 * config.model.flops_per_token(40)
 
 

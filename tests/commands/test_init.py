@@ -65,7 +65,7 @@ def test_what_is_written_for_any_folder_is_accepted_by_train(
     """Files of very different sizes and kinds: few words again and again, many words, many letters,
     JSONL."""
     monkeypatch.setattr(training.sample_lines, "__defaults__", (20_000,))
-    monkeypatch.setattr(init, "LOOKED_AT", 5_000)
+    monkeypatch.setattr(init, "SAMPLED_CHARS", 5_000)
     dice = random.Random(seed)
     (here / "text").mkdir()
     for number in range(dice.randint(1, 9)):
@@ -97,7 +97,7 @@ def test_sizes_follow_from_all_files_of_a_long_text(
 ) -> None:
     """The second file has 2,600 characters of its own, more than the vocabulary of a text of this
     length."""
-    monkeypatch.setattr(init, "LOOKED_AT", 60_000)
+    monkeypatch.setattr(init, "SAMPLED_CHARS", 60_000)
     (here / "text").mkdir()
     (here / "text" / "a.txt").write_text(words(1 << 15))
     dice = random.Random(0)
@@ -126,7 +126,7 @@ def test_a_short_text_is_counted_whole_though_sizes_of_its_files_do_not_tell(
     name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One file has more than its share of what is looked at."""
-    monkeypatch.setattr(init, "LOOKED_AT", 20_000)
+    monkeypatch.setattr(init, "SAMPLED_CHARS", 20_000)
     (here / "text").mkdir()
     long = words(3_000)
     (here / "text" / "a.txt").write_text(long)

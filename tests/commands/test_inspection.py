@@ -15,7 +15,7 @@ from tests.other_systems import write_folder
 from tools.cli import main
 from tools.commands import diff
 from tools.commands.diff import compare
-from tools.commands.inspect import SHOWN, told_keys
+from tools.commands.inspect import ALWAYS_SHOWN, shown_keys
 from tools.config.run_file import load_run
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
@@ -54,7 +54,7 @@ def test_the_same_tensors_have_the_same_digest_in_every_format(
 def test_the_keys_that_make_it_another_model_than_its_family_are_told() -> None:
     sizes: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 16, "vocab": 9}
     plain = ModelConfig(family="qwen2", experts=4, experts_per_token=2, **sizes)
-    assert list(told_keys(plain)) == [*SHOWN, "experts"]
+    assert list(shown_keys(plain)) == [*ALWAYS_SHOWN, "experts"]
     others = {
         "shared_experts": 8,
         "shared_gate": True,
@@ -62,11 +62,11 @@ def test_the_keys_that_make_it_another_model_than_its_family_are_told() -> None:
         "mtp_layers": 1,
         "window": 5,
     }
-    told = told_keys(plain.model_copy(update=others))
+    told = shown_keys(plain.model_copy(update=others))
     assert {key: told[key] for key in others} == others | {"dense_layers": [0]}
     latent = {"kv_rank": 7, "rope_dim": 4, "nope_dim": 4, "value_dim": 4}
     assert (
-        told_keys(ModelConfig(**{"family": "deepseek_v3", **sizes, "latent": latent}))["latent"]
+        shown_keys(ModelConfig(**{"family": "deepseek_v3", **sizes, "latent": latent}))["latent"]
         == latent
     )
 

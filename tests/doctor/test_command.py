@@ -24,7 +24,7 @@ BAD = wrong("disk", "/scratch on a: locks do not hold", "mount it with locks")
 def run(
     monkeypatch: pytest.MonkeyPatch, found: Sequence[Finding], parity: Finding, *options: str
 ) -> int:
-    monkeypatch.setattr(doctor, "_of_ranks", lambda args, ranks: list(found))
+    monkeypatch.setattr(doctor, "_launch_ranks", lambda args, ranks: list(found))
     monkeypatch.setattr(doctor, "parity_here", lambda config, file: parity)
     return cli.main(["doctor", *options])
 
@@ -106,7 +106,7 @@ def test_a_run_file_that_is_wrong_is_refused_as_by_train(
 
 
 def test_the_folder_of_a_run_that_has_not_begun_is_that_above_it(tmp_path: Path) -> None:
-    assert doctor.existing(tmp_path / "runs" / "mine") == tmp_path
+    assert doctor.nearest_existing(tmp_path / "runs" / "mine") == tmp_path
 
 
 # In fewer steps than the command takes.

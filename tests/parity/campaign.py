@@ -166,8 +166,8 @@ def accused(
     args = argparse.Namespace(
         layouts=fits[:most], full=False, steps=3, precision=precision, file="drawn"
     )
-    made = parity.proven(
-        config, args, folder, lambda text: None, replace(parity.LOCAL, together=together)
+    made = parity.certify(
+        config, args, folder, lambda text: None, replace(parity.LOCAL_LAUNCHER, together=together)
     )
     tried = [one for one in made["layouts"] if one["verdict"] != "not tried"]
     return len(tried), [one for one in tried if one["verdict"] == "wrong"]
@@ -177,7 +177,9 @@ def _fits(config: Any, layout: str) -> bool:
     most = parity.Most(4, 4, 4)
     ready = parity.made_ready(config, most, False, 3, Path("unused"))
     try:
-        return bool(parity.fitting(ready, parity.asked([layout], config.parallel), asked=True)[0])
+        return bool(
+            parity.fitting_layouts(ready, parity.asked([layout], config.parallel), explicit=True)[0]
+        )
     except UserError:
         return False
 

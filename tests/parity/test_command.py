@@ -14,7 +14,7 @@ from rich.console import Console
 from models.presets import PRESETS
 from tools import cli
 from tools.commands import doctor_layout
-from tools.commands.parity import fitting
+from tools.commands.parity import fitting_layouts
 from tools.config.run_file import load_run
 from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
@@ -150,7 +150,7 @@ def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
     config = load_run(
         None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"]
     )
-    good, others = fitting(config, every(4), asked=False)
+    good, others = fitting_layouts(config, every(4), explicit=False)
     assert len(good) == 12
     ((layout, why),) = others
     assert layout.name == "pp=4"
@@ -185,7 +185,7 @@ def test_keys_that_a_layout_is_compared_without_are_told(
     made = {"verdict": "proven", "changes": {}, "not_tried": [], "layouts": [entry], **counts}
     show(made, Console(width=200))
     assert "not tried: parallel.cuts (pp=2 in float64: " in capsys.readouterr().out
-    monkeypatch.setattr(doctor_layout, "proven", lambda *_: made)
+    monkeypatch.setattr(doctor_layout, "certify", lambda *_: made)
     config = doctor_layout.own_run(2, 1, 1)
     found = doctor_layout.parity(config, "run.toml", tmp_path)
     assert found.said.endswith("; not tried with parallel.cuts, which the small run cannot have")

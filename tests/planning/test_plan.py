@@ -282,7 +282,7 @@ def test_ranks_that_share_this_machine_have_together_what_one_process_has(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many ranks the run file itself has."""
-    monkeypatch.setattr("tools.commands.plan._measured", lambda config: 0.6)
+    monkeypatch.setattr("tools.commands.plan._measure_tflops", lambda config: 0.6)
     monkeypatch.setattr("tools.planning.device.memory_bytes", lambda: 12 << 30)
     few = ("train.device=cpu", "model.layers=2", "train.global_batch=4")  # layouts
     alone = data(capsys, file, *few)

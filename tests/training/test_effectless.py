@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.presets import PRESETS
-from tools.config.effectless import NEEDS, Tables, effectless
+from tools.config.effectless import EFFECT_RULES, Tables, effectless
 from tools.config.key_help import key_tables
 from tools.config.run_file import load_run
 
@@ -165,7 +165,7 @@ def notes(*overrides: str) -> tuple[str, ...]:
 def test_every_key_needs_others_or_is_known_not_to() -> None:
     lines = (line.split(": ") for line in OTHERS.strip().splitlines())
     others = [f"{table}.{name}" for table, names in lines for name in names.split()]
-    needing = {key for need in NEEDS for key in need.keys.split()}
+    needing = {key for need in EFFECT_RULES for key in need.keys.split()}
     assert needing == {key for key, *_ in CASES} | BESIDE_FILES.keys()
     assert sorted([*needing, *others]) == sorted(
         key.name for table in key_tables() for key in table.keys
@@ -192,11 +192,11 @@ def test_every_need_is_tried() -> None:
     ]
     failing = {
         need
-        for need in NEEDS
+        for need in EFFECT_RULES
         for key, run in runs
         if key in need.keys.split() and not need.holds(run)
     }
-    assert {need.deciders for need in set(NEEDS) - failing} == {
+    assert {need.deciders for need in set(EFFECT_RULES) - failing} == {
         "parallel.schedule_file",
         "train.init_from",
     }

@@ -85,204 +85,226 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
+    # a link to the same run is the same run
     if Path(args.a).exists() and Path(args.b).exists() and Path(args.a).samefile(args.b):
         raise UserError(
             f"{args.a} and {args.b} are the same run: give two; megaprec prove compares a run "
             "with itself taken again"
         )
-    a = Side.opened(args.a)
-    b = Side.opened(args.b)
-    require_comparable(a.config, b.config)
-    for note in (*a.odd_records(), *b.odd_records()):
-        _tell(f"note: {note}")
-    made = found(a, b, args.steps, args.replay)
-    put(args, lambda: made, lambda: show(made))
-    return CODES[made["verdict"]]
+    first = Side.opened(args.a)
+    second = Side.opened(args.b)
+    require_comparable(first.config, second.config)
+    for note in (*first.odd_records(), *second.odd_records()):
+        _report_progress(f"note: {note}")
+    document = bisect(first, second, args.steps, args.replay)
+    put(args, lambda: document, lambda: show(document))
+    return CODES[document["verdict"]]
 
 
-def found(a: Side, b: Side, most: int, again: bool) -> dict[str, Any]:
-    """Return the document: what the records say, what the replay says, and the verdict."""
-    exact = must_be_equal(a.config, b.config)
-    records = compare_records(a, b, exact)
-    made: dict[str, Any] = {
+def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> dict[str, Any]:
+    """Return the document: what the records say, what the replay says, and the verdict.
+
+    max_steps: the most that are taken again. replay_anyway: also if the records agree.
+    """
+    exact = must_be_equal(first.config, second.config)
+    records = compare_records(first, second, exact)
+    document: dict[str, Any] = {
         "format": FORMAT,
-        "a": a.name,
-        "b": b.name,
+        "a": first.name,
+        "b": second.name,
         "compared": "bits" if exact else "float64",
-        "keys": other_keys(a.config, b.config),
-        "records": {"by": records.by, "steps": records.steps} | _fields(records),
+        "keys": other_keys(first.config, second.config),
+        "records": {"by": records.by, "steps": records.steps} | _first_difference(records),
         "replay": None,
     }
-    if records.by and records.parting is None and not again:
-        return made | {"verdict": AGREE, "why": _agreement(records, exact)}
+    if records.by and records.parting is None and not replay_anyway:
+        return document | {"verdict": AGREE, "why": _agreement_reason(records, exact)}
+    # the loaded state differs already: no step has to be taken again
     if records.parting and records.parting.loaded:
-        return made | {"verdict": PART, "why": _loaded(a, b, records.parting.step)}
-    said = _replayed(a, b, records, exact, most)
-    made |= said | {"keys": [*made["keys"], *said.get("keys", [])]}
-    if made["keys"] and made["replay"] and "likely_cause" in made["replay"]:
-        names = ", ".join(key.partition(":")[0] for key in made["keys"])
-        made["replay"]["likely_cause"] = (
-            f"the run files differ in {names}; else: {made['replay']['likely_cause']}"
-        )
-    return made
+        reason = _loaded_state_reason(first, second, records.parting.step)
+        return document | {"verdict": PART, "why": reason}
+    replayed = _replay_steps(first, second, records, exact, max_steps)
+    keys = [*document["keys"], *replayed.get("keys", [])]
+    document |= replayed | {"keys": keys}
+    # keys that differ are a likelier cause than a fault
+    if keys and document["replay"] and "likely_cause" in document["replay"]:
+        names = ", ".join(key.partition(":")[0] for key in keys)
+        cause = document["replay"]["likely_cause"]
+        document["replay"]["likely_cause"] = f"the run files differ in {names}; else: {cause}"
+    return document
 
 
-def _loaded(a: Side, b: Side, step: int) -> str:
+def _loaded_state_reason(first: Side, second: Side, step: int) -> str:
     """Return what follows from a loaded state that is not that of the step."""
-    why = f"until step {step} the runs agree, and then one went on from another state than they had"
-    apart = common_start(a, b, step + 1, exact=True).passed_over
-    if apart and f"of step {step} " in apart[0]:
-        return f"{why}: {apart[0]}: one was changed after it was saved, or not saved as it was"
+    reason = (
+        f"until step {step} the runs agree, and then one went on from another state than they had"
+    )
+    differing = common_start(first, second, step + 1, exact=True).passed_over
+    if differing and f"of step {step} " in differing[0]:
+        return (
+            f"{reason}: {differing[0]}: one was changed after it was saved, or not saved as it was"
+        )
     return (
-        f"{why}: its checkpoint was changed or lacked something, or was not loaded as it was saved"
+        f"{reason}: its checkpoint was changed or lacked something, or was not loaded as it was "
+        "saved"
     )
 
 
-def _fields(records: Records) -> dict[str, Any]:
+def _first_difference(records: Records) -> dict[str, Any]:
     return {"first": records.parting.fields()} if records.parting else {}
 
 
-def _agreement(records: Records, exact: bool) -> str:
-    how = "losses and norms are close; --replay compares in float64"
-    if exact:
-        weaker = (
+def _agreement_reason(records: Records, exact: bool) -> str:
+    """Return in words how far the records agree."""
+    if not exact:
+        extent = "losses and norms are close; --replay compares in float64"
+    elif records.by == "digests":
+        extent = "every bit is equal"
+    else:
+        extent = (
             "losses, norms and scales are the same bits; log.digests or --replay compare the "
             "whole state"
         )
-        how = "every bit is equal" if records.by == "digests" else weaker
     if records.beyond:
-        how += (
+        extent += (
             f"; {counted(records.beyond, 'later step')} without a digest: losses, norms and "
             "scales are the same bits"
         )
-    return (
-        f"{counted(records.steps, 'step')} of {records.by} "
-        f"{'agrees' if records.steps == 1 else 'agree'}: {how}"
-    )
+    verb = "agrees" if records.steps == 1 else "agree"
+    return f"{counted(records.steps, 'step')} of {records.by} {verb}: {extent}"
 
 
-def _replayed(a: Side, b: Side, records: Records, exact: bool, most: int) -> dict[str, Any]:
+def _replay_steps(
+    first: Side, second: Side, records: Records, exact: bool, max_steps: int
+) -> dict[str, Any]:
     """Take steps again and return the verdict with the place."""
-    until = records.parting.step if records.parting else min(2, most)
-    start = common_start(a, b, until, exact)
-    if until - start.step > most:
-        why = (
+    # to the step in which the records part; or two steps, if they agree
+    until = records.parting.step if records.parting else min(2, max_steps)
+    start = common_start(first, second, until, exact)
+    steps = until - start.step
+    untaken_verdict = PART if records.parting else UNTRIED
+    # nearer checkpoints would help, but there are none that both have
+    if steps > max_steps:
+        reason = (
             f"the runs part in step {until}, and the newest state before it that both have is of "
-            f"step {start.step}"
+            f"step {start.step}: give --steps {steps} or more to locate it by replay"
         )
-        more = f"{why}: give --steps {until - start.step} or more to locate it by replay"
-        return {
-            "verdict": PART if records.parting else UNTRIED,
-            "why": "; ".join([*start.passed_over, more]),
-        }
-    _tell(
-        f"steps {start.step + 1} to {until} are taken again, "
-        f"{'bit by bit' if exact else 'in float64'}"
-    )
+        return {"verdict": untaken_verdict, "why": "; ".join([*start.passed_over, reason])}
+    how = "bit by bit" if exact else "in float64"
+    _report_progress(f"steps {start.step + 1} to {until} are taken again, {how}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks
     try:
-        with tempfile.TemporaryDirectory(prefix="megaprec_bisect_") as folder:
-            plan = Plan(until - start.step, small=False, start=start.checkpoint, states=True)
-            corpora = [_opened(side.config, records) for side in (a, b)]
-            configs = [
-                _ready(s.config, c, plan.steps, Path(folder))
-                for s, c in zip((a, b), corpora, strict=True)
-            ]
-            replay = Replay(configs[0], configs[1], plan, (a.name, b.name), Path(folder))
-            entry = (located_bits if exact else located_in_float64)(replay)
+        with tempfile.TemporaryDirectory(prefix="megaprec_bisect_") as temporary:
+            folder = Path(temporary)
+            # in full size, for the difference is of these very runs
+            plan = Plan(steps, small=False, start=start.checkpoint, states=True)
+            corpora = [_open_data(side.config, records) for side in (first, second)]
+            replay = Replay(
+                _prepare_config(first.config, corpora[0], steps, folder),
+                _prepare_config(second.config, corpora[1], steps, folder),
+                plan,
+                (first.name, second.name),
+                folder,
+            )
+            entry = located_bits(replay) if exact else located_in_float64(replay)
     except NotTaken as failure:
-        return {
-            "verdict": PART if records.parting else UNTRIED,
-            "why": f"a replay did not finish: {failure}",
-        }
+        return {"verdict": untaken_verdict, "why": f"a replay did not finish: {failure}"}
     finally:
         torch.set_num_threads(threads)
-    made = _verdict(entry | {"from_step": start.step}, records)
+    outcome = _replay_verdict(entry | {"from_step": start.step}, records)
     if start.passed_over:
-        made |= {
-            "verdict": PART,
-            "why": "; ".join([*start.passed_over, *([made["why"]] if "why" in made else [])]),
-        }
-    return made | {"keys": other_tokens(*corpora)}
+        # states that differ although they are of the same step are a difference by themselves
+        reasons = list(start.passed_over)
+        if "why" in outcome:
+            reasons.append(outcome["why"])
+        outcome |= {"verdict": PART, "why": "; ".join(reasons)}
+    return outcome | {"keys": other_tokens(*corpora)}
 
 
-def _opened(config: RunConfig, records: Records) -> Corpus:
+def _open_data(config: RunConfig, records: Records) -> Corpus:
     """Open the data of a run. Raises NotTaken if it is not there, but the records have shown that
     the runs part."""
     try:
         return open_corpus(config)
     except UserError as error:
+        # the records alone are an answer then
         if records.parting is None:
             raise
         raise NotTaken("; ".join(error.problems)) from error
 
 
-def _ready(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
+def _prepare_config(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
     """Return the run as it is taken again: in its own size, on its own data, on the CPU."""
+    # the limits of layouts are for small runs only
     return with_vocabulary(made_ready(config, Most(1, 1, 1), True, steps, folder), corpus)
 
 
-def _verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:
+def _replay_verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:
+    """Return verdict and reason that follow from the entry of a replay."""
     if entry["verdict"] == WRONG:
         return {"verdict": PART, "replay": entry}
     if entry["verdict"] == NOT_TRIED:
-        return {
-            "verdict": PART if records.parting else UNTRIED,
-            "why": entry["why"],
-            "replay": entry,
-        }
+        verdict = PART if records.parting else UNTRIED
+        return {"verdict": verdict, "why": entry["why"], "replay": entry}
     if records.parting is None:
         return {"verdict": AGREE, "why": "the steps that were taken again agree", "replay": entry}
-    why = (
-        "the records differ, but the same steps taken again agree: the difference does not "
-        "come back. Other versions, "
-        "threads or keys, or hardware that computed wrongly (train.sentinel), made one of "
-        "the records"
+    reason = (
+        "the records differ, but the same steps taken again agree: the difference does not come "
+        "back. Other versions, threads or keys, or hardware that computed wrongly "
+        "(train.sentinel), made one of the records"
     )
     if entry["precision"] == "fp64":
-        why += "; or it is of the runs' precision: megaprec parity --precision configured"
-    return {"verdict": PART, "why": why, "replay": entry}
+        reason += "; or it is of the runs' precision: megaprec parity --precision configured"
+    return {"verdict": PART, "why": reason, "replay": entry}
 
 
-def _tell(text: str) -> None:
+def _report_progress(text: str) -> None:
     print(f"bisect     {text}", file=sys.stderr, flush=True)
 
 
-def show(made: dict[str, Any]) -> None:
-    """Print what was found."""
-    for key in made["keys"]:
+def show(document: dict[str, Any]) -> None:
+    """Print what the bisection has shown."""
+    for key in document["keys"]:
         say(f"key        {key}")
-    records = made["records"]
+    records = document["records"]
     if records["by"]:
-        first = records.get("first")
-        when = f"{'in the state loaded' if first and first.get(LOADED) else ''} after step"
-        if first:
-            place = f"first difference {when.strip()} {first['step']}: {first['what']}"
-        else:
-            place = "no difference"
-        others = f" and {first['others']} more" if first and first["others"] else ""
-        more = f"{others} ({' | '.join(first['values'])})" if first else ""
-        say(f"records    {counted(records['steps'], 'step')} of {records['by']}: {place}{more}")
+        steps = f"{counted(records['steps'], 'step')} of {records['by']}"
+        say(f"records    {steps}: {_difference_text(records.get('first'))}")
     else:
         say("records    none that both runs have")
-    replay = made["replay"]
+    replay = document["replay"]
     if replay is not None and replay["verdict"] == WRONG:
-        for word, text in _place(replay):
-            say(f"{word:11}{text}")
-    if "why" in made:
-        say(f"note       {made['why']}")
-    say(made["verdict"])
+        for label, text in _location_lines(replay):
+            say(f"{label:11}{text}")
+    if "why" in document:
+        say(f"note       {document['why']}")
+    say(document["verdict"])
 
 
-def _place(replay: dict[str, Any]) -> list[tuple[str, str]]:
+def _difference_text(first: dict[str, Any] | None) -> str:
+    """Return the first difference of the records in words."""
+    if not first:
+        return "no difference"
+    time = "in the state loaded after step" if first.get(LOADED) else "after step"
+    others = f" and {first['others']} more" if first["others"] else ""
+    values = " | ".join(first["values"])
+    return f"first difference {time} {first['step']}: {first['what']}{others} ({values})"
+
+
+def _location_lines(replay: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return where the runs part, as pairs of a label and a text."""
     first = replay["first"]
-    lines = [("compared", replay["compared"])]
-    lines += [("arises in", f"{first['phase']}: {first['place']}")]
-    lines += [("first", told(first | {"step": first["step"] + replay["from_step"]}))]
+    # steps of a replay are counted from its start
+    step = first["step"] + replay["from_step"]
+    lines = [
+        ("compared", replay["compared"]),
+        ("arises in", f"{first['phase']}: {first['place']}"),
+        ("first", told(first | {"step": step})),
+    ]
     if "ranks" in first:
         lines.append(("ranks", ", ".join(map(str, first["ranks"]))))
     if "microbatch" in first:
-        where = f"micro-batch {first['microbatch']} of replica {first['replica']}"
-        lines.append(("first in", f"{where}, sample {first['sample']} of the batch"))
+        microbatch = f"micro-batch {first['microbatch']} of replica {first['replica']}"
+        lines.append(("first in", f"{microbatch}, sample {first['sample']} of the batch"))
     return [*lines, ("cause?", replay["likely_cause"])]

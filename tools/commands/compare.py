@@ -46,38 +46,50 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec compare`."""
     if args.output:
-        _require_place(args.output)
+        _require_writable(args.output)
     against = args.against and args.against.resolve()
+    # the run to compare with may be among them, as runs/* has it
     folders = [folder for folder in args.runs if folder.resolve() != against]
     if not folders:
         raise UserError(f"--against {args.against}: give another run to compare it with")
-    curves = read_curves([*folders, *([args.against] if against else [])])
-    base = curves.pop() if against else None
+    base = None
+    if against:
+        # read together, so that all have names of their own
+        *curves, base = read_curves([*folders, against])
+    else:
+        curves = read_curves(folders)
     if args.output:
-        draw(curves, args.output, args.over, base, _figure(args.output))
-    every = [*curves, *([base] if base else [])]
-    named: list[Path] = [
-        *args.runs,
-        *([args.against] if args.against and args.against not in args.runs else []),
-    ]
-    paths = [folder / METRICS for folder in named]
-    notes = [note for path in paths for note in (odd_lines(path), lost_steps(path)) if note]
-    notes += differences(_names(named), [Run.read(folder) for folder in named])
+        draw(curves, args.output, args.over, base, _figure_class(args.output))
+    shown = [*curves, base] if base else curves
+    notes = _notes(args)
     return put(
         args,
-        lambda: {"runs": [_numbers(curve) for curve in by_loss(every)], "notes": notes},
-        lambda: _show(args, every, notes),
+        lambda: {"runs": [_curve_fields(curve) for curve in by_loss(shown)], "notes": notes},
+        lambda: _show(args, shown, notes),
     )
 
 
-def _require_place(path: Path) -> None:
+def _notes(args: argparse.Namespace) -> list[str]:
+    """Return the lines on damaged records, and on what else differs between the runs."""
+    folders: list[Path] = [*args.runs]
+    if args.against and args.against not in folders:
+        folders.append(args.against)
+    notes = list[str]()
+    for folder in folders:
+        metrics = folder / METRICS
+        notes += [note for note in (odd_lines(metrics), lost_steps(metrics)) if note]
+    notes += differences(_names(folders), [Run.read(folder) for folder in folders])
+    return notes
+
+
+def _require_writable(path: Path) -> None:
     if path.suffix != ".png":
         raise UserError(f"--output {path}: the plot is written as .png")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {path.parent}")
 
 
-def _figure(path: Path) -> Any:
+def _figure_class(path: Path) -> Any:
     """Return matplotlib's class of figures. Raises UserError without matplotlib."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
@@ -97,15 +109,15 @@ def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
     """Return the runs, named by their folders, or by their paths if two folders have one name.
     Raises UserError."""
-    curves = [
-        Curve(name, read_metrics(folder))
-        for name, folder in zip(_names(folders), folders, strict=True)
-    ]
-    empty = [folder for folder, curve in zip(folders, curves, strict=True) if not curve.records]
-    if empty:
-        raise UserError(
-            *(f"{folder} has no steps in {METRICS}: give run folders" for folder in empty)
-        )
+    curves = list[Curve]()
+    problems = list[str]()
+    for name, folder in zip(_names(folders), folders, strict=True):
+        curve = Curve(name, read_metrics(folder))
+        curves.append(curve)
+        if not curve.records:
+            problems.append(f"{folder} has no steps in {METRICS}: give run folders")
+    if problems:
+        raise UserError(*problems)
     return curves
 
 
@@ -116,7 +128,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _numbers(curve: Curve) -> dict[str, Any]:
+def _curve_fields(curve: Curve) -> dict[str, Any]:
     return {
         "run": curve.name,
         "steps": len(curve.records),
@@ -129,24 +141,19 @@ def _numbers(curve: Curve) -> dict[str, Any]:
 
 def table(curves: Sequence[Curve]) -> Table:
     """Return a table of the steps and final losses of the runs, lowest loss first."""
-    made = Table(
-        "run",
-        "steps",
-        "skipped",
-        f"loss, mean of last {LAST} steps",
-        "held-out",
-        box=box.SIMPLE_HEAD,
-    )
+    headings = ("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out")
+    runs = Table(*headings, box=box.SIMPLE_HEAD)
+    # a run without held-out text has NaN there
     for curve in by_loss(curves):
-        numbers = (
+        runs.add_row(
+            curve.name,
             str(len(curve.records)),
             str(curve.skipped),
             f"{curve.final:.4f}",
-            _shown(curve.held_out),
+            _loss_cell(curve.held_out),
         )
-        made.add_row(curve.name, *numbers)
-    return made
+    return runs
 
 
-def _shown(loss: float) -> str:
+def _loss_cell(loss: float) -> str:
     return "" if math.isnan(loss) else f"{loss:.4f}"

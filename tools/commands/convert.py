@@ -125,45 +125,49 @@ def main(args: argparse.Namespace) -> int:
     model = load_run(args.config).sized_model if args.config else None
     source = open_intact(args.source, args.vocab, args.weights_only, model)
     if args.tokenizer:
-        source.tokenizer = _tokenizer(args.tokenizer, source)
-    to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
+        source.tokenizer = _given_tokenizer(args.tokenizer, source)
+    format_name = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
-    layout = _layout(args, to)
+    layout = _megatron_layout(args, format_name)
     if args.verify:
         require_comparable(source, dtype)
-    write_model(source, to, args.destination, dtype, layout, verify=not args.no_verify)
+    write_model(source, format_name, args.destination, dtype, layout, verify=not args.no_verify)
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab, model))
     return 0
 
 
-def _tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
+def _given_tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
     """Return the file of --tokenizer and the settings beside it. Raises UserError if the source has
     a tokenizer."""
     if main_file(source.tokenizer):
         raise UserError(
             f"--tokenizer {file}: {source.path} has a tokenizer of its own: leave it out"
         )
+    # raises for a file that cannot be read, before anything is written
     load_tokenizer(file)
     return file, *settings_of(file)
 
 
-def _layout(args: argparse.Namespace, to: str) -> MegatronLayout:
+def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayout:
     """Return the layout of a Megatron DST. Raises UserError for a part of one if DST has another
     format."""
-    names = ("tp", "pp", "ep", "layers", "grouped_experts")
-    given = [
-        name
-        for name in names
-        if getattr(args, name) is not None and getattr(args, name) is not False
-    ]
-    if given and to != "megatron":
-        flag = given[0].replace("_", "-")
-        raise UserError(
-            f"--{flag} is for --to megatron, and DST is to have the format {to}: leave it out"
-        )
-    tp, pp, ep = (1 if size is None else size for size in (args.tp, args.pp, args.ep))
-    return MegatronLayout(tp, pp, ep, args.layers != "local", args.grouped_experts)
+    for name in ("tp", "pp", "ep", "layers", "grouped_experts"):
+        value = getattr(args, name)
+        is_given = value is not None and value is not False  # 0 is given, and refused later
+        if is_given and format_name != "megatron":
+            option = name.replace("_", "-")
+            raise UserError(
+                f"--{option} is for --to megatron, and DST is to have the format {format_name}: "
+                "leave it out"
+            )
+    return MegatronLayout(
+        1 if args.tp is None else args.tp,
+        1 if args.pp is None else args.pp,
+        1 if args.ep is None else args.ep,
+        args.layers != "local",
+        args.grouped_experts,
+    )
 
 
 def write_model(
@@ -180,67 +184,84 @@ def write_model(
     verify: also check that transformers computes the same logits for each config.json that is read
         or written.
     """
+    # a broken link is something too
     if os.path.lexists(destination):
         raise UserError(f"{destination} exists already: give another folder, or remove it")
-    tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
-    tokenizer_notes = [
-        *folder_notes(source.path, source.tokenizer),
-        *(tokenizer.notes if tokenizer else ()),
-    ]
-    tokenizer_notes += begin_note(source, tokenizer)
-    tokenizer_notes += class_note(source.tokenizer) if to == "hf" else []
-    if tokenizer is not None and to == "megatron":
-        tokenizer_notes.append(
-            f"a checkpoint of Megatron has no place for a tokenizer: keep {tokenizer.path}, "
-            "and give it with "
-            "--tokenizer when you convert back"
-        )
-    if tokenizer is None and to != "megatron":
-        tokenizer_notes.append(
-            f"{source.path} has no tokenizer that is read, and so {destination} has none: "
-            "convert with "
-            "--tokenizer FILE, a tokenizer.json or a SentencePiece model, to have one"
-        )
-    target = _target(source, to, dtype, layout or MegatronLayout())
-    for line in _verified(source, to, destination) if verify else ():
-        print(line)
+    tokenizer_notes = _tokenizer_notes(source, to, destination)
+    target = _open_target(source, to, dtype, layout or MegatronLayout())
+    if verify:
+        for line in _verify_configs(source, to, destination):
+            print(line)
+    # every byte is written and read back
     with moving(f"{source.path} to {destination}", 2 * target.size) as report:
         damage = convert(source, target, destination, report)
-    left = [
-        kind
-        for kind in source.kinds
-        if not any(key.startswith(f"{kind}/") for key in target.dtypes)
-    ]
-    left += target.left_out
-    print(
-        (
-            f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written "
-            "once and read back"
-        )
-        + (f"; left out: {', '.join(left)}" if left else "")
-        + (f"; not read: {source.facts.unread}" if source.facts.unread else "")
-    )
-    needs = newer_only(source.model) if to == "hf" else []
-    for note in (*source.facts.notes, *tokenizer_notes, *needs):
+    print(_summary(source, target, destination))
+    newer_needs = newer_only(source.model) if to == "hf" else []
+    for note in (*source.facts.notes, *tokenizer_notes, *newer_needs):
         print(f"note: {note}")
     for line in damage:
         print(f"warning: {line}")
 
 
-def _verified(source: Source, to: str, destination: Path) -> Iterator[str]:
+def _tokenizer_notes(source: Source, to: str, destination: Path) -> list[str]:
+    """Check the tokenizer of `source` and return what a user of `destination` must know of it."""
+    tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
+    notes = [*folder_notes(source.path, source.tokenizer)]
+    if tokenizer is not None:
+        notes += tokenizer.notes
+    notes += begin_note(source, tokenizer)
+    # only a Hugging Face folder names the class of its tokenizer
+    if to == "hf":
+        notes += class_note(source.tokenizer)
+    if tokenizer is not None and to == "megatron":
+        notes.append(
+            f"a checkpoint of Megatron has no place for a tokenizer: keep {tokenizer.path}, and "
+            "give it with --tokenizer when you convert back"
+        )
+    if tokenizer is None and to != "megatron":
+        notes.append(
+            f"{source.path} has no tokenizer that is read, and so {destination} has none: convert "
+            "with --tokenizer FILE, a tokenizer.json or a SentencePiece model, to have one"
+        )
+    return notes
+
+
+def _summary(source: Source, target: Target, destination: Path) -> str:
+    """Return the line about what was written, and what of the source was not."""
+    summary = (
+        f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once "
+        "and read back"
+    )
+    written_kinds = {key.split("/", 1)[0] for key in target.dtypes}
+    left_out = [kind for kind in source.kinds if kind not in written_kinds]
+    left_out += target.left_out
+    if left_out:
+        summary += f"; left out: {', '.join(left_out)}"
+    if source.facts.unread:
+        summary += f"; not read: {source.facts.unread}"
+    return summary
+
+
+def _verify_configs(source: Source, to: str, destination: Path) -> Iterator[str]:
+    """Compare transformers with megaprec for each config.json that is read or written; yield what
+    was found. Raises UserError if logits differ."""
     if source.kind in WITH_CONFIG:
         yield check_config(read_config(source.path), f"{source.path / CONFIG}")
-    if to == "hf":
-        config = to_hugging_face(source.model, "float32")
-        yield check_config(config, f"{destination / CONFIG}")
-        ids = special_ids_of(source)
-        if line := auto_tokenizer_line(
-            source.tokenizer, config | ids, ids["bos_token_id"], f"{destination}"
-        ):
-            yield line
+    if to != "hf":
+        return
+    config = to_hugging_face(source.model, "float32")
+    yield check_config(config, f"{destination / CONFIG}")
+    ids = special_ids_of(source)
+    line = auto_tokenizer_line(
+        source.tokenizer, config | ids, ids["bos_token_id"], f"{destination}"
+    )
+    if line:
+        yield line
 
 
-def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
+def _open_target(
+    source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout
+) -> Target:
     if to == "hf":
         return hf_target(source, dtype)
     if to == "megaprec":

@@ -25,7 +25,7 @@ from tools.console.progress_bar import building, tell_left_out
 from tools.console.tables import add_json, put
 from tools.console.units import counted
 
-SHOWN_TOKENS = 64  # of each sample document
+MAX_TOKENS_SHOWN = 64  # of each sample document
 
 SubParsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -82,7 +82,7 @@ def _add_tokenizer(commands: SubParsers) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing tokenizer of this name"
     )
-    parser.set_defaults(run=learn)
+    parser.set_defaults(run=train_tokenizer)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +155,38 @@ def build(args: argparse.Namespace) -> int:
     One process at a time builds a prefix; others wait, and reuse its result if they were to build
     the same.
     """
+    _check_build(args)
+    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    if args.tokenizer:
+        _print_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
+    # beside the data set, so that all hosts of a shared folder see it
+    lock = args.prefix.with_name(f".{args.prefix.name}.lock")
+    start = time.perf_counter()
+    with alone(lock, partial(_print_waiting, args.prefix)), building(source) as on_progress:
+        result = prepare(
+            source,
+            args.prefix,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            on_progress=on_progress,
+        )
+    print(_summary(source, result))
+    # a speed of work that was not done says nothing
+    if not result.reused:
+        seconds = time.perf_counter() - start
+        tokens_per_second = result.tokens / seconds
+        megachars_per_second = result.chars / seconds / 1e6
+        print(
+            f"{seconds:,.1f} s, {tokens_per_second:,.0f} tokens/s, {megachars_per_second:,.1f} M "
+            "characters/s"
+        )
+    return 0
+
+
+def _check_build(args: argparse.Namespace) -> None:
+    """Raise UserError for options of `data build` that cannot be."""
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
     if args.workers > most_processes():
@@ -169,45 +201,22 @@ def build(args: argparse.Namespace) -> int:
             f"{args.prefix}: give the common prefix of the .bin and .idx pair, "
             f"{args.prefix.with_suffix('')}"
         )
-    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
-    if args.tokenizer:
-        _tell_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
-    lock = args.prefix.with_name(f".{args.prefix.name}.lock")
-    start = time.perf_counter()
-    with alone(lock, partial(_say_busy, args.prefix)), building(source) as on_progress:
-        result = prepare(
-            source,
-            args.prefix,
-            tokenizer=args.tokenizer,
-            vocab_size=args.vocab_size,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            on_progress=on_progress,
-        )
-    print(_summary(source, result))
-    if not result.reused:
-        seconds = time.perf_counter() - start
-        speed = (
-            f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M "
-            "characters/s"
-        )
-        print(f"{seconds:,.1f} s, {speed}")
-    return 0
 
 
-def _tell_notes(tokenizer: Tokenizer) -> None:
+def _print_notes(tokenizer: Tokenizer) -> None:
     for note in tokenizer.notes:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def _say_busy(prefix: Path) -> None:
+def _print_waiting(prefix: Path) -> None:
     print(f"waiting for another process, which builds {prefix}", file=sys.stderr, flush=True)
 
 
-def learn(args: argparse.Namespace) -> int:
+def train_tokenizer(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    # `building` does it for a data set
     tell_left_out(source)
     texts = (text for _, text in source)
     if path.suffix == ".json":
@@ -227,15 +236,18 @@ def inspect(args: argparse.Namespace) -> int:
     if args.samples < 0:
         raise UserError(f"--samples {args.samples}: give 0 or more")
     dataset = IndexedDataset(args.prefix)
-    model = args.tokenizer or beside(args.prefix, ".model")
-    tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
-    seen = contents_of(dataset)
+    tokenizer_file = args.tokenizer or beside(args.prefix, ".model")
+    # a file that was named must be there; one beside the data set may be
+    tokenizer = None
+    if args.tokenizer or tokenizer_file.exists():
+        tokenizer = load_tokenizer(tokenizer_file)
+    contents = contents_of(dataset)
     for note in dataset.notes:
         print(f"note: {note}", file=sys.stderr, flush=True)
     if tokenizer:
-        _tell_notes(tokenizer)
-        check_vocabulary(dataset, seen, tokenizer.vocab_size)
-    samples = _spread(dataset.num_documents, args.samples)
+        _print_notes(tokenizer)
+        check_vocabulary(dataset, contents, tokenizer.vocab_size)
+    samples = _spaced_documents(dataset.num_documents, args.samples)
     return put(
         args,
         lambda: _document(dataset, samples, tokenizer),
@@ -244,14 +256,15 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def _show(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None) -> None:
+    """Print the counts of a data set and the beginnings of some documents."""
     for name, value in _counts(dataset).items():
+        text = str(value)
         if isinstance(value, float):
-            shown = f"{value:,.1f}"
+            text = f"{value:,.1f}"
         elif isinstance(value, int):
-            shown = f"{value:,}"
-        else:
-            shown = value
-        print(f"{name:<18} {shown}{' tokens' if name.endswith(' document') else ''}")
+            text = f"{value:,}"
+        unit = " tokens" if name.endswith(" document") else ""
+        print(f"{name:<18} {text}{unit}")
     for index in samples:
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
 
@@ -259,43 +272,41 @@ def _show(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer 
 def _document(
     dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    counts = {
-        name.removeprefix(".").replace(" ", "_"): value for name, value in _counts(dataset).items()
-    }
-    shown = [
+    """Return counts and excerpts of a data set for programs."""
+    document = dict[str, Any]()
+    for name, value in _counts(dataset).items():
+        document[name.removeprefix(".").replace(" ", "_")] = value
+    document["samples"] = [
         {"document": index, "excerpt": _excerpt(dataset, index, tokenizer)} for index in samples
     ]
-    return counts | {"samples": shown}
+    return document
 
 
 def _summary(source: Source, result: BuildResult) -> str:
+    """Return the line about a data set that was built or reused."""
     state = "already there, unchanged" if result.reused else "built"
-    if result.unknown:
-        end = f"; {result.unknown:,} tokens stand for text that the tokenizer does not know"
-    else:
-        end = ""
-    end += (
-        ""
-        if result.eos is not None
-        else "; the tokenizer has no end-of-document token, so none was written"
-    )
-    return (
+    summary = (
         f"{result.prefix}: {state} from {source.name}: {counted(result.documents, 'document')}, "
-        f"{counted(result.chars, 'character')}, "
-        f"{result.tokens:,} tokens, vocabulary {result.vocab_size:,}{end}"
+        f"{counted(result.chars, 'character')}, {result.tokens:,} tokens, vocabulary "
+        f"{result.vocab_size:,}"
     )
+    if result.unknown:
+        summary += f"; {result.unknown:,} tokens stand for text that the tokenizer does not know"
+    if result.eos is None:
+        summary += "; the tokenizer has no end-of-document token, so none was written"
+    return summary
 
 
 def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
+    """Return the counts to print by name, in their order."""
     lengths = dataset.document_lengths()
-    size = {suffix: beside(dataset.prefix, suffix).stat().st_size for suffix in (".bin", ".idx")}
     counts: dict[str, int | float | str] = {
         "documents": dataset.num_documents,
         "sequences": dataset.num_sequences,
         "tokens": dataset.num_tokens,
         "dtype": dataset.dtype.name,
-        ".bin bytes": size[".bin"],
-        ".idx bytes": size[".idx"],
+        ".bin bytes": beside(dataset.prefix, ".bin").stat().st_size,
+        ".idx bytes": beside(dataset.prefix, ".idx").stat().st_size,
     }
     if len(lengths):
         counts["shortest document"] = int(lengths.min())
@@ -305,18 +316,18 @@ def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
     return counts
 
 
-def _spread(total: int, wanted: int) -> list[int]:
+def _spaced_documents(total: int, wanted: int) -> list[int]:
     """Return at most `wanted` document numbers, evenly spaced from the first to the last."""
-    return sorted({int(index) for index in np.linspace(0, total - 1, max(0, min(wanted, total)))})
+    count = max(0, min(wanted, total))
+    return sorted({int(index) for index in np.linspace(0, total - 1, count)})
 
 
 def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
     """Return the beginning of a document, as text if there is a tokenizer, otherwise as token
     ids."""
     document = dataset.document(index)
-    ids = document[:SHOWN_TOKENS].tolist()
-    more = f"first {len(ids)} of " if len(document) > len(ids) else ""
-    return (
-        f"{more}{len(document):,} "
-        f"tokens\n{tokenizer.decode(ids) if tokenizer else ' '.join(map(str, ids))}"
-    )
+    ids = document[:MAX_TOKENS_SHOWN].tolist()
+    extent = f"first {len(ids)} of " if len(document) > len(ids) else ""
+    # a document may be longer than a terminal
+    text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+    return f"{extent}{len(document):,} tokens\n{text}"

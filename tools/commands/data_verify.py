@@ -8,10 +8,11 @@ line: `ok`, `note` (it can be trained on) or `bad`. Exit code: 0 if all is ok, 1
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -36,40 +37,39 @@ Finding = tuple[int, str, str]  # level, what was looked at, what was seen
 def verify(args: argparse.Namespace) -> int:
     """Run `megaprec data verify`; return the worst level. Raises UserError if the path does not
     exist."""
-    found = list[Finding]()
-    for level, what, seen in _shown(
-        args.path, findings(args.path, args.tokenizer, args.text_field)
-    ):
-        found.append((level, what, seen))
+    entries = list[dict[str, str]]()
+    worst = OK
+    all_findings = findings(args.path, args.tokenizer, args.text_field)
+    for level, check, seen in _with_status(args.path, all_findings):
+        worst = max(worst, level)
+        entries.append({"level": LEVELS[level], "check": check, "seen": seen})
         if not args.json:
-            print(f"{LEVELS[level]:<5} {what:<10} {seen}")
-    worst = max(level for level, _, _ in found)
-    put(
-        args,
-        lambda: {"worst": LEVELS[worst], "findings": [_entry(*one) for one in found]},
-        lambda: None,
-    )
+            print(f"{LEVELS[level]:<5} {check:<10} {seen}")
+    put(args, lambda: {"worst": LEVELS[worst], "findings": entries}, lambda: None)
     return worst
 
 
-def _shown(path: str, each: Iterator[Finding]) -> Iterator[Finding]:
+def _with_status(path: str, all_findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yield the findings; while one is looked for, say so on a terminal: large files take minutes
     to read."""
     while True:
         with Console(stderr=True).status(f"reading {escape(path)}"):
-            found = next(each, None)
-        if found is None:
+            finding = next(all_findings, None)
+        if finding is None:
             return
-        yield found
+        yield finding
 
 
-def _entry(level: int, what: str, seen: str) -> dict[str, str]:
-    return {"level": LEVELS[level], "check": what, "seen": seen}
+def _problems(check: str, error: UserError) -> Iterator[Finding]:
+    """Yield the problems of an error as findings."""
+    for problem in error.problems:
+        yield BAD, check, problem
 
 
 def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
     """Yield the findings on a data set or a text. Raises UserError for an option that only the
     other one has."""
+    # who completes the name by Tab gives one of the two files
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
@@ -77,36 +77,38 @@ def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Ite
             raise UserError(
                 f"--text-field {text_field}: {path} is a data set of tokens, which has no fields"
             )
-        yield from _of_data_set(Path(path), tokenizer)
+        yield from _data_set_findings(Path(path), tokenizer)
     else:
         if tokenizer:
             raise UserError(
                 f"--tokenizer {tokenizer}: {path} is text, which has no ids yet: leave the "
                 "option out"
             )
-        yield from _of_text(path, text_field)
+        yield from _text_findings(path, text_field)
 
 
-def _of_text(path: str, text_field: str) -> Iterator[Finding]:
+def _text_findings(path: str, text_field: str) -> Iterator[Finding]:
+    """Yield the findings on a text, whose documents are counted."""
+    # files that `data build` would leave out are named below
     source = open_source(path, text_field=text_field)
-    documents = chars = empty = 0
+    documents = 0
+    chars = 0
+    empty = 0
     try:
+        # a long document comes in several pieces
         for _, pieces in groupby(source, key=itemgetter(0)):
             length = sum(len(text) for _, text in pieces)
-            documents = documents + 1
-            chars = chars + length
-            empty = empty + (length == 0)
+            documents += 1
+            chars += length
+            empty += length == 0
     except UserError as error:
-        yield from ((BAD, "text", problem) for problem in error.problems)
+        yield from _problems("text", error)
         return
-    yield (
-        OK,
-        "text",
-        (
-            f"{counted(documents, 'document')} in {counted(len(source.files), 'file')}, "
-            f"{counted(chars, 'character')}"
-        ),
+    counts = (
+        f"{counted(documents, 'document')} in {counted(len(source.files), 'file')}, "
+        f"{counted(chars, 'character')}"
     )
+    yield OK, "text", counts
     if source.left_out:
         yield OK, "left out", ", ".join(left_out_words(source.left_out))
     if empty == documents:
@@ -115,66 +117,70 @@ def _of_text(path: str, text_field: str) -> Iterator[Finding]:
         yield NOTE, "documents", f"{counted(empty, 'empty one')} left out"
 
 
-def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
+def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Finding]:
+    """Yield the findings on a data set. tokenizer_file: of --tokenizer; None: the one beside it."""
     try:
         dataset = IndexedDataset(prefix, again=True)
     except UserError as error:
-        yield from ((BAD, "index", problem) for problem in error.problems)
+        yield from _problems("index", error)
         return
+    # the other checks need an id
     if not dataset.num_tokens:
         yield BAD, "index", "there is no token"
         return
-    shown = (
-        (dataset.num_documents, "document"),
-        (dataset.num_sequences, "sequence"),
-        (dataset.num_tokens, "token"),
+    counts = (
+        f"{counted(dataset.num_documents, 'document')}, "
+        f"{counted(dataset.num_sequences, 'sequence')}, "
+        f"{counted(dataset.num_tokens, 'token')}"
     )
-    counts = ", ".join(counted(number, what) for number, what in shown)
     yield OK, "index", f"{counts} of {dataset.dtype.name}"
-    yield from ((NOTE, "index", note) for note in dataset.notes)
-    left = beside(prefix, ".model")
-    file = given or (left if left.is_file() else None)
-    try:
-        tokenizer = load_tokenizer(file) if file else None
-        yield from ((NOTE, "tokenizer", note) for note in (tokenizer.notes if tokenizer else ()))
-    except UserError as error:
-        yield from ((BAD, "tokenizer", problem) for problem in error.problems)
-        tokenizer = None
-    yield from _of_ids(dataset, tokenizer)
-    yield from _of_documents(dataset, tokenizer)
-    yield from _of_record(dataset, tokenizer)
+    for note in dataset.notes:
+        yield NOTE, "index", note
+    sibling = beside(prefix, ".model")
+    if tokenizer_file is None and sibling.is_file():
+        tokenizer_file = sibling
+    tokenizer = None
+    if tokenizer_file is not None:
+        try:
+            tokenizer = load_tokenizer(tokenizer_file)
+            for note in tokenizer.notes:
+                yield NOTE, "tokenizer", note
+        except UserError as error:
+            yield from _problems("tokenizer", error)
+    yield from _id_findings(dataset, tokenizer)
+    yield from _document_findings(dataset, tokenizer)
+    yield from _record_findings(dataset, tokenizer)
 
 
-def _of_ids(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    """Yield whether all token ids are those of tokens."""
     try:
         dataset.require_ids()
     except UserError as error:
-        yield from ((BAD, "ids", problem) for problem in error.problems)
+        yield from _problems("ids", error)
         return
-    whole = scan_file(beside(dataset.prefix, ".bin"), dataset.dtype, again=True)
-    seen = f"{whole.low:,} to {whole.high:,}"
-    if tokenizer is None and whole.low >= 0:
-        yield NOTE, "ids", f"{seen}; no tokenizer to compare with: give --tokenizer"
+    ids = scan_file(beside(dataset.prefix, ".bin"), dataset.dtype, again=True)
+    bounds = f"{ids.low:,} to {ids.high:,}"
+    if tokenizer is None and ids.low >= 0:
+        yield NOTE, "ids", f"{bounds}; no tokenizer to compare with: give --tokenizer"
         return
-    size = tokenizer.vocab_size if tokenizer else whole.high + 1
-    if (token := dataset.first_outside(size)) is not None:
-        if whole.low < 0:
-            what = "token ids cannot be negative"
+    # without a tokenizer only negative ids are outside
+    size = tokenizer.vocab_size if tokenizer else ids.high + 1
+    first_outside = dataset.first_outside(size)
+    if first_outside is not None:
+        if ids.low < 0:
+            reason = "token ids cannot be negative"
         else:
-            what = f"but there are {size:,} tokens: it is another one's data"
-        yield (
-            BAD,
-            "ids",
-            (
-                f"{seen}: {what}; the first is {dataset.tokens(token, 1)[0]} "
-                f"{place_of(dataset, token)}"
-            ),
-        )
+            reason = f"but there are {size:,} tokens: it is another one's data"
+        first_id = dataset.tokens(first_outside, 1)[0]
+        location = place_of(dataset, first_outside)
+        yield BAD, "ids", f"{bounds}: {reason}; the first is {first_id} {location}"
     elif tokenizer:
-        yield OK, "ids", f"{seen}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"
+        yield OK, "ids", f"{bounds}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"
 
 
-def _of_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    """Yield whether documents are empty, and whether each ends as the tokenizer says."""
     lengths = dataset.document_lengths()
     if empty := int((lengths == 0).sum()):
         yield NOTE, "documents", f"{empty:,} of {len(lengths):,} are empty"
@@ -182,11 +188,13 @@ def _of_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Itera
         yield OK, "documents", f"{lengths.min():,} to {lengths.max():,} tokens, none is empty"
     if tokenizer is None or tokenizer.eos is None or dataset.dtype.kind == "f":
         return
-    ends = np.cumsum(lengths)[lengths > 0] - 1
+    last_positions = np.cumsum(lengths)[lengths > 0] - 1
     open_ended = 0
-    for start in range(0, len(ends), CHUNK):
-        last = np.array([dataset.tokens(int(end), 1)[0] for end in ends[start : start + CHUNK]])
-        open_ended += int((last != tokenizer.eos).sum())
+    # a chunk at a time, for there may be very many documents
+    for start in range(0, len(last_positions), CHUNK):
+        positions = last_positions[start : start + CHUNK]
+        last_ids = np.array([dataset.tokens(int(position), 1)[0] for position in positions])
+        open_ended += int((last_ids != tokenizer.eos).sum())
     if open_ended:
         yield (
             NOTE,
@@ -197,43 +205,48 @@ def _of_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Itera
         yield OK, "ends", f"every document ends with the end-of-document token {tokenizer.eos}"
 
 
-def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    """Yield whether the data set is what `megaprec data build` recorded of it."""
     path = beside(dataset.prefix, ".json")
     if not path.is_file():
-        yield (
-            NOTE,
-            "record",
-            (
-                f"there is no {path.name}: not made by `megaprec data build`, so its checksums "
-                "cannot be compared"
-            ),
+        reason = (
+            f"there is no {path.name}: not made by `megaprec data build`, so its checksums "
+            "cannot be compared"
         )
+        yield NOTE, "record", reason
         return
     try:
         record = read_record(dataset.prefix)
     except UserError as error:
-        yield from ((BAD, "record", problem) for problem in error.problems)
+        yield from _problems("record", error)
         return
+    # the file is there, and was read
     assert record is not None
     if unknown := record.get("unknown"):
         yield NOTE, "unknown", f"{unknown:,} tokens stand for text that the tokenizer does not know"
-    for suffix in ("bin", "idx"):
-        file = beside(dataset.prefix, f".{suffix}")
-        ids = dataset.dtype if suffix == "bin" and dataset.dtype.kind != "f" else None
-        if (
-            scan_file(file, ids, again=suffix == "idx" or ids is None).sha256
-            == record[f"{suffix}_sha256"]
-        ):
-            yield OK, "hash", f"{file.name} is as it was built"
-        else:
-            yield BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
-    if tokenizer and not has_built(tokenizer, record):
-        yield BAD, "tokenizer", f"{tokenizer.path} is not the one that the data set was built with"
-    elif tokenizer and record.get("eos", tokenizer.eos) != tokenizer.eos:
-        yield (
-            NOTE,
-            "tokenizer",
-            f"the settings beside {tokenizer.path} name another end of documents than at the build",
-        )
-    elif tokenizer:
-        yield OK, "tokenizer", f"{tokenizer.path} is the one that the data set was built with"
+    yield _hash_finding(dataset, "bin", record)
+    yield _hash_finding(dataset, "idx", record)
+    if tokenizer is not None:
+        yield _recorded_tokenizer(record, tokenizer)
+
+
+def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any]) -> Finding:
+    """Return whether a file of the data set has the bytes that were recorded."""
+    file = beside(dataset.prefix, f".{suffix}")
+    has_ids = suffix == "bin" and dataset.dtype.kind != "f"
+    # the ids have been scanned just now; of other files an earlier scan may be remembered
+    scan = scan_file(file, dataset.dtype if has_ids else None, again=not has_ids)
+    if scan.sha256 == record[f"{suffix}_sha256"]:
+        return OK, "hash", f"{file.name} is as it was built"
+    return BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
+
+
+def _recorded_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer) -> Finding:
+    """Return whether the data set was built with this tokenizer and its settings."""
+    path = tokenizer.path
+    if not has_built(tokenizer, record):
+        return BAD, "tokenizer", f"{path} is not the one that the data set was built with"
+    if record.get("eos", tokenizer.eos) != tokenizer.eos:
+        reason = f"the settings beside {path} name another end of documents than at the build"
+        return NOTE, "tokenizer", reason
+    return OK, "tokenizer", f"{path} is the one that the data set was built with"

@@ -27,51 +27,57 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diagnose`."""
     records = read_records(args.folder)
-    silent = set(range(max(record.ranks for record in records))) - {
-        record.rank.rank for record in records
+    return put(args, lambda: _document(records), lambda: print(*describe(records), sep="\n"))
+
+
+def _document(records: Sequence[EndRecord]) -> dict[str, Any]:
+    """Return the diagnosis for programs."""
+    recorded = {record.rank.rank for record in records}
+    silent = set(range(max(record.ranks for record in records))) - recorded
+    return {
+        "culprit": _cause(records, silent),
+        "ranks": [record.model_dump(mode="json") for record in records],
     }
-    return put(
-        args,
-        lambda: {
-            "culprit": _cause(records, silent),
-            "ranks": [record.model_dump(mode="json") for record in records],
-        },
-        lambda: print(*describe(records), sep="\n"),
-    )
 
 
 def describe(records: Sequence[EndRecord]) -> list[str]:
     """Return the cause of the end, then a line for each rank: where it was, and how it ended."""
-    ended = {record.rank.rank: record for record in records}
-    seen: dict[int, Beat] = {beat.rank: beat for record in records for beat in record.others}
-    seen |= {rank: record.rank for rank, record in ended.items()}
-    ranks = range(max(max(seen) + 1, *(record.ranks for record in records)))
-    lines = [f"culprit    {_cause(records, set(ranks) - set(ended))}"]
+    record_of = {record.rank.rank: record for record in records}
+    # a rank's own record knows best where it was; of others, those that watched them
+    position_of = dict[int, Beat]()
+    for record in records:
+        position_of |= {beat.rank: beat for beat in record.others}
+    position_of |= {rank: record.rank for rank, record in record_of.items()}
+    # by records and heartbeats, for either may know of more ranks
+    ranks = range(max(max(position_of) + 1, *(record.ranks for record in records)))
+    lines = [f"culprit    {_cause(records, set(ranks) - set(record_of))}"]
     for rank in ranks:
-        beat = seen.get(rank)
-        record = ended.get(rank)
-        lines.append(
-            f"{f'rank {rank}':10} {_place(beat)}; {record.ended if record else 'left no record'}"
-        )
+        record = record_of.get(rank)
+        ended = record.ended if record else "left no record"
+        name = f"rank {rank}"
+        lines.append(f"{name:10} {_position(position_of.get(rank))}; {ended}")
     return lines
 
 
 def _cause(records: Sequence[EndRecord], silent: set[int]) -> str:
     """Return the cause in a line. silent: ranks without a record."""
-    if verdicts := [record.verdict for record in records if record.verdict]:
+    verdicts = [record.verdict for record in records if record.verdict]
+    if verdicts:
         return "; ".join(dict.fromkeys(verdicts))
-    if failed := [record for record in records if record.culprits]:
-        return "; ".join(
-            f"rank {one.rank.rank} on {one.rank.host} failed: {one.ended}" for one in failed
-        )
+    # ranks that failed by themselves: others have lost the connection to them
+    failed = [record for record in records if record.culprits]
+    if failed:
+        lines = [f"rank {end.rank.rank} on {end.rank.host} failed: {end.ended}" for end in failed]
+        return "; ".join(lines)
     if silent:
         return f"{ranks_in_words(silent)}, which left no record: killed, or the machine is down"
     return "unknown: every rank lost the connection to another"
 
 
-def _place(beat: Beat | None) -> str:
+def _position(beat: Beat | None) -> str:
+    """Return in words where a rank was. beat: its last heartbeat, if one is known."""
     if beat is None:
         return "where it was is not known"
     waits = "waited in " if beat.waits else "was in "
-    at = f", at {' < '.join(beat.at)}" if beat.at else ""
-    return f"on {beat.host} (process {beat.pid}) {waits}{where_in_words(beat)}{at}"
+    frames = f", at {' < '.join(beat.at)}" if beat.at else ""
+    return f"on {beat.host} (process {beat.pid}) {waits}{where_in_words(beat)}{frames}"

@@ -6,7 +6,7 @@ another model with them.
 """
 
 import argparse
-from collections.abc import Iterator
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tools.console.toml import toml
 from tools.convert.core.source import Source
 from tools.convert.formats import check_vocab, open_intact
 
-BLOCK = 1 << 22  # elements that are made float64 at once
+BLOCK = 1 << 22  # elements that become float64 at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,30 @@ class Difference:
     mean: float
     size: float  # largest absolute value in the first model; NaN if one is
     note: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.largest > 0 or bool(self.note)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models, compared. differing: tensors with a difference, the largest first. equal: the
+    number of the others that both have."""
+
+    first: Source
+    second: Source
+    differing: list[Difference]
+    equal: int
+    notes: list[str]
+
+    @property
+    def only_in_first(self) -> list[str]:
+        return [key for key in self.first.shapes if key not in self.second.shapes]
+
+    @property
+    def only_in_second(self) -> list[str]:
+        return [key for key in self.second.shapes if key not in self.first.shapes]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -74,91 +98,110 @@ def main(args: argparse.Namespace) -> int:
     if args.top < 0:
         raise UserError(f"--top {args.top}: give 0 or more")
     check_vocab(args.vocab, args.first, args.second)
-    first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
-    notes = [*dict.fromkeys((*first.facts.notes, *second.facts.notes))]
-    both = [key for key in first.shapes if key in second.shapes]
-    with moving(f"comparing {args.first} and {args.second}", len(both)) as report:
-        found = []
-        for key in both:
-            found.append(compare(key, first.read(key), second.read(key)))
-            report(1, key)
-    found.sort(key=lambda d: (-d.largest, d.key))
-    differing = [d for d in found if d.largest > 0 or d.note]
+    first = open_intact(args.first, args.vocab)
+    second = open_intact(args.second, args.vocab)
+    comparison = compare_models(first, second, f"comparing {args.first} and {args.second}")
     return put(
         args,
-        lambda: {
-            "equal": len(both) - len(differing),
-            "differ": len(differing),
-            "differences": [asdict(one) for one in differing[: args.top]],
-            "model": {
-                key: {"a": a, "b": b}
-                for key, (a, b) in other_keys(first.model, second.model).items()
-            },
-            "only_in_a": [key for key in first.shapes if key not in second.shapes],
-            "only_in_b": [key for key in second.shapes if key not in first.shapes],
-            "notes": notes,
-        },
-        lambda: _show(
-            differing[: args.top],
-            len(both),
-            len(differing),
-            [
-                *_other_model(first, second),
-                *_only_in(first, second),
-                *(f"note: {note}" for note in notes),
-            ],
-        ),
+        lambda: _document(comparison, args.top),
+        lambda: _show(comparison, args.top),
     )
 
 
-def _show(shown: list[Difference], compared: int, differ: int, more: list[str]) -> None:
-    if shown or differ:
-        print_table(_table(shown))
-    print(f"{compared - differ} of {compared} tensors are equal, {differ} differ", *more, sep="\n")
+def compare_models(first: Source, second: Source, title: str) -> Comparison:
+    """Compare all tensors that both models have, with progress on a terminal. title: of the
+    progress."""
+    shared = [key for key in first.shapes if key in second.shapes]
+    differences = list[Difference]()
+    with moving(title, len(shared)) as report:
+        for key in shared:
+            differences.append(compare(key, first.read(key), second.read(key)))
+            report(1, key)
+    # of equally large differences by name, so that the output is the same each time
+    differences.sort(key=lambda difference: (-difference.largest, difference.key))
+    differing = [difference for difference in differences if difference.differs]
+    notes = dict.fromkeys((*first.facts.notes, *second.facts.notes))
+    return Comparison(first, second, differing, len(shared) - len(differing), [*notes])
 
 
-def compare(key: str, one: Tensor, other: Tensor) -> Difference:
+def _document(comparison: Comparison, top: int) -> dict[str, Any]:
+    """Return the comparison for programs, with the `top` largest differences."""
+    keys = other_keys(comparison.first.model, comparison.second.model)
+    return {
+        "equal": comparison.equal,
+        "differ": len(comparison.differing),
+        "differences": [asdict(difference) for difference in comparison.differing[:top]],
+        "model": {key: {"a": ours, "b": theirs} for key, (ours, theirs) in keys.items()},
+        "only_in_a": comparison.only_in_first,
+        "only_in_b": comparison.only_in_second,
+        "notes": comparison.notes,
+    }
+
+
+def _show(comparison: Comparison, top: int) -> None:
+    """Print the `top` largest differences as a table, then what differs besides tensors."""
+    first = comparison.first
+    second = comparison.second
+    differ = len(comparison.differing)
+    if differ:
+        print_table(_table(comparison.differing[:top]))
+    print(f"{comparison.equal} of {comparison.equal + differ} tensors are equal, {differ} differ")
+    for key, (ours, theirs) in other_keys(first.model, second.model).items():
+        print(f"model.{key} is {toml(ours)} in {first.path} and {toml(theirs)} in {second.path}")
+    _print_only_in(first.path, comparison.only_in_first)
+    _print_only_in(second.path, comparison.only_in_second)
+    for note in comparison.notes:
+        print(f"note: {note}")
+
+
+def _print_only_in(path: Path, keys: list[str]) -> None:
+    """Say which tensors one of the models has alone, if any."""
+    if keys:
+        kinds = sorted({key.split("/")[0] for key in keys})
+        print(f"only in {path}: {len(keys)} tensors ({', '.join(kinds)}), such as {keys[0]}")
+
+
+def compare(key: str, first: Tensor, second: Tensor) -> Difference:
     """Return the difference of two tensors. NaN differs from everything, NaN included."""
-    if one.shape != other.shape:
-        return Difference(
-            key, float("inf"), float("inf"), 0.0, f"{list(one.shape)} and {list(other.shape)}"
-        )
-    largest = total = size = 0.0
-    for a, b in zip(one.reshape(-1).split(BLOCK), other.reshape(-1).split(BLOCK), strict=True):
-        apart = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf"))
-        apart[a == b] = 0  # two infinities of one sign
-        largest = max(largest, apart.max().item())
-        total = total + apart.sum().item()
-        size = torch.maximum(
-            a.double().abs().max(), torch.tensor(size, dtype=torch.float64)
-        ).item()  # NaN, if one is
-    return Difference(key, largest, total / max(1, one.numel()), size)
+    if first.shape != second.shape:
+        # nothing can be compared element by element
+        shapes = f"{list(first.shape)} and {list(second.shape)}"
+        return Difference(key, math.inf, math.inf, 0.0, shapes)
+    largest = 0.0
+    total = 0.0
+    magnitude = 0.0
+    blocks = zip(first.reshape(-1).split(BLOCK), second.reshape(-1).split(BLOCK), strict=True)
+    # Float64 of a whole embedding would take eight bytes an element, twice
+    for ours, theirs in blocks:
+        difference = (ours.double() - theirs.double()).abs().nan_to_num(math.inf, math.inf)
+        difference[ours == theirs] = 0  # two infinities of one sign
+        largest = max(largest, difference.max().item())
+        total += difference.sum().item()
+        # in place of Python's max, which loses NaN
+        before = torch.tensor(magnitude, dtype=torch.float64)
+        magnitude = torch.maximum(ours.double().abs().max(), before).item()
+    return Difference(key, largest, total / max(1, first.numel()), magnitude)
 
 
-def _table(found: list[Difference]) -> Table:
+def _table(differences: list[Difference]) -> Table:
+    """Return a table with a row per tensor."""
     table = Table("tensor")
     for column in ("largest difference", "mean difference", "largest value in A", "note"):
         table.add_column(column, justify="right" if column != "note" else "left")
     table.columns[0].overflow = "fold"
-    for d in found:
-        table.add_row(d.key, f"{d.largest:.4g}", f"{d.mean:.4g}", f"{d.size:.4g}", d.note)
+    for difference in differences:
+        table.add_row(
+            difference.key,
+            f"{difference.largest:.4g}",
+            f"{difference.mean:.4g}",
+            f"{difference.size:.4g}",
+            difference.note,
+        )
     return table
 
 
-def other_keys(one: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+def other_keys(first: ModelConfig, second: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Return the keys of `[model]` in which two models differ, with both values."""
-    a, b = (model.model_dump(mode="json") for model in (one, other))
-    return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
-
-
-def _other_model(first: Source, second: Source) -> Iterator[str]:
-    for key, (a, b) in other_keys(first.model, second.model).items():
-        yield f"model.{key} is {toml(a)} in {first.path} and {toml(b)} in {second.path}"
-
-
-def _only_in(first: Source, second: Source) -> Iterator[str]:
-    for one, other in ((first, second), (second, first)):
-        only = [key for key in one.shapes if key not in other.shapes]
-        if only:
-            kinds = sorted({key.split("/")[0] for key in only})
-            yield f"only in {one.path}: {len(only)} tensors ({', '.join(kinds)}), such as {only[0]}"
+    ours = first.model_dump(mode="json")
+    theirs = second.model_dump(mode="json")
+    return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}

@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,13 @@ from tools.training.launch import launch_local
 from tools.training.machine import check_machine
 from tools.training.notes import tell_notes
 
-MOST = 8  # local ranks that are started at most, or as many as there are cores
+# as many local ranks as there are GPUs, but at most so many; more cores allow a larger layout
+MAX_LOCAL_RANKS = 8
+ANY_LAYOUT = (0, 0, 0)  # the ranks that are there decide
 # option: this process is a local rank, and rank 0 writes its findings to the file named
 ANSWER = "--as-rank"
 SKIPPED = "--no-parity was given"
+OWN_RUN = "a small run of megaprec's own"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,17 +87,18 @@ def main(args: argparse.Namespace) -> int:
     if config is not None and args.as_rank is None:
         tell_notes(config.notes, strict=False)
     folder = args.folder or (Path(config.train.folder) if config else Path())
-    asked = Asked(
-        _layout(config), config.train.device if config else "auto", existing(folder), _bytes(config)
-    )
+    device = config.train.device if config else "auto"
+    request = Asked(_layout(config), device, nearest_existing(folder), _checkpoint_bytes(config))
     if args.as_rank is not None:
-        return _as_local_rank(asked, args.as_rank)
-    findings = list(
-        _in_world(asked, config, args) if joined_world() else _local(asked, config, args)
-    )
+        return _as_local_rank(request, args.as_rank)
+    if joined_world():
+        findings = list(_world_findings(request, config, args))
+    else:
+        findings = list(_local_findings(config, args))
     if not findings:  # not rank 0 of a launched world
         return 0
     seconds = time.monotonic() - start
+    # only one process prints: rank 0, or the parent of local ranks
     put(args, lambda: document(findings, seconds), lambda: show(findings, seconds))
     return CODES[verdict(findings)]
 
@@ -102,20 +106,20 @@ def main(args: argparse.Namespace) -> int:
 def _layout(config: RunConfig | None) -> tuple[int, int, int]:
     """Return pipeline, data and tensor ranks; zeros without a run file. Ranks that share sequences
     count as data."""
-    if config:
-        return (config.parallel.pipeline, config.parallel.copies, config.parallel.tensor)
-    return (0, 0, 0)
+    if config is None:
+        return ANY_LAYOUT
+    return config.parallel.pipeline, config.parallel.copies, config.parallel.tensor
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Return the folder, or the lowest one above it that is there."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    return there
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing
 
 
-def _bytes(config: RunConfig | None) -> int:
+def _checkpoint_bytes(config: RunConfig | None) -> int:
     """Return the bytes of the checkpoints that the run has at most, one that is being written among
     them.
 
@@ -123,141 +127,146 @@ def _bytes(config: RunConfig | None) -> int:
     """
     if config is None or config.model.factory or not config.model.vocab:
         return 0
-    held, sharded = config.plan.bytes_per_parameter(len(make_rule(config.optimizer).names))
-    one = config.sized_model.num_parameters * (sharded or held)
-    return one * (_kept(config) + 1)
+    moments = len(make_rule(config.optimizer).names)
+    replicated, sharded = config.plan.bytes_per_parameter(moments)
+    # masters and moments; a rule and a plan without any leave the weights
+    per_parameter = sharded or replicated
+    checkpoint = config.sized_model.num_parameters * per_parameter
+    return checkpoint * (_kept_checkpoints(config) + 1)
 
 
-def _kept(config: RunConfig) -> int:
+def _kept_checkpoints(config: RunConfig) -> int:
     """Return the number of checkpoints that the run has at its end."""
     settings = config.checkpoint
     steps = config.train.steps
     saves = math.ceil(steps / settings.every) if settings.every else 1
     if settings.kept.newest is None:
         return saves
-    spared = 0
+    never_deleted = 0
     if settings.every and settings.keep_every:
-        spared = steps // math.lcm(settings.every, settings.keep_every)
-    return min(saves, settings.kept.newest + spared)
+        # steps that are multiples of both numbers
+        never_deleted = steps // math.lcm(settings.every, settings.keep_every)
+    return min(saves, settings.kept.newest + never_deleted)
 
 
-def _local(asked: Asked, config: RunConfig | None, args: argparse.Namespace) -> Iterator[Finding]:
+def _local_findings(config: RunConfig | None, args: argparse.Namespace) -> Iterator[Finding]:
     """Yield the findings of local ranks, then of the layout."""
-    ranks = config.world_size if config else max(2, min(MOST, torch.cuda.device_count()))
     if config is not None:
-        yield from _fits(config, ranks)
-    most = max(MOST, cores())
-    if ranks > most:
-        why = (
-            f"the layout has {ranks:,} ranks, and at most {most} are started here: run this under "
+        ranks = config.world_size
+        yield from _machine_findings(config, ranks)
+    else:
+        ranks = max(2, min(MAX_LOCAL_RANKS, torch.cuda.device_count()))
+    limit = max(MAX_LOCAL_RANKS, cores())
+    if ranks > limit:
+        reason = (
+            f"the layout has {ranks:,} ranks, and at most {limit} are started here: run this under "
             "torchrun or srun"
         )
-        yield from _of_ranks(args, 1)
-        yield from (not_tried(check, why, needed=True) for check in ("links", "parity"))
+        yield from _launch_ranks(args, 1)
+        yield not_tried("links", reason, needed=True)
+        yield not_tried("parity", reason, needed=True)
         return
-    findings = _of_ranks(args, ranks)
+    findings = _launch_ranks(args, ranks)
     yield from findings
-    yield _parity(config, ranks, findings, args)
+    yield _parity_finding(config, ranks, findings, args)
 
 
-def _fits(config: RunConfig, ranks: int) -> Iterator[Finding]:
+def _machine_findings(config: RunConfig, ranks: int) -> Iterator[Finding]:
     """Yield a finding for each reason why this machine cannot start the run."""
-    if config.train.device != "cpu" and torch.cuda.device_count() >= ranks:
-        device = "cuda"
-    else:
-        device = "cpu"
+    has_gpus = torch.cuda.device_count() >= ranks
+    device = "cuda" if config.train.device != "cpu" and has_gpus else "cpu"
     try:
         check_machine(config, ranks, device)
     except UserError as error:
-        yield from (
-            wrong("machine", problem, "change the run, or use more machines")
-            for problem in error.problems
-        )
+        for problem in error.problems:
+            yield wrong("machine", problem, "change the run, or use more machines")
 
 
-def _of_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
+def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
     """Start local ranks and return the findings of rank 0."""
     with tempfile.TemporaryDirectory(prefix="megaprec_doctor_") as folder:
         answer = Path(folder) / "findings"
-        options = [ANSWER, str(answer), *(["--folder", str(args.folder)] if args.folder else [])]
-        given = [args.file, *args.overrides] if args.file else []
-        code = launch_local(["doctor", *given, *options], ranks)
+        command = ["doctor"]
+        if args.file:
+            command += [args.file, *args.overrides]
+        command += [ANSWER, str(answer)]
+        if args.folder:
+            command += ["--folder", str(args.folder)]
+        code = launch_local(command, ranks)
+        # the ranks have printed why on stderr
         if not answer.is_file():
-            said = f"{ranks} local ranks ended with code {code} before they had answered"
-            return [wrong("ranks", said, "the line above says why")]
-        return [Finding(**one) for one in json.loads(read_whole(answer))]
+            reason = f"{ranks} local ranks ended with code {code} before they had answered"
+            return [wrong("ranks", reason, "the line above says why")]
+        return [Finding(**fields) for fields in json.loads(read_whole(answer))]
 
 
-def _as_local_rank(asked: Asked, answer: Path) -> int:
-    """Be one of `ranks` local ranks."""
-    layout = asked.layout if _size(asked.layout) == int(os.environ["WORLD_SIZE"]) else (0, 0, 0)
-    place, findings, _ = take_part(Asked(layout, asked.device, asked.folder, asked.bytes_needed))
-    if place.rank == 0:
+def _as_local_rank(request: Asked, answer: Path) -> int:
+    """Be one of the local ranks; rank 0 writes its findings to `answer`."""
+    layout = request.layout
+    if math.prod(layout) != int(os.environ["WORLD_SIZE"]):
+        layout = ANY_LAYOUT
+    context, findings, _ = take_part(replace(request, layout=layout))
+    if context.rank == 0:
+        # renamed when it is complete, for the parent reads whatever has the name
         unfinished = answer.with_suffix(".part")
-        unfinished.write_text(json.dumps([asdict(one) for one in findings]), encoding="utf-8")
+        fields = [asdict(finding) for finding in findings]
+        unfinished.write_text(json.dumps(fields), encoding="utf-8")
         unfinished.rename(answer)
-        place.tell("over", 1)
+        context.tell("over", 1)
     else:
-        place.told("over", 60.0)
+        context.told("over", 60.0)
     return 0
 
 
-def _size(layout: Sequence[int]) -> int:
-    return layout[0] * layout[1] * layout[2]
-
-
-def _parity(
+def _parity_finding(
     config: RunConfig | None, ranks: int, findings: Sequence[Finding], args: argparse.Namespace
 ) -> Finding:
     """Return the finding about the layout, on local ranks."""
-    if why := _hindrance(findings, args):
-        return not_tried("parity", why, needed=not args.no_parity)
-    return parity_here(config or own_run(1, 1, ranks), args.file or "a small run of megaprec's own")
+    if reason := _parity_hindrance(findings, args):
+        return not_tried("parity", reason, needed=not args.no_parity)
+    return parity_here(config or own_run(1, 1, ranks), args.file or OWN_RUN)
 
 
-def _hindrance(findings: Sequence[Finding], args: argparse.Namespace) -> str:
+def _parity_hindrance(findings: Sequence[Finding], args: argparse.Namespace) -> str:
     """Return why the layout is not tried, "" if it is."""
     if args.no_parity:
         return SKIPPED
-    needed = {one.check.split()[0] for one in findings if one.verdict == "wrong"} & {
-        "ranks",
-        "world",
-        "shared",
-    }
-    if needed:
-        return f"first mend what is wrong with {' and '.join(sorted(needed))}"
+    wrong_checks = {finding.check.split()[0] for finding in findings if finding.verdict == "wrong"}
+    hindering = wrong_checks & {"ranks", "world", "shared"}
+    if hindering:
+        return f"first mend what is wrong with {' and '.join(sorted(hindering))}"
     return ""
 
 
-def _in_world(
-    asked: Asked, config: RunConfig | None, args: argparse.Namespace
+def _world_findings(
+    request: Asked, config: RunConfig | None, args: argparse.Namespace
 ) -> Iterator[Finding]:
     """Yield the findings on rank 0 of a launched world; take part elsewhere."""
     size = int(os.environ["WORLD_SIZE"])
     if config is not None and config.world_size != size:
         raise UserError(
-            f"{size} ranks are started, but [parallel] of {args.file} needs "
-            f"{config.world_size}: start as many, or "
-            "change the layout"
+            f"{size} ranks are started, but [parallel] of {args.file} needs {config.world_size}: "
+            "start as many, or change the layout"
         )
-    place, findings, answered = take_part(asked)
-    if place.rank:
-        _followed(place)
+    context, findings, answered = take_part(request)
+    if context.rank:
+        _follow_rank_0(context)
         return
     yield from findings
-    why = _hindrance(findings, args) or ("" if answered else "a rank has not answered")
-    if why:
-        yield not_tried("parity", why, needed=not args.no_parity)
+    reason = _parity_hindrance(findings, args)
+    if not reason and not answered:
+        reason = "a rank has not answered"
+    if reason:
+        yield not_tried("parity", reason, needed=not args.no_parity)
     else:
-        yield parity_in_world(
-            config or own_run(*place.layout), args.file or "a small run of megaprec's own", place
-        )
-    place.tell("parity", "")
+        yield parity_in_world(config or own_run(*context.layout), args.file or OWN_RUN, context)
+    context.tell("parity", "")
     time.sleep(0.5)  # others read it before this process, which may have the store, ends
 
 
-def _followed(place: Place) -> None:
+def _follow_rank_0(context: Place) -> None:
+    """Take part in the comparison that rank 0 leads. Raises UserError if it does not answer."""
     try:
-        follow(place)
+        follow(context)
     except TimeoutError as error:
         raise UserError(f"rank 0 does not answer ({error}): see what it printed") from error

@@ -10,13 +10,14 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from tools.commands.parity import proven
+from tools.commands.parity import certify
 from tools.config.run_file import RunConfig, load_run
 from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.place import Place
@@ -26,77 +27,74 @@ from tools.parity.gather import Record, gather
 from tools.parity.ranks import PENDING, Failure, Hands, Run, carry_out, run_together
 
 STEPS = 20
-SECONDS = 60.0  # time limit of the ranks' part in a launched world
-OWN = [
+TIME_LIMIT = 60.0  # seconds that the ranks' part may take in a launched world
+OWN_RUN = [
     "model.family=llama",
     "model.hidden=64",
     "model.heads=8",
     "model.kv_heads=4",
     "model.ffn=128",
-]
-OWN += [
     "model.vocab=512",
     "data.vocab_size=512",
     "train.steps=20",
     "train.micro_batch=1",
     "train.seq_length=32",
 ]
-SEE = "run `megaprec parity` on this run file: its certificate says where the difference begins"
+REMEDY = "run `megaprec parity` on this run file: its certificate says where the difference begins"
 
 
 def own_run(pipeline: int, data: int, tensor: int) -> RunConfig:
     """Return a small run in this layout, for a machine without a run file."""
-    layout = [f"parallel.pipeline={pipeline}", f"parallel.data={data}", f"parallel.tensor={tensor}"]
-    return load_run(
-        None, [*OWN, f"model.layers={2 * pipeline}", f"train.global_batch={4 * data}", *layout]
-    )
+    sizes = [
+        f"parallel.pipeline={pipeline}",
+        f"parallel.data={data}",
+        f"parallel.tensor={tensor}",
+        f"model.layers={2 * pipeline}",
+        f"train.global_batch={4 * data}",
+    ]
+    return load_run(None, [*OWN_RUN, *sizes])
 
 
-def parity(config: RunConfig, file: str, folder: Path, hands: Hands | None = None) -> Finding:
+def parity(config: RunConfig, file: str, folder: Path, launcher: Hands | None = None) -> Finding:
     """Compare the run's layout with one process and return the finding. folder: an empty one for
     the runs."""
-    p = config.parallel
-    layout = f"tp={p.tensor},pp={p.pipeline},dp={p.data}" + (
-        f",cp={p.context}" if p.context > 1 else ""
-    )
     if config.world_size == 1:
         return not_tried("parity", "the layout is one process, with which others are compared")
-    options = {
-        "file": file,
-        "layouts": [layout],
-        "full": False,
-        "steps": STEPS,
-        "precision": "float64",
-    }
+    layout = f"tp={config.parallel.tensor},pp={config.parallel.pipeline},dp={config.parallel.data}"
+    if config.parallel.context > 1:
+        layout += f",cp={config.parallel.context}"
+    # as `megaprec parity FILE --layouts LAYOUT --steps STEPS` has them
+    options = argparse.Namespace(
+        file=file, layouts=[layout], full=False, steps=STEPS, precision="float64"
+    )
     try:
-        made = proven(
-            config, argparse.Namespace(**options), folder, lambda text: None, hands or Hands()
-        )
+        certificate = certify(config, options, folder, lambda text: None, launcher or Hands())
     except UserError as error:
+        # the small run cannot have the layout
         return not_tried("parity", str(error.problems[0]), needed=True)
-    (entry,) = made["layouts"]
+    (entry,) = certificate["layouts"]
     if entry["verdict"] == PROVEN:
-        return _well(layout, entry, made["applied"])
+        return _proven_finding(layout, entry, certificate["applied"])
     if entry["verdict"] == NOT_TRIED:
         return not_tried("parity", entry["why"], needed=True)
     first = entry["first"]
-    return wrong(
-        "parity", f"{layout} differs from one process: {first.get('note') or first['place']}", SEE
-    )
+    reason = first.get("note") or first["place"]
+    return wrong("parity", f"{layout} differs from one process: {reason}", REMEDY)
 
 
-def _well(layout: str, entry: Mapping[str, Any], applied: int) -> Finding:
+def _proven_finding(layout: str, entry: Mapping[str, Any], applied: int) -> Finding:
     """Return the finding about a layout that is proven, with its largest error as a part of the
     bound."""
-    said = f"{layout} trains what one process trains: {applied} steps, float64"
-    if entry["left_out"]:
-        said += (
-            f"; not tried with parallel.{', parallel.'.join(entry['left_out'])}, which the small "
-            "run cannot have"
-        )
-    bounded = [q for q in entry["quantities"].values() if q["verdict"] == PROVEN and q["bound"]]
-    worst = max((q["error"] / q["bound"] for q in bounded), default=0.0)
-    return ok("parity", said, layout=layout, left_out=entry["left_out"], worst_of_bound=worst)
+    text = f"{layout} trains what one process trains: {applied} steps, float64"
+    left_out = entry["left_out"]
+    if left_out:
+        keys = ", ".join(f"parallel.{key}" for key in left_out)
+        text += f"; not tried with {keys}, which the small run cannot have"
+    shares = [0.0]
+    for quantity in entry["quantities"].values():
+        if quantity["verdict"] == PROVEN and quantity["bound"]:
+            shares.append(quantity["error"] / quantity["bound"])
+    return ok("parity", text, layout=layout, left_out=left_out, worst_of_bound=max(shares))
 
 
 def parity_here(config: RunConfig, file: str) -> Finding:
@@ -105,42 +103,42 @@ def parity_here(config: RunConfig, file: str) -> Finding:
         return parity(config, file, Path(folder))
 
 
-def parity_in_world(config: RunConfig, file: str, place: Place) -> Finding:
+def parity_in_world(config: RunConfig, file: str, context: Place) -> Finding:
     """Compare on the ranks of the world; called on rank 0, while the others are in `follow`."""
-    folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=place.folder))
+    folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=context.folder))
+    launcher = Hands(_run_in_child, partial(_run_on_world, context))
     try:
-        return parity(
-            config, file, folder, Hands(_in_child, lambda runs, within: _led(runs, within, place))
-        )
+        return parity(config, file, folder, launcher)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_child(run: Run) -> Record:
+def _run_in_child(run: Run) -> Record:
     """Carry out a run of one process beside the world."""
+    # Torch can join one world per process, and this one has joined that of the doctor
     (failure,) = run_together([run], run.folder.parent)
     if failure is not None:
         raise UserError(f"one process, with which layouts are compared, failed: {failure.why}")
     return gather(run.folder)
 
 
-def _led(runs: Sequence[Run], folder: Path, place: Place) -> list[Failure | None]:
+def _run_on_world(context: Place, runs: Sequence[Run], folder: Path) -> list[Failure | None]:
     """Carry out the runs on all ranks of the world."""
     for run in runs:
         run.folder.mkdir(parents=True)
         run.write()
-    (folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
-    place.tell("parity", str(folder.absolute()))
-    answer = within(SECONDS, carry_out, folder)
+    names = "\n".join(run.folder.name for run in runs)
+    (folder / PENDING).write_text(names, encoding="utf-8")
+    context.tell("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
+    answer = within(TIME_LIMIT, carry_out, folder)
     if "value" in answer:
         dist.destroy_process_group()  # the comparison is of this process alone
         return [None] * len(runs)
-    return [Failure(answer.get("error", f"the ranks were not done within {SECONDS:g} s"))] * len(
-        runs
-    )
+    reason = answer.get("error", f"the ranks were not done within {TIME_LIMIT:g} s")
+    return [Failure(reason)] * len(runs)
 
 
-def follow(place: Place) -> None:
+def follow(context: Place) -> None:
     """Take part in the comparison that rank 0 leads, if there is one."""
-    if folder := place.told("parity", 2 * SECONDS):
-        within(SECONDS, carry_out, Path(folder))
+    if folder := context.told("parity", 2 * TIME_LIMIT):
+        within(TIME_LIMIT, carry_out, Path(folder))

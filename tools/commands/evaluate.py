@@ -37,7 +37,7 @@ from tools.text.load import Loaded, load_model
 from tools.text.windows import documents
 from tools.training.launch import launch_local, note_failure
 
-MOST_LOCAL = 1024
+MAX_LOCAL_RANKS = 1024
 COMPUTE = ("fp32", "bf16", "fp64")
 
 
@@ -55,8 +55,7 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         metavar="[NAME=]PATH",
         help="text file, folder, .jsonl, .parquet, or common prefix of a .bin and .idx pair; may "
-        "be given several "
-        "times",
+        "be given several times",
     )
     parser.add_argument(
         "--window",
@@ -68,9 +67,8 @@ def add_parser(subparsers: Any) -> None:
         "--stride",
         type=int,
         metavar="N",
-        help="tokens of a long document that each window after the first predicts; fewer give "
-        "each more context and "
-        "take longer (default: --window)",
+        help="tokens of a long document that each window after the first predicts; fewer give each "
+        "more context and take longer (default: --window)",
     )
     parser.add_argument(
         "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
@@ -87,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none"
     )
-    for axis, what in (
+    for axis, purpose in (
         ("tensor", "share the layers"),
         ("pipeline", "have the layers one after the other"),
     ):
@@ -96,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
             type=int,
             default=1,
             metavar="N",
-            help=f"ranks that {what}, for a large model (default: 1)",
+            help=f"ranks that {purpose}, for a large model (default: 1)",
         )
     add_json(parser)
     parser.set_defaults(run=main)
@@ -105,28 +103,27 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec evaluate`: alone, on local ranks that it starts, or as one of ranks that are
     started."""
-    problems = (
-        f"--{axis} {size}: give 1 or more" for axis, size in _layout(args).items() if size < 1
-    )
-    if told := [*problems]:
-        raise UserError(*told)
-    replica = args.tensor * args.pipeline
+    sizes = _layout(args)
+    problems = [f"--{axis} {size}: give 1 or more" for axis, size in sizes.items() if size < 1]
+    if problems:
+        raise UserError(*problems)
+    replica = args.tensor * args.pipeline  # ranks that hold the model once
     if not joined_world():
-        if replica > MOST_LOCAL:
+        if replica > MAX_LOCAL_RANKS:
             raise UserError(
-                f"--tensor {args.tensor} x --pipeline {args.pipeline}: at most {MOST_LOCAL} "
+                f"--tensor {args.tensor} x --pipeline {args.pipeline}: at most {MAX_LOCAL_RANKS} "
                 "local ranks"
             )
         if replica == 1:
             return _evaluate(args, None)
-        return launch_local(_words(args), replica)
+        return launch_local(_rank_command(args), replica)
+    # ranks beyond one replica share the texts
     with world(failed=note_failure):
         ranks = dist.get_world_size()
         if ranks % replica:
             raise UserError(
-                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline "
-                f"{args.pipeline} needs a multiple of "
-                f"{replica}"
+                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline {args.pipeline} "
+                f"needs a multiple of {replica}"
             )
         return _evaluate(args, make_mesh(args.pipeline, ranks // replica, args.tensor))
 
@@ -135,66 +132,91 @@ def _layout(args: argparse.Namespace) -> dict[str, int]:
     return {"tensor": args.tensor, "pipeline": args.pipeline}
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def _rank_command(args: argparse.Namespace) -> list[str]:
     """Return the command line of a rank."""
-    named = {**_layout(args), "window": args.window, "stride": args.stride, "compute": args.compute}
-    named |= {
+    values = {
+        **_layout(args),
+        "window": args.window,
+        "stride": args.stride,
+        "compute": args.compute,
         "text-field": args.text_field,
         "max-chars": args.max_chars,
         "tokenizer": args.tokenizer,
     }
-    options = [f"--{name}={value}" for name, value in named.items() if value is not None]
-    options += [f"--data={one}" for one in args.data] + ["--json"] * args.json
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    options += [f"--data={source}" for source in args.data]
+    if args.json:
+        options.append("--json")
+    # a model may have a name that begins with a dash
     return ["evaluate", *options, "--", str(args.model)]
 
 
 def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
-    sets = _sets(args.data)
-    first = Axis.world(mesh).rank == 0
+    """Score all sets on the ranks of `mesh` and print the scores on the first of them."""
+    sets = _named_sets(args.data)
+    is_first = Axis.world(mesh).rank == 0
     model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh)
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
-    opened = {
+    # all sets are opened before the first is scored, which may take hours
+    documents_of = {
         name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()
     }
+    # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
-    for name, texts in opened.items():
-        with scoring(name) if first else nullcontext(_unseen) as report:
+    for name, texts in documents_of.items():
+        with scoring(name) if is_first else nullcontext(_ignore_progress) as report:
             scores[name] = score(relay, texts, model.begin, window, stride, report)
         if not scores[name].tokens:
             raise UserError(f"--data {sets[name]} has no token to predict: give more text")
-    if not first:
+    if not is_first:
         return 0
     for note in _notes(model, sets, args.text_field):
         print(f"note: {note}", file=sys.stderr)
-    how = {"window": window, "stride": stride, "compute": args.compute, "begin_token": model.begin}
-    said = [{"name": name, "source": sets[name], **_fields(one)} for name, one in scores.items()]
-    document = {"model": str(args.model), **how, "sets": said}
+    document = {
+        "model": str(args.model),
+        "window": window,
+        "stride": stride,
+        "compute": args.compute,
+        "begin_token": model.begin,
+        "sets": [
+            {"name": name, "source": sets[name], **_score_fields(of_set)}
+            for name, of_set in scores.items()
+        ],
+    }
     return put(args, lambda: document, lambda: print_table(_table(scores)))
 
 
-def _unseen(tokens: int) -> None:
+def _ignore_progress(tokens: int) -> None:
     """Show no progress: the first rank does."""
 
 
-def _sets(given: list[str]) -> dict[str, str]:
-    """Return the paths of the sets by name. Raises UserError if two sets have one name."""
+def _named_sets(options: list[str]) -> dict[str, str]:
+    """Return the paths of the sets by name. Raises UserError if two sets have one name.
+
+    options: the values of --data, [NAME=]PATH each.
+    """
     sets = dict[str, str]()
-    for one in given:
-        name, equals, path = one.partition("=")
-        if not equals or not name or Path(one).exists():
-            name = path = one
+    for option in options:
+        name, equals, path = option.partition("=")
+        # a path may have an equals sign of its own
+        if not equals or not name or Path(option).exists():
+            name = path = option
         if name in sets:
             raise UserError(
-                f'--data {one}: "{name}" is the name of two sets; give NAME=PATH with another name'
+                f'--data {option}: "{name}" is the name of two sets; give NAME=PATH with another '
+                "name"
             )
         if not path:
-            raise UserError(f"--data {one}: there is no path after {name}=")
+            raise UserError(f"--data {option}: there is no path after {name}=")
         sets[name] = path
     return sets
 
 
 def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
+    """Return window and stride in tokens. Raises UserError if the model has fewer `positions`, or
+    if the stride is longer than the window."""
+    # as much context as the model has positions
     window = positions if args.window is None else args.window
     stride = window if args.stride is None else args.stride
     problems = []
@@ -211,61 +233,73 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 
 
 def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
+    """Yield the lines on what the user may not expect of the scores."""
     yield from model.notes
-    if text_field != "text" and all(beside(Path(path), ".idx").is_file() for path in sets.values()):
+    tokenized = [path for path in sets.values() if beside(Path(path), ".idx").is_file()]
+    if text_field != "text" and len(tokenized) == len(sets):
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
+    # what follows is about bytes, which are then not counted
     if model.begin is None:
         yield (
-            "the model has no token to begin a document with: the first token of each "
-            "document is not predicted, and "
-            "the bytes of the others are not known"
+            "the model has no token to begin a document with: the first token of each document is "
+            "not predicted, and the bytes of the others are not known"
         )
         return
-    for path in sets.values():
-        if not beside(Path(path), ".idx").is_file():
-            continue
+    for path in tokenized:
         yield from IndexedDataset(Path(path)).notes
-        record = read_record(Path(path))
-        if model.tokenizer is None:
-            if record is None or "bytes" not in record:
-                yield f"{path}: without a tokenizer the bytes of the text are not known"
-            continue
-        if record is None or "bytes" not in record:
-            yield (
-                f"{path}: bytes are those of the decoded tokens, for no build has recorded those "
-                "of the text"
-            )
-        built = has_built(model.tokenizer, record) if record else True
-        if built is None:
-            yield (
-                f"{path} was built with another file than {model.tokenizer.path}: their tokens "
-                "must mean the same"
-            )
-        elif not built:
-            yield (
-                f"{path} was built with another tokenizer than {model.tokenizer.path}: equal ids "
-                "mean other tokens"
-            )
+        yield from _byte_notes(model, path)
 
 
-def _fields(one: Score) -> dict[str, Any]:
+def _byte_notes(model: Loaded[Stage], path: str) -> Iterator[str]:
+    """Yield the lines on the bytes of a data set's text, on which bits per byte rest."""
+    record = read_record(Path(path))
+    has_bytes = record is not None and "bytes" in record
+    if model.tokenizer is None:
+        if not has_bytes:
+            yield f"{path}: without a tokenizer the bytes of the text are not known"
+        return
+    if not has_bytes:
+        yield (
+            f"{path}: bytes are those of the decoded tokens, for no build has recorded those of "
+            "the text"
+        )
+    built = has_built(model.tokenizer, record) if record else True
+    if built is None:
+        yield (
+            f"{path} was built with another file than {model.tokenizer.path}: their tokens must "
+            "mean the same"
+        )
+    elif not built:
+        yield (
+            f"{path} was built with another tokenizer than {model.tokenizer.path}: equal ids mean "
+            "other tokens"
+        )
+
+
+def _score_fields(scored: Score) -> dict[str, Any]:
     return {
-        "documents": one.documents,
-        "tokens": one.tokens,
-        "bytes": one.size,
-        "loss": one.loss,
-        "perplexity": one.perplexity,
-        "bits_per_byte": one.bits_per_byte,
+        "documents": scored.documents,
+        "tokens": scored.tokens,
+        "bytes": scored.size,
+        "loss": scored.loss,
+        "perplexity": scored.perplexity,
+        "bits_per_byte": scored.bits_per_byte,
     }
 
 
 def _table(scores: dict[str, Score]) -> Table:
+    """Return a table with a row per set."""
     table = Table("data", box=box.SIMPLE_HEAD)
-    for name in ("documents", "tokens", "bytes", "loss", "perplexity", "bits/byte"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, one in scores.items():
-        size = "unknown" if one.size is None else f"{one.size:,}"
-        bits = "unknown" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
-        counts = (f"{one.documents:,}", f"{one.tokens:,}", size)
-        table.add_row(name, *counts, f"{one.loss:.4f}", f"{one.perplexity:.4g}", bits)
+    for heading in ("documents", "tokens", "bytes", "loss", "perplexity", "bits/byte"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, scored in scores.items():
+        table.add_row(
+            name,
+            f"{scored.documents:,}",
+            f"{scored.tokens:,}",
+            "unknown" if scored.size is None else f"{scored.size:,}",
+            f"{scored.loss:.4f}",
+            f"{scored.perplexity:.4g}",
+            "unknown" if scored.bits_per_byte is None else f"{scored.bits_per_byte:.4f}",
+        )
     return table

@@ -30,9 +30,9 @@ from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
 from tools.text.generation import harmless
 
 PIPE_COLUMNS = 120
-SHOWN_IDS = 4  # sample ids of a micro-batch that are shown
-SHOWN_CHARS = 60  # characters of a sample's text that are shown
-SHOWN_BEFORE = 6  # tensors shown before the first that was not finite
+MAX_IDS = 4  # sample ids of a micro-batch that are shown
+MAX_CHARS = 60  # characters of a sample's text that are shown
+MAX_TENSORS_BEFORE = 6  # tensors shown before the first that was not finite
 
 
 def add_parser(subparsers: Any) -> None:
@@ -67,23 +67,28 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"{args.folder} is not a run folder: it has no {METRICS}")
     if args.last < 1:
         raise UserError(f"--last {args.last}: give at least 1")
-    events = _chosen(read_events(args.folder), args.step)[-args.last :]
+    # the newest are last
+    events = _select_events(read_events(args.folder), args.step)[-args.last :]
     note = odd_lines(args.folder / EVENTS)
+    # before the replay, which takes a while
     if not args.json:
         _show(args.folder, events, note)
-    seen = replay(args.folder, events[-1]) if args.replay and events else None
-    return put(
-        args,
-        lambda: {
-            "notes": [note] if note else [],
-            "events": events,
-            "replay": _document(seen) if seen else None,
-        },
-        lambda: _console().print(picture(seen, events[-1])) if seen else None,
-    )
+    replayed = replay(args.folder, events[-1]) if args.replay and events else None
+    document = {
+        "notes": [note] if note else [],
+        "events": events,
+        "replay": _document(replayed) if replayed else None,
+    }
+
+    def show() -> None:
+        if replayed:
+            _console().print(picture(replayed, events[-1]))
+
+    return put(args, lambda: document, show)
 
 
 def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
+    """Print a table and the advice for each event."""
     if note:
         print(f"note       {note}")
     if not events:
@@ -94,15 +99,18 @@ def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
         console.print(event["advice"])
 
 
-def _document(seen: Replay) -> dict[str, Any]:
+def _document(replayed: Replay) -> dict[str, Any]:
     """Return a replay for programs. found: null if every micro-batch was finite."""
-    found = seen.trace.found
+    finding = replayed.trace.found
+    fields = None
+    if finding is not None:
+        fields = asdict(finding) | {"dtype": dtype_name(finding.dtype)}
     return {
-        "step": seen.step,
-        "start": seen.start,
-        "microbatch": seen.microbatch,
-        "samples": [{"id": number, "text": text} for number, text in seen.samples],
-        "found": None if found is None else asdict(found) | {"dtype": dtype_name(found.dtype)},
+        "step": replayed.step,
+        "start": replayed.start,
+        "microbatch": replayed.microbatch,
+        "samples": [{"id": number, "text": text} for number, text in replayed.samples],
+        "found": fields,
     }
 
 
@@ -112,63 +120,72 @@ def _console() -> Console:
     console = Console()
     if console.is_terminal:
         return console
+    # names of tensors are long
     return Console(width=max(console.width, PIPE_COLUMNS))
 
 
-def _chosen(events: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
+def _select_events(events: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
+    """Return the events of a step; None: all. Raises UserError if there is none."""
     if step is None:
         return events
-    found = [event for event in events if event["step"] == step]
-    if not found:
+    of_step = [event for event in events if event["step"] == step]
+    if not of_step:
         skipped = ", ".join(str(event["step"]) for event in events) or "none"
         raise UserError(f"--step {step}: that step was not skipped; skipped were {skipped}")
-    return found
+    return of_step
 
 
 def table(event: dict[str, Any]) -> Table:
     """Return the table of one skipped step: a row per offender."""
-    samples = (
-        f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
+    first = event["first_sample"]
+    samples = f"samples {first} to {first + event['num_samples'] - 1}"
+    outcome = "skipped"
+    if event.get("outcome") == "applied_nonfinite":
+        outcome = "applied though not finite"
+    title = (
+        f"step {event['step']} {outcome} at loss scale {float(event['loss_scale']):g}, {samples}"
     )
-    how = "applied though not finite" if event.get("outcome") == "applied_nonfinite" else "skipped"
-    title = f"step {event['step']} {how} at loss scale {float(event['loss_scale']):g}, {samples}"
     offenders = event["offenders"]
-    notes = dict.fromkeys(_note(o) for o in offenders)
-    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    made.caption = "\n".join(filter(None, notes))
-    made.title_justify = "left"
-    made.caption_justify = "left"
-    made.add_column("gradient of", overflow="fold")  # a name is never cut short
+    # each note once, for several offenders may need it
+    notes = dict.fromkeys(_microbatch_note(offender) for offender in offenders)
+    rows = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    rows.caption = "\n".join(filter(None, notes))
+    rows.title_justify = "left"
+    rows.caption_justify = "left"
+    rows.add_column("gradient of", overflow="fold")  # a name is never cut short
     for column in ("stage", "tp", "inf", "NaN", "elements", "largest\nother", "micro-\nbatch"):
-        made.add_column(column, justify="right", no_wrap=True)
-    made.add_column("sample ids", justify="right", overflow="fold")
-    for o in offenders:
-        counts = (o["stage"], o["tp_rank"], o["infs"], o["nans"], o["elements"])
-        largest = f"{float(o['largest_finite']):.3g}"
-        made.add_row(
-            "(the loss itself)" if o["name"] == LOSS else o["name"],
-            *map(str, counts),
-            largest,
-            _microbatch(o),
-            _ids(o.get("sample_ids", [])),
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("sample ids", justify="right", overflow="fold")
+    for offender in offenders:
+        rows.add_row(
+            "(the loss itself)" if offender["name"] == LOSS else offender["name"],
+            str(offender["stage"]),
+            str(offender["tp_rank"]),
+            str(offender["infs"]),
+            str(offender["nans"]),
+            str(offender["elements"]),
+            f"{float(offender['largest_finite']):.3g}",
+            _microbatch(offender),
+            _ids(offender.get("sample_ids", [])),
         )
-    return made
+    return rows
 
 
 def _microbatch(offender: dict[str, Any]) -> str:
+    """Return the micro-batch in which an offender began, for a cell."""
     if not offender.get("traced"):
         return "?"
-    found = offender["microbatch"]
-    return "none" if found is None else f"{found} of dp {offender['dp_rank']}"
+    microbatch = offender["microbatch"]
+    return "none" if microbatch is None else f"{microbatch} of dp {offender['dp_rank']}"
 
 
-def _note(offender: dict[str, Any]) -> str:
+def _microbatch_note(offender: dict[str, Any]) -> str:
     if not offender.get("traced"):
         return (
             "?: not traced: the loss scale was still falling, the step was applied, or "
-            "precision.trace_overflows "
-            "= false"
+            "precision.trace_overflows = false"
         )
+    # the trace has found no micro-batch to blame
     if offender["microbatch"] is None:
         return (
             "none: every micro-batch was finite when repeated; only the sum over ranks was not, "
@@ -178,55 +195,50 @@ def _note(offender: dict[str, Any]) -> str:
 
 
 def _ids(ids: list[int] | list[str]) -> str:
-    more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
-    return ", ".join(map(str, ids[:SHOWN_IDS])) + more
+    others = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+    return ", ".join(map(str, ids[:MAX_IDS])) + others
 
 
-def picture(seen: Replay, event: dict[str, Any]) -> RenderableType:
+def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:
     """Return the panel of a replay."""
-    found = seen.trace.found
-    if found is None:
-        return Panel(
-            _all_finite(seen, event),
-            title=f"step {seen.step} again: all finite",
-            title_align="left",
-            expand=False,
-        )
-    title = (
-        f"step {seen.step} again: first not finite in micro-batch {seen.microbatch} of the global "
-        "batch"
-    )
-    return Panel(
-        Group(_facts(found), _before(seen), _samples(seen)),
-        title=title,
-        title_align="left",
-        expand=False,
-    )
-
-
-def _facts(found: Finding) -> Table:
-    if found.module is None:
-        where = "outside of the model, in its input or its loss"
+    finding = replayed.trace.found
+    content: RenderableType
+    if finding is None:
+        title = f"step {replayed.step} again: all finite"
+        content = _all_finite_reasons(replayed, event)
     else:
-        where = f"{found.module or 'the model'} ({found.kind})"
+        title = (
+            f"step {replayed.step} again: first not finite in micro-batch {replayed.microbatch} of "
+            "the global batch"
+        )
+        content = Group(_fact_grid(finding), _tensors_before(replayed), _sample_table(replayed))
+    return Panel(content, title=title, title_align="left", expand=False)
+
+
+def _fact_grid(finding: Finding) -> Table:
+    """Return what is known of the first tensor that was not finite."""
+    if finding.module is None:
+        location = "outside of the model, in its input or its loss"
+    else:
+        location = f"{finding.module or 'the model'} ({finding.kind})"
+    largest_number = torch.finfo(finding.dtype).max
     facts = {
-        "arose in": where,
-        "tensor": f"{found.what}, {list(found.shape)}",
+        "arose in": location,
+        "tensor": f"{finding.what}, {list(finding.shape)}",
         "holds": (
-            f"{found.infs} inf, {found.nans} NaN of {found.elements}; largest other "
-            f"{found.largest:.4g}"
+            f"{finding.infs} inf, {finding.nans} NaN of {finding.elements}; largest other "
+            f"{finding.largest:.4g}"
         ),
-        "made in": (
-            f"{dtype_name(found.dtype)}, whose largest number is {torch.finfo(found.dtype).max:.5g}"
-        ),
+        "made in": f"{dtype_name(finding.dtype)}, whose largest number is {largest_number:.5g}",
     }
-    if found.module is not None:
-        facts["what went in"] = f"finite, largest magnitude {found.given:.4g}"
-        facts["parameters"] = ", ".join(found.parameters) or "none of its own"
+    if finding.module is not None:
+        facts["what went in"] = f"finite, largest magnitude {finding.given:.4g}"
+        facts["parameters"] = ", ".join(finding.parameters) or "none of its own"
     return _grid(facts)
 
 
 def _grid(facts: dict[str, str]) -> Table:
+    """Return the facts in two columns, their names in bold."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -235,53 +247,53 @@ def _grid(facts: dict[str, str]) -> Table:
     return grid
 
 
-def _before(seen: Replay) -> Table:
+def _tensors_before(replayed: Replay) -> Table:
     """Return the table of the last finite tensors, which often shows how magnitudes grow."""
-    made = Table(title="\nbefore it", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    made.add_column("tensor", overflow="fold")
-    made.add_column("largest magnitude", justify="right")
-    for glance in seen.trace.seen[-SHOWN_BEFORE:]:
-        made.add_row(glance.what, f"{glance.largest:.4g}")
-    return made
+    rows = Table(title="\nbefore it", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    rows.add_column("tensor", overflow="fold")
+    rows.add_column("largest magnitude", justify="right")
+    for glance in replayed.trace.seen[-MAX_TENSORS_BEFORE:]:
+        rows.add_row(glance.what, f"{glance.largest:.4g}")
+    return rows
 
 
-def _samples(seen: Replay) -> Table:
-    made = Table(title="\nits samples", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    made.add_column("id", justify="right")
-    made.add_column("begins with", overflow="fold")
-    for number, text in seen.samples:
-        made.add_row(str(number), Text(harmless(" ".join(text[:SHOWN_CHARS].split()))))
-    return made
+def _sample_table(replayed: Replay) -> Table:
+    """Return the samples of the micro-batch, with the beginnings of their texts."""
+    rows = Table(title="\nits samples", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    rows.add_column("id", justify="right")
+    rows.add_column("begins with", overflow="fold")
+    for number, text in replayed.samples:
+        one_line = " ".join(text[:MAX_CHARS].split())
+        rows.add_row(str(number), Text(harmless(one_line)))
+    return rows
 
 
-def _all_finite(seen: Replay, event: dict[str, Any]) -> Text:
+def _all_finite_reasons(replayed: Replay, event: dict[str, Any]) -> Text:
     """Return the possible reasons why the overflow does not happen again."""
     lines = [
-        (
-            "Every micro-batch of the step was run alone, and every output, gradient and loss "
-            "was finite. Likely:"
-        )
+        "Every micro-batch of the step was run alone, and every output, gradient and loss was "
+        "finite. Likely:"
     ]
     offenders = event["offenders"]
-    if any(o.get("traced") and o["microbatch"] is None for o in offenders):
-        lines.append(
-            "- in the run, too, no micro-batch did it alone: gradients overflowed when ranks "
-            "were summed, or"
-        )
-        lines.append("  it was chance, such as a fault of the hardware;")
-    if seen.layout:
-        lines.append(f"- the run was on {seen.layout}, this is one process:")
-        lines.append(
-            "  sums are rounded in another order, and what was just too large there may just "
-            "fit here;"
-        )
-    lines.append("- it is the sum over micro-batches that overflowed, not one of them;")
-    lines.append(
-        "- the weights differ: another version of torch, another device, or a run file "
-        "changed since."
-    )
-    if seen.trace.seen:
-        top = max(seen.trace.seen, key=lambda glance: glance.largest)
+    if any(offender.get("traced") and offender["microbatch"] is None for offender in offenders):
+        lines += [
+            "- in the run, too, no micro-batch did it alone: gradients overflowed when ranks were "
+            "summed, or",
+            "  it was chance, such as a fault of the hardware;",
+        ]
+    if replayed.layout:
+        lines += [
+            f"- the run was on {replayed.layout}, this is one process:",
+            "  sums are rounded in another order, and what was just too large there may just fit "
+            "here;",
+        ]
+    lines += [
+        "- it is the sum over micro-batches that overflowed, not one of them;",
+        "- the weights differ: another version of torch, another device, or a run file changed "
+        "since.",
+    ]
+    if replayed.trace.seen:
+        top = max(replayed.trace.seen, key=lambda glance: glance.largest)
         lines.append(
             f"The largest number of the last micro-batch was {top.largest:.4g}: {top.what}."
         )

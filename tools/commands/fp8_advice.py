@@ -10,7 +10,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from tools.training.fp8_summary import reaches
 # torch.compile.
 SOURCE = "torchao's documentation, tensor-wise scales"
 PUBLISHED = ((Shape(1024, 2048, 1024), 0.80), (Shape(4096, 8192, 16384), 1.39))
-EVEN = 0.02  # smaller gains and losses count as none
+EVEN_GAIN = 0.02  # smaller gains and losses count as none
 
 
 @dataclass(frozen=True)
@@ -87,42 +87,40 @@ def main(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "")
     recipe = config.plan.fp8 or FP8Recipe()
     model = config.sized_model
-    found = products(config, model, recipe)
-    judged = [judge(one, config, recipe, device) for one in found]
-    rest = others(config, model)
-    return put(
-        args,
-        lambda: _document(judged, rest, device),
-        lambda: print(
-            *_basis(config, recipe, device),
-            *table(judged, rest),
-            *_notes(judged, config, rest),
-            sep="\n",
-        ),
-    )
+    judged = [judge(product, config, recipe, device) for product in products(config, model, recipe)]
+    other_flops = never_fp8_flops(config, model)
+
+    def show() -> None:
+        lines = [
+            *_basis_lines(config, recipe, device),
+            *table(judged, other_flops),
+            *_note_lines(judged, config, other_flops),
+        ]
+        print("\n".join(lines))
+
+    return put(args, lambda: _document(judged, other_flops, device), show)
 
 
-def _document(judged: Sequence[Product], rest: float, device: str) -> dict[str, Any]:
+def _document(judged: Sequence[Product], other_flops: float, device: str) -> dict[str, Any]:
     """Return the advice for programs. flops: of a micro-batch's forward pass on a rank. gain: null
     if not in FP8."""
-    products = [
+    rows = [
         {
-            "weight": one.name,
-            "shape": list(astuple(one.shape)),
-            "count": one.count,
-            "flops": one.flops,
-            "gain": None if one.wide else one.gain,
-            "verdict": verdict(one),
-            "why_wide": one.wide,
+            "weight": product.name,
+            "shape": list(astuple(product.shape)),
+            "count": product.count,
+            "flops": product.flops,
+            "gain": None if product.wide else product.gain,
+            "verdict": verdict(product),
+            "why_wide": product.wide,
         }
-        for one in judged
+        for product in judged
     ]
-    basis = f"timed on {device}" if device else SOURCE
     return {
-        "basis": basis,
-        "products": products,
-        "never_in_fp8_flops": rest,
-        "speedup": speedup(judged, rest),
+        "basis": f"timed on {device}" if device else SOURCE,
+        "products": rows,
+        "never_in_fp8_flops": other_flops,
+        "speedup": speedup(judged, other_flops),
     }
 
 
@@ -134,28 +132,31 @@ def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[P
     """
     tokens = config.train.micro_batch * config.train.seq_length
     counts = Counter[tuple[str, tuple[int, int], str]]()
-    for one in reaches(config, model, recipe):
-        name = re.sub(
-            r"\.experts\.\d+\.", ".experts.*.", re.sub(r"^layers\.\d+\.", "layers.*.", one.name)
-        )
-        counts[name, one.shape, one.fallback_reason] += 1
-    return [
-        Product(name, Shape(_tokens(name, tokens, model), inputs, outputs), count, wide)
-        for (name, (outputs, inputs), wide), count in counts.items()
-    ]
+    for weight in reaches(config, model, recipe):
+        # the same weight of all layers and all experts counts as one kind
+        name = re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+        counts[name, weight.shape, weight.fallback_reason] += 1
+    kinds = list[Product]()
+    for (name, (outputs, inputs), wide), count in counts.items():
+        shape = Shape(_tokens(name, tokens, model), inputs, outputs)
+        kinds.append(Product(name, shape, count, wide))
+    return kinds
 
 
 def _tokens(name: str, tokens: int, model: ModelConfig) -> int:
+    """Return the tokens of a product: of a micro-batch, or of an expert on average, rounded up."""
     if ".experts." in name:
         return -(-tokens * model.experts_per_token // model.experts)
     return tokens
 
 
-def others(config: RunConfig, model: ModelConfig) -> float:
+def never_fp8_flops(config: RunConfig, model: ModelConfig) -> float:
     """Return the FLOPs of a rank's forward products that are never in FP8: those inside attention
     and the output head.
     """
     tokens = config.train.micro_batch * config.train.seq_length
+    # queries with keys, and probabilities with values
     attention = model.layers * model.attention_flops(config.train.seq_length)
     return tokens * (attention + model.head_flops()) / config.parallel.tensor
 
@@ -165,14 +166,11 @@ def judge(product: Product, config: RunConfig, recipe: FP8Recipe, device: str) -
     if product.wide:
         return product
     if not device:
-        gain = estimate(product.shape)
-    else:
-        compiled = device == "cuda" and recipe.backend == "torch"
-        times = linear_times(
-            product.shape, recipe, config.plan.compute, torch.device(device), compiled
-        )
-        gain = times.gain(config.num_microbatches)
-    return Product(product.name, product.shape, product.count, product.wide, gain)
+        return replace(product, gain=estimate(product.shape))
+    # with fused casts, as in the published numbers
+    compiled = device == "cuda" and recipe.backend == "torch"
+    times = linear_times(product.shape, recipe, config.plan.compute, torch.device(device), compiled)
+    return replace(product, gain=times.gain(config.num_microbatches))
 
 
 def estimate(shape: Shape) -> float:
@@ -180,92 +178,91 @@ def estimate(shape: Shape) -> float:
     constant beyond them.
     """
     (small, low), (large, high) = PUBLISHED
-    way = log(shape.flops / small.flops) / log(large.flops / small.flops)
-    return low + (high - low) * min(1.0, max(0.0, way))
+    fraction = log(shape.flops / small.flops) / log(large.flops / small.flops)
+    return low + (high - low) * min(1.0, max(0.0, fraction))
 
 
 def verdict(product: Product) -> str:
     """Return the verdict on a product: wide, even, gains or loses."""
     if product.wide:
         return "wide"
-    if abs(product.gain - 1) < EVEN:
+    if abs(product.gain - 1) < EVEN_GAIN:
         return "even"
     return "gains" if product.gain > 1 else "loses"
 
 
-def table(products: Sequence[Product], rest: float) -> list[str]:
+def table(judged: Sequence[Product], other_flops: float) -> list[str]:
     """Return a line per product, and one for the products that are never in FP8."""
-    whole = sum(one.flops for one in products) + rest
+    total = sum(product.flops for product in judged) + other_flops
     rows = [("weight", "products", "", "share", "speed", "")]
-    for one in products:
-        share = f"{one.flops / whole:.1%}"
-        gain = "" if one.wide else f"{one.gain:.2f}"
-        rows.append((one.name, str(one.shape), f"x {one.count}", share, gain, verdict(one)))
-    rows.append(("attention, output head", "", "", f"{rest / whole:.1%}", "", "never in FP8"))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return ["", *(line.rstrip() for line in lines), ""]
+    for product in judged:
+        share = f"{product.flops / total:.1%}"
+        gain = "" if product.wide else f"{product.gain:.2f}"
+        count = f"x {product.count}"
+        rows.append((product.name, str(product.shape), count, share, gain, verdict(product)))
+    share = f"{other_flops / total:.1%}"
+    rows.append(("attention, output head", "", "", share, "", "never in FP8"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [""]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return [*lines, ""]
 
 
-def speedup(products: Sequence[Product], rest: float) -> float:
+def speedup(judged: Sequence[Product], other_flops: float) -> float:
     """Return the speedup of all products together, if products outside of FP8 take equal time per
     FLOP."""
-    return (sum(one.flops for one in products) + rest) / (
-        sum(one.flops / one.gain for one in products) + rest
-    )
+    before = sum(product.flops for product in judged) + other_flops
+    # a product that stays wide has gain 1
+    after = sum(product.flops / product.gain for product in judged) + other_flops
+    return before / after
 
 
-def _basis(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]:
+def _basis_lines(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]:
     """Return lines on the recipe and on the source of the speeds."""
-    off = "" if config.plan.fp8 else " (an assumption: fp8.kind is none)"
+    assumed = "" if config.plan.fp8 else " (an assumption: fp8.kind is none)"
     lines = [
-        f"recipe     {recipe.kind}, {recipe.format}{off}",
-        (
-            "products   tokens x inputs x outputs of a rank and micro-batch; the share is of all "
-            "FLOPs of products"
-        ),
+        f"recipe     {recipe.kind}, {recipe.format}{assumed}",
+        "products   tokens x inputs x outputs of a rank and micro-batch; the share is of all FLOPs "
+        "of products",
     ]
-    if device:
-        name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-        lines.append(
-            f"speed      FP8 over {config.precision.compute}, all three products and the "
-            f"casts, as timed on {name}"
-        )
-        made = ways(recipe, torch.device(device), config.plan.compute, config.plan.gradients)
+    if not device:
+        published = ", ".join(f"{shape} {gain:.2f}" for shape, gain in PUBLISHED)
         lines += [
-            f"           {product}: {way}"
-            for product, way in made.items()
-            if way.startswith(EMULATED)
+            "speed      FP8 over bf16. No GPU here: estimated between two numbers published for an "
+            "H100,",
+            f"           {published} ({SOURCE})",
         ]
         return lines
-    anchors = ", ".join(f"{shape} {gain:.2f}" for shape, gain in PUBLISHED)
+    name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
     lines.append(
-        "speed      FP8 over bf16. No GPU here: estimated between two numbers published for "
-        "an H100,"
+        f"speed      FP8 over {config.precision.compute}, all three products and the casts, as "
+        f"timed on {name}"
     )
-    lines.append(f"           {anchors} ({SOURCE})")
+    kernels = ways(recipe, torch.device(device), config.plan.compute, config.plan.gradients)
+    for product, kernel in kernels.items():
+        if kernel.startswith(EMULATED):
+            lines.append(f"           {product}: {kernel}")
     return lines
 
 
-def _notes(products: Sequence[Product], config: RunConfig, rest: float) -> list[str]:
+def _note_lines(judged: Sequence[Product], config: RunConfig, other_flops: float) -> list[str]:
     """Return lines on the total speedup and advice."""
-    lines = [
-        f"together   {speedup(products, rest):.2f} times as fast, counting matrix products only"
-    ]
-    lines += [f"wide       {one.name}: {one.wide}" for one in products if one.wide]
-    if losing := [f'"{one.name}"' for one in products if verdict(one) == "loses"]:
+    total = speedup(judged, other_flops)
+    lines = [f"together   {total:.2f} times as fast, counting matrix products only"]
+    lines += [f"wide       {product.name}: {product.wide}" for product in judged if product.wide]
+    losing = [f'"{product.name}"' for product in judged if verdict(product) == "loses"]
+    if losing:
         lines.append(
-            f"advice     keep losing products out of FP8 by fp8.wide = [{', '.join(losing)}], "
-            "or make micro-batches "
-            "larger"
+            f"advice     keep losing products out of FP8 by fp8.wide = [{', '.join(losing)}], or "
+            "make micro-batches larger"
         )
     tokens = config.train.micro_batch * config.train.seq_length
+    # FP8 products need multiples of 16 in the dimension that is summed
     if tokens % 16:
         lines.append(
-            f"advice     {tokens} tokens are not a multiple of 16: weight gradients are "
-            "padded with zeros"
+            f"advice     {tokens} tokens are not a multiple of 16: weight gradients are padded "
+            "with zeros"
         )
     return lines

@@ -15,7 +15,7 @@ from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import product
 
-ENOUGH = 0.02  # seconds that a timed run takes at least
+MIN_TIMED_SECONDS = 0.02  # seconds that a timed run takes at least
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def both_with_amax(
 ) -> tuple[tuple[Codes, Codes], Tensor | None]:
     """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is
     recorded as well."""
-    return quantize_both(x, recipe, role, scale), amax_of(x) if recipe.kind == "delayed" else None
+    amax = amax_of(x) if recipe.kind == "delayed" else None
+    return quantize_both(x, recipe, role, scale), amax
 
 
 def linear_times(
@@ -71,38 +72,40 @@ def linear_times(
     compiled: bool = False,
 ) -> Times:
     """Time one layer. compiled: fuse the casts by torch.compile."""
-    x, weight, grad = (
-        torch.randn(rows, columns, dtype=dtype, device=device)
-        for rows, columns in (
-            (shape.tokens, shape.inputs),
-            (shape.outputs, shape.inputs),
-            (shape.tokens, shape.outputs),
-        )
-    )
-    total = torch.zeros(shape.outputs, shape.inputs, device=device)
+
+    def random(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=device)
+
+    x = random(shape.tokens, shape.inputs)
+    weight = random(shape.outputs, shape.inputs)
+    grad = random(shape.tokens, shape.outputs)
+    weight_grad = torch.zeros(shape.outputs, shape.inputs, device=device)  # FP32
     scale = torch.full((), 2.0, device=device) if recipe.kind == "delayed" else None
     cast = torch.compile(both_with_amax, fullgraph=True) if compiled else both_with_amax
-    (x_row, x_column), _ = cast(x, recipe, "input", scale)
-    (w_row, w_column), _ = cast(weight, recipe, "weight", scale)
-    (g_row, g_column), _ = cast(grad, recipe, "gradient", scale)
+    # codes of each tensor by rows and by columns, as the two products need them that read it
+    (x_rows, x_columns), _ = cast(x, recipe, "input", scale)
+    (weight_rows, weight_columns), _ = cast(weight, recipe, "weight", scale)
+    (grad_rows, grad_columns), _ = cast(grad, recipe, "gradient", scale)
 
-    def wide() -> None:
+    def wide_products() -> None:
         product(x, weight.t())
         product(grad, weight)
-        gemm.add_product_(total, grad.t(), x)
+        gemm.add_product_(weight_grad, grad.t(), x)
 
-    def products() -> None:
-        multiply(x_row, w_row, dtype, True, recipe.backend)
-        multiply(g_row, w_column, dtype, backend=recipe.backend)
-        add_product_(total, g_column, x_column, recipe.backend)
+    def fp8_products() -> None:
+        multiply(x_rows, weight_rows, dtype, True, recipe.backend)
+        multiply(grad_rows, weight_columns, dtype, backend=recipe.backend)
+        add_product_(weight_grad, grad_columns, x_columns, recipe.backend)
+
+    def cast_activations() -> None:
+        cast(x, recipe, "input", scale)
+        cast(grad, recipe, "gradient", scale)
 
     return Times(
-        seconds(wide, device),
-        seconds(products, device),
-        seconds(
-            lambda: (cast(x, recipe, "input", scale), cast(grad, recipe, "gradient", scale)), device
-        ),
-        seconds(lambda: cast(weight, recipe, "weight", scale), device),
+        wide=seconds(wide_products, device),
+        products=seconds(fp8_products, device),
+        casts=seconds(cast_activations, device),
+        weight=seconds(lambda: cast(weight, recipe, "weight", scale), device),
     )
 
 
@@ -110,11 +113,13 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -
     """Return the fastest of several runs of `work`, each repeated until it is long enough to be
     timed."""
     once = _run(work, 2, device) / 2
-    repeats = max(1, int(ENOUGH / max(once, 1e-7)))
+    repeats = max(1, int(MIN_TIMED_SECONDS / max(once, 1e-7)))  # a clock may see no time at all
+    # the fastest run is least disturbed by other work
     return min(_run(work, repeats, device) for _ in range(rounds)) / repeats
 
 
 def _run(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Return the seconds that all repetitions of `work` take together."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):

@@ -98,27 +98,30 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec generate`."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    if problems := [*_problems(args), *sampling.problems()]:
+    if problems := [*_option_problems(args), *sampling.problems()]:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
-    for note in (*model.notes, *_not_followed(args.model, sampling, model)):
+    # on stderr, for stdout is the text alone
+    for note in (*model.notes, *_unfollowed_notes(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)
-    made = [
+    # nothing is computed yet: a generation runs while its pieces are taken
+    generations = [
         Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts
     ]
-    for number, (prompt, text) in enumerate(zip(prompts, made, strict=True), 1):
+    for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True), 1):
         if args.json:
-            _print_json(prompt, text)
+            _print_json(prompt, generation)
             continue
         if len(prompts) > 1:
             print(f"{'' if number == 1 else chr(10)}--- prompt {number} of {len(prompts)}")
-        _stream(prompt, text)
-    _note_slid(model, made)
+        _stream(prompt, generation)
+    _note_slid_windows(model, generations)
     return 0
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
+def _option_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the problems of options but those of sampling."""
     if args.tokens < 0:
         yield f"--tokens {args.tokens}: give 0 or more"
     if not args.prompt and args.prompts is None:
@@ -129,26 +132,28 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--prompt -: standard input can be read once; give it once"
     if "" in args.stop:
         yield '--stop "": an empty text is everywhere; leave it out'
+    # what torch's generators take
     if not -(2**63) <= args.seed < 2**64:
         yield f"--seed {args.seed}: give a number of at most 64 bits"
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the prompts of --prompt, then those of the file --prompts, one a line."""
     for text in args.prompt:
-        yield _read("--prompt -", sys.stdin.read).removesuffix("\n") if text == "-" else text
+        if text == "-":
+            yield _read_utf8("--prompt -", sys.stdin.read).removesuffix("\n")
+        else:
+            yield text
     if args.prompts is not None:
         option = f"--prompts {args.prompts}"
-        lines = [
-            line
-            for line in _read(option, lambda: read_text(args.prompts)).split("\n")
-            if line.strip()
-        ]
-        if not lines:
+        lines = _read_utf8(option, lambda: read_text(args.prompts)).split("\n")
+        prompts = [line for line in lines if line.strip()]
+        if not prompts:
             raise UserError(f"{option}: the file has no line with a prompt")
-        yield from lines
+        yield from prompts
 
 
-def _read(option: str, read: Callable[[], str]) -> str:
+def _read_utf8(option: str, read: Callable[[], str]) -> str:
     """Return a text as `data build` reads one: UTF-8, without the byte order mark that it may begin
     with."""
     try:
@@ -161,39 +166,48 @@ def _read(option: str, read: Callable[[], str]) -> str:
     return text.removeprefix("\ufeff")
 
 
-def _not_followed(path: Path, sampling: Sampling, model: Loaded[CachedStage]) -> Iterator[str]:
-    if others := sampling.not_followed(model.generation):
-        said = ", ".join(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items())
+def _unfollowed_notes(path: Path, sampling: Sampling, model: Loaded[CachedStage]) -> Iterator[str]:
+    """Yield a note on settings of generation_config.json that the options do not follow."""
+    if unfollowed := sampling.not_followed(model.generation):
+        settings = ", ".join(
+            f"{key} = {json.dumps(value)[:60]}" for key, value in unfollowed.items()
+        )
         yield (
-            f"{path}: {said} of generation_config.json: not followed; tokens are chosen as the "
+            f"{path}: {settings} of generation_config.json: not followed; tokens are chosen as the "
             "options say"
         )
 
 
-def _stream(prompt: str, text: Generation) -> None:
+def _stream(prompt: str, generation: Generation) -> None:
+    """Print a prompt and its continuation, piece by piece as it is generated."""
+    # the text goes on where the prompt ends
     print(prompt, end="", flush=True)
-    for piece in text:
+    for piece in generation:
+        # a text from anywhere must not steer the terminal
         print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     print()
 
 
-def _print_json(prompt: str, text: Generation) -> None:
-    said = "".join(text)
-    print(
-        json.dumps({"prompt": prompt, "text": said, "tokens": text.tokens, "finish": text.finish}),
-        flush=True,
-    )
+def _print_json(prompt: str, generation: Generation) -> None:
+    text = "".join(generation)
+    fields = {
+        "prompt": prompt,
+        "text": text,
+        "tokens": generation.tokens,
+        "finish": generation.finish,
+    }
+    print(json.dumps(fields), flush=True)
 
 
-def _note_slid(model: Loaded[CachedStage], made: list[Generation]) -> None:
+def _note_slid_windows(model: Loaded[CachedStage], generations: list[Generation]) -> None:
     """Say on stderr if texts were longer than the model's positions, as nothing in a text shows
     it."""
-    if any(text.slid for text in made):
+    if any(generation.slid for generation in generations):
         positions = model.stage.config.max_positions
+        # else the note could stand above the text
         sys.stdout.flush()
         print(
-            f"note: the model has {positions} positions (model.max_positions): beyond them, "
-            "each token was chosen "
-            f"from the newest {positions} tokens alone",
+            f"note: the model has {positions} positions (model.max_positions): beyond them, each "
+            f"token was chosen from the newest {positions} tokens alone",
             file=sys.stderr,
         )

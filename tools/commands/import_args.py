@@ -6,8 +6,7 @@
     megaprec import-args -o run.toml -- --num-layers 24 --hidden-size 1024 ...
 
 Every argument is read, has no meaning here for a reason that the run file states, or is refused by
-its name. Nothing is
-run: a script is read as text.
+its name. Nothing is run: a script is read as text.
 """
 
 import argparse
@@ -23,11 +22,9 @@ from tools.importing.run import import_run
 from tools.training.notes import add_strict, tell_notes
 
 OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
-NAME = re.compile(r"\w+|[@*]")
-MOST_RANKS = 2**20
-
-
-DROP = "--drop NAME leaves out an argument that this run can do without"
+NAME = re.compile(r"\w+|[@*]")  # of a variable of a shell script
+MAX_RANKS = 2**20  # beyond any cluster
+DROP_HINT = "--drop NAME leaves out an argument that this run can do without"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,8 +39,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="*",
         default=[],
         help="a command line in quotes, a .sh or .yaml file with Megatron-LM's arguments, "
-        "DeepSpeed's .json; "
-        "keys of the run file as table.key=value; arguments after --",
+        "DeepSpeed's .json; keys of the run file as table.key=value; arguments after --",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="run file to write; default: print it"
@@ -57,8 +53,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         help="value of a variable that the script leaves open, such as DATA_PATH=tokens/mine; may "
-        "be given several "
-        "times; 1=... is the script's first argument",
+        "be given several times; 1=... is the script's first argument",
     )
     parser.add_argument(
         "--drop",
@@ -73,28 +68,32 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec import-args`."""
-    items, keys = _parted(args.overrides)
-    assumed = dict(_assumption(item) for item in args.assume)
-    given, problems = given_in(None, keys)
+    items, keys = _split_arguments(args.overrides)
+    assumed = dict(_parse_assumption(assumption) for assumption in args.assume)
+    settings, problems = given_in(None, keys)
     if problems:
         raise UserError(*problems)
+    # as Megatron-LM's argparse names them
     dropped = frozenset(name.lstrip("-").replace("-", "_") for name in args.drop)
-    if args.ranks is not None and not 0 < args.ranks <= MOST_RANKS:
-        raise UserError(f"--ranks {args.ranks}: give a number from 1 to {MOST_RANKS}")
+    if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
+        raise UserError(f"--ranks {args.ranks}: give a number from 1 to {MAX_RANKS}")
     if args.output is not None and args.output.exists():
         raise UserError(f"{args.output} exists: give another name, or remove it")
     try:
-        made = import_run(items, given, assumed, args.ranks, dropped)
+        imported = import_run(items, settings, assumed, args.ranks, dropped)
     except UserError as error:
-        typed = any(problem.startswith("--") for problem in error.problems)
-        raise UserError(*error.problems, *[DROP] * typed) from None
-    tell_notes(made.notes, args.strict)
-    counts = f"{made.read} arguments read, {made.unused} not needed here"
+        problems = list(error.problems)
+        if any(problem.startswith("--") for problem in problems):
+            problems.append(DROP_HINT)  # an argument is refused, not a file
+        raise UserError(*problems) from None
+    tell_notes(imported.notes, args.strict)
+    counts = f"{imported.read} arguments read, {imported.unused} not needed here"
+    # the text alone on stdout, to be piped
     if args.output is None:
-        print(made.text, end="")
+        print(imported.text, end="")
         print(counts, file=sys.stderr)
     else:
-        write_whole(args.output, made.text.encode())
+        write_whole(args.output, imported.text.encode())
         print(f"{counts}; wrote {args.output}")
     return 0
 
@@ -109,23 +108,24 @@ def how_to_quote(argument: str) -> str:
     )
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
     """Return sources, and keys of the run file. After an argument of Megatron-LM all words are its
     own."""
+    first_option = len(words)
     for i, word in enumerate(words):
-        if word.startswith("-") and not any(sign in word for sign in " \t\n"):
-            before = words[:i]
-            rest = words[i:]
+        # a command line in quotes has blanks, and is a source
+        if word.startswith("-") and not re.search(r"[ \t\n]", word):
+            first_option = i
             break
-    else:
-        before = words
-        rest = []
+    before = words[:first_option]
     keys = [word for word in before if OVERRIDE.match(word)]
-    return [*(word for word in before if word not in keys), *rest], keys
+    sources = [word for word in before if word not in keys]
+    return sources + words[first_option:], keys
 
 
-def _assumption(item: str) -> tuple[str, str]:
-    name, equals, value = item.partition("=")
+def _parse_assumption(text: str) -> tuple[str, str]:
+    """Return name and value of --assume NAME=VALUE. Raises UserError."""
+    name, equals, value = text.partition("=")
     if not equals or not NAME.fullmatch(name):
-        raise UserError(f"--assume {item}: give NAME=VALUE, as DATA_PATH=tokens/mine")
+        raise UserError(f"--assume {text}: give NAME=VALUE, as DATA_PATH=tokens/mine")
     return name, value

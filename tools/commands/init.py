@@ -14,7 +14,6 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +26,26 @@ from tools.config.key_help import key_tables
 from tools.config.run_file import load_run
 from tools.console.toml import toml
 
-LOOKED_AT = 1_000_000  # characters of a long text from which the sizes are estimated
-# characters: of a longer text, the tokenizer that is tried is learned from LOOKED_AT alone
-LEARNED_FROM = 1 << 28
-FILES = 100  # of a folder with more, those that are looked at
-VOCABULARIES = ((1_000_000, 4096), (100_000, 2048), (0, 1024))  # from so many characters on
-LENGTHS = (256, 128, 64, 32, 16, 8)
-BATCHES = (16, 8, 4, 2)
-PASSES = 3  # over a small text
-MOST_STEPS = 300
-LEAST_STEPS = 20
-SMALL = 300_000  # tokens; for fewer the demo's model is too large
-SMALLER = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384}
-DEMO = "llama-demo"
-WIDTH = 100  # columns of a comment
-HEADER = (
-    "# Written by megaprec init. Train with: megaprec train {file}\n# `megaprec keys` explains "
-    "all keys."
-)
+SAMPLED_CHARS = 1_000_000  # characters of a long text from which the sizes are estimated
+# characters: of a longer text, the tokenizer that is tried is learned from SAMPLED_CHARS alone
+MAX_READ_CHARS = 1 << 28
+MAX_FILES = 100  # of a folder with more, those that are looked at
+VOCABULARY_SIZES = ((1_000_000, 4096), (100_000, 2048), (0, 1024))  # from so many characters on
+SEQUENCE_LENGTHS = (256, 128, 64, 32, 16, 8)
+BATCH_SIZES = (16, 8, 4, 2)
+EPOCHS = 3  # over a small text
+MAX_STEPS = 300
+MIN_STEPS = 20
+SMALL_TEXT = 300_000  # tokens; for fewer the demo's model is too large
+SMALL_MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384}
+DEMO_PRESET = "llama-demo"
+COMMENT_WIDTH = 100  # columns of a comment
+HEADER = """# Written by megaprec init. Train with: megaprec train {file}
+# `megaprec keys` explains all keys."""
 
 
 @dataclass(frozen=True)
-class Found:
+class TextSizes:
     """The sizes of a text. begins: the beginning of a line.
 
     looked_at: characters whose tokens were counted. chars: of the whole text, estimated if it is
@@ -65,13 +62,13 @@ class Found:
     def __str__(self) -> str:
         if self.chars == self.looked_at:
             return f"{self.chars:,} characters, about {self.tokens:,} tokens"
-        read = f"the sizes follow from {self.looked_at:,} of them, from all over the text"
+        basis = f"the sizes follow from {self.looked_at:,} of them, from all over the text"
         if self.chars is None:
             return (
                 f"more than {self.looked_at:,} characters, more than about {self.tokens:,} "
-                f"tokens; {read}"
+                f"tokens; {basis}"
             )
-        return f"about {self.chars:,} characters, about {self.tokens:,} tokens; {read}"
+        return f"about {self.chars:,} characters, about {self.tokens:,} tokens; {basis}"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -87,7 +84,10 @@ def add_parser(subparsers: Any) -> None:
         help="folder or file of text (default: python's sources)",
     )
     parser.add_argument(
-        "--preset", choices=tuple(PRESETS), metavar="NAME", help=f"known model (default: {DEMO})"
+        "--preset",
+        choices=tuple(PRESETS),
+        metavar="NAME",
+        help=f"known model (default: {DEMO_PRESET})",
     )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="field or column that holds the text"
@@ -111,104 +111,115 @@ def main(args: argparse.Namespace) -> int:
             f"{args.output} exists already: give the run file another name with -o, or remove it"
         )
     source = open_source(args.source, text_field=args.text_field)
-    found = _look_at(source)
-    content = _run_file(args, found)
+    sizes = _measure_text(source)
+    content = _run_file(args, sizes)
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(content)
+    # read as `train` will read it: what is wrong shows at once
     config = load_run(args.output)
     left_out = f"; left out {', '.join(left_out_words(source.left_out))}" if source.left_out else ""
-    print(f"text       {args.source}: {found}{left_out}")
+    parameters = config.sized_model.num_parameters
+    print(f"text       {args.source}: {sizes}{left_out}")
     print(
-        (
-            f"model      {config.sized_model.num_parameters:,} parameters, {config.train.steps} "
-            "steps of "
-        ),
-        end="",
+        f"model      {parameters:,} parameters, {config.train.steps} steps of "
+        f"{config.tokens_per_step:,} tokens"
     )
-    print(f"{config.tokens_per_step:,} tokens")
     print(f"written    {args.output}; next: megaprec train {args.output}")
     return 0
 
 
-def _look_at(source: Source) -> Found:
+def _measure_text(source: Source) -> TextSizes:
     """Return the sizes of a text. Raises UserError if it cannot be read, or is too short to train
     on."""
     # of a text that can be read whole, its bad files and rows are told at once
-    lines, counted = _lines(source)
-    pieces, whole = _spread(source, source.total_chars() if counted is None else counted)
-    read = sum(map(len, pieces))
-    chars = counted or (read if whole else _estimated(source, pieces))
+    lines, counted_chars = _tokenizer_lines(source)
+    total_chars = source.total_chars() if counted_chars is None else counted_chars
+    pieces, complete = _sample_pieces(source, total_chars)
+    sampled_chars = sum(map(len, pieces))
+    chars = counted_chars or (sampled_chars if complete else _estimate_chars(source, pieces))
+    least_chars = chars or sampled_chars
+    vocab_size = next(size for least, size in VOCABULARY_SIZES if least_chars >= least)
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
-        size = next(size for least, size in VOCABULARIES if (chars or read) >= least)
-        tokenizer = load_tokenizer(_learned(lines or pieces, size, Path(folder) / "tried"))
+        path = _train_tokenizer(lines or pieces, vocab_size, Path(folder) / "tried")
+        tokenizer = load_tokenizer(path)
         tokens = sum(len(tokenizer.encode(text)) for text in pieces)
-    lines = chain.from_iterable(text.splitlines() for text in pieces)
-    words = next((line.split() for line in lines if len(line.split()) > 2), [])
-    return Found(
-        read,
+    return TextSizes(
+        sampled_chars,
         chars,
         tokenizer.vocab_size,
-        round(tokens * (chars or read) / max(1, read)),
-        " ".join(words[:3]),
+        round(tokens * least_chars / max(1, sampled_chars)),
+        _first_words(pieces),
     )
 
 
-def _lines(source: Source) -> tuple[list[str], int | None]:
+def _first_words(pieces: list[str]) -> str:
+    """Return the beginning of the first line that has at least three words."""
+    for text in pieces:
+        for line in text.splitlines():
+            words = line.split()
+            if len(words) > 2:
+                return " ".join(words[:3])
+    return ""
+
+
+def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
     """Return the lines that `train` will learn a tokenizer from, and the characters of the whole
     text.
 
     Of a text that is too long to be read here: no lines, and None.
     """
     total = source.total_chars()
-    if total is not None and total > LEARNED_FROM:
+    if total is not None and total > MAX_READ_CHARS:
         return [], None
-    read = 0
+    chars = 0
 
     def texts() -> Iterator[str]:
-        nonlocal read
+        nonlocal chars
         for _, text in source:
-            read += len(text)
-            if read > LEARNED_FROM:
+            chars += len(text)
+            if chars > MAX_READ_CHARS:
                 return
             yield text
 
     lines = sample_lines(texts())
-    return ([], None) if read > LEARNED_FROM else (lines, read)
+    return ([], None) if chars > MAX_READ_CHARS else (lines, chars)
 
 
-def _spread(source: Source, total: int | None) -> tuple[list[str], bool]:
-    """Return pieces of a text, about `LOOKED_AT` characters from all over its files, and if they
-    are all of it.
+def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
+    """Return pieces of a text, about `SAMPLED_CHARS` characters from all over its files, and if
+    they are all of it.
 
     total: the characters of the text, if they are known.
     """
     files = source.files
-    if total is not None and total <= LOOKED_AT:
+    if total is not None and total <= SAMPLED_CHARS:
         return [text for _, text in source], True
-    if len(files) > FILES:
-        looked_at = [files[n * len(files) // FILES] for n in range(FILES)]
-    else:
-        looked_at = files
-    share = LOOKED_AT // len(looked_at)
-    whole = len(looked_at) == len(files)
+    sampled_files = files
+    if len(files) > MAX_FILES:
+        sampled_files = [files[i * len(files) // MAX_FILES] for i in range(MAX_FILES)]
+    share = SAMPLED_CHARS // len(sampled_files)
+    complete = len(sampled_files) == len(files)
     pieces = list[str]()
-    for file in looked_at:
-        read = [text for _, text in replace(source, files=(file,), max_chars=share)]
-        whole &= sum(map(len, read)) < share
-        pieces += read
-    return pieces, whole
+    for file in sampled_files:
+        of_file = [text for _, text in replace(source, files=(file,), max_chars=share)]
+        complete &= sum(map(len, of_file)) < share
+        pieces += of_file
+    return pieces, complete
 
 
-def _estimated(source: Source, pieces: list[str]) -> int | None:
+def _estimate_chars(source: Source, pieces: list[str]) -> int | None:
     """Return the characters of a text of which `pieces` are a part, or None if the sizes of its
     files do not tell."""
     total = source.total_chars()
-    read = sum(map(len, pieces))
-    size = sum(len(text.encode(errors="surrogatepass")) for text in pieces)
-    return None if total is None else max(read, round(total * read / max(1, size)))
+    if total is None:
+        return None
+    # the sizes of files are bytes: characters as many as the pieces have of their bytes
+    chars = sum(map(len, pieces))
+    encoded = sum(len(text.encode(errors="surrogatepass")) for text in pieces)
+    return max(chars, round(total * chars / max(1, encoded)))
 
 
-def _learned(texts: list[str], size: int, prefix: Path) -> Path:
+def _train_tokenizer(texts: list[str], size: int, prefix: Path) -> Path:
     """Return a tokenizer of `size` pieces, or of the nearest possible size.
 
     The rest of a long text may have more characters than `texts`: where these need a larger one, it
@@ -217,45 +228,54 @@ def _learned(texts: list[str], size: int, prefix: Path) -> Path:
     try:
         return train_sentencepiece(texts, prefix, size)
     except ImpossibleVocabulary as problem:
-        room = problem.nearest // 4 if problem.nearest > size else 0
-        return _learned(texts, problem.nearest + room, prefix)
+        margin = problem.nearest // 4 if problem.nearest > size else 0
+        return _train_tokenizer(texts, problem.nearest + margin, prefix)
 
 
-def _run_file(args: argparse.Namespace, found: Found) -> str:
+def _run_file(args: argparse.Namespace, sizes: TextSizes) -> str:
     """Return the run file, with a comment for every key. Raises UserError if the text is too
     short."""
-    helps = {key.name: key.help for table in key_tables() for key in table.keys}
+    help_of = {key.name: key.help for table in key_tables() for key in table.keys}
     lines = [HEADER.format(file=args.output)]
-    table = ""
-    for key, value in _values(args, found).items():
-        if key.partition(".")[0] != table:
-            table = key.partition(".")[0]
+    current_table = ""
+    for key, value in _key_values(args, sizes).items():
+        table, _, name = key.partition(".")
+        if table != current_table:
+            current_table = table
             lines += ["", f"[{table}]"]
-        comment = re.split(r"[:;] |\. |\.$", helps[key])[0]
-        lines += textwrap.wrap(f"{comment}.", WIDTH, initial_indent="# ", subsequent_indent="# ")
-        lines.append(f"{key.partition('.')[2]} = {toml(value)}")
+        first_clause = re.split(r"[:;] |\. |\.$", help_of[key])[0]
+        lines += textwrap.wrap(
+            f"{first_clause}.", COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "
+        )
+        lines.append(f"{name} = {toml(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _values(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     """Return the keys of the run file with their values, which follow from the text."""
-    length = next((n for n in LENGTHS if found.tokens >= 100 * n), LENGTHS[-1])
-    samples = found.tokens // length
+    tokens = sizes.tokens
+    # a hundred samples at least, if sequences can be so short
+    shortest = SEQUENCE_LENGTHS[-1]
+    length = next((length for length in SEQUENCE_LENGTHS if tokens >= 100 * length), shortest)
+    samples = tokens // length
     if samples < 3:
         raise UserError(
-            f"{args.source}: {found.tokens} tokens are too little text to train on; give more"
+            f"{args.source}: {tokens} tokens are too little text to train on; give more"
         )
-    batch = next((n for n in BATCHES if samples >= 20 * n), 1)
-    steps = min(MOST_STEPS, max(LEAST_STEPS, PASSES * samples // batch))
-    small = SMALLER if found.tokens < SMALL and args.preset is None else {}
-    field = {"data.text_field": args.text_field} if args.text_field != "text" else {}
-    return {
-        "model.preset": args.preset or DEMO,
-        **{f"model.{key}": value for key, value in small.items()},
-        **({"model.vocab": 0} if PRESETS[args.preset or DEMO].get("vocab") else {}),
-        "data.source": args.source,
-        **field,
-        "data.vocab_size": found.vocab_size,
+    batch = next((size for size in BATCH_SIZES if samples >= 20 * size), 1)
+    steps = min(MAX_STEPS, max(MIN_STEPS, EPOCHS * samples // batch))
+    preset = args.preset or DEMO_PRESET
+
+    values: dict[str, Any] = {"model.preset": preset}
+    if tokens < SMALL_TEXT and args.preset is None:
+        values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
+    if PRESETS[preset].get("vocab"):
+        values["model.vocab"] = 0  # the tokenizer decides, not the preset
+    values["data.source"] = args.source
+    if args.text_field != "text":
+        values["data.text_field"] = args.text_field
+    return values | {
+        "data.vocab_size": sizes.vocab_size,
         "data.held_out": 0.05,
         "precision.compute": "fp32",
         "lr.peak": 3e-4 if args.preset else 2e-3,
@@ -265,17 +285,22 @@ def _values(args: argparse.Namespace, found: Found) -> dict[str, Any]:
         "train.micro_batch": max(1, batch // 4),
         "train.seq_length": length,
         "train.eval_every": max(1, steps // 4),
-        "train.folder": _folder(args.source),
+        "train.folder": _new_run_folder(args.source),
         "checkpoint.every": max(1, steps // 4),
-        "log.sample": found.begins,
+        "log.sample": sizes.begins,
     }
 
 
-def _folder(source: str) -> str:
+def _new_run_folder(source: str) -> str:
     """Return a new folder for the run that is no part of the text."""
     path = Path(source).expanduser()
     name = path.resolve().stem if source != "python" else source
-    inside = path.is_dir() and path.resolve() in (Path.cwd(), *Path.cwd().parents)
-    made = Path(path, "..", f"{name}-runs") if inside else Path("runs")
-    free = (made / (name if number == 1 else f"{name}-{number}") for number in range(1, 1000))
-    return str(next(folder for folder in free if not folder.exists()))
+    # a text around the working directory would have "runs" inside it
+    contains_cwd = path.is_dir() and path.resolve() in (Path.cwd(), *Path.cwd().parents)
+    parent = Path(path, "..", f"{name}-runs") if contains_cwd else Path("runs")
+    folder = parent / name
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return str(folder)

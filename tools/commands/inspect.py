@@ -25,7 +25,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
 
-SHOWN = (
+ALWAYS_SHOWN = (
     "layers",
     "hidden",
     "heads",
@@ -39,7 +39,7 @@ SHOWN = (
     "tied",
 )
 WIDTH = 100  # columns that a line takes at most, unless it is one long word
-UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
+WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -65,42 +65,44 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec inspect`."""
     check_vocab(args.vocab, args.path)
     source = open_intact(args.path, args.vocab)
+    # before the tensors are read, which may take minutes
     if not args.json:
         print(describe(source))
         if source.kind == "megaprec":
-            print(_checked(Store(source.path)))
-    with moving(
-        f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)
-    ) as report:
-        found, wholes = _digests(source, report)
+            print(_checksum_line(Store(source.path)))
+    total = sum(_nbytes(source, key) for key in source.shapes)
+    with moving(f"reading {source.path}", total) as report:
+        tensors, digests = _digests(source, report)
     return put(
         args,
-        lambda: _document(source, found, wholes),
-        lambda: _show(found if args.tensors else [], wholes),
+        lambda: _document(source, tensors, digests),
+        lambda: _show(tensors if args.tensors else [], digests),
     )
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorEntry:
     tensor: str
     shape: list[int]
     dtype: str
     sha256: str
 
 
-def _show(found: Sequence[_Tensor], wholes: Mapping[str, str]) -> None:
-    if found:
+def _show(tensors: Sequence[_TensorEntry], digests: Mapping[str, str]) -> None:
+    """Print a table of the tensors, if there are any, and the digests of all kinds."""
+    if tensors:
         table = Table("tensor", "shape", "dtype", "SHA-256")
-        for one in found:
-            table.add_row(one.tensor, str(one.shape), one.dtype, one.sha256)
+        for entry in tensors:
+            table.add_row(entry.tensor, str(entry.shape), entry.dtype, entry.sha256)
         print_table(table)
-    for kind, whole in wholes.items():
-        print(f"digest     {whole}  ({kind}: SHA-256)")
+    for kind, digest in digests.items():
+        print(f"digest     {digest}  ({kind}: SHA-256)")
 
 
 def _document(
-    source: Source, found: Sequence[_Tensor], wholes: Mapping[str, str]
+    source: Source, tensors: Sequence[_TensorEntry], digests: Mapping[str, str]
 ) -> dict[str, Any]:
+    """Return the contents of the folder for programs."""
     facts = source.facts
     return {
         "folder": str(source.path),
@@ -110,11 +112,15 @@ def _document(
         "layout": facts.layout,
         "precision": facts.precision,
         "scaler": facts.scaler,
-        "notes": [*facts.notes, *folder_notes(source.path, source.tokenizer)],
+        "notes": _notes(source),
         "tokenizer": [file.name for file in source.tokenizer],
-        "digests": wholes,
-        "tensors": [asdict(one) for one in found],
+        "digests": digests,
+        "tensors": [asdict(entry) for entry in tensors],
     }
+
+
+def _notes(source: Source) -> list[str]:
+    return [*source.facts.notes, *folder_notes(source.path, source.tokenizer)]
 
 
 def describe(source: Source) -> str:
@@ -124,89 +130,92 @@ def describe(source: Source) -> str:
     lines = [
         f"folder     {source.path}",
         f"format     {FORMATS[source.kind].name}",
-        (
-            f"model      {model.family}: "
-            f"{', '.join(f'{key} {value}' for key, value in told_keys(model).items())}"
-        ),
+        f"model      {model.family}: {_pairs(shown_keys(model))}",
+        *(_kind_line(source, kind) for kind in source.kinds),
     ]
-    for kind in source.kinds:
-        keys = list(source.keys(kind))
-        dtypes = Counter(str(source.dtype(key)).removeprefix("torch.") for key in keys)
-        elements = sum(prod(source.shapes[k]) for k in keys)
-        size = sum(_nbytes(source, k) for k in keys)
-        said = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
-        lines.append(
-            f"{kind:11}{elements:,} elements in {len(keys)} tensors, {size:,} bytes ({said})"
-        )
     if facts.progress:
         tokens = facts.progress.get("tokens", 0)
         steps = facts.progress["step"]
         lines.append(
             f"trained    {steps} steps, {facts.steps} of them applied, {tokens:,} tokens seen"
         )
-    for name, said in (
-        ("layout", facts.layout),
-        ("precision", facts.precision),
-        ("scaler", facts.scaler),
-    ):
-        if said:
-            lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
-    lines += [f"not read   {facts.unread}"] if facts.unread else []
-    lines += [
-        f"note       {note}"
-        for note in (*facts.notes, *folder_notes(source.path, source.tokenizer))
-    ]
+    if facts.layout:
+        lines.append(f"layout     {_pairs(facts.layout)}")
+    if facts.precision:
+        lines.append(f"precision  {_pairs(facts.precision)}")
+    if facts.scaler:
+        lines.append(f"scaler     {_pairs(facts.scaler)}")
+    if facts.unread:
+        lines.append(f"not read   {facts.unread}")
+    lines += [f"note       {note}" for note in _notes(source)]
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
-    return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
+    return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **WHOLE_WORDS) for line in lines)
 
 
-def told_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that are always told, and all others that differ from their defaults."""
-    said = model.model_dump(mode="json", exclude_defaults=True)
-    given = dict(model)
-    others = {
-        key: said.get(key, given[key])
-        for key, field in ModelConfig.model_fields.items()
-        if key not in ("family", *SHOWN)
-        and given[key] != field.get_default(call_default_factory=True, validated_data=given)
-    }
-    return {key: given[key] for key in SHOWN} | others
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
-def _checked(store: Store) -> str:
+def _kind_line(source: Source, kind: str) -> str:
+    """Return the line about one kind of tensors, such as weights: number, elements, bytes and
+    dtypes."""
+    keys = list(source.keys(kind))
+    dtypes = Counter(str(source.dtype(key)).removeprefix("torch.") for key in keys)
+    elements = sum(prod(source.shapes[key]) for key in keys)
+    nbytes = sum(_nbytes(source, key) for key in keys)
+    by_dtype = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
+    return f"{kind:11}{elements:,} elements in {len(keys)} tensors, {nbytes:,} bytes ({by_dtype})"
+
+
+def shown_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys that are always shown, and all others that differ from their defaults."""
+    values = dict(model)
+    # tables within the model without the keys that have their default
+    dumped = model.model_dump(mode="json", exclude_defaults=True)
+    shown = {key: values[key] for key in ALWAYS_SHOWN}
+    for key, field in ModelConfig.model_fields.items():
+        if key == "family" or key in ALWAYS_SHOWN:
+            continue
+        # some defaults follow from other keys
+        default = field.get_default(call_default_factory=True, validated_data=values)
+        if values[key] != default:
+            shown[key] = dumped.get(key, values[key])
+    return shown
+
+
+def _checksum_line(store: Store) -> str:
     """Return a line on the checksums of the files, which `open_intact` has compared."""
     if not store.digests:
         return "files      not checked: the version that saved them recorded no digest"
     return f"files      {len(store.digests) + 1}, with the bytes that were saved (SHA-256)"
 
 
-def _digests(source: Source, report: Any) -> tuple[list[_Tensor], dict[str, str]]:
+def _digests(source: Source, report: Any) -> tuple[list[_TensorEntry], dict[str, str]]:
     """Return all tensors, and the digest of each kind of tensors, equal for equal models in any
     format."""
-    tensors = list[_Tensor]()
-    found = dict[str, str]()
+    tensors = list[_TensorEntry]()
+    digest_of = dict[str, str]()
+    # one tensor is in memory at a time
     for key in source.shapes:
         values = source.read(key)
-        found[key] = _digest(values)
-        tensors.append(
-            _Tensor(key, list(values.shape), str(values.dtype).removeprefix("torch."), found[key])
-        )
+        digest_of[key] = _digest(values)
+        dtype = str(values.dtype).removeprefix("torch.")
+        tensors.append(_TensorEntry(key, list(values.shape), dtype, digest_of[key]))
         report(values.nbytes, f"reading {key}")
-    wholes = {
-        kind: "".join(f"{key} {found[key]}\n" for key in sorted(source.keys(kind)))
-        for kind in source.kinds
-    }
-    return tensors, {
-        kind: hashlib.sha256(lines.encode()).hexdigest()
-        for kind, lines in sorted(wholes.items())[::-1]
-    }
+    by_kind = dict[str, str]()
+    for kind in sorted(source.kinds, reverse=True):  # weights first
+        # in the order of keys, for the order of tensors depends on the format
+        lines = "".join(f"{key} {digest_of[key]}\n" for key in sorted(source.keys(kind)))
+        by_kind[kind] = hashlib.sha256(lines.encode()).hexdigest()
+    return tensors, by_kind
 
 
 def _digest(values: Tensor) -> str:
     """Return the SHA-256 of dtype, shape and values."""
-    made = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
-    made.update(raw(values))
-    return made.hexdigest()
+    sha256 = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
+    # the bytes as they are in memory, whatever the format of the file
+    sha256.update(raw(values))
+    return sha256.hexdigest()
 
 
 def _nbytes(source: Source, key: str) -> int:

@@ -7,7 +7,7 @@ is as wide as the terminal; in a pipe each key is one line, for grep.
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from shutil import get_terminal_size
@@ -17,7 +17,7 @@ from megaprec.errors import UserError, closest
 from tools.config.key_help import Key, KeyTable, key_tables
 from tools.console.tables import add_json, put
 
-WIDEST = 110  # columns of help that are read without losing the line
+MAX_WIDTH = 110  # columns of help that are read without losing the line
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec keys`."""
-    width = min(WIDEST, get_terminal_size().columns) if sys.stdout.isatty() else None
+    width = min(MAX_WIDTH, get_terminal_size().columns) if sys.stdout.isatty() else None
     return put(args, lambda: document(args.words), lambda: print(described(args.words, width)))
 
 
@@ -47,11 +47,14 @@ def document(words: Sequence[str] = ()) -> dict[str, Any]:
     default: as TOML; null if there is none, or if it is required or derived. Raises UserError as
         `described` does.
     """
-    keys = (key for table in _chosen([*key_tables()], words) for key in table.keys)
-    return {"keys": {key.name: _fields(key) for key in keys}}
+    fields = dict[str, dict[str, Any]]()
+    for table in _matching_tables([*key_tables()], words):
+        for key in table.keys:
+            fields[key.name] = _key_fields(key)
+    return {"keys": fields}
 
 
-def _fields(key: Key) -> dict[str, Any]:
+def _key_fields(key: Key) -> dict[str, Any]:
     default = None if key.default in ("none", "required", "derived") else key.default
     return {"default": default, "required": key.default == "required", "help": key.help}
 
@@ -62,58 +65,64 @@ def described(words: Sequence[str] = (), width: int | None = None) -> str:
 
     Raises UserError for a word that no table and no key has in its name.
     """
-    tables = _chosen([*key_tables()], words)
-    return "\n\n".join("\n".join(_lines(table, width)) for table in tables)
+    tables = _matching_tables([*key_tables()], words)
+    return "\n\n".join("\n".join(_table_lines(table, width)) for table in tables)
 
 
-def _chosen(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTable]:
+def _matching_tables(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTable]:
     """Return the tables with those keys that a word asks for; all keys without words. Raises
     UserError."""
     if not words:
         return tables
-    names = {table.name for table in tables}
-    if problems := [
-        _unknown(word, tables) for word in words if not any(_asked(tables, word, names))
-    ]:
+    wanted = set[str]()
+    problems = list[str]()
+    for word in words:
+        matches = _matching_keys(tables, word)
+        wanted |= matches
+        if not matches:
+            problems.append(_unknown_word(word, tables))
+    if problems:
         raise UserError(*problems)
-    wanted = {key.name for word in words for key in _asked(tables, word, names)}
-    kept = (
-        replace(table, keys=tuple(key for key in table.keys if key.name in wanted))
-        for table in tables
-    )
-    return [table for table in kept if table.keys]
-
-
-def _asked(tables: Iterable[KeyTable], word: str, names: set[str]) -> Iterator[Key]:
-    """Yield the keys of the table `word` and those named so, or else the keys with `word` in their
-    names."""
-    word = word.strip("[]").lower()
+    reduced = list[KeyTable]()
     for table in tables:
-        for key in table.keys:
-            name = key.name.partition(".")[2]
-            if word in (table.name, name) if word in names else word in key.name:
-                yield key
+        keys = tuple(key for key in table.keys if key.name in wanted)
+        if keys:
+            reduced.append(replace(table, keys=keys))
+    return reduced
 
 
-def _unknown(word: str, tables: Iterable[KeyTable]) -> str:
+def _matching_keys(tables: Sequence[KeyTable], word: str) -> set[str]:
+    """Return the dotted keys of the table `word` and those named so, or else the keys with `word`
+    in their names."""
+    word = word.strip("[]").lower()
     keys = [key.name for table in tables for key in table.keys]
-    known = {**{key.partition(".")[2]: key for key in reversed(keys)}, **{key: key for key in keys}}
-    known |= {table.name: table.name for table in tables}
-    close = closest(word.lower(), known)
-    return (
-        f'"{word}": no table and no key has this in its '
-        f"name{f'; did you mean {known[close]}?' if close else ''}"
-    )
+    if any(word == table.name for table in tables):
+        return {key for key in keys if word in key.split(".", 1)}
+    return {key for key in keys if word in key}
 
 
-def _lines(table: KeyTable, width: int | None) -> Iterator[str]:
+def _unknown_word(word: str, tables: Sequence[KeyTable]) -> str:
+    """Return the line about a word that fits no key, with the most similar name."""
+    keys = [key.name for table in tables for key in table.keys]
+    # of keys with the same name the first counts
+    suggestions = {key.partition(".")[2]: key for key in reversed(keys)}
+    suggestions |= {key: key for key in keys}
+    # a table is stronger than a key of its name
+    suggestions |= {table.name: table.name for table in tables}
+    similar = closest(word.lower(), suggestions)
+    hint = f"; did you mean {suggestions[similar]}?" if similar else ""
+    return f'"{word}": no table and no key has this in its name{hint}'
+
+
+def _table_lines(table: KeyTable, width: int | None) -> Iterator[str]:
     """Yield the lines of a table, at most `width` columns wide; None: one line a key."""
+    # for grep: everything about a key in its line
     if width is None:
         yield f"[{table.name}]  {table.subject}"
         yield from (f"{key.name:34}{key.default:16}{key.help}" for key in table.keys)
         return
-    broken = partial(textwrap.wrap, width=width, break_on_hyphens=False)
-    yield from broken(f"[{table.name}]  {table.subject}", subsequent_indent="    ")
+    wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)
+    yield from wrap(f"[{table.name}]  {table.subject}", subsequent_indent="    ")
     for key in table.keys:
-        yield from broken(f"{key.name} = {key.default}", subsequent_indent="        ")
-        yield from broken(key.help, initial_indent="    ", subsequent_indent="    ")
+        yield from wrap(f"{key.name} = {key.default}", subsequent_indent="        ")
+        yield from wrap(key.help, initial_indent="    ", subsequent_indent="    ")

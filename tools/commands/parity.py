@@ -11,10 +11,10 @@ code 0: all layouts are equal; 1: a layout differs or hangs, or none could be ru
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,26 @@ from tools.training.corpus import open_corpus
 from tools.training.notes import add_strict, tell_notes
 
 RANKS = 4  # ranks of the largest default layout
-LOCAL = Hands()
+LOCAL_LAUNCHER = Hands()
+AXES = ("tensor", "pipeline", "data", "context", "expert")
+# keys that the small run changes although no number depends on them
+NOT_SHOWN = {
+    "train.folder",
+    "train.threads",
+    "train.device",
+    "train.eval_every",
+    "train.sentinel",
+    "precision.trace_overflows",
+    "log.sample",
+    "log.timeline",
+    "log.digests",
+    "data.cache",
+    "data.held_out",
+    "data.validation",
+    "data.max_chars",
+    "data.vocab_size",
+}
+ReportProgress = Callable[[str], None]  # shows what is being done
 
 
 def add_parser(subparsers: Any) -> None:
@@ -90,8 +109,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
         help="layouts to compare; further keys of [parallel] may follow, as in "
-            "tp=2,pp=2,schedule=zb-v; "
-        f"default: all that fit, of 2 to {RANKS} ranks",
+            f"tp=2,pp=2,schedule=zb-v; default: all that fit, of 2 to {RANKS} ranks",
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=("float64", "configured", "both"), default="float64",
@@ -118,6 +136,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec parity`."""
+    # started by `run_together`, in a folder of runs
     if args.as_rank:
         return as_rank(Path(args.file))
     if joined_world():
@@ -131,26 +150,30 @@ def main(args: argparse.Namespace) -> int:
     if config.fp8.kind == "delayed" and config.fp8.history == "te":
         raise UserError(
             'fp8.history = "te": scales are updated after each micro-batch, and their number '
-            "depends on the number of "
-            "replicas, so layouts train different models; parity compares runs with "
-            'fp8.history = "step"'
+            "depends on the number of replicas, so layouts train different models; parity "
+            'compares runs with fp8.history = "step"'
         )
     torch.set_num_threads(1)  # as in the ranks
-    with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:
-        made = proven(config, args, Path(folder), tell)
-    text = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
-    left = write(Path(config.train.folder), {"parity.json": text, "parity.html": page(made)})
+    with (
+        tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder,
+        _progress_on_stderr(args.json) as report_progress,
+    ):
+        certified = certify(config, args, Path(folder), report_progress)
+    text = json.dumps(certified, indent=1, ensure_ascii=False) + "\n"
+    pages = {"parity.json": text, "parity.html": page(certified)}
+    written = write(Path(config.train.folder), pages)
     if args.json:
         print(text, end="")
     else:
-        show(made, Console() if Console().is_terminal else Console(width=110))
-        print(*(f"written    {path}" for path in left), sep="\n")
-    return 0 if made["verdict"] == PROVEN else 1
+        show(certified, Console() if Console().is_terminal else Console(width=110))
+        for path in written:
+            print(f"written    {path}")
+    return 0 if certified["verdict"] == PROVEN else 1
 
 
 @contextmanager
-def _told(quiet: bool) -> Iterator[Any]:
-    """Yield a function that shows on stderr what is being done."""
+def _progress_on_stderr(quiet: bool) -> Iterator[ReportProgress]:
+    """Yield a function that shows on stderr what is being done, if that is a terminal."""
     console = Console(stderr=True)
     with console.status("") as status:
         if quiet or not console.is_terminal:
@@ -171,152 +194,176 @@ class Reference:
     noise: Noise
 
 
-def proven(
-    config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any, hands: Hands = LOCAL
+def certify(
+    config: RunConfig,
+    args: argparse.Namespace,
+    folder: Path,
+    report_progress: ReportProgress,
+    launcher: Hands = LOCAL_LAUNCHER,
 ) -> Certificate:
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
     files."""
-    sayings = asked(args.layouts, config.parallel) or every(RANKS)
-    most = Most(
-        *(largest(sayings, key) for key in ("tensor", "pipeline", "data", "context", "expert"))
-    )
-    ready = made_ready(config, most, args.full, args.steps, folder / "run")
+    requested = asked(args.layouts, config.parallel) or every(RANKS)
+    limits = Most(*(largest(requested, axis) for axis in AXES))
+    # the run to compare: small, and without what takes time and changes no number
+    ready = made_ready(config, limits, args.full, args.steps, folder / "run")
     if not args.full:
         ready = with_random_tokens(ready, args.steps + 1, folder)
-    layouts, misfits = fitting(ready, sayings, asked=bool(args.layouts))
-    tell("one process")
+    # known before anything runs, so that a wrong --layouts costs no time
+    layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
+
+    report_progress("one process")
     if args.full:
         ready = with_vocabulary(ready, open_corpus(config))
-    probe = hands.alone(Run(in_float64(alone(ready)), Plan(1, not args.full), folder / "probe"))
+    probe_plan = Plan(1, small=not args.full)
+    probe = launcher.alone(Run(in_float64(alone(ready)), probe_plan, folder / "probe"))
     if not args.full:
         ready = clipped(ready, probe)
     plan = planned(ready, probe, args.steps, args.full)
-    exact = in_float64(ready)
-    truth = hands.alone(Run(alone(exact), plan, folder / "truth"))
-    shaken = hands.alone(
-        Run(alone(exact), replace(plan, shaken=EPSILON["fp64"]), folder / "shaken")
-    )
-    references = [Reference("float64", exact, plan, truth, Noise(shaken))]
+
+    exact = alone(in_float64(ready))
+    # what is right: one process in float64
+    truth = launcher.alone(Run(exact, plan, folder / "truth"))
+    # the same run from weights moved by rounding: how far float64 itself carries
+    shaken_plan = replace(plan, shaken=EPSILON["fp64"])
+    shaken = launcher.alone(Run(exact, shaken_plan, folder / "shaken"))
+    references = list[Reference]()
+    if args.precision != "configured":
+        references.append(Reference("float64", in_float64(ready), plan, truth, Noise(shaken)))
     if args.precision != "float64":
-        own = hands.alone(Run(alone(ready), plan, folder / "own"))
-        noise = Noise(
-            None,
-            truth,
-            moved(ready, plan, folder, hands),
-            epsilon(ready),
-            tokens_per_expert(ready),
-            kept(ready),
-        )
-        references.append(Reference(ready.precision.compute, ready, plan, own, noise))
-    if args.precision == "configured":
-        del references[0]
-    shown = {} if args.full else changes(config, ready)
-    made = certificate(args.file, config, alone(ready), _of_interest(shown), plan, truth, shaken)
-    made["layouts"] = list(_carried_out(layouts, references, folder, tell, hands))
-    made["layouts"] += [not_tried(one, r.name, why) for one, why in misfits for r in references]
-    verdicts = {one["verdict"] for one in made["layouts"]}
-    made["verdict"] = next(verdict for verdict in (WRONG, PROVEN, NOT_TRIED) if verdict in verdicts)
-    return made
+        references.append(_own_precision(ready, plan, truth, folder, launcher))
+
+    changed = {} if args.full else _relevant_changes(changes(config, ready))
+    certified = certificate(args.file, config, alone(ready), changed, plan, truth, shaken)
+    entries = list(_compare_layouts(layouts, references, folder, report_progress, launcher))
+    for layout, reason in misfits:
+        entries += [not_tried(layout, reference.name, reason) for reference in references]
+    certified["layouts"] = entries
+    certified["verdict"] = _overall_verdict(entries)
+    return certified
 
 
-def moved(ready: RunConfig, plan: Plan, folder: Path, hands: Hands) -> list[Record]:
+def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
+    """Return the verdict on all layouts; those that were not tried count only if no other was."""
+    verdicts = {entry["verdict"] for entry in entries}
+    return next(verdict for verdict in (WRONG, PROVEN, NOT_TRIED) if verdict in verdicts)
+
+
+def _own_precision(
+    ready: RunConfig, plan: Plan, truth: Record, folder: Path, launcher: Hands
+) -> Reference:
+    """Carry out the run on one process in its own precision. truth: the same in float64."""
+    record = launcher.alone(Run(alone(ready), plan, folder / "own"))
+    noise = Noise(
+        None,
+        truth,
+        perturbed_runs(ready, plan, folder, launcher),
+        epsilon(ready),
+        tokens_per_expert(ready),
+        kept(ready),
+    )
+    return Reference(ready.precision.compute, ready, plan, record, noise)
+
+
+def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Hands) -> list[Record]:
     """Return runs in float64 on one process, from weights moved by rounding of the run's own
     precision."""
-    by = [replace(plan, shaken=epsilon(ready) / 2, draw=draw) for draw in range(1, DRAWS + 1)]
     exact = alone(in_float64(ready))
-    return [hands.alone(Run(exact, one, folder / f"moved{one.draw}")) for one in by]
+    records = list[Record]()
+    for draw in range(1, DRAWS + 1):
+        # half a unit in the last place is the error of one rounding
+        perturbed = replace(plan, shaken=epsilon(ready) / 2, draw=draw)
+        records.append(launcher.alone(Run(exact, perturbed, folder / f"moved{draw}")))
+    return records
 
 
-def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+def _relevant_changes(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return the changed keys without those that no number depends on."""
-    hidden = {"train.folder", "train.threads", "train.device", "train.eval_every", "train.sentinel"}
-    hidden |= {
-        "precision.trace_overflows",
-        "log.sample",
-        "log.timeline",
-        "log.digests",
-        "data.cache",
-        "data.held_out",
-        "data.validation",
-        "data.max_chars",
-        "data.vocab_size",
-    }
-    shown = {key: value for key, value in changed.items() if key not in hidden}
+    shown = {key: values for key, values in changed.items() if key not in NOT_SHOWN}
+    # the folder of the tokens is a temporary one
     if "data.source" in shown:
-        shown["data.source"] = (
-            shown["data.source"][0],
-            "random tokens, some targets left out of the loss",
-        )
+        original, _ = shown["data.source"]
+        shown["data.source"] = (original, "random tokens, some targets left out of the loss")
     return shown
 
 
-def fitting(
-    config: RunConfig, sayings: Sequence[dict[str, Any]], asked: bool
+def fitting_layouts(
+    config: RunConfig, requested: Sequence[dict[str, Any]], explicit: bool
 ) -> tuple[list[Layout], list[tuple[Layout, str]]]:
     """Return the layouts that fit the run, and the others with the reason.
 
-    Raises UserError if a layout that was asked for does not fit, or if none does.
+    explicit: the user named the layouts. Raises UserError if one of these does not fit, or if none
+    does.
     """
-    layouts = [fitted(config, said) for said in sayings]
-    wrong = {layout.name: problems(config, layout.parallel) for layout in layouts}
-    if asked and any(wrong.values()):
+    layouts = [fitted(config, keys) for keys in requested]
+    reasons = {layout.name: problems(config, layout.parallel) for layout in layouts}
+    if explicit and any(reasons.values()):
         raise UserError(
-            *(f"--layouts {name}: {problem}" for name, some in wrong.items() for problem in some)
+            *(
+                f"--layouts {name}: {problem}"
+                for name, of_layout in reasons.items()
+                for problem in of_layout
+            )
         )
-    good = [layout for layout in layouts if not wrong[layout.name]]
-    if not good:
+    fits = [layout for layout in layouts if not reasons[layout.name]]
+    if not fits:
         raise UserError(
             f"no layout of up to {RANKS} ranks fits this run: name one by --layouts to see why",
-            *problems_of(wrong),
+            *(f"{name}: {of_layout[0]}" for name, of_layout in reasons.items()),
         )
-    return good, [(layout, wrong[layout.name][0]) for layout in layouts if wrong[layout.name]]
+    misfits = [layout for layout in layouts if reasons[layout.name]]
+    return fits, [(layout, reasons[layout.name][0]) for layout in misfits]
 
 
-def problems_of(wrong: dict[str, list[str]]) -> list[str]:
-    """Return one line per layout."""
-    return [f"{name}: {some[0]}" for name, some in wrong.items()]
-
-
-def _carried_out(
+def _compare_layouts(
     layouts: Sequence[Layout],
     references: Sequence[Reference],
     folder: Path,
-    tell: Any,
-    hands: Hands,
+    report_progress: ReportProgress,
+    launcher: Hands,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the entry of each layout in each precision."""
-    for ranks, some in groupby(
-        sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks
-    ):
-        together = list(some)
-        runs = dict[tuple[int, int], Run]()
-        for n, layout in enumerate(together):
-            for m, reference in enumerate(references):
-                config = reference.config.model_copy(update={"parallel": layout.parallel})
-                runs[n, m] = Run(config, reference.plan, folder / f"ranks{ranks}" / f"{n:03}_{m}")
-        tell(f"{len(runs)} runs of {ranks} ranks: {'; '.join(layout.name for layout in together)}")
+    """Yield the entry of each layout in each precision, layouts of the fewest ranks first.
+
+    All layouts of equally many ranks share one launch.
+    """
+
+    def ranks_of(layout: Layout) -> int:
+        return layout.ranks
+
+    for ranks, of_ranks in groupby(sorted(layouts, key=ranks_of), key=ranks_of):
+        group = list(of_ranks)
+        pairs = list(product(group, references))
+        group_folder = folder / f"ranks{ranks}"
+        runs = list[Run]()
+        for i, (layout, reference) in enumerate(pairs):
+            config = reference.config.model_copy(update={"parallel": layout.parallel})
+            runs.append(Run(config, reference.plan, group_folder / f"{i:03}"))
+        names = "; ".join(layout.name for layout in group)
+        report_progress(f"{len(runs)} runs of {ranks} ranks: {names}")
         if ranks > 1:
-            failures = hands.together(list(runs.values()), folder / f"ranks{ranks}")
+            failures = launcher.together(runs, group_folder)
         else:
-            failures = _alone(runs)
-        for ((n, m), run), failure in zip(runs.items(), failures, strict=True):
-            layout = together[n]
-            reference = references[m]
+            failures = _run_alone(runs)
+        for (layout, reference), run, failure in zip(pairs, runs, failures, strict=True):
             if failure is not None:
                 yield not_run(layout, reference.name, failure)
             else:
-                yield _compared(layout, reference, run)
+                yield _compare(layout, reference, run)
 
 
-def _compared(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
+def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
     """Return the entry of a run that has finished."""
     record = gather(run.folder)
+    # updates by the recorded gradients: an error of a gradient is not one of the update as well
     again = updates(alone(run.config), corpus_of(run.config), record)
-    found = compare(record, reference.record, reference.noise, run.config.optimizer.norm, again)
-    return entry(Compared(layout, reference.name, run.config, found, record, reference.record))
+    norm = run.config.optimizer.norm
+    differences = compare(record, reference.record, reference.noise, norm, again)
+    compared = Compared(layout, reference.name, run.config, differences, record, reference.record)
+    return entry(compared)
 
 
-def _alone(runs: dict[tuple[int, int], Run]) -> list[Failure | None]:
-    for run in runs.values():
+def _run_alone(runs: Sequence[Run]) -> list[Failure | None]:
+    """Carry out runs of one process in this one."""
+    for run in runs:
         run_alone(run)
     return [None] * len(runs)

@@ -39,7 +39,7 @@ from tools.planning.report import (
     none_found,
     prediction_lines,
 )
-from tools.planning.search import Found, plan_run, search
+from tools.planning.search import Found, Planned, plan_run, search
 from tools.planning.speed import Assumptions
 from tools.training.notes import add_strict, tell_notes
 
@@ -51,6 +51,7 @@ COMMENT = (
 CPU_LINK = 2.0
 GPU_LINK = 25.0  # GB/s within a machine of GPUs whose data sheet is not known: PCIe
 SLOW_LINK = 50.0  # GB/s between machines: a 400 Gb/s network card for each GPU
+MAX_RANKS = 2**20  # beyond any cluster
 
 
 def add_parser(subparsers: Any) -> None:
@@ -88,6 +89,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_speeds(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how fast devices and links are."""
     speeds = parser.add_argument_group("assumptions of the predicted step")
     speeds.add_argument(
         "--tflops", type=float, metavar="T", help="peak TFLOP/s of a rank (default: the GPU's own)"
@@ -123,72 +125,87 @@ def _add_speeds(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec plan`."""
-    _check(args)
+    _check_options(args)
     config = load_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     require_builtin(config.model, "megaprec plan")
     target = target_of(config, args.gpu, args.gpu_memory)
-    assumed = _assumed(config, target, args)
+    assumed = _assumptions(config, target, args)
     if args.ranks and assumed is None:
         raise UserError(
             "--ranks ranks layouts by their speed, but the peak of the device is not known: "
             "give --gpu or --tflops"
         )
     notes = [*_notes(config, target)]
+    # the run in its own layout, as it would be started
     planned = plan_run(config, MemoryModel(target.device), assumed)
-    wide, shared = _of_ranks(config, target, assumed, args)
-    found = search(config, args.ranks, wide, shared, _progress) if args.ranks and shared else None
-    if args.output and found:
-        _write(args.output, args.ranks, found)
+    search_result = None
+    shared_target, shared_speeds = _share_of_ranks(config, target, assumed, args)
+    if args.ranks and shared_speeds:
+        search_result = search(config, args.ranks, shared_target, shared_speeds, _show_progress)
+        if args.output:
+            _write_best(args.output, args.ranks, search_result)
+    # one document, and no line about the file
     if args.json:
-        data = _data(as_data(planned, target, assumed), target, assumed, found, wide, shared)
-        print(json.dumps({**data, "notes": notes}, indent=2))
+        own_layout = as_data(planned, target, assumed)
+        document = _document(
+            own_layout, target, assumed, search_result, shared_target, shared_speeds
+        )
+        print(json.dumps({**document, "notes": notes}, indent=2))
         return 0
     lines = [*head(config, target), *(f"note       {note}" for note in notes), ""]
-    lines += memory_lines(planned, target)
-    if planned.prediction and assumed:
-        lines += ["", *prediction_lines(config, planned.prediction, assumed)]
-    else:
-        lines += [
-            "",
-            "prediction not known: the peak speed of the device is not; --gpu or --tflops says it",
-        ]
-    if found and shared:
-        lines += ["", *layout_lines(found, args.ranks, wide, shared)]
+    lines += [*memory_lines(planned, target), ""]
+    lines += _prediction(config, planned, assumed)
+    if search_result and shared_speeds:
+        lines += ["", *layout_lines(search_result, args.ranks, shared_target, shared_speeds)]
     say("\n".join(lines))
     if args.output:
         print(f"written    {args.output}")
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _prediction(config: RunConfig, planned: Planned, assumed: Assumptions | None) -> list[str]:
+    """Return the lines on the predicted step, or one that says why there are none."""
+    if planned.prediction and assumed:
+        return [*prediction_lines(config, planned.prediction, assumed)]
+    return ["prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
+
+
+def _check_options(args: argparse.Namespace) -> None:
     """Raise UserError for options that do not fit."""
+    problems = list[str]()
     speeds = {"--tflops": args.tflops, "--fast-link": args.fast_link, "--slow-link": args.slow_link}
-    problems = [
-        f"{name} {value:g}: give a number above 0"
-        for name, value in speeds.items()
-        if value is not None and not 0 < value < 1e9
-    ]
+    for name, value in speeds.items():
+        if value is not None and not 0 < value < 1e9:
+            problems.append(f"{name} {value:g}: give a number above 0")
     if not 0 < args.efficiency <= 1:
         problems.append(f"--efficiency {args.efficiency:g}: give a fraction above 0, at most 1")
-    if args.ranks is not None and not 0 < args.ranks <= 2**20:
-        problems.append(f"--ranks {args.ranks}: give a number from 1 to {2**20:,}")
+    # 0 is no number of ranks, and None is no --ranks
+    if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
+        problems.append(f"--ranks {args.ranks}: give a number from 1 to {MAX_RANKS:,}")
     if args.machine < 1:
         problems.append(f"--machine {args.machine}: give a number from 1 on")
-    if args.output and not args.ranks:
-        problems.append(f"--output {args.output}: the best of which layouts? give --ranks N")
-    if args.output and args.output.resolve() == Path(args.file).resolve():
-        problems.append(f"--output {args.output}: it is the run file itself; give another")
-    elif args.output and os.path.lexists(args.output) and not _is_ours(args.output):
-        problems.append(
-            f"--output {args.output}: it exists, and `megaprec plan` did not write it: give "
-            "another name"
-        )
+    if args.output:
+        problems += _output_problems(args)
     if problems:
         raise UserError(*problems)
 
 
+def _output_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the problems of the file --output."""
+    path = args.output
+    if not args.ranks:
+        yield f"--output {path}: the best of which layouts? give --ranks N"
+    if path.resolve() == Path(args.file).resolve():
+        yield f"--output {path}: it is the run file itself; give another"
+    elif os.path.lexists(path) and not _was_written_by_plan(path):
+        yield (
+            f"--output {path}: it exists, and `megaprec plan` did not write it: give another name"
+        )
+
+
 def _notes(config: RunConfig, target: Target) -> Iterator[str]:
+    """Yield a line for each thing that the prediction takes for granted."""
     if not config.model.vocab:
         yield (
             "model.vocab is left to the tokenizer: planned for data.vocab_size = "
@@ -201,8 +218,7 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
     if config.fp8.kind != "none":
         yield (
             "the speed of FP8 is not predicted: its products are timed as those of "
-            f"{config.precision.compute}, and "
-            "their casts as nothing; the bytes are those of FP8"
+            f"{config.precision.compute}, and their casts as nothing; the bytes are those of FP8"
         )
     if config.train.compile != "off":
         yield (
@@ -221,20 +237,25 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
         )
 
 
-def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
+def _assumptions(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
     """Return what the prediction rests on; None if the peak is not known."""
     peak = args.tflops or (target.gpu.tflops(config.plan) if target.gpu else 0.0)
     if not peak and target.device == "cpu":
-        peak = _measured(config) / config.world_size
+        # the ranks of a run on CPUs share this machine
+        peak = _measure_tflops(config) / config.world_size
     if not peak:
         return None
-    fast = args.fast_link or (
-        target.gpu.link if target.gpu else CPU_LINK if target.device == "cpu" else GPU_LINK
+    if target.gpu:
+        link = target.gpu.link
+    else:
+        link = CPU_LINK if target.device == "cpu" else GPU_LINK
+    fast_link = args.fast_link or link
+    return Assumptions(
+        peak, args.efficiency, fast_link, args.slow_link, args.machine, target.device
     )
-    return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine, target.device)
 
 
-def _of_ranks(
+def _share_of_ranks(
     config: RunConfig, target: Target, assumed: Assumptions | None, args: argparse.Namespace
 ) -> tuple[Target, Assumptions | None]:
     """Return the device and the speeds of each of --ranks: as many share this machine if it is the
@@ -245,65 +266,75 @@ def _of_ranks(
     return target_of(config, ranks=args.ranks), replace(assumed, tflops=args.tflops or measured)
 
 
-def _measured(config: RunConfig, side: int = 512, seconds: float = 0.2) -> float:
+def _measure_tflops(config: RunConfig, side: int = 512, duration: float = 0.2) -> float:
     """Return the TFLOP/s of this machine's CPU: of the fastest of some square products on one
     thread, times its cores.
 
-    The fastest of short products says least about other work that the machine has.
+    The fastest of short products says least about other work that the machine has. side: of the
+    matrices. duration: seconds.
     """
-    a = torch.ones(side, side, dtype=config.plan.compute)
+    matrix = torch.ones(side, side, dtype=config.plan.compute)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    product(a, a)  # the first takes longer
-    end = time.perf_counter() + seconds
+    product(matrix, matrix)  # the first takes longer
+    end = time.perf_counter() + duration
     fastest = math.inf
-    while (began := time.perf_counter()) < end:
-        product(a, a)
-        fastest = min(fastest, time.perf_counter() - began)
+    while (start := time.perf_counter()) < end:
+        product(matrix, matrix)
+        fastest = min(fastest, time.perf_counter() - start)
+    # other work of this process may use them
     torch.set_num_threads(threads)
     return 2 * side**3 / fastest / 1e12 * cores()
 
 
-def _progress(done: int, of: int) -> None:
+def _show_progress(done: int, total: int) -> None:
     """Show on a terminal how many layouts are done; elsewhere one line before they are."""
     if sys.stderr.isatty():
-        end = "\r" if done < of else f"\r{' ' * 60}\r"
-        print(f"planning   layout {done:,} of {of:,}", end=end, file=sys.stderr, flush=True)
+        # the last text erases the line
+        end = "\r" if done < total else f"\r{' ' * 60}\r"
+        print(f"planning   layout {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
     elif done == 0:
-        print(f"planning   {of:,} layouts", file=sys.stderr, flush=True)
+        print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)
 
 
-def _is_ours(path: Path) -> bool:
+def _was_written_by_plan(path: Path) -> bool:
     """Return True if this command has written a file."""
-    begin = COMMENT.partition("{")[0]
-    return path.is_file() and read_whole(path).startswith(begin.encode())
+    first_words = COMMENT.partition("{")[0]
+    return path.is_file() and read_whole(path).startswith(first_words.encode())
 
 
-def _write(path: Path, ranks: int, found: Found) -> None:
+def _write_best(path: Path, ranks: int, search_result: Found) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
-    if not found.layouts:
-        raise UserError(f"--output {path}: {none_found(found, ranks)}; nothing is written")
-    write_whole(path, found.layouts[0].config.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
+    if not search_result.layouts:
+        raise UserError(f"--output {path}: {none_found(search_result, ranks)}; nothing is written")
+    # they are sorted, the fastest first
+    best = search_result.layouts[0].config
+    write_whole(path, best.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
 
 
-def _data(
-    own: dict[str, Any],
+def _document(
+    own_layout: dict[str, Any],
     target: Target,
     assumed: Assumptions | None,
-    found: Found | None,
-    wide: Target,
-    shared: Assumptions | None,
+    search_result: Found | None,
+    shared_target: Target,
+    shared_speeds: Assumptions | None,
 ) -> dict[str, Any]:
-    """Return all that is known, for JSON. wide, shared: the device and the speeds of the layouts
-    found."""
-    said: dict[str, Any] = {
+    """Return all that is known, for JSON.
+
+    own_layout: about the run in its own layout. shared_target, shared_speeds: the device and the
+        speeds of the layouts found.
+    """
+    document: dict[str, Any] = {
         "device": target.name,
         "memory": target.memory,
         "usable": target.usable,
-        **own,
+        **own_layout,
+        "assumed": asdict(assumed) if assumed else None,
     }
-    said["assumed"] = asdict(assumed) if assumed else None
-    if found:
-        said["layouts"] = [as_data(planned, wide, shared) for planned in found.layouts]
-        said |= {"slower": found.slower, "too_large": found.too_large}
-    return said
+    if search_result:
+        document["layouts"] = [
+            as_data(planned, shared_target, shared_speeds) for planned in search_result.layouts
+        ]
+        document |= {"slower": search_result.slower, "too_large": search_result.too_large}
+    return document

@@ -1,8 +1,10 @@
 """`megaprec precision`: show the precision plan of a configuration, or translate it for another
 system.
 
-    megaprec precision show FILE [table.key=value ...]      the plan, each field with the key that decided it
-    megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's configuration
+    megaprec precision show FILE [table.key=value ...]
+        the plan, each field with the key that decided it
+    megaprec precision translate FILE [...] --to SYSTEM
+        the same plan in another system's configuration
 
 FILE is a run file, a part of one, or a configuration of another system: Python, YAML, JSON or TOML.
 Nothing in it is executed. A value that the file leaves open is set by `--assume args.bf16=True`; if
@@ -58,25 +60,25 @@ def add_parser(subparsers: Any) -> None:
         "precision", help="show or translate the precision of a configuration"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser(
+    show_parser = commands.add_parser(
         "show", help="show the precision plan of a file, with the key that decided each field"
     )
-    show.set_defaults(run=main_show)
-    to = commands.add_parser(
+    show_parser.set_defaults(run=main_show)
+    translate_parser = commands.add_parser(
         "translate",
         help="translate the precision plan of a file into another system's configuration",
     )
-    to.add_argument(
+    translate_parser.add_argument(
         "--to",
         required=True,
         metavar="SYSTEM",
         help=f"target system: native, {', '.join(DIALECTS)}",
     )
-    to.set_defaults(run=main_translate)
-    show.add_argument(
+    translate_parser.set_defaults(run=main_translate)
+    show_parser.add_argument(
         "--json", action="store_true", help="print the plan as JSON instead of tables"
     )
-    for command in (show, to):
+    for command in (show_parser, translate_parser):
         command.add_argument(
             "file", metavar="FILE", type=Path, help="run file or another system's configuration"
         )
@@ -103,39 +105,38 @@ def add_parser(subparsers: Any) -> None:
 
 def main_show(args: argparse.Namespace) -> int:
     """Run `megaprec precision show`."""
-    found = understand(args.file, args.overrides, args.assume, args.pick)
-    warnings = advice(Scene(found.plan, found.microbatches, found.replicas))
+    understood = understand(args.file, args.overrides, args.assume, args.pick)
+    scene = Scene(understood.plan, understood.microbatches, understood.replicas)
+    warnings = advice(scene)
     if args.strict:
-        tell_notes(found.notes, strict=True)
+        tell_notes(understood.notes, strict=True)
     if args.json:
-        print(json.dumps(as_json(found, warnings), indent=2, ensure_ascii=False))
+        print(json.dumps(as_json(understood, warnings), indent=2, ensure_ascii=False))
         return 0
-    print_table(plan_table(found, short=table_console().is_terminal))
-    if found.model is not None:
-        print_table(module_table(rows(found.plan, found.model)))
-    for note in found.notes:
+    print_table(plan_table(understood, short=table_console().is_terminal))
+    if understood.model is not None:
+        print_table(module_table(rows(understood.plan, understood.model)))
+    for note in understood.notes:
         say(f"note: {note}")
     for line in warnings:
         say(f"warning: {line}")
     return 0
 
 
-def as_json(found: Understood, warnings: Sequence[str]) -> dict[str, Any]:
+def as_json(understood: Understood, warnings: Sequence[str]) -> dict[str, Any]:
     """Return a plan for programs: fields and run-file keys, each with its value and the key that
     decided it."""
-    origins = found.plan.origin
-    plan = {name: (getattr(found.plan, name), origins.get(name, "default")) for name in FIELDS}
-    settings = {key: (entry.value, entry.origin) for key, entry in _settings_shown(found)}
+    plan = dict[str, Any]()
+    for name in FIELDS:
+        origin = understood.plan.origin.get(name, "default")
+        plan[name] = {"value": jsonable(getattr(understood.plan, name)), "origin": origin}
+    settings = dict[str, Any]()
+    for key, setting in _shown_settings(understood):
+        settings[key] = {"value": jsonable(setting.value), "origin": setting.origin}
     return {
-        "plan": {
-            name: {"value": jsonable(value), "origin": origin}
-            for name, (value, origin) in plan.items()
-        },
-        "settings": {
-            key: {"value": jsonable(value), "origin": origin}
-            for key, (value, origin) in settings.items()
-        },
-        "notes": list(found.notes),
+        "plan": plan,
+        "settings": settings,
+        "notes": list(understood.notes),
         "warnings": list(warnings),
     }
 
@@ -145,14 +146,14 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if is_dataclass(value):
-        return {f.name: jsonable(getattr(value, f.name)) for f in fields(value)}
+        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): jsonable(inner) for key, inner in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
     if isinstance(value, bool | int | float | str | None):
         return value
-    return getattr(value, "__name__", str(value))
+    return getattr(value, "__name__", str(value))  # a function, of which a recipe may have some
 
 
 def main_translate(args: argparse.Namespace) -> int:
@@ -162,16 +163,17 @@ def main_translate(args: argparse.Namespace) -> int:
         raise UserError(
             f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}'
         )
-    found = understand(args.file, args.overrides, args.assume, args.pick)
-    tell_notes(found.notes, args.strict)
-    settings = {key: entry.value for key, entry in found.settings.items()}
+    understood = understand(args.file, args.overrides, args.assume, args.pick)
+    tell_notes(understood.notes, args.strict)
+    settings = {key: setting.value for key, setting in understood.settings.items()}
     if args.to == "native":
-        lines = native_lines(found.plan, settings)
+        lines = native_lines(understood.plan, settings)
     else:
-        translation = translate(found.plan, settings, args.to)
+        translation = translate(understood.plan, settings, args.to)
         lines = table_lines(f"precision.{args.to}", translation.config)
         lines += [f"# not said: {line}" for line in translation.unsaid]
-    print("\n".join([*lines, *(f"# note: {note}" for note in found.notes)]))
+    lines += [f"# note: {note}" for note in understood.notes]
+    print("\n".join(lines))
     return 0
 
 
@@ -182,26 +184,27 @@ def understand(
 
     assume, pick: for another system's file; see `tools.foreign.read`.
     """
-    content = _toml(path)
+    content = _read_tables(path)
+    # a run file has one of these tables; nothing else that is TOML does
     if any(isinstance(content.get(name), dict) for name in ("train", "precision", "fp8")):
         if assume or pick:
             raise UserError("--assume and --pick are for other systems' files, not for run files")
         if "train" in content:
-            return _of_run(path, overrides)
-        given, problems = given_in(path, overrides)
+            return _understand_run(path, overrides)
+        settings, problems = given_in(path, overrides)
         notes: tuple[str, ...] = ()
     else:
         foreign = read_foreign(path, assume, pick)
-        given, problems = given_in(None, overrides)
-        given = {**foreign.given, **given}
+        overridden, problems = given_in(None, overrides)
+        settings = {**foreign.given, **overridden}
         notes = foreign.notes
     if problems:
         raise UserError(*problems)
-    plan, settings, more = load_precision(given)
-    return Understood(path, plan, settings, (*notes, *more))
+    plan, other_settings, plan_notes = load_precision(settings)
+    return Understood(path, plan, other_settings, (*notes, *plan_notes))
 
 
-def _toml(path: Path) -> Mapping[str, Any]:
+def _read_tables(path: Path) -> Mapping[str, Any]:
     """Return the contents of a TOML file; empty if it is anything else."""
     if path.suffix.lower() in (".py", ".yaml", ".yml", ".json"):
         return {}
@@ -211,14 +214,15 @@ def _toml(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
+def _understand_run(path: Path, overrides: Sequence[str]) -> Understood:
+    """Read a whole run file."""
     config = load_run(path, overrides)
-    settings = {
-        key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()
-    }
-    settings |= {
-        f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model
-    }
+    settings = dict[str, Given]()
+    for key in BESIDE:
+        if key in known_keys():
+            settings[key] = Given(config.get(key), config.origin(key))
+    for name, value in config.model:
+        settings[f"model.{name}"] = Given(value, config.origin(f"model.{name}"))
     return Understood(
         path,
         config.plan,
@@ -230,67 +234,75 @@ def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     )
 
 
-def plan_table(found: Understood, short: bool = False) -> Table:
+def plan_table(understood: Understood, short: bool = False) -> Table:
     """Return a table with a row per field of the plan and per other key that was decided.
 
     short: show only the names of files, for a terminal is narrow.
     """
-    made = Table(
-        title=f"precision plan of {found.file.name}" if short else "precision plan",
-        title_justify="left",
-    )
+
+    def origin_text(origin: str) -> str:
+        return shorten_origin(origin) if short else origin
+
+    title = "precision plan"
+    if short:
+        title = f"precision plan of {understood.file.name}"
+    table = Table(title=title, title_justify="left")
     for column in ("field", "value", "decided by"):
-        made.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold")
     for name in FIELDS:
-        origin = found.plan.origin.get(name, "default")
-        made.add_row(name, shown(getattr(found.plan, name)), shortened(origin) if short else origin)
-    for key, entry in _settings_shown(found):
-        made.add_row(key, shown(entry.value), shortened(entry.origin) if short else entry.origin)
-    return made
+        origin = understood.plan.origin.get(name, "default")
+        table.add_row(name, shown(getattr(understood.plan, name)), origin_text(origin))
+    for key, setting in _shown_settings(understood):
+        table.add_row(key, shown(setting.value), origin_text(setting.origin))
+    return table
 
 
-def _settings_shown(found: Understood) -> Iterable[tuple[str, Given]]:
-    return (
-        (key, entry)
-        for key, entry in found.settings.items()
-        if found.model is None or key in BESIDE
-    )
+def _shown_settings(understood: Understood) -> Iterable[tuple[str, Given]]:
+    """Return the keys to show: of a whole run those that concern precision alone."""
+    if understood.model is None:
+        return understood.settings.items()
+    return [(key, setting) for key, setting in understood.settings.items() if key in BESIDE]
 
 
-def shortened(origin: str) -> str:
+def shorten_origin(origin: str) -> str:
     """Return an origin for a terminal: files without their folders, keys without the prefix of
     their system."""
-    origin = re.sub(r"file [^,()]*, line", "line", re.sub(r"file \S*/", "file ", origin))
-    return re.sub(r"\bprecision\.[a-z]+\.", "", origin)
+    without_folder = re.sub(r"file \S*/", "file ", origin)
+    # on a terminal the title names the file
+    without_file = re.sub(r"file [^,()]*, line", "line", without_folder)
+    return re.sub(r"\bprecision\.[a-z]+\.", "", without_file)
 
 
-def module_table(all_rows: Iterable[Row]) -> Table:
+def module_table(module_rows: Iterable[Row]) -> Table:
     """Return a table with a row per module: dtypes, and bytes of the whole model before it is
     sharded."""
-    made = Table(
+    table = Table(
         title="modules, bytes of the whole model",
         title_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    made.add_column("module", overflow="fold")
+    table.add_column("module", overflow="fold")
     for role in ROLES:
-        made.add_column(role, overflow="fold")
-    total: dict[str, int] = dict.fromkeys(ROLES, 0)
-    for row in all_rows:
-        made.add_row(row.name, *(_cell(row, role) for role in ROLES))
-        total = {role: total[role] + row.bytes.get(role, 0) for role in ROLES}
-    made.add_section()
-    made.add_row("all", *(size(total[role]) if total[role] else "" for role in ROLES))
-    return made
+        table.add_column(role, overflow="fold")
+    totals: dict[str, int] = dict.fromkeys(ROLES, 0)
+    for row in module_rows:
+        table.add_row(row.name, *(_dtype_cell(row, role) for role in ROLES))
+        # roles without memory of their own are not in it
+        for role, count in row.bytes.items():
+            totals[role] += count
+    table.add_section()
+    table.add_row("all", *(size(total) if total else "" for total in totals.values()))
+    return table
 
 
-def _cell(row: Row, role: str) -> str:
+def _dtype_cell(row: Row, role: str) -> str:
+    """Return the dtype of a role and the bytes it takes."""
     if role not in row.bytes:
         return row.dtypes[role]
     if row.bytes[role]:
         return f"{row.dtypes[role]}\n{size(row.bytes[role])}"
-    return "the same"
+    return "the same"  # a master that is the parameter itself
 
 
 def size(count: int) -> str:
@@ -304,22 +316,29 @@ def size(count: int) -> str:
 def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
     """Return the plan as native tables of a run file, without keys that have their default."""
     keys = native(plan)
-    tables: dict[str, dict[str, Any]] = {"precision": _needed(Precision, "precision", keys)}
-    tables |= {"fp8": fp8} if (fp8 := _needed(FP8, "fp8", keys)) else {}
+    tables: dict[str, dict[str, Any]] = {"precision": _needed_keys(Precision, "precision", keys)}
+    if fp8 := _needed_keys(FP8, "fp8", keys):
+        tables["fp8"] = fp8
+    unknown = list[str]()
     for key, value in settings.items():
-        if key in known_keys():
-            name, _, leaf = key.partition(".")
-            tables.setdefault(name, {})[leaf] = value
-    lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][
-        :-1
-    ]
-    unknown = [key for key in settings if key not in known_keys()]
-    lines += [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
-    asked = [key for key in PLAN_ONLY if key in keys and keys[key] != idle(key)]
-    return lines + [f"# not said: {key} = {toml(keys[key])}; {PLAN_ONLY[key]}" for key in asked]
+        if key not in known_keys():
+            unknown.append(key)
+            continue
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = value
+    lines = list[str]()
+    for name, values in tables.items():
+        lines += [*table_lines(name, values), ""]
+    lines.pop()  # the empty line after the last table
+    for key in unknown:
+        lines.append(f"# not said: {key} = {toml(settings[key])}; not supported yet")
+    for key, reason in PLAN_ONLY.items():
+        if key in keys and keys[key] != idle(key):
+            lines.append(f"# not said: {key} = {toml(keys[key])}; {reason}")
+    return lines
 
 
-def _needed(
+def _needed_keys(
     kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keys that are not what the keys before them imply: without them the table would
@@ -327,7 +346,9 @@ def _needed(
     """
     needed: dict[str, Any] = {}
     for name in kind.model_fields:
-        value = None if f"{table}.{name}" in PLAN_ONLY else keys.get(f"{table}.{name}")
+        key = f"{table}.{name}"
+        value = None if key in PLAN_ONLY else keys.get(key)
+        # defaults may follow from keys before, which are all in `needed`
         if value is not None and getattr(kind.model_validate(needed), name) != value:
             needed[name] = value
     return needed

@@ -83,23 +83,23 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(
             f"--steps {args.steps}: give at least 2, one before the stop and one after it"
         )
-    config, start = opened(args.run_, args.overrides)
+    config, start = open_run(args.run_, args.overrides)
     tell_notes(config.notes, args.strict)
-    layout = _layout(config, args.layout)
+    layout = _other_layout(config, args.layout)
+    # checkpoints of the proof are not those of the run
     with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
-        made = certificate(args, config, Room(config, Path(folder), start), layout)
+        certificate = certify(args, config, Room(config, Path(folder), start), layout)
     # a run directory may have been moved or copied since train.folder was recorded
-    named = Path(args.run_)
-    (left,) = write(
-        named if named.is_dir() else Path(config.train.folder), {FILE: to_json(made) + "\n"}
-    )
-    put(args, lambda: made, lambda: show(made))
+    run_path = Path(args.run_)
+    run_folder = run_path if run_path.is_dir() else Path(config.train.folder)
+    (written,) = write(run_folder, {FILE: to_json(certificate) + "\n"})
+    put(args, lambda: certificate, lambda: show(certificate))
     if not args.json:
-        print(f"written    {left}")
-    return CODES[made["verdict"]]
+        print(f"written    {written}")
+    return CODES[certificate["verdict"]]
 
 
-def opened(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
+def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     """Return the run of a run file or a run directory, and the newest checkpoint of a run
     directory, if there is one.
 
@@ -108,6 +108,7 @@ def opened(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     folder = Path(path)
     if not folder.is_dir():
         return load_run(path, overrides), None
+    # the second is written if the user's own file has the first name
     for name in ("run.toml", "run.resolved.toml"):
         if (folder / name).is_file():
             config = load_run(folder / name, overrides)
@@ -115,34 +116,35 @@ def opened(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     raise UserError(f"{path} has no run.toml: give the folder of a run, or a run file")
 
 
-def _layout(config: RunConfig, text: str) -> Layout | None:
+def _other_layout(config: RunConfig, text: str) -> Layout | None:
     """Return the layout that was asked for, or a small one that fits. Raises UserError if the
     former does not fit."""
     if not text:
         return other_layout(config)
-    (said,) = asked([text], config.parallel)
-    made = fitted(config, said)
-    if wrong := problems(config, made.parallel):
-        raise UserError(*(f"--layout {text}: {problem}" for problem in wrong))
-    return made
+    (keys,) = asked([text], config.parallel)
+    layout = fitted(config, keys)
+    if reasons := problems(config, layout.parallel):
+        raise UserError(*(f"--layout {text}: {reason}" for reason in reasons))
+    return layout
 
 
-def certificate(
+def certify(
     args: argparse.Namespace, config: RunConfig, room: Room, layout: Layout | None
 ) -> dict[str, Any]:
     """Run the proof and return its certificate."""
     span = Span.of(room.step, args.steps)
+    rows: list[Row]
     try:
         rows = list(proof(room, span, layout))
     except Failure as failure:
-        rows: list[Row] = [
-            {
-                "row": STRAIGHT,
-                "steps": [span.first + 1, span.last],
-                "verdict": NOT_TRIED,
-                "why": str(failure),
-            }
-        ]
+        # without the straight run there is nothing to compare with
+        untried = {
+            "row": STRAIGHT,
+            "steps": [span.first + 1, span.last],
+            "verdict": NOT_TRIED,
+            "why": str(failure),
+        }
+        rows = [untried]
     return {
         "format": FORMAT,
         "verdict": overall(rows, needed_rows(config, bool(args.layout))),
@@ -160,39 +162,38 @@ def certificate(
     }
 
 
-def show(made: dict[str, Any]) -> None:
+def show(certificate: dict[str, Any]) -> None:
     """Print the rows as a table, then the reasons and the conclusion."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("compared with the straight run", "steps", "verdict"):
         table.add_column(column)
-    for row in made["rows"]:
+    for row in certificate["rows"]:
+        name = f"{row['row']}, {row['layout']}" if "layout" in row else row["row"]
         first, last = row["steps"]
+        steps = f"{first} to {last}" if first < last else str(first)
         color = COLORS[row["verdict"]]
-        where = f", {row['layout']}" if "layout" in row else ""
-        table.add_row(
-            f"{row['row']}{where}",
-            f"{first} to {last}" if first < last else str(first),
-            f"[{color}]{row['verdict']}[/]",
-        )
+        table.add_row(name, steps, f"[{color}]{row['verdict']}[/]")
     print_table(table)
-    for row in made["rows"]:
+    for row in certificate["rows"]:
         if "why" in row:
             say(f"{row['row']}: {row['why']}")
+        # the control: a difference that was planted and must be seen
         if "damaged" in row and row["verdict"] == PROVEN:
             say(
                 f"{row['row']}: the sign that was turned in {row['damaged']} was seen "
                 f"{len(row['seen'])} times"
             )
-    say(conclusion(made))
+    say(conclusion(certificate))
 
 
-def conclusion(made: dict[str, Any]) -> str:
+def conclusion(certificate: dict[str, Any]) -> str:
     """Return the result in a sentence."""
     steps = (
-        f"steps {made['first_step']} to {made['last_step']}, stopped after {made['stopped_after']}"
+        f"steps {certificate['first_step']} to {certificate['last_step']}, stopped after "
+        f"{certificate['stopped_after']}"
     )
-    if made["verdict"] == PROVEN:
+    if certificate["verdict"] == PROVEN:
         return f"proven: this run repeats and resumes bit for bit ({steps})"
-    if made["verdict"] == WRONG:
+    if certificate["verdict"] == WRONG:
         return f"NOT proven: a bit differs, or the control was not seen ({steps})"
     return f"not tried: see above ({steps})"

@@ -53,7 +53,34 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
 
     Raises UserError if the run folder lacks what is needed: run.toml, data.
     """
+    step = event["step"]
     saved = _saved_run(folder)
+    _require_repeatable(saved, event, folder)
+    config = _on_one_process(saved, folder)
+    corpus = open_kept(config)
+    start = _last_checkpoint_before(config.checkpoint_folder, step)
+    device = _replay_device(config)
+    torch.set_num_threads(config.train.threads or share_of_cores(1))
+    with world(device), tf32(config.plan.tf32), fp32_sums():
+        trainer = Trainer(config, corpus, make_mesh(device=device), start)
+        _catch_up(trainer, step, "the initial weights" if start is None else start.name)
+        microbatch, trace = _trace_step(trainer, event)
+
+    # samples of a step are consecutive in the order of training
+    first_sample = event["first_sample"] + microbatch * config.train.micro_batch
+    batch = corpus.train.batch(first_sample, config.train.micro_batch)
+    texts = [""] * len(batch.ids)
+    if corpus.tokenizer:
+        texts = [corpus.tokenizer.decode(row) for row in batch.tokens.tolist()]
+    samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
+    layout = in_words(saved.parallel).partition(" =")[0] if saved.world_size > 1 else ""
+    start_name = "" if start is None else start.name
+    return Replay(step, start_name, microbatch, samples, trace, layout)
+
+
+def _require_repeatable(saved: RunConfig, event: dict[str, Any], folder: Path) -> None:
+    """Raise UserError if the saved run is another one than that of the event, or if its numbers
+    depend on the layout."""
     if saved.train.global_batch != event["num_samples"]:
         raise UserError(
             f"step {event['step']} had {event['num_samples']} samples, but train.global_batch is "
@@ -62,30 +89,36 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
         )
     if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
         raise UserError(
-            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: '
-            "its steps cannot be "
-            "repeated on one process; remove --replay"
+            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its '
+            "steps cannot be repeated on one process; remove --replay"
         )
-    config = _alone(saved, folder)
-    corpus = open_kept(config)
-    start = _start(config.checkpoint_folder, event["step"])
-    host = config.train.device == "cpu" or config.optimizer.native  # as the run itself was
-    device = "cuda" if torch.cuda.is_available() and not host else "cpu"
-    torch.set_num_threads(config.train.threads or share_of_cores(1))
-    with world(device), tf32(config.plan.tf32), fp32_sums():
-        trainer = Trainer(config, corpus, make_mesh(device=device), start)
-        _catch_up(trainer, event["step"], "the initial weights" if start is None else start.name)
-        microbatch, trace = _watched(trainer, event)
-    first = event["first_sample"] + microbatch * config.train.micro_batch
-    batch = corpus.train.batch(first, config.train.micro_batch)
-    texts = [
-        corpus.tokenizer.decode(row) if corpus.tokenizer else "" for row in batch.tokens.tolist()
-    ]
-    samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
-    layout = in_words(saved.parallel).partition(" =")[0] if saved.world_size > 1 else ""
-    return Replay(
-        event["step"], "" if start is None else start.name, microbatch, samples, trace, layout
+
+
+def _replay_device(config: RunConfig) -> str:
+    """Return the device, as the run itself had it if this machine has one."""
+    on_host = config.train.device == "cpu" or config.optimizer.native
+    return "cuda" if torch.cuda.is_available() and not on_host else "cpu"
+
+
+def _on_one_process(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the run on one rank, with its folder where it is now, without tracing of overflows."""
+    # a step that is not finite must not stop the replay
+    on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
+    precision = {"on_nonfinite": on_nonfinite, "trace_overflows": False}
+    return config.model_copy(
+        update={
+            "parallel": Parallel(),
+            "precision": config.precision.model_copy(update=precision),
+            "optimizer": config.optimizer.model_copy(update={"validation": "before"}),
+            "train": config.train.model_copy(update={"folder": str(folder)}),
+        }
     )
+
+
+def _last_checkpoint_before(folder: Path, step: int) -> Path | None:
+    """Return the newest checkpoint before the step; None if there is none."""
+    earlier = [path for path in checkpoints(folder) if int(path.name.removeprefix("step_")) < step]
+    return earlier[-1] if earlier else None
 
 
 def _saved_run(folder: Path) -> RunConfig:
@@ -93,6 +126,7 @@ def _saved_run(folder: Path) -> RunConfig:
     user's own file."""
     for name in ("run.toml", "run.resolved.toml"):
         path = folder / name
+        # a file of the user may have been changed since the run
         if path.is_file() and read_whole(path).startswith(SAVED.encode()):
             return load_run(path)
     raise UserError(
@@ -100,55 +134,34 @@ def _saved_run(folder: Path) -> RunConfig:
     )
 
 
-def _alone(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the run on one rank, with its folder where it is now, without tracing of overflows."""
-    on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
-    precision = config.precision.model_copy(
-        update={"on_nonfinite": on_nonfinite, "trace_overflows": False}
-    )
-    optimizer = config.optimizer.model_copy(update={"validation": "before"})
-    train = config.train.model_copy(update={"folder": str(folder)})
-    changes = {
-        "parallel": Parallel(),
-        "precision": precision,
-        "optimizer": optimizer,
-        "train": train,
-    }
-    return config.model_copy(update=changes)
-
-
-def _start(folder: Path, step: int) -> Path | None:
-    """Return the newest checkpoint before the step; None if there is none."""
-    earlier = [path for path in checkpoints(folder) if int(path.name.removeprefix("step_")) < step]
-    return earlier[-1] if earlier else None
-
-
 def _catch_up(trainer: Trainer, step: int, start: str) -> None:
     """Take the steps before `step`, with progress on stderr."""
     console = Console(stderr=True)
     done = trainer.progress.step
-    way = f"repeating steps {done + 1} to {step - 1}" if done < step - 1 else "no step to repeat"
-    console.print(f"from {start}: {way}", highlight=False)
-    for _ in track(
-        range(done, step - 1), way, console=console, transient=True, disable=not console.is_terminal
-    ):
+    title = f"repeating steps {done + 1} to {step - 1}" if done < step - 1 else "no step to repeat"
+    # also where no bar is shown
+    console.print(f"from {start}: {title}", highlight=False)
+    steps = range(done, step - 1)
+    hidden = not console.is_terminal
+    for _ in track(steps, title, console=console, transient=True, disable=hidden):
         trainer.step()
 
 
-def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
+def _trace_step(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
     """Return the first micro-batch that was not finite, or the last one, and its trace; suspects
     are traced first."""
     share = trainer.share(trainer.corpus.train, event["first_sample"])
-    found: tuple[int, Trace] | None = None
+    step = event["step"] - 1
+    scale = float(event["loss_scale"])
+    traced: tuple[int, Trace] | None = None
     for microbatch in _suspects(event, trainer.config):
-        trace = trace_modules(
-            trainer.engine.passes, share, event["step"] - 1, microbatch, float(event["loss_scale"])
-        )
-        found = microbatch, trace
+        trace = trace_modules(trainer.engine.passes, share, step, microbatch, scale)
+        traced = microbatch, trace
         if trace.found is not None:
             break
-    assert found
-    return found
+    # a step has at least one micro-batch
+    assert traced
+    return traced
 
 
 def _suspects(event: dict[str, Any], config: RunConfig) -> Iterator[int]:
@@ -156,6 +169,8 @@ def _suspects(event: dict[str, Any], config: RunConfig) -> Iterator[int]:
     event names first.
     """
     size = config.train.micro_batch
-    named = [o["samples"][0] for o in event["offenders"] if o.get("samples")]
-    accused = [(position - event["first_sample"]) // size for position in named]
+    accused = list[int]()
+    for offender in event["offenders"]:
+        if offender.get("samples"):
+            accused.append((offender["samples"][0] - event["first_sample"]) // size)
     yield from dict.fromkeys([*accused, *range(event["num_samples"] // size)])

@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"--output {args.output}: the page is written as .html")
     if not args.output.absolute().parent.is_dir():
         raise UserError(f"--output {args.output}: there is no folder {args.output.parent}")
-    made = page(Run.read(args.folder)).encode("utf-8", errors="replace")
-    write_whole(args.output, made)
-    print(f"written    {args.output}, {len(made) / 1000:,.0f} kB")
+    content = page(Run.read(args.folder)).encode("utf-8", errors="replace")
+    write_whole(args.output, content)
+    print(f"written    {args.output}, {len(content) / 1000:,.0f} kB")
     return 0

@@ -21,7 +21,7 @@ from models.estimate.flops import StageCost
 from models.estimate.memory import Kept
 from parallel.pipeline.builders import KINDS
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
-from parallel.pipeline.instructions import SENDS, Cost, Op
+from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
@@ -37,12 +37,25 @@ from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
-LONGEST = 1e12  # time of an instruction; sums of many must stay exact enough to compare
-FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
+STAGE_HEADINGS: tuple[str, ...] = (
+    "stage",
+    "rank",
+    "layers",
+    "parameters",
+    "FLOPs",
+    "forward",
+    "input",
+    "weight",
+    "activations",
+)
+MAX_TIME = 1e12  # time of an instruction; sums of many must stay exact enough to compare
+OUTPUT_FORMS = (
+    ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
+)
 
 
 @dataclass(frozen=True)
-class _Case:
+class _ScheduleReport:
     """One schedule to report.
 
     cost: time of an instruction, in `unit`. bytes: of each pipeline rank; empty if they are not
@@ -128,7 +141,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help=f"file to write; its suffix decides the form: {FORMS}",
+        help=f"file to write; its suffix decides the form: {OUTPUT_FORMS}",
     )
     add_json(parser)
     add_strict(parser)
@@ -137,307 +150,374 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec schedule`."""
-    for path in args.output:
-        if path.suffix not in (".svg", ".png", ".json", ".txt"):
-            raise UserError(f"--output {path}: unknown suffix; the form follows from it: {FORMS}")
-        if path.suffix == ".txt" and os.path.lexists(path):
-            raise UserError(
-                f"--output {path}: it exists, and may have been edited: give another name, or "
-                "remove it"
-            )
-    if not 0 <= args.transfer < LONGEST:
-        raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {LONGEST:g}")
-    case = _of_file(args) if args.file else _of_options(args)
+    _check_options(args)
+    report = _report_of_file(args) if args.file else _report_of_options(args)
     try:
-        check(case.schedule)
+        check(report.schedule)
     except Refused as refusal:
-        for path in (p for p in args.output if p.suffix in (".svg", ".png")):
-            panel = Panel(
-                "what would run",
-                refusal.spans,
-                len(case.schedule.programs),
-                "forwards",
-                marks=refusal.marks,
-            )
-            draw(f"{case.name} cannot run", refusal.problems[:1], [panel]).save(path)
-            print(f"drawn      {path}", file=sys.stderr if args.json else sys.stdout)
+        _draw_refusal(report, refusal, args)
         raise
-    predicted = simulate(case.schedule, case.cost)
+    predicted = simulate(report.schedule, report.cost)
+    # before files are written, which takes a while for pictures
     put(
-        args, lambda: _document(case, predicted), lambda: print("\n".join(_report(case, predicted)))
+        args,
+        lambda: _document(report, predicted),
+        lambda: print("\n".join(_report_lines(report, predicted))),
     )
     for path in args.output:
-        _write(case, predicted, path)
+        _write_output(report, predicted, path)
         if not args.json:
             print(f"written    {path}")
     return 0
 
 
-def _document(case: _Case, predicted: Sequence[Span]) -> dict[str, Any]:
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UserError for files that cannot be written and a time that cannot be."""
+    for path in args.output:
+        if path.suffix not in (".svg", ".png", ".json", ".txt"):
+            raise UserError(
+                f"--output {path}: unknown suffix; the form follows from it: {OUTPUT_FORMS}"
+            )
+        if path.suffix == ".txt" and os.path.lexists(path):
+            raise UserError(
+                f"--output {path}: it exists, and may have been edited: give another name, or "
+                "remove it"
+            )
+    if not 0 <= args.transfer < MAX_TIME:
+        raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {MAX_TIME:g}")
+
+
+def _draw_refusal(report: _ScheduleReport, refusal: Refused, args: argparse.Namespace) -> None:
+    """Draw a schedule that cannot run up to the instruction where it goes wrong."""
+    for path in args.output:
+        if path.suffix not in (".svg", ".png"):
+            continue
+        ranks = len(report.schedule.programs)
+        panel = Panel("what would run", refusal.spans, ranks, "forwards", marks=refusal.marks)
+        draw(f"{report.name} cannot run", refusal.problems[:1], [panel]).save(path)
+        print(f"drawn      {path}", file=sys.stderr if args.json else sys.stdout)
+
+
+def _document(report: _ScheduleReport, predicted: Sequence[Span]) -> dict[str, Any]:
     """Return the report for programs: the step, and each rank. Times are in `unit`, memory in
     bytes."""
     waits = idle(predicted)
-    holds = _held(case)
-    ranks = [
-        {
-            "rank": rank,
-            "stages": [
-                stage for stage, home in enumerate(case.schedule.rank_of_stage) if home == rank
-            ],
-            "waits": waits[rank],
-            "holds": holds[rank],
-            "bytes": {**asdict(case.bytes[rank]), "total": case.bytes[rank].total}
-            if case.bytes
-            else None,
-        }
-        for rank in range(len(case.schedule.programs))
-    ]
+    holds = _held_microbatches(report)
+    ranks = list[dict[str, Any]]()
+    for rank in range(len(report.schedule.programs)):
+        sizes = None
+        if report.bytes:
+            sizes = {**asdict(report.bytes[rank]), "total": report.bytes[rank].total}
+        ranks.append(
+            {
+                "rank": rank,
+                "stages": _stages_of(report.schedule, rank),
+                "waits": waits[rank],
+                "holds": holds[rank],
+                "bytes": sizes,
+            }
+        )
     return {
-        "schedule": case.kind or case.name,
-        "microbatches": case.schedule.microbatches,
+        "schedule": report.kind or report.name,
+        "microbatches": report.schedule.microbatches,
         "bubble": bubble(predicted),
         "step": Panel("", predicted, len(ranks)).length,
-        "unit": case.unit,
+        "unit": report.unit,
         "ranks": ranks,
-        "measured_bubble": bubble(case.measured) if case.measured else None,
+        "measured_bubble": bubble(report.measured) if report.measured else None,
     }
 
 
-def _of_file(args: argparse.Namespace) -> _Case:
+def _stages_of(schedule: Schedule, rank: int) -> list[int]:
+    """Return the stages of a pipeline rank."""
+    return [stage for stage, home in enumerate(schedule.rank_of_stage) if home == rank]
+
+
+def _report_of_file(args: argparse.Namespace) -> _ScheduleReport:
     config = load_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
-    return _of_run(config, args)
+    return _report_of_run(config, args)
 
 
-def _of_options(args: argparse.Namespace) -> _Case:
-    forward, of_input, of_weight = _three(args.costs)
+def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
+    """Return the report on a schedule without a run, of stages that all cost the same."""
+    forward, of_input, of_weight = _pass_costs(args.costs)
     if args.own:
-        made = read_schedule(args.own)
+        schedule = read_schedule(args.own)
     else:
-        made = plan_equal(args.kind, args.pipeline, args.microbatches, args.chunks)
+        schedule = plan_equal(args.kind, args.pipeline, args.microbatches, args.chunks)
+    # other instructions take no time; messages get theirs below
     times = {
         Op.FORWARD: forward,
         Op.BACKWARD: of_input + of_weight,
         Op.BACKWARD_INPUT: of_input,
         Op.BACKWARD_WEIGHT: of_weight,
     }
-    ranks = len(made.programs)
-    stages = len(made.rank_of_stage)
-    return _Case(
+    ranks = len(schedule.programs)
+    stages_per_rank = len(schedule.rank_of_stage) // ranks
+    return _ScheduleReport(
         Path(args.own).name if args.own else args.kind,
         "" if args.own else args.kind,
-        made,
-        _with_transfers(lambda i: times.get(i.op, 0.0), args.transfer),
-        Sizes(ranks, made.microbatches, stages // ranks, forward, of_input, of_weight),
-        measured=_measured(made, args.measured),
+        schedule,
+        _with_transfers(lambda instruction: times.get(instruction.op, 0.0), args.transfer),
+        Sizes(ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight),
+        measured=_measured_spans(schedule, args.measured),
     )
 
 
-def _three(text: str) -> tuple[float, float, float]:
+def _pass_costs(text: str) -> tuple[float, float, float]:
+    """Return the times of forward pass, input gradient and weight gradient. Raises UserError."""
     try:
-        forward, of_input, of_weight = (float(word) for word in text.split(","))
+        forward, of_input, of_weight = (float(number) for number in text.split(","))
     except ValueError as error:
         raise UserError(
             f"--costs {text}: give three numbers separated by commas, such as 1,1.2,0.9"
         ) from error
-    if not all(0 < cost < LONGEST for cost in (forward, of_input, of_weight)):  # NaN is not either
-        raise UserError(f"--costs {text}: each number must be above 0 and below {LONGEST:g}")
+    if not all(0 < cost < MAX_TIME for cost in (forward, of_input, of_weight)):  # NaN is not either
+        raise UserError(f"--costs {text}: each number must be above 0 and below {MAX_TIME:g}")
     return forward, of_input, of_weight
 
 
 def _with_transfers(cost: Cost, transfer: float) -> Cost:
-    return lambda i: transfer if i.op in SENDS else cost(i)
+    """Return the cost by which a message takes `transfer`."""
+    return lambda instruction: transfer if instruction.op in SENDS else cost(instruction)
 
 
-def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
-    made = config.schedule
-    train = config.train
+def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleReport:
+    """Return the report on the schedule of a run, timed by the FLOPs of its stages."""
+    schedule = config.schedule
     parallel = config.parallel
     model = config.sized_model
-    costs = config.stage_costs(model, made.rank_of_stage)
+    costs = config.stage_costs(model, schedule.rank_of_stage)
     target = target_of(config, args.gpu)
-    kept = list[Kept]()
-    ranks_bytes = list[RankBytes]()
+    kept_activations = list[Kept]()
+    rank_bytes = list[RankBytes]()
     if not config.model.factory:  # the memory of a custom model is not known before it is built
         memory = MemoryModel(target.device)
-        kept = memory.kept(config, costs)
-        ranks_bytes = memory.of(config, Passes(made, costs))
-    mean = sum(c.forward for c in costs) / len(costs)
-    totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
-    ranks = len(made.programs)
-    return _Case(
+        kept_activations = memory.kept(config, costs)
+        rank_bytes = memory.of(config, Passes(schedule, costs))
+    # times are in mean forward passes of a stage
+    mean_forward = sum(cost.forward for cost in costs) / len(costs)
+
+    def relative_time(instruction: Instruction) -> float:
+        return costs[instruction.stage].of(instruction) / mean_forward
+
+    ranks = len(schedule.programs)
+    sizes = Sizes(
+        ranks,
+        schedule.microbatches,
+        len(costs) // ranks,
+        sum(cost.forward for cost in costs),
+        sum(cost.input for cost in costs),
+        sum(cost.weight for cost in costs),
+    )
+    return _ScheduleReport(
         Path(args.file).name,
         "" if parallel.schedule_file else parallel.schedule,
-        made,
-        _with_transfers(lambda i: costs[i.stage].of(i) / mean, args.transfer),
-        Sizes(ranks, made.microbatches, len(costs) // ranks, *totals),
+        schedule,
+        _with_transfers(relative_time, args.transfer),
+        sizes,
         "mean forwards",
-        _stage_table(made, costs, kept, model.mtp_layers),
-        ranks_bytes,
-        f"{target.name}: {fit(ranks_bytes, target)}" if ranks_bytes else "",
-        _measured(made, args.measured, Path(train.folder) / TIMELINE),
+        _stage_table(schedule, costs, kept_activations, model.mtp_layers),
+        rank_bytes,
+        f"{target.name}: {fit(rank_bytes, target)}" if rank_bytes else "",
+        _measured_spans(schedule, args.measured, Path(config.train.folder) / TIMELINE),
     )
 
 
-def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None) -> Sequence[Span]:
-    """Return the spans recorded in `asked_for`, or else in `there` if it exists. They must be of
+def _measured_spans(
+    schedule: Schedule, requested: Path | None, recorded: Path | None = None
+) -> Sequence[Span]:
+    """Return the spans of the file `requested`, or else of `recorded` if it exists. They must be of
     this schedule."""
-    path = asked_for or (there if there and there.is_file() else None)
+    path = requested
+    if path is None and recorded is not None and recorded.is_file():
+        path = recorded
     if path is None:
         return ()
     spans = read_trace(path)
-    if [(s.rank, s.instruction) for s in spans] == [
-        (r, i) for r, program in enumerate(made.programs) for i in program
-    ]:
+    expected = [
+        (rank, instruction)
+        for rank, program in enumerate(schedule.programs)
+        for instruction in program
+    ]
+    # spans are recorded rank by rank, in the order of the programs
+    if [(span.rank, span.instruction) for span in spans] == expected:
         return spans
-    if asked_for:
+    if requested:
         raise UserError(f"--measured {path}: it was recorded with another schedule")
     print(f"left out   {path}, which was recorded with another schedule", file=sys.stderr)
     return ()
 
 
 def _stage_table(
-    made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept], further: int
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    kept_activations: Sequence[Kept],
+    mtp_layers: int,
 ) -> list[str]:
     """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch.
 
-    further: number of modules of multi-token prediction, which the last stage has.
+    mtp_layers: number of modules of multi-token prediction, which the last stage has.
     """
-    modules = f" + {further} mtp" if further else ""
     total = sum(cost.forward for cost in costs)
-    rows = [
-        (
-            "stage",
-            "rank",
-            "layers",
-            "parameters",
-            "FLOPs",
-            "forward",
-            "input",
-            "weight",
-            "activations",
-        )
-    ]
+    rows = [STAGE_HEADINGS]
     for stage, cost in enumerate(costs):
-        layers = cost.cut.layers
-        what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
-        ends = (" + embedding" if cost.cut.first else "") + (
-            modules + " + head" if cost.cut.last else ""
+        rows.append(
+            (
+                str(stage),
+                str(schedule.rank_of_stage[stage]),
+                _stage_content(cost, mtp_layers),
+                f"{cost.parameters:,}",
+                f"{cost.forward / total:.1%}",
+                flops(cost.forward),
+                flops(cost.input),
+                flops(cost.weight),
+                size(kept_activations[stage].activations) if kept_activations else "not known",
+            )
         )
-        forward, of_input, of_weight = (
-            flops(part) for part in (cost.forward, cost.input, cost.weight)
-        )
-        share = f"{cost.forward / total:.1%}"
-        memory = size(kept[stage].activations) if kept else "not known"
-        place = str(stage), str(made.rank_of_stage[stage]), what + ends
-        rows.append((*place, f"{cost.parameters:,}", share, forward, of_input, of_weight, memory))
     return aligned(rows)
 
 
-def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
+def _stage_content(cost: StageCost, mtp_layers: int) -> str:
+    """Return the layers of a stage in words: "0-5 + embedding"."""
+    layers = cost.cut.layers
+    content = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+    if cost.cut.first:
+        content += " + embedding"
+    if cost.cut.last and mtp_layers:
+        content += f" + {mtp_layers} mtp"
+    if cost.cut.last:
+        content += " + head"
+    return content
+
+
+def _report_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[str]:
     """Yield the lines of the report."""
-    ranks = len(case.schedule.programs)
+    ranks = len(report.schedule.programs)
+    # a pipe is as wide as 120 columns
     width = shutil.get_terminal_size((120, 40)).columns
-    yield _title(case)
-    if case.table:
-        yield from ("", *case.table)
-    yield from ("", *_facts(case, predicted), "", *aligned(_rank_table(case, predicted)), "")
+    yield _title(report)
+    if report.table:
+        yield from ("", *report.table)
+    yield from (
+        "",
+        *_fact_lines(report, predicted),
+        "",
+        *aligned(_rank_table(report, predicted)),
+        "",
+    )
     yield as_text(Panel("", predicted, ranks), width)
-    if case.measured:
-        yield f"\nmeasured: bubble {bubble(case.measured):.1%}"
-        yield as_text(Panel("", case.measured, ranks), width)
+    if report.measured:
+        yield f"\nmeasured: bubble {bubble(report.measured):.1%}"
+        yield as_text(Panel("", report.measured, ranks), width)
 
 
-def _title(case: _Case) -> str:
-    ranks = len(case.schedule.programs)
-    stages = len(case.schedule.rank_of_stage)
-    what = f"{case.name}, {case.kind}" if case.kind not in ("", case.name) else case.name
-    a_rank = f" x {stages // ranks} stages" if stages > ranks else ""
-    return f"{what}: {ranks} ranks{a_rank}, {case.schedule.microbatches} micro-batches"
+def _title(report: _ScheduleReport) -> str:
+    """Return the name of the schedule with its ranks, stages and micro-batches."""
+    ranks = len(report.schedule.programs)
+    stages = len(report.schedule.rank_of_stage)
+    name = report.name
+    if report.kind not in ("", name):
+        name = f"{name}, {report.kind}"
+    per_rank = f" x {stages // ranks} stages" if stages > ranks else ""
+    return f"{name}: {ranks} ranks{per_rank}, {report.schedule.microbatches} micro-batches"
 
 
-def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
-    s = case.sizes
-    panel = Panel("", predicted, case.sizes.p)
-    book = TEXTBOOK.get(case.kind)
-    work = sum(span.end - span.start for span in panel.computed) / s.p
-    held = max(_held(case))
-    said = f" (textbook {book.bubble.value(s):.1%} = {book.bubble.text})" if book else ""
+def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[str]:
+    """Yield a line each on bubble, step, memory and, if it is known, the device."""
+    sizes = report.sizes
+    panel = Panel("", predicted, sizes.p)
+    # the mean over ranks, which differ where the last stage has a head
+    work = sum(span.end - span.start for span in panel.computed) / sizes.p
+    most_held = max(_held_microbatches(report))
+    textbook_bubble = ""
+    textbook_held = ""
+    if book := TEXTBOOK.get(report.kind):
+        textbook_bubble = f" (textbook {book.bubble.value(sizes):.1%} = {book.bubble.text})"
+        textbook_held = f" (textbook {book.held.value(sizes):.3g} = {book.held.text})"
     yield (
-        f"bubble  {bubble(predicted):.1%}{said}: the longest time that a rank waits during its "
-        "work, over that work"
+        f"bubble  {bubble(predicted):.1%}{textbook_bubble}: the longest time that a rank waits "
+        "during its work, over that work"
     )
     yield (
-        f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the "
+        f"step    {panel.length:.4g} {report.unit}, {panel.length / work - 1:.1%} more than the "
         "mean work of a rank"
     )
-    said = f" (textbook {book.held.value(s):.3g} = {book.held.text})" if book else ""
     yield (
-        f"memory  {held:.3g}{said}: the most micro-batches whose activations a rank holds at "
-        "once, for all its stages"
+        f"memory  {most_held:.3g}{textbook_held}: the most micro-batches whose activations a rank "
+        "holds at once, for all its stages"
     )
-    if case.fits:
-        yield f"device  {case.fits}"
+    if report.fits:
+        yield f"device  {report.fits}"
 
 
-def _held(case: _Case) -> list[float]:
+def _held_microbatches(report: _ScheduleReport) -> list[float]:
     """Return the micro-batches whose activations each rank holds at most; those of one of two
     stages are a half."""
-    return [count / case.sizes.v for count in in_flight(case.schedule)]
+    return [count / report.sizes.v for count in in_flight(report.schedule)]
 
 
-def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("rank", "stages", "waits", "holds", *(KINDS_OF_BYTES if case.bytes else ()))
-    ]
+def _rank_table(report: _ScheduleReport, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of ranks, headings first."""
+    headings = ("rank", "stages", "waits", "holds")
+    rows: list[tuple[str, ...]] = [headings + KINDS_OF_BYTES if report.bytes else headings]
     waits = idle(predicted)
-    holds = _held(case)
-    for rank in range(len(case.schedule.programs)):
-        stages = " ".join(
-            str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank
-        )
-        sizes = [words for one in case.bytes[rank : rank + 1] for words in _sizes(one)]
-        rows.append((str(rank), stages, f"{waits[rank]:.1%}", f"{holds[rank]:.4g}", *sizes))
+    holds = _held_microbatches(report)
+    for rank in range(len(report.schedule.programs)):
+        stages = " ".join(map(str, _stages_of(report.schedule, rank)))
+        row = (str(rank), stages, f"{waits[rank]:.1%}", f"{holds[rank]:.4g}")
+        rows.append(row + _byte_columns(report.bytes[rank]) if report.bytes else row)
     return rows
 
 
-def _sizes(one: RankBytes) -> tuple[str, ...]:
+def _byte_columns(rank_bytes: RankBytes) -> tuple[str, ...]:
     """Return the columns KINDS_OF_BYTES of a rank."""
-    state = one.weights, one.gradients, one.masters + one.moments
-    other = one.total - sum(state) - one.activations
-    return tuple(size(count) for count in (*state, one.activations, other, one.total))
+    optimizer = rank_bytes.masters + rank_bytes.moments
+    named = (rank_bytes.weights, rank_bytes.gradients, optimizer, rank_bytes.activations)
+    counts = (*named, rank_bytes.total - sum(named), rank_bytes.total)
+    return tuple(size(count) for count in counts)
 
 
-def _write(case: _Case, predicted: Sequence[Span], path: Path) -> None:
+def _write_output(report: _ScheduleReport, predicted: Sequence[Span], path: Path) -> None:
     if path.suffix == ".txt":
-        path.write_text(f"# {_title(case)}\n{case.schedule}\n", encoding="utf-8")
+        path.write_text(f"# {_title(report)}\n{report.schedule}\n", encoding="utf-8")
     elif path.suffix == ".json":
-        write_trace(path, predicted, f"{_title(case)} (predicted, 1 s is one of {case.unit})")
+        write_trace(path, predicted, f"{_title(report)} (predicted, 1 s is one of {report.unit})")
     else:
-        draw(_title(case), [*_facts(case, predicted)], _panels(case, predicted)).save(path)
+        # a picture, .svg or .png
+        draw(
+            _title(report), [*_fact_lines(report, predicted)], _timeline_panels(report, predicted)
+        ).save(path)
 
 
-def _panels(case: _Case, predicted: Sequence[Span]) -> list[Panel]:
+def _timeline_panels(report: _ScheduleReport, predicted: Sequence[Span]) -> list[Panel]:
     """Return the panel of the predicted timeline and, if there is one, of the measured timeline on
     the same scale, in ms.
     """
-    ranks = len(case.schedule.programs)
-    headings, *rows = _rank_table(case, predicted)
-    facts = dict(zip(headings[2:], [*zip(*rows, strict=True)][2:], strict=True))
-    if not case.measured:
-        return [Panel("predicted", predicted, ranks, case.unit, facts)]
-    measured = _scaled(case.measured, 1e3)
-    busy = [
-        sum(s.end - s.start for s in Panel("", spans, ranks).computed)
-        for spans in (measured, predicted)
-    ]
+    ranks = len(report.schedule.programs)
+    headings, *rows = _rank_table(report, predicted)
+    # the first two columns are the rank and its stages
+    columns = list(zip(*rows, strict=True))
+    facts = dict(zip(headings[2:], columns[2:], strict=True))
+    if not report.measured:
+        return [Panel("predicted", predicted, ranks, report.unit, facts)]
+    measured = _scale_times(report.measured, 1e3)
+    # the same work takes the same time on both: what differs is the waiting
+    scale = _work(measured, ranks) / _work(predicted, ranks)
     waits = {"waits": [f"{share:.1%}" for share in idle(measured)]}
-    title = f"bubble {bubble(predicted):.1%}", f"bubble {bubble(measured):.1%}"
+    predicted_title = f"predicted: bubble {bubble(predicted):.1%}"
+    measured_title = f"measured: bubble {bubble(measured):.1%}"
     return [
-        Panel(f"predicted: {title[0]}", _scaled(predicted, busy[0] / busy[1]), ranks, "ms", facts),
-        Panel(f"measured: {title[1]}", measured, ranks, "ms", waits),
+        Panel(predicted_title, _scale_times(predicted, scale), ranks, "ms", facts),
+        Panel(measured_title, measured, ranks, "ms", waits),
     ]
 
 
-def _scaled(spans: Sequence[Span], factor: float) -> list[Span]:
+def _work(spans: Sequence[Span], ranks: int) -> float:
+    """Return the time that all ranks compute together."""
+    return sum(span.end - span.start for span in Panel("", spans, ranks).computed)
+
+
+def _scale_times(spans: Sequence[Span], factor: float) -> list[Span]:
     return [span._replace(start=span.start * factor, end=span.end * factor) for span in spans]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.checkpoint.atomic import latest, require_room
-from megaprec.checkpoint.reader import INDEX
+from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.files import alone, beside
 from megaprec.diagnose.position import Phase, Position
 from megaprec.durable import file_error
@@ -81,9 +81,9 @@ from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
 from tools.training.validation_sets import open_validation
 
-# seconds after which NFS shows a new file to other hosts, unless it is told otherwise (acdirmax)
-LATE = 60.0
-MANY = 1000  # feed-forwards; a model that has more takes seconds to build
+# seconds after which NFS shows a new file to other hosts with its default settings (acdirmax)
+NFS_DELAY = 60.0
+SLOW_TO_BUILD = 1000  # feed-forwards; a model that has more takes seconds to build
 
 
 def add_parser(subparsers: Any) -> None:
@@ -130,61 +130,67 @@ def main(args: argparse.Namespace) -> int:
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
+    # a rank of a world that torchrun, Slurm or `launch_local` below has started
     if joined_world():
         return _run_rank(config, export, args.allow, not args.no_verify)
+
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it exists already; give another folder")
     _open_checked(config, args.allow)
-    _tell_plan(config)
-    if (blocks := config.model.layers * max(1, config.model.experts)) > MANY:
-        print(
-            f"building a model of {blocks:,} feed-forwards, which takes a while",
-            file=sys.stderr,
-            flush=True,
-        )
+    _print_plan(config)
+    _warn_of_slow_build(config)
+    # before ranks are started, so that a difference costs no start
     if not args.no_verify:
         _verify(config, export)
+
     if config.world_size == 1:
         return _run_rank(config, export, args.allow, verify=False)
-    options = ["--no-verify", *(["--export-hf", str(export)] if export else [])]
-    options += [f"--allow={what}" for what in args.allow]
-    restarts = Restarts(config, lambda: _training(config))
-    argv = ["train", args.file, *args.overrides, *options]
-    return launch_local(argv, config.world_size, config.train.threads, restarts.again)
+    # the ranks need not verify again
+    options = ["--no-verify", *(f"--allow={difference}" for difference in args.allow)]
+    if export:
+        options += ["--export-hf", str(export)]
+    restarts = Restarts(config, lambda: _lock_folder(config))
+    command = ["train", args.file, *args.overrides, *options]
+    return launch_local(command, config.world_size, config.train.threads, restarts.again)
 
 
-def _tell_plan(config: RunConfig) -> None:
+def _print_plan(config: RunConfig) -> None:
     """Print the plan of the run, in a line, before ranks start."""
     if line := one_line(config):
         say(f"plan       {line}")
 
 
+def _warn_of_slow_build(config: RunConfig) -> None:
+    """Say on stderr that a model of very many blocks takes a while to build."""
+    blocks = config.model.layers * max(1, config.model.experts)
+    if blocks > SLOW_TO_BUILD:
+        print(
+            f"building a model of {blocks:,} feed-forwards, which takes a while",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
     """Check everything before anything is written, then open or build the data and check that the
     run can resume."""
-
-    def resumable(config: RunConfig) -> None:
-        check_resumable(config, allowed=allowed)
-
-    checks = (
+    check_all(
+        config,
         _device,
         _check_machine,
         _check_native,
         check_fp8,
         _check_folders,
         check_sources,
-        resumable,
-    )
-    check_all(
-        config,
-        *checks,
+        partial(check_resumable, allowed=allowed),
         _check_initial,
         lambda config: require_trackers(config.log.to),
         require_harness,
     )
     corpus = open_corpus(config, allowed)
+    # once more, for the data decides whether the checkpoint is one of this run
     check_resumable(config, corpus, allowed)
     check_tokens(config, corpus, allowed)
     return corpus
@@ -192,30 +198,37 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 
 def _check_folders(config: RunConfig) -> None:
     """Raise UserError if the folders of the run cannot be written to."""
-    for key, folder in (("train.folder", config.train.folder), ("data.cache", config.data.cache)):
-        if not folder:
-            continue
-        there = Path(folder).absolute()
-        while not there.exists():
-            there = there.parent
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
-            raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    _check_writable("train.folder", config.train.folder)
+    _check_writable("data.cache", config.data.cache)
     _check_outside(config)
     require_room(config.checkpoint_folder)
-    for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
-        if os.path.lexists(path) and not path.is_file():
-            raise UserError(
-                f"{path} is not a file, but the records of steps are written there: move it away"
-            )
-    resolved = Path(config.train.folder) / "run.toml"
-    if os.path.lexists(resolved) and not resolved.is_file():
-        raise UserError(
-            f"{resolved} is not a file, but the run's keys are written there: move it away"
-        )
-    if _lock(config).exists():
-        with _training(config):
+    folder = Path(config.train.folder)
+    for name in (METRICS, EVENTS, DIGESTS):
+        _require_file(folder / name, "the records of steps")
+    _require_file(folder / "run.toml", "the run's keys")
+    if _lock_path(config).exists():
+        with _lock_folder(config):  # raises if another process trains there
             pass
+
+
+def _check_writable(key: str, folder: str) -> None:
+    """Raise UserError if `folder`, the value of `key`, cannot be made or written to."""
+    if not folder:
+        return
+    # the folder itself, or the nearest one above it that exists
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f'{key} = "{folder}": {existing} is a file, not a folder; give another')
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f'{key} = "{folder}": {existing} may not be written to; give another')
+
+
+def _require_file(path: Path, content: str) -> None:
+    """Raise UserError if something else than a file is where `content` will be written."""
+    if os.path.lexists(path) and not path.is_file():
+        raise UserError(f"{path} is not a file, but {content} are written there: move it away")
 
 
 def _check_outside(config: RunConfig) -> None:
@@ -223,32 +236,36 @@ def _check_outside(config: RunConfig) -> None:
     the next time."""
     data = config.data
     folder = Path(config.train.folder).resolve()
-    named = [(f"data.blend[{n}].source", one.source) for n, one in enumerate(data.blend)]
-    named = named or [("data.source", data.source)]
-    named += [(f"data.validation {one.name}", one.source) for one in data.validation]
-    for key, name in named:
-        if name != "python" and Path(name).is_dir() and folder.is_relative_to(Path(name).resolve()):
+    sources = [(f"data.blend[{i}].source", part.source) for i, part in enumerate(data.blend)]
+    # data.source alone is read if there is no blend
+    if not sources:
+        sources = [("data.source", data.source)]
+    sources += [(f"data.validation {part.name}", part.source) for part in data.validation]
+    for key, source in sources:
+        # "python" names the sources of the interpreter, not a folder
+        if source == "python" or not Path(source).is_dir():
+            continue
+        if folder.is_relative_to(Path(source).resolve()):
             raise UserError(
-                f'train.folder = "{config.train.folder}" lies in {key} = "{name}", where its '
-                "records would be read as "
-                "text: give a folder outside"
+                f'train.folder = "{config.train.folder}" lies in {key} = "{source}", where its '
+                "records would be read as text: give a folder outside"
             )
 
 
-def _training(config: RunConfig) -> AbstractContextManager[None]:
+def _lock_folder(config: RunConfig) -> AbstractContextManager[None]:
     """Lock the run folder, so that no other process trains in it. Raises UserError if one does."""
 
     def refuse() -> None:
         raise UserError(
-            f'train.folder = "{config.train.folder}": another process trains there now; wait '
-            "for it, stop it, or give "
-            "another folder"
+            f'train.folder = "{config.train.folder}": another process trains there now; wait for '
+            "it, stop it, or give another folder"
         )
 
-    return alone(_lock(config), refuse)
+    # a lock of the operating system, which ends with the process
+    return alone(_lock_path(config), refuse)
 
 
-def _lock(config: RunConfig) -> Path:
+def _lock_path(config: RunConfig) -> Path:
     return Path(config.train.folder) / LOCK
 
 
@@ -258,72 +275,79 @@ def _check_initial(config: RunConfig) -> None:
         open_initial(Path(config.train.init_from))
 
 
-def _verify(config: RunConfig, export: Path | None) -> None:
+def _verify(config: RunConfig, export_folder: Path | None) -> None:
     """Raise UserError if transformers computes other logits than megaprec for the initial or the
     exported model."""
     lines = []
+    # a run that resumes has weights of its own
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
-    if export:
-        lines.append(
-            check_config(to_hugging_face(config.sized_model, "float32"), f"--export-hf {export}")
-        )
+    if export_folder:
+        exported = to_hugging_face(config.sized_model, "float32")
+        lines.append(check_config(exported, f"--export-hf {export_folder}"))
     for line in filter(None, lines):
         print(line)
 
 
 def _run_rank(
-    config: RunConfig, export: Path | None, allowed: Collection[str], verify: bool
+    config: RunConfig, export_folder: Path | None, allowed: Collection[str], verify: bool
 ) -> int:
+    """Train as one rank of the world that the process joins; return the exit code."""
+    # torchrun may keep the addresses of ranks that it has restarted since
     require_fresh_store(config)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    started_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    # with parallel.elastic, the layout follows from the ranks that are there; others stand by
     config = in_this_world(config)
     if is_spare(config):
         stand_by()
         return 0
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
+    # steps allocate and free the same sizes over and over
     keep_freed_memory()
     position = Position()
     folder = Path(config.train.folder)
     parallel = config.parallel
+    # longer than any phase, so that the watchdog acts first and names the culprit
     minutes = longest_wait(parallel.timeout) / 60
     with (
         world(device, minutes, note_failure) as store,
-        ExitStack() as held,
+        ExitStack() as locks,
         watching(
             folder, store, position, parallel.timeout, parallel.tensor * parallel.copies
-        ) as dog,
+        ) as watchdog,
     ):
         mesh = make_mesh(
             parallel.pipeline, parallel.data, parallel.tensor, device, parallel.context
         )
         tell_ended(store)
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
-        begin = partial(_begin, config, store, held, allowed, export, verify)
-        named = told_by_first(store, begin, partial(tell_waiting, dog))
+        prepare_run = partial(_prepare_again, config, store, locks, allowed, export_folder, verify)
+        prepared = told_by_first(store, prepare_run, partial(tell_waiting, watchdog))
         position.enter(Phase.LOADING)
         position.at("opening of data and checkpoint")
-        corpus, checkpoint = open_named(config, named)
-        noticed = partial(straggler_events, dog)
+        corpus, checkpoint = open_named(config, prepared)
+        noticed = partial(straggler_events, watchdog)
         trainer = Trainer(config, corpus, mesh, checkpoint, position=position, noticed=noticed)
         trainer.run()
-        first = dist.get_rank() == 0
-        if first:
-            release_spares(store, range(config.world_size, ranks))
-    if first:
+        # spares may go only once the run has ended well
+        is_first = dist.get_rank() == 0
+        if is_first:
+            release_spares(store, range(config.world_size, started_ranks))
+    # outside of the world, whose other ranks need not wait for plots and export
+    if is_first:
         print_skipped(config, trainer.progress)
-        print_outcome(config, _plots(config) if config.log.plot else [])
-        if export:
-            write_model(open_intact(Path(config.train.folder)), "hf", export)
+        print_outcome(config, _write_plots(config) if config.log.plot else [])
+        if export_folder:
+            write_model(open_intact(folder), "hf", export_folder)
         require_applied(trainer.progress, trainer.monitor)
     return 0
 
 
-def _begin(
+def _prepare_again(
     config: RunConfig,
     store: dist.Store,
-    held: ExitStack,
+    locks: ExitStack,
     allowed: Collection[str],
     export: Path | None,
     verify: bool,
@@ -331,32 +355,37 @@ def _begin(
     """Return the paths that rank 0 names (`prepare`), after a restart only if the ranks are to
     train again."""
     require_wanted(store)
-    named = prepare(config, held, allowed, export, verify)
+    prepared = prepare(config, locks, allowed, export, verify)
+    # only of a run that has passed all checks
     record_restart(config)
-    return named
+    return prepared
 
 
-def _plots(config: RunConfig) -> list[Path]:
+def _write_plots(config: RunConfig) -> list[Path]:
+    """Write the plots of the run and return their paths; none, with a warning, if they cannot be
+    written."""
     folder = Path(config.train.folder)
     try:
-        made = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
+        plots = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
     except OSError as error:
+        # a run that has trained is not lost for a picture
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
         return []
-    return [plot for plot in made if plot is not None]
+    return [plot for plot in plots if plot is not None]
 
 
 def _device(config: RunConfig) -> str:
     """Return the device, cpu or cuda, which is the same for all ranks of a machine."""
     wanted = config.train.device
     ranks = _local_ranks(config)
-    there = ranks if has_own_device() else torch.cuda.device_count()
-    if wanted == "cuda" and there < ranks:
+    # Slurm may show each rank its own device only
+    devices = ranks if has_own_device() else torch.cuda.device_count()
+    if wanted == "cuda" and devices < ranks:
         raise UserError(
-            f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are '
+            f'train.device = "cuda", but torch sees {devices} CUDA devices and {ranks} are '
             'needed: use "auto" or "cpu"'
         )
-    return "cuda" if wanted != "cpu" and there >= ranks else "cpu"
+    return "cuda" if wanted != "cpu" and devices >= ranks else "cpu"
 
 
 def _check_machine(config: RunConfig) -> None:
@@ -372,16 +401,17 @@ def _check_machine(config: RunConfig) -> None:
 def _check_native(config: RunConfig) -> None:
     """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a
     CPU."""
+    # "cuda" beside it is refused by the checks between tables
     if config.optimizer.native and _device(config) != "cpu":
         raise UserError(
-            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA '
-            "devices here: remove it, "
-            'or set train.device = "cpu"'
+            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices '
+            'here: remove it, or set train.device = "cpu"'
         )
 
 
 def _local_ranks(config: RunConfig) -> int:
     """Return the number of ranks on this machine, according to the launcher."""
+    # some launchers tell the rank on this host, but not how many there are
     if joined_world():
         return int(os.environ.get("LOCAL_WORLD_SIZE") or int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return config.world_size
@@ -389,7 +419,7 @@ def _local_ranks(config: RunConfig) -> int:
 
 def prepare(
     config: RunConfig,
-    held: ExitStack,
+    locks: ExitStack,
     allowed: Collection[str] = (),
     export: Path | None = None,
     verify: bool = False,
@@ -397,51 +427,63 @@ def prepare(
     """Check the run, build missing data and return the paths that all ranks open, "" for those that
     it does without.
 
-    The run folder is locked until `held` is closed. allowed: see `check_resumable`.
+    The run folder is locked until `locks` is closed. allowed: see `check_resumable`.
     """
     corpus = _open_checked(config, allowed)
-    if joined_world() and not started_here():  # otherwise the launcher has told it
-        _tell_plan(config)
+    if joined_world() and not started_here():  # otherwise the launcher has printed it
+        _print_plan(config)
     if verify:
         _verify(config, export)
+    # held until the run ends: the launcher's own check above has released it
     try:
-        held.enter_context(_training(config))
+        locks.enter_context(_lock_folder(config))
     except OSError as error:
         raise UserError(
             f'train.folder = "{config.train.folder}": cannot be written to '
             f"({error.strerror}); give another"
         ) from error
+    # of the run before this one, which may have ended abnormally
     forget_records(Path(config.train.folder))
     for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
         say(f"warning    {doubt}")
-    store = newest(config.checkpoint_folder)
-    differ = {found.what for found in differences(store, config, corpus)} if store else set[str]()
-    differ |= {"tokenizer" for _ in other_tokens(config, corpus)}
-    for what in sorted(set(allowed) - differ):
-        print(
-            f"note       --allow {what}: not needed, for the checkpoint has the same one, or "
-            "there is no checkpoint"
-        )
+    checkpoint = newest(config.checkpoint_folder)
+    _note_needless_allowances(config, corpus, checkpoint, allowed)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
-        "checkpoint": str(store.path if store else ""),
+        "checkpoint": str(checkpoint.path) if checkpoint else "",
         "identity": corpus.identity.model_dump() if corpus.identity else None,
         "notes": corpus.notes,
     }
 
 
-def _missing(needed: Sequence[Path]) -> list[Path]:
+def _note_needless_allowances(
+    config: RunConfig, corpus: Corpus, checkpoint: Store | None, allowed: Collection[str]
+) -> None:
+    """Print a note for each --allow that names something in which run and checkpoint agree."""
+    differing = set[str]()
+    if checkpoint is not None:
+        differing = {difference.what for difference in differences(checkpoint, config, corpus)}
+    if any(other_tokens(config, corpus)):
+        differing.add("tokenizer")
+    for name in sorted(set(allowed) - differing):
+        print(
+            f"note       --allow {name}: not needed, for the checkpoint has the same one, or "
+            "there is no checkpoint"
+        )
+
+
+def _missing_files(required: Sequence[Path]) -> list[Path]:
     """Return the files that are not there.
 
     On another host than that of rank 0, which has just named or made them, a network filesystem may
     show them late.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    of_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    end = time.monotonic() + (0 if of_one_host else LATE)
-    while missing := [path for path in needed if not path.is_file()]:
-        if time.monotonic() >= end:
+    on_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    deadline = time.monotonic() + (0 if on_one_host else NFS_DELAY)
+    while missing := [path for path in required if not path.is_file()]:
+        if time.monotonic() >= deadline:
             return missing
         for folder in {path.parent for path in missing}:
             with suppress(OSError):
@@ -452,27 +494,34 @@ def _missing(needed: Sequence[Path]) -> list[Path]:
 
 def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
     """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks
-    a file of them."""
-    tokenizer, checkpoint = (
-        Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint")
-    )
+    a file of them.
+
+    named: what `prepare` returned on rank 0.
+    """
     prefixes = [Path(prefix) for prefix in named["prefixes"]]
-    pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
-    needed = (*pairs, tokenizer, checkpoint and checkpoint / INDEX)
-    if missing := _missing([path for path in needed if path]):
-        here = socket.gethostname()
+    tokenizer = Path(named["tokenizer"]) if named["tokenizer"] else None
+    checkpoint = Path(named["checkpoint"]) if named["checkpoint"] else None
+    required = list[Path]()
+    for prefix in prefixes:
+        required += [beside(prefix, ".idx"), beside(prefix, ".bin")]
+    if tokenizer:
+        required.append(tokenizer)
+    if checkpoint:
+        required.append(checkpoint / INDEX)
+    if missing := _missing_files(required):
+        host = socket.gethostname()
         raise UserError(
             *(
-                f"{p} is not on {here}: it must be on a filesystem that all ranks share"
-                for p in missing
+                f"{path} is not on {host}: it must be on a filesystem that all ranks share"
+                for path in missing
             )
         )
     corpus = open_made(config, prefixes, tokenizer)
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         # checks the files of this machine; rank 0 has checked those of the first
         looked_at(config, corpus)
+    # rank 0 has digested the data; the others take its word
     identity = named["identity"] and Identity.model_validate(named["identity"])
     validation = open_validation(config, cache_of(config), corpus.begin)
-    return replace(
-        corpus, identity=identity, notes=tuple(named["notes"]), validation=validation
-    ), checkpoint
+    corpus = replace(corpus, identity=identity, notes=tuple(named["notes"]), validation=validation)
+    return corpus, checkpoint

@@ -17,7 +17,7 @@ from tools.config.native_keys import plan_of
 from tools.config.precision_settings import FP8, Precision
 from tools.config.settings import Parallel, Train
 
-SAME = 'train.numerics = "canonical"'
+CANONICAL = 'train.numerics = "canonical"'
 
 
 def virtual_ranks(train: Train, parallel: Parallel) -> Iterator[str]:
@@ -26,9 +26,8 @@ def virtual_ranks(train: Train, parallel: Parallel) -> Iterator[str]:
     if train.numerics == "canonical" and train.canonical_shards % parallel.tensor:
         yield (
             f"parallel.tensor {parallel.tensor} does not divide train.canonical_shards "
-            f"{train.canonical_shards}: set "
-            "train.canonical_shards to a multiple of parallel.tensor in all layouts that are "
-            "to be equal"
+            f"{train.canonical_shards}: set train.canonical_shards to a multiple of "
+            "parallel.tensor in all layouts that are to be equal"
         )
 
 
@@ -37,6 +36,7 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
     shards = train.canonical_shards
     if train.numerics != "canonical":
         return
+    # a gated feed-forward and experts may have several widths
     widths = {f"model.{key}": width for key, width in model.ffn_widths.items()}
     cuts = {"train.seq_length": train.seq_length, "model.heads": model.heads, **widths}
     if uneven := [f"{key} {size}" for key, size in cuts.items() if size % shards]:
@@ -46,9 +46,8 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
         )
     if model.kv_heads % shards and shards % model.kv_heads:
         yield (
-            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must "
-            "divide the other, because "
-            "each shard has key and value heads of its own or shares one"
+            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must divide "
+            "the other, because each shard has key and value heads of its own or shares one"
         )
 
 
@@ -59,37 +58,37 @@ def unequal_settings(
     virtual ranks."""
     if train.numerics != "canonical":
         return
+    # threads of a product cut its sum
     if not train.threads:
         yield (
-            f"{SAME} needs train.threads: with train.threads = 0 the number of threads "
-            "depends on the number of ranks, "
-            "and sums inside a product depend on the number of threads; set train.threads = "
-            "1, for example"
+            f"{CANONICAL} needs train.threads: with train.threads = 0 the number of threads "
+            "depends on the number of ranks, and sums inside a product depend on the number of "
+            "threads; set train.threads = 1, for example"
         )
     if model.factory:
         yield (
-            f'{SAME} knows the built-in families only, not model.factory "{model.factory}": '
+            f'{CANONICAL} knows the built-in families only, not model.factory "{model.factory}": '
             "remove one of them"
         )
     if model.mtp_layers:
         yield (
-            f"{SAME} and model.mtp_layers = {model.mtp_layers}: virtual ranks do not compute "
+            f"{CANONICAL} and model.mtp_layers = {model.mtp_layers}: virtual ranks do not compute "
             "these modules; set 0"
         )
     if train.sentinel:
         yield (
-            f"{SAME} and train.sentinel = {train.sentinel}: the sentinel does not know virtual "
-            "ranks; set 0"
+            f"{CANONICAL} and train.sentinel = {train.sentinel}: the sentinel does not know "
+            "virtual ranks; set 0"
         )
     if train.compile != "off":
         yield (
-            f'{SAME} and train.compile = "{train.compile}": its rounding is up to the compiler; '
-            'set "off"'
+            f'{CANONICAL} and train.compile = "{train.compile}": its rounding is up to the '
+            'compiler; set "off"'
         )
     if data.lm_eval:
         yield (
-            f"{SAME} and data.lm_eval: tasks are not computed by virtual ranks; evaluate exported "
-            "checkpoints instead"
+            f"{CANONICAL} and data.lm_eval: tasks are not computed by virtual ranks; evaluate "
+            "exported checkpoints instead"
         )
     yield from _narrow_pipeline(precision, fp8)
     if fp8.kind != "none":
@@ -106,7 +105,7 @@ def unequal_sums(train: Train, parallel: Parallel, precision: Precision, fp8: FP
     except UserError:
         return  # another rule reports it
     yield from (
-        f"{SAME}, parallel.data = {parallel.data}: {line}"
+        f"{CANONICAL}, parallel.data = {parallel.data}: {line}"
         for line in conflicts(plan, parallel.data)
     )
 
@@ -116,32 +115,34 @@ def _narrow_pipeline(precision: Precision, fp8: FP8) -> Iterator[str]:
         plan = plan_of(precision, fp8)
     except UserError:
         return  # another rule reports it
+    # unless the dtype between stages holds every number of the residual stream
     if torch.promote_types(plan.pipeline, plan.residual) != plan.pipeline:
         yield (
-            f'{SAME} and precision.pipeline = "{precision.pipeline}": stages would round what '
+            f'{CANONICAL} and precision.pipeline = "{precision.pipeline}": stages would round what '
             "they send each other, so "
             "results would depend on parallel.pipeline; leave precision.pipeline out"
         )
 
 
 def _layout_of_scales(fp8: FP8) -> Iterator[str]:
+    """Yield a problem for each setting under which FP8 scales would depend on the layout."""
     if fp8.history == "te":
         yield (
-            f'{SAME} and fp8.history = "te": scales depend on the order of micro-batches; set '
+            f'{CANONICAL} and fp8.history = "te": scales depend on the order of micro-batches; set '
             'fp8.history = "step"'
         )
     if not fp8.reduce_amax:
         yield (
-            f"{SAME} and fp8.reduce_amax = false: scales depend on parallel.data; set "
+            f"{CANONICAL} and fp8.reduce_amax = false: scales depend on parallel.data; set "
             "fp8.reduce_amax = true"
         )
     if fp8.backend != "torch":
         yield (
-            f'{SAME} and fp8.backend = "{fp8.backend}": its sums are not known to be fixed; set '
-            'fp8.backend = "torch"'
+            f'{CANONICAL} and fp8.backend = "{fp8.backend}": its sums are not known to be fixed; '
+            'set fp8.backend = "torch"'
         )
     if fp8.shadow_every:
         yield (
-            f"{SAME} and fp8.shadow_every = {fp8.shadow_every}: the comparison does not know "
+            f"{CANONICAL} and fp8.shadow_every = {fp8.shadow_every}: the comparison does not know "
             "virtual ranks; set 0"
         )

@@ -38,10 +38,11 @@ T = TypeVar("T")
 def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
     """Return the problems of all rules whose tables could be read."""
     problems: list[str] = []
-    for law in CHECKS:
-        needed = inspect.signature(law).parameters
-        if needed.keys() <= tables.keys():
-            problems += law(**{name: tables[name] for name in needed})
+    for check in CHECKS:
+        # a parameter of a check has the name of the table that it reads
+        required = inspect.signature(check).parameters
+        if required.keys() <= tables.keys():
+            problems += check(**{name: tables[name] for name in required})
     return problems
 
 
@@ -51,12 +52,12 @@ def sized(model: ModelConfig, data: Data) -> ModelConfig:
     return model if model.vocab else model.with_vocab(data.vocab_size)
 
 
-def check_all(what: T, *checks: Callable[[T], object]) -> None:
-    """Raise one UserError with the problems of all `checks` of `what`."""
+def check_all(subject: T, *checks: Callable[[T], object]) -> None:
+    """Raise one UserError with the problems of all `checks` of `subject`."""
     problems: list[str] = []
-    for one in checks:
+    for check in checks:
         try:
-            one(what)
+            check(subject)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -66,32 +67,34 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
 def make_rule(optimizer: Optimizer) -> UpdateRule:
     """Return the update rule of [optimizer]. Raises UserError."""
     name = optimizer.name.lower()
-    own = {"betas": optimizer.betas, "eps": optimizer.eps} if name in ("adamw", "muon") else {}
-    if name == "muon" and (twice := sorted(own.keys() & optimizer.options.keys())):
+    if name not in ("adamw", "muon"):
+        return rule(optimizer.name, dict(optimizer.options))
+    settings = {"betas": optimizer.betas, "eps": optimizer.eps}
+    repeated = sorted(settings.keys() & optimizer.options.keys())
+    if name == "muon" and repeated:
         raise UserError(
             *(
                 f"optimizer.options {key}: give optimizer.{key} for muon's AdamW, ns_eps for muon"
-                for key in twice
+                for key in repeated
             )
         )
-    return rule(optimizer.name, own | optimizer.options)
+    return rule(optimizer.name, settings | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says.
     Raises UserError."""
-    run = train.steps * (train.global_batch if lr.unit == "samples" else 1)
-    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, lr.length or run, lr.decay)
+    # the length of the whole run, if lr.length is 0
+    length = lr.length or train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
     try:
         lr_schedule(lr, train)
     except UserError as error:
-        yield from (
-            f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}"
-            for problem in error.problems
-        )
+        unit = " (in samples)" if lr.unit == "samples" else ""
+        yield from (f"lr.{problem}{unit}" for problem in error.problems)
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
@@ -111,11 +114,11 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
     """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
     if fp8.kind == "none" or fp8.history == "step":
         return
+    # the second pass would find other scales than the first
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
-            'fp8.history "te" updates scales before a layer is recomputed: set '
-            'parallel.recompute = "none" or '
-            '"selective", or fp8.history = "step"'
+            'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute '
+            '= "none" or "selective", or fp8.history = "step"'
         )
     if model.latent and "attention" in parallel.recompute_modules:
         yield (
@@ -126,17 +129,15 @@ def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
     if fp8.shadow_every:
         yield (
             f"fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which "
-            'fp8.history "te" gives '
-            'other scales: set 0, or fp8.history = "step"'
+            'fp8.history "te" gives other scales: set 0, or fp8.history = "step"'
         )
 
 
 def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
     if train.sentinel and fp8.kind != "none" and fp8.history == "te":
         yield (
-            f"train.sentinel = {train.sentinel} computes a micro-batch again, which "
-            'fp8.history "te" gives other '
-            'scales: set 0, or fp8.history = "step"'
+            f"train.sentinel = {train.sentinel} computes a micro-batch again, which fp8.history "
+            '"te" gives other scales: set 0, or fp8.history = "step"'
         )
 
 
@@ -144,8 +145,7 @@ def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
     if train.compile != "off" and model.factory:
         yield (
             f'train.compile = "{train.compile}" knows the built-in families only, not '
-            f'model.factory "{model.factory}": '
-            "remove one of them"
+            f'model.factory "{model.factory}": remove one of them'
         )
 
 
@@ -155,8 +155,7 @@ def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
     if optimizer.name.lower() != "adamw" or train.device == "cuda":
         yield (
             f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on "
-            f"train.device {train.device!r}: "
-            "leave it out"
+            f"train.device {train.device!r}: leave it out"
         )
 
 
@@ -167,13 +166,15 @@ def _patterns(
     to the ranks only.
     """
     groups = [group.pattern for group in optimizer.groups]
-    said = optimizer.options.get("by_adamw", []) if optimizer.name.lower() == "muon" else []
-    if isinstance(said, list):
-        by_adamw = [pattern for pattern in said if isinstance(pattern, str)]
-    else:
-        by_adamw = []
+    by_adamw = list[str]()
+    if optimizer.name.lower() == "muon":
+        patterns = optimizer.options.get("by_adamw", [])
+        # `_rule` reports an option that is no list, and items that are no text
+        if isinstance(patterns, list):
+            by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
     if model.factory or not (groups or precision.keep_fp32 or by_adamw):
         return
+    # known without building the model
     names = [*logical_shapes(sized(model, data))]
     for key, patterns in (
         ("optimizer.groups", groups),
@@ -184,15 +185,15 @@ def _patterns(
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
+    """Yield a problem unless optimizer state can be cut over parallel.zero_size ranks."""
     size = parallel.zero_size
     copies = parallel.copies
     if size and copies % size:
-        would = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
-        among = f"parallel.data {parallel.data}"
-        among += (
-            f" x parallel.context {parallel.context} = {copies}" if parallel.context > 1 else ""
-        )
-        yield f"parallel.zero_size {size} does not divide {among}: {would} would"
+        divisors = ", ".join(str(i) for i in range(1, copies + 1) if copies % i == 0)
+        ranks = f"parallel.data {parallel.data}"
+        if parallel.context > 1:
+            ranks += f" x parallel.context {parallel.context} = {copies}"
+        yield f"parallel.zero_size {size} does not divide {ranks}: {divisors} would"
     if size > 1 and not parallel.zero:
         yield (
             f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove "
@@ -204,8 +205,7 @@ def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
     if parallel.elastic and not checkpoint.resume:
         yield (
             "parallel.elastic = true goes on from a checkpoint when ranks come or go, but "
-            "checkpoint.resume = false: "
-            "remove one of them"
+            "checkpoint.resume = false: remove one of them"
         )
 
 
@@ -213,79 +213,89 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than
     ranks are copied.
     """
+    if _fits_tensor(model, parallel.tensor):
+        return
+    widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
+    sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
+    if model.mtp_layers:
+        sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}"
+    possible = [i for i in range(1, model.heads + 1) if _fits_tensor(model, i)]
+    would = ", ".join(map(str, possible))
+    yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
 
-    def fits(tensor: int) -> bool:
-        kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-        joined = model.hidden if model.mtp_layers else 0  # features of the projection of a module
-        widths = (*model.ffn_widths.values(), model.heads, joined)
-        return kv and not any(width % tensor for width in widths)
 
-    if not fits(parallel.tensor):
-        widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
-        sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
-        sizes += (
-            f" and, with model.mtp_layers, model.hidden {model.hidden}" if model.mtp_layers else ""
-        )
-        would = ", ".join(str(n) for n in range(1, model.heads + 1) if fits(n))
-        yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
+def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
+    """Return True if `tensor` ranks can share each layer evenly."""
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        return False
+    widths = [*model.ffn_widths.values(), model.heads]
+    if model.mtp_layers:
+        widths.append(model.hidden)  # features of the projection of a module
+    return not any(width % tensor for width in widths)
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+    # cut sequences have rules of their own in `cut_sequences`
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
-        would = nearest_multiples(train.seq_length, parallel.tensor)
+        possible = nearest_multiples(train.seq_length, parallel.tensor)
         yield (
             f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor "
-            f"{parallel.tensor}, "
-            f"as parallel.sequence needs: {would} would be"
+            f"{parallel.tensor}, as parallel.sequence needs: {possible} would be"
         )
 
 
 def _recompute(parallel: Parallel) -> Iterator[str]:
     """Yield a problem if keys of one kind of recompute are given with another, or twice."""
-    p = parallel
     kind = f'parallel.recompute "{parallel.recompute}"'
-    if p.recompute_modules and p.recompute != "selective":
+    modules = parallel.recompute_modules
+    layers = parallel.recompute_layers
+    fraction = parallel.recompute_fraction
+    if modules and parallel.recompute != "selective":
         yield (
-            f"parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "
-            '"selective", '
-            f"but {kind}: remove one of them"
+            f"parallel.recompute_modules {[*modules]} is for parallel.recompute "
+            f'"selective", but {kind}: remove one of them'
         )
-    for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
-        if value and p.recompute != "full":
+    for key, value in (("layers", layers), ("fraction", fraction)):
+        if value and parallel.recompute != "full":
             yield (
                 f'parallel.recompute_{key} {value} is for parallel.recompute "full", but '
                 f"{kind}: remove one of them"
             )
-    if p.recompute == "selective" and not p.recompute_modules:
+    if parallel.recompute == "selective" and not modules:
         yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
-    if p.recompute_layers and p.recompute_fraction:
+    if layers and fraction:
         yield (
-            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction "
-            f"{p.recompute_fraction:g} "
-            "are two ways to say the same: remove one of them"
+            f"parallel.recompute_layers {layers} and parallel.recompute_fraction "
+            f"{fraction:g} are two ways to say the same: remove one of them"
         )
 
 
 def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem if more layers are to be recomputed than any stage can have."""
-    asked = parallel.recompute_layers
-    if asked <= 1 or parallel.recompute != "full":
+    recomputed = parallel.recompute_layers
+    if recomputed <= 1 or parallel.recompute != "full":
         return
     try:
-        stages = stage_count(
-            parallel, max(1, train.global_batch // (train.micro_batch * parallel.data))
-        )
+        stages = stage_count(parallel, _microbatches(train, parallel))
     except UserError:
         return  # `_stages` reports it
-    most = max(parallel.cuts, default=model.layers - stages + 1)
-    if stages <= model.layers and asked > most:
-        of = f"model.layers = {model.layers}"
-        of += f" in {stages} stages" if stages > 1 else ""
+    # without cuts, a stage can have all layers but one of each other stage
+    most_layers = max(parallel.cuts, default=model.layers - stages + 1)
+    if stages <= model.layers and recomputed > most_layers:
+        layers = f"model.layers = {model.layers}"
+        if stages > 1:
+            layers += f" in {stages} stages"
         yield (
-            f"parallel.recompute_layers = {asked} is more than a stage has of {of}: give at "
-            f"most {most}, or "
-            "parallel.recompute_fraction = 1.0 for all"
+            f"parallel.recompute_layers = {recomputed} is more than a stage has of {layers}: give "
+            f"at most {most_layers}, or parallel.recompute_fraction = 1.0 for all"
         )
+
+
+def _microbatches(train: Train, parallel: Parallel) -> int:
+    """Return the micro-batches of a step; 1 if the batch does not divide, which `_batch`
+    reports."""
+    # a schedule needs one at least
+    return max(1, train.global_batch // (train.micro_batch * parallel.data))
 
 
 def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
@@ -301,30 +311,24 @@ def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and
     layers."""
-    microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
+    pipeline = f"parallel.pipeline {parallel.pipeline}"
     if parallel.pipeline > model.layers:  # before a schedule is built for all of them
-        yield (
-            f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: "
-            "a stage needs a layer"
-        )
+        yield f"{pipeline} is more than model.layers {model.layers}: a stage needs a layer"
         return
     try:
-        stages = stage_count(parallel, microbatches)
+        stages = stage_count(parallel, _microbatches(train, parallel))
     except UserError as error:
         yield from error.problems
         return
-    pipeline = f"parallel.pipeline {parallel.pipeline}"
-    if stages == parallel.pipeline:
-        made = pipeline
-    else:
-        made = f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
+    if stages != parallel.pipeline:
+        pipeline += f" x {stages // parallel.pipeline} chunks = {stages}"
+    cuts = parallel.cuts
     if stages > model.layers:
-        yield f"{made} is more than model.layers {model.layers}: a stage needs a layer"
-    elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
+        yield f"{pipeline} is more than model.layers {model.layers}: a stage needs a layer"
+    elif cuts and (len(cuts) != stages or sum(cuts) != model.layers):
         yield (
-            f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into "
-            f"{len(parallel.cuts)}, "
-            f"but {made} and model.layers is {model.layers}"
+            f"parallel.cuts {[*cuts]} cuts {sum(cuts)} layers into {len(cuts)}, but {pipeline} "
+            f"and model.layers is {model.layers}"
         )
 
 
@@ -333,8 +337,7 @@ def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
     if train.global_batch % unit:
         yield (
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch "
-            f"{train.micro_batch} x "
-            f"parallel.data {parallel.data} = {unit}: "
+            f"{train.micro_batch} x parallel.data {parallel.data} = {unit}: "
             f"{nearest_multiples(train.global_batch, unit)} would be"
         )
 
@@ -343,12 +346,12 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
         yield (
             f"train.seq_length {train.seq_length} is more than model.max_positions "
-            f"{model.max_positions}: "
-            "lower the first or raise the second"
+            f"{model.max_positions}: lower the first or raise the second"
         )
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
+    # the tokenizer that is trained has data.vocab_size tokens
     if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
         yield (
             f"model.vocab {model.vocab} is smaller than data.vocab_size {data.vocab_size}: "
@@ -363,20 +366,21 @@ def _blend(data: Data) -> Iterator[str]:
             "of them"
         )
     try:
-        shares([one.weight for one in data.blend] or [1])
+        shares([part.weight for part in data.blend] or [1])
     except UserError as error:
         yield from (f"data.blend: {problem}" for problem in error.problems)
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
-    if train.eval_every and not data.held_out and not data.validation and not data.lm_eval:
+    if train.eval_every and not (data.held_out or data.validation or data.lm_eval):
         yield (
-            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is "
-            "0: set it to 0.02, for "
-            "example, or name sets in data.validation"
+            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set "
+            "it to 0.02, for example, or name sets in data.validation"
         )
-    names = [one.name for one in data.validation]
+    # further sets beside the held-out part
+    names = [part.name for part in data.validation]
     for name in dict.fromkeys(names):
+        # a name becomes part of keys in metrics.jsonl and of tags of trackers
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
             yield (
                 f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or '
@@ -390,11 +394,11 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 
 def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
+    """Yield a problem for settings under which the tasks of data.lm_eval are not evaluated."""
     if not data.lm_eval:
-        given = [key for key in ("lm_eval_folder", "lm_eval_limit") if getattr(data, key)]
-        yield from (
-            f"data.{key} does nothing without data.lm_eval: name tasks there" for key in given
-        )
+        for key in ("lm_eval_folder", "lm_eval_limit"):
+            if getattr(data, key):
+                yield f"data.{key} does nothing without data.lm_eval: name tasks there"
         return
     if not train.eval_every:
         yield (
@@ -439,11 +443,11 @@ def _shadow(fp8: FP8) -> Iterator[str]:
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
+    # a constant scale and a loss_scale go together, or neither is there
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
         yield (
             f'precision.scaling = "{precision.scaling}", precision.loss_scale = '
-            f"{precision.loss_scale:g}: "
-            "a constant scale needs a loss_scale, any other has none"
+            f"{precision.loss_scale:g}: a constant scale needs a loss_scale, any other has none"
         )
 
 
@@ -454,6 +458,7 @@ def _scale(precision: Precision) -> Iterator[str]:
             f"{precision.initial_scale:g}: the scale starts at or above its floor"
         )
         return
+    # the scaler knows the other limits of its first scale
     try:
         make_scaler(loss_scaling(precision))
     except UserError as error:
@@ -466,6 +471,7 @@ def _scale(precision: Precision) -> Iterator[str]:
 
 def nearest_multiples(value: int, unit: int) -> str:
     """Return the positive multiples of `unit` around `value`, in words."""
+    # zero is a multiple, but no size
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -22,19 +22,21 @@ def cut_sequences(
     ranks."""
     if parallel.context == 1:
         return
-    here = f"parallel.context = {parallel.context}"
-    cut = parallel.tensor if parallel.sequence else 1
+    setting = f"parallel.context = {parallel.context}"
+    slices = parallel.tensor if parallel.sequence else 1
     with suppress(UserError):  # another rule reports a plan that cannot be
         plan = plan_of(precision, fp8)
         canonical = train.numerics == "canonical"
-        yield from context_problems(model, plan, parallel.context, train.seq_length, cut, canonical)
+        yield from context_problems(
+            model, plan, parallel.context, train.seq_length, slices, canonical
+        )
     if train.sentinel:
         yield (
-            f"{here} and train.sentinel = {train.sentinel}: the sentinel does not know cut "
+            f"{setting} and train.sentinel = {train.sentinel}: the sentinel does not know cut "
             "sequences; set 0"
         )
     if data.lm_eval:
         yield (
-            f"{here} and data.lm_eval: tasks have texts of any length; evaluate exported "
+            f"{setting} and data.lm_eval: tasks have texts of any length; evaluate exported "
             "checkpoints instead"
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaprec.data.files import beside
-from tools.config.table import MOST, FilePath, Table
+from tools.config.table import MAX_SIZE, FilePath, Table
 
 
 class Blended(Table):
@@ -31,12 +31,13 @@ class Validated(Table):
 class Data(Table):
     """Training data: text or token files, tokenizer, held-out part."""
 
+    # what is read
     source: FilePath = Field(
         default="python",
         min_length=1,
-        description='Training data: "python" (the source of Python\'s standard library), a text file, a '
-        "folder, "
-        "a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx pair.",
+        description='Training data: "python" (the source of Python\'s standard library), a text '
+        "file, a folder, a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx "
+        "pair.",
     )
     blend: tuple[Blended, ...] = Field(
         default=(),
@@ -48,36 +49,38 @@ class Data(Table):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Name of the field of a .jsonl line or of an object in a .json list, or the column "
-        "of a .parquet "
-        "file, that holds the text.",
+        description="Name of the field of a .jsonl line or of an object in a .json list, or the "
+        "column of a .parquet file, that holds the text.",
     )
+
+    # how it becomes tokens
     tokenizer: FilePath = Field(
         default="",
         description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: "
-        "PREFIX.model beside a "
-        ".bin and .idx pair if it exists; for text a tokenizer is trained.",
+        "PREFIX.model beside a .bin and .idx pair if it exists; for text a tokenizer is trained.",
     )
-    begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MOST)] = Field(
+    begin: Literal["auto", "none"] | Annotated[int, Field(ge=0, le=MAX_SIZE)] = Field(
         default="auto",
-        description='Id of the token before each document in training: "auto": that of the weights of '
-        "train.init_from, "
-        'if they have one; "none": no token is put there. A data set whose documents have it '
-        "already is taken as it "
-        "is.",
+        description='Id of the token before each document in training: "auto": that of the weights '
+        'of train.init_from, if they have one; "none": no token is put there. A data set whose '
+        "documents have it already is taken as it is.",
     )
     vocab_size: int = Field(
         default=4096,
         gt=0,
-        le=MOST,
+        le=MAX_SIZE,
         description="Vocabulary size, in tokens, of the tokenizer that is trained.",
     )
+
+    # how much of it, and by how many processes
     max_chars: int = Field(
         default=0, ge=0, description="Number of characters of the text to use; 0: all of it."
     )
     workers: int = Field(
         default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core."
     )
+
+    # what is evaluated
     held_out: float = Field(
         default=0.02,
         ge=0,
@@ -87,25 +90,28 @@ class Data(Table):
     validation: tuple[Validated, ...] = Field(
         default=(),
         strict=False,
-        description="Further sets to evaluate, each with a loss of its own: "
-        '[{name = "wiki", source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: '
-        "the held-out part alone.",
+        description='Further sets to evaluate, each with a loss of its own: [{name = "wiki", '
+        'source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: the held-out part alone.',
     )
     lm_eval: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description='Tasks of lm-evaluation-harness to evaluate: ["arc_easy", "my_task"]; empty: none.',
+        description='Tasks of lm-evaluation-harness to evaluate: ["arc_easy", "my_task"]; empty: '
+        "none.",
     )
     lm_eval_folder: FilePath = Field(
         default="",
-        description="Folder of own tasks (.yaml) for data.lm_eval; empty: those of the harness alone.",
+        description="Folder of own tasks (.yaml) for data.lm_eval; empty: those of the harness "
+        "alone.",
     )
     lm_eval_limit: int = Field(
         default=0,
         ge=0,
-        le=MOST,
+        le=MAX_SIZE,
         description="Number of documents of each task of data.lm_eval to use; 0: all.",
     )
+
+    # how samples are made of documents
     shuffle: bool = Field(
         default=True, description="Shuffle the samples of each epoch; false: samples in file order."
     )
@@ -121,9 +127,8 @@ class Data(Table):
     )
     eod_mask_loss: bool = Field(
         default=False,
-        description="Leave the first token of each document out of the loss: the tokens before it belong "
-        "to "
-        "another document.",
+        description="Leave the first token of each document out of the loss: the tokens before it "
+        "belong to another document.",
     )
     cache: FilePath = Field(
         default="",
@@ -136,9 +141,9 @@ class Data(Table):
     @property
     def sources(self) -> list[str]:
         """The texts and data sets of the training data."""
-        return [one.source for one in self.blend] or [self.source]
+        return [part.source for part in self.blend] or [self.source]
 
     def has_text(self) -> bool:
         """Return True if any training data is text, for which a tokenizer is needed, and not tokens
         already."""
-        return not all(beside(Path(one), ".idx").is_file() for one in self.sources)
+        return not all(beside(Path(source), ".idx").is_file() for source in self.sources)

@@ -1,9 +1,10 @@
 """Keys of a run file that change nothing beside its other keys: one note for each reason, before
 the first step.
 
-`NEEDS` says when such a key has an effect, and which keys decide it. Only what the user wrote is
-told, and only if it differs from the default, which claims nothing. Keys that are refused in such
-runs are in `tools.config.checks`, those without effect on the data in `tools.training.doubts`.
+`EFFECT_RULES` says when such a key has an effect, and which keys decide it. Only what the user
+wrote is told, and only if it differs from the default, which claims nothing. Keys that are refused
+in such runs are in `tools.config.checks`, those without effect on the data in
+`tools.training.doubts`.
 """
 
 import inspect
@@ -30,6 +31,7 @@ from tools.convert.core.rules import logical_shapes
 class Tables:
     """The tables that decide whether a key has an effect."""
 
+    # their names are those of the tables in a run file, by which `of` finds them
     model: ModelConfig
     data: Data
     parallel: Parallel
@@ -44,7 +46,7 @@ class Tables:
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> "Tables":
         """Return those of all tables by name."""
-        return cls(**{one.name: tables[one.name] for one in fields(cls)})
+        return cls(**{field.name: tables[field.name] for field in fields(cls)})
 
     def get(self, key: str) -> Any:
         """Return the value of the dotted `key`."""
@@ -54,13 +56,13 @@ class Tables:
     @property
     def stages(self) -> int:
         """The number of stages of the pipeline."""
-        p = self.parallel
+        parallel = self.parallel
         train = self.train
-        return stage_count(p, train.global_batch // (train.micro_batch * p.data))
+        return stage_count(parallel, train.global_batch // (train.micro_batch * parallel.data))
 
 
 @dataclass(frozen=True)
-class Need:
+class EffectRule:
     """Keys that have an effect only in some runs. keys, deciders: dotted, separated by spaces."""
 
     keys: str
@@ -68,12 +70,12 @@ class Need:
     deciders: str
 
 
-_OF_FP8 = [
+_FP8_KEYS = [
     name
     for name in FP8.model_fields
     if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY
 ]
-_SCALES = (
+_SCALING_KEYS = (
     "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis "
     "hysteresis_refill"
 )
@@ -85,201 +87,248 @@ PERIODS = (
     "log.timeline",
     "log.digests",
 )
-_OF_EXPERTS = (
+_EXPERT_KEYS = (
     "model.experts_per_token model.norm_topk model.router model.router_aux_loss model.router_z_loss"
 )
 
 
-def _within(key: str) -> Need:
-    """Return the need of a number of steps: one that the run does not reach is as none."""
-    return Need(key, lambda run: run.get(key) <= run.train.steps, "train.steps")
+def _reached(key: str) -> EffectRule:
+    """Return the rule of a number of steps: one that the run does not reach is as none."""
+    return EffectRule(key, lambda tables: tables.get(key) <= tables.train.steps, "train.steps")
 
 
-def _all_turn_by_window(model: ModelConfig) -> bool:
+def _window_rope_everywhere(model: ModelConfig) -> bool:
     return model.window_rope_base > 0 and len(model.window_layers) in (0, model.layers)
 
 
-def _only_of_head(init: InitialStd) -> bool:
+def _sets_head_only(init: InitialStd) -> bool:
     return init == InitialStd(head=init.head)
 
 
-def _recomputes(run: Tables) -> bool:
+def _recomputes(tables: Tables) -> bool:
     """Return True if a stage can have so many layers that the fraction, which is rounded down,
     takes one."""
-    p = run.parallel
-    most = run.model.layers - run.stages + 1
-    return p.recompute != "full" or p.recompute_layers > 0 or int(most * p.recompute_fraction) > 0
+    parallel = tables.parallel
+    if parallel.recompute != "full" or parallel.recompute_layers > 0:
+        return True
+    most_layers = tables.model.layers - tables.stages + 1  # every other stage has one
+    # rounded down, a small fraction of few layers is no layer
+    return int(most_layers * parallel.recompute_fraction) > 0
 
 
 def _decays(optimizer: Optimizer) -> bool:
     """Return True if the rule has a weight decay, which a few classes of torch.optim lack."""
-    kind: Any = getattr(torch.optim, optimizer.name, None)
+    # the rules of megaprec are no classes of torch.optim under these names
+    optimizer_class: Any = getattr(torch.optim, optimizer.name, None)
     return (
         optimizer.name.lower() in ("adamw", "sgd", "muon")
-        or "weight_decay" in inspect.signature(kind).parameters
+        or "weight_decay" in inspect.signature(optimizer_class).parameters
     )
 
 
-NEEDS: tuple[Need, ...] = (
-    Need("model.qk_norm_over", lambda run: run.model.qk_norm, "model.qk_norm"),
-    Need("model.rope_base", lambda run: run.model.positions == "rope", "model.positions"),
-    Need(
+EFFECT_RULES: tuple[EffectRule, ...] = (
+    EffectRule("model.qk_norm_over", lambda tables: tables.model.qk_norm, "model.qk_norm"),
+    EffectRule(
+        "model.rope_base", lambda tables: tables.model.positions == "rope", "model.positions"
+    ),
+    EffectRule(
         "model.rope_base model.rope_scaling",
-        lambda run: not _all_turn_by_window(run.model),
+        lambda tables: not _window_rope_everywhere(tables.model),
         "model.window_rope_base model.window_layers",
     ),
-    Need(
-        f"{_OF_EXPERTS} model.router_correction_speed",
-        lambda run: run.model.experts > 0,
+    EffectRule(
+        f"{_EXPERT_KEYS} model.router_correction_speed",
+        lambda tables: tables.model.experts > 0,
         "model.experts",
     ),
-    Need("model.router_correction_speed", lambda run: run.model.router.correction, "model.router"),
-    Need(
+    EffectRule(
+        "model.router_correction_speed",
+        lambda tables: tables.model.router.correction,
+        "model.router",
+    ),
+    EffectRule(
         "model.dropout_at",
-        lambda run: run.model.dropout > 0 or run.model.embedding_dropout > 0,
+        lambda tables: tables.model.dropout > 0 or tables.model.embedding_dropout > 0,
         "model.dropout",
     ),
-    Need(
-        "model.embedding_dropout", lambda run: run.model.dropout_at != "stream", "model.dropout_at"
+    EffectRule(
+        "model.embedding_dropout",
+        lambda tables: tables.model.dropout_at != "stream",
+        "model.dropout_at",
     ),
-    Need("model.init_std model.init", lambda run: not run.train.init_from, "train.init_from"),
-    Need(
+    EffectRule(
+        "model.init_std model.init", lambda tables: not tables.train.init_from, "train.init_from"
+    ),
+    EffectRule(
         "model.init",
-        lambda run: not (run.model.tied and _only_of_head(run.model.init)),
+        lambda tables: not (tables.model.tied and _sets_head_only(tables.model.init)),
         "model.tied",
     ),
-    Need(
+    EffectRule(
         "model.window",
-        lambda run: run.model.window < run.model.max_positions,
+        lambda tables: tables.model.window < tables.model.max_positions,
         "model.max_positions",
     ),
-    Need("model.mtp_loss_weight", lambda run: run.model.mtp_layers > 0, "model.mtp_layers"),
-    Need("parallel.context_by", lambda run: run.parallel.context > 1, "parallel.context"),
-    Need("parallel.sequence", lambda run: run.train.numerics == "fast", "train.numerics"),
-    Need("parallel.sequence", lambda run: run.parallel.tensor > 1, "parallel.tensor"),
-    Need(
+    EffectRule(
+        "model.mtp_loss_weight", lambda tables: tables.model.mtp_layers > 0, "model.mtp_layers"
+    ),
+    EffectRule(
+        "parallel.context_by", lambda tables: tables.parallel.context > 1, "parallel.context"
+    ),
+    EffectRule(
+        "parallel.sequence", lambda tables: tables.train.numerics == "fast", "train.numerics"
+    ),
+    EffectRule("parallel.sequence", lambda tables: tables.parallel.tensor > 1, "parallel.tensor"),
+    EffectRule(
         "parallel.schedule parallel.chunks",
-        lambda run: not run.parallel.schedule_file,
+        lambda tables: not tables.parallel.schedule_file,
         "parallel.schedule_file",
     ),
-    Need("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
-    Need("precision.reduce", lambda run: run.parallel.copies > 1, "parallel.data parallel.context"),
-    Need(
-        "parallel.overlap",
-        lambda run: run.parallel.copies > 1 or not run.parallel.overlap,
+    EffectRule("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
+    EffectRule(
+        "precision.reduce",
+        lambda tables: tables.parallel.copies > 1,
         "parallel.data parallel.context",
     ),
-    Need("precision.pipeline", lambda run: run.stages > 1, "parallel.pipeline"),
-    Need("precision.buffers", lambda run: run.model.positions == "rope", "model.positions"),
-    Need(
-        " ".join(f"precision.{name}" for name in _SCALES.split()),
-        lambda run: run.precision.scaling == "dynamic",
+    EffectRule(
+        "parallel.overlap",
+        lambda tables: tables.parallel.copies > 1 or not tables.parallel.overlap,
+        "parallel.data parallel.context",
+    ),
+    EffectRule("precision.pipeline", lambda tables: tables.stages > 1, "parallel.pipeline"),
+    EffectRule(
+        "precision.buffers", lambda tables: tables.model.positions == "rope", "model.positions"
+    ),
+    EffectRule(
+        " ".join(f"precision.{name}" for name in _SCALING_KEYS.split()),
+        lambda tables: tables.precision.scaling == "dynamic",
         "precision.scaling",
     ),
-    Need(
+    EffectRule(
         "precision.hysteresis_refill",
-        lambda run: run.precision.hysteresis > 1,
+        lambda tables: tables.precision.hysteresis > 1,
         "precision.hysteresis",
     ),
-    Need(
+    EffectRule(
         "precision.patience",
-        lambda run: run.precision.on_nonfinite == "skip",
+        lambda tables: tables.precision.on_nonfinite == "skip",
         "precision.on_nonfinite",
     ),
-    Need(
-        " ".join(f"fp8.{name}" for name in _OF_FP8), lambda run: run.fp8.kind != "none", "fp8.kind"
-    ),
-    Need(
-        "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
-        lambda run: run.fp8.kind == "delayed",
+    EffectRule(
+        " ".join(f"fp8.{name}" for name in _FP8_KEYS),
+        lambda tables: tables.fp8.kind != "none",
         "fp8.kind",
     ),
-    Need("fp8.history_length", lambda run: run.fp8.amax_algo == "max", "fp8.amax_algo"),
-    Need("fp8.reduce_over", lambda run: run.fp8.reduce_amax, "fp8.reduce_amax"),
-    Need("fp8.power_2_scales", lambda run: run.fp8.kind != "mx", "fp8.kind"),
-    Need("fp8.calibrate", lambda run: not run.fp8.calibrating, "fp8.calibrating"),
-    Need(
+    EffectRule(
+        "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
+        lambda tables: tables.fp8.kind == "delayed",
+        "fp8.kind",
+    ),
+    EffectRule("fp8.history_length", lambda tables: tables.fp8.amax_algo == "max", "fp8.amax_algo"),
+    EffectRule("fp8.reduce_over", lambda tables: tables.fp8.reduce_amax, "fp8.reduce_amax"),
+    EffectRule("fp8.power_2_scales", lambda tables: tables.fp8.kind != "mx", "fp8.kind"),
+    EffectRule("fp8.calibrate", lambda tables: not tables.fp8.calibrating, "fp8.calibrating"),
+    EffectRule(
         "fp8.shadow_loss_gap fp8.shadow_cosine",
-        lambda run: run.fp8.shadow_every > 0,
+        lambda tables: tables.fp8.shadow_every > 0,
         "fp8.shadow_every",
     ),
-    Need(
+    EffectRule(
         "optimizer.betas optimizer.eps",
-        lambda run: run.optimizer.name.lower() in ("adamw", "muon"),
+        lambda tables: tables.optimizer.name.lower() in ("adamw", "muon"),
         "optimizer.name",
     ),
-    Need("optimizer.weight_decay", lambda run: _decays(run.optimizer), "optimizer.name"),
-    Need("lr.final lr.length", lambda run: run.lr.schedule != "constant", "lr.schedule"),
-    Need("lr.decay", lambda run: run.lr.schedule == "wsd", "lr.schedule"),
-    Need("train.canonical_shards", lambda run: run.train.numerics == "canonical", "train.numerics"),
-    Need("train.eval_batches", lambda run: run.train.eval_every > 0, "train.eval_every"),
-    Need("checkpoint.keep_every", lambda run: run.checkpoint.keep != "all", "checkpoint.keep"),
-    *map(_within, PERIODS),
+    EffectRule(
+        "optimizer.weight_decay", lambda tables: _decays(tables.optimizer), "optimizer.name"
+    ),
+    EffectRule(
+        "lr.final lr.length", lambda tables: tables.lr.schedule != "constant", "lr.schedule"
+    ),
+    EffectRule("lr.decay", lambda tables: tables.lr.schedule == "wsd", "lr.schedule"),
+    EffectRule(
+        "train.canonical_shards",
+        lambda tables: tables.train.numerics == "canonical",
+        "train.numerics",
+    ),
+    EffectRule(
+        "train.eval_batches", lambda tables: tables.train.eval_every > 0, "train.eval_every"
+    ),
+    EffectRule(
+        "checkpoint.keep_every", lambda tables: tables.checkpoint.keep != "all", "checkpoint.keep"
+    ),
+    *map(_reached, PERIODS),
 )
 
 
-def effectless(run: Tables, written: Collection[str]) -> Iterator[str]:
+def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
     """Yield a line for each reason by which keys have no effect. written: the dotted keys that the
     user gave.
 
     A model of model.factory may read any key of [model].
     """
-    told = set[str]()
-    for need in NEEDS:
-        idle = [
+    reported = set[str]()
+    for rule in EFFECT_RULES:
+        idle_keys = [
             key
-            for key in need.keys.split()
-            if key in written and key not in told and _differs(run, key)
+            for key in rule.keys.split()
+            if key in written and key not in reported and _differs_from_default(tables, key)
         ]
-        if run.model.factory:
-            idle = [key for key in idle if not key.startswith("model.")]
-        if not idle or need.holds(run):
+        # who knows what a custom model reads
+        if tables.model.factory:
+            idle_keys = [key for key in idle_keys if not key.startswith("model.")]
+        if not idle_keys or rule.holds(tables):
             continue
-        told.update(idle)
-        many = len(idle) > 1
-        deciders = need.deciders.split()
-        said = ", ".join(f"{key} = {toml(run.get(key))}" for key in idle)
-        why = " and ".join(f"{key} = {toml(run.get(key))}" for key in deciders)
-        out = f"leave {'them' if many else 'it'} out, or change {' or '.join(deciders)}"
-        yield f"{said} {'have' if many else 'has'} no effect with {why}: {out}"
+        # one reason is enough: a key is named once
+        reported.update(idle_keys)
+        yield _effectless_line(tables, idle_keys, rule.deciders.split())
     if "optimizer.groups" in written:
-        yield from _idle_groups(run)
+        yield from _effectless_groups(tables)
 
 
-def _idle_groups(run: Tables) -> Iterator[str]:
+def _effectless_line(tables: Tables, idle_keys: list[str], deciders: list[str]) -> str:
+    """Return the line about keys that have no effect because of the values of the `deciders`."""
+    values = ", ".join(f"{key} = {toml(tables.get(key))}" for key in idle_keys)
+    reason = " and ".join(f"{key} = {toml(tables.get(key))}" for key in deciders)
+    changes = " or ".join(deciders)
+    if len(idle_keys) > 1:
+        return f"{values} have no effect with {reason}: leave them out, or change {changes}"
+    return f"{values} has no effect with {reason}: leave it out, or change {changes}"
+
+
+def _effectless_groups(tables: Tables) -> Iterator[str]:
     """Yield a line for each group, and each factor of one, that changes nothing; names of custom
     models are unknown."""
-    optimizer = run.optimizer
-    taken = set[str]()
-    known = len(optimizer.groups) > 1 and not run.model.factory
-    names = [*logical_shapes(sized(run.model, run.data))] if known else []
+    optimizer = tables.optimizer
+    decays = optimizer.weight_decay and _decays(optimizer)
+    reason = f"name = {toml(optimizer.name)}"
     if _decays(optimizer):
-        without = "weight_decay = 0, of which it is a factor"
-    else:
-        without = f"name = {toml(optimizer.name)}"
+        reason = "weight_decay = 0, of which it is a factor"
+    names = list[str]()
+    if len(optimizer.groups) > 1 and not tables.model.factory:
+        names = [*logical_shapes(sized(tables.model, tables.data))]
+    taken = set[str]()  # names that earlier patterns match
     for group in optimizer.groups:
-        here = f'optimizer.groups: pattern "{group.pattern}"'
-        own = {name for name in names if fnmatchcase(name, group.pattern)}
-        if own and own <= taken:
+        line = f'optimizer.groups: pattern "{group.pattern}"'
+        matches = {name for name in names if fnmatchcase(name, group.pattern)}
+        if matches and matches <= taken:
             yield (
-                f"{here} has no effect: earlier patterns match all its parameters, and the first "
+                f"{line} has no effect: earlier patterns match all its parameters, and the first "
                 "counts; move it up"
             )
-        elif group.weight_decay and not (optimizer.weight_decay and _decays(optimizer)):
+        elif group.weight_decay and not decays:
             yield (
-                f"{here}: weight_decay = {group.weight_decay} has no effect with "
-                f"optimizer.{without}: leave it out"
+                f"{line}: weight_decay = {group.weight_decay} has no effect with "
+                f"optimizer.{reason}: leave it out"
             )
-        taken |= own
+        # the first pattern that matches a name decides
+        taken |= matches
 
 
-def _differs(run: Tables, key: str) -> bool:
+def _differs_from_default(tables: Tables, key: str) -> bool:
     """Return True if the key has another value than if it were left out."""
     table, name = key.split(".")
-    values: BaseModel = getattr(run, table)
-    usual = (
-        type(values)
-        .model_fields[name]
-        .get_default(call_default_factory=True, validated_data=dict(values))
-    )
-    return run.get(key) != usual
+    values: BaseModel = getattr(tables, table)
+    field = type(values).model_fields[name]
+    # some defaults follow from other keys of the table
+    default = field.get_default(call_default_factory=True, validated_data=dict(values))
+    return tables.get(key) != default

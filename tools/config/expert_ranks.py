@@ -19,49 +19,69 @@ from tools.config.settings import Parallel, Train
 
 def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless the model's experts can be spread over ranks as asked."""
-    p = parallel
-    said = [
-        f"parallel.{key} {getattr(p, key)}" for key in ("expert", "expert_tensor") if _given(p, key)
+    expert_keys = [
+        f"parallel.{key} {getattr(parallel, key)}"
+        for key in ("expert", "expert_tensor")
+        if _is_changed(parallel, key)
     ]
-    if not said:
+    if not expert_keys:
         return
+    # a dense model, or one whose layers are not known
     if model.factory or not model.experts:
+        reason = "model.experts is 0"
         if model.factory:
-            why = f'model.factory "{model.factory}" has none that are known'
-        else:
-            why = "model.experts is 0"
+            reason = f'model.factory "{model.factory}" has none that are known'
         yield (
-            f"{' and '.join(said)} spread a model's experts over ranks, but {why}: remove "
-            f"{_them(said)}"
+            f"{' and '.join(expert_keys)} spread a model's experts over ranks, but {reason}: "
+            f"remove {'them' if len(expert_keys) > 1 else 'it'}"
         )
         return
-    problem = misfit(p.copies, p.tensor, p.expert, slices(p))
-    able = [
-        n
-        for n in range(1, model.experts + 1)
-        if not model.experts % n and not misfit(p.copies, p.tensor, n, slices(p))
-    ]
-    would = f": {', '.join(map(str, able))} would" if able else ""
-    if model.experts % p.expert:
-        yield f"parallel.expert {p.expert} does not divide model.experts {model.experts}{would}"
+    yield from _spread_problems(model, parallel)
+
+
+def _spread_problems(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem unless the ranks of a stage can hold the experts evenly."""
+    in_slices = slices(parallel)
+    problem = misfit(parallel.copies, parallel.tensor, parallel.expert, in_slices)
+    if model.experts % parallel.expert:
+        yield (
+            f"parallel.expert {parallel.expert} does not divide model.experts "
+            f"{model.experts}{_possible(model, parallel)}"
+        )
     elif problem:
-        yield f"parallel.expert {p.expert} and parallel.expert_tensor {slices(p)}: {problem}{would}"
-    elif p.zero and p.zero_size > 1:
+        yield (
+            f"parallel.expert {parallel.expert} and parallel.expert_tensor {in_slices}: "
+            f"{problem}{_possible(model, parallel)}"
+        )
+    elif parallel.zero and parallel.zero_size > 1:
         try:
-            sharing_replicas(p.tensor, p.zero_size, p.expert, slices(p))
+            sharing_replicas(parallel.tensor, parallel.zero_size, parallel.expert, in_slices)
         except UserError as error:
-            yield from (f"parallel.zero_size {p.zero_size}: {why}" for why in error.problems)
+            for reason in error.problems:
+                yield f"parallel.zero_size {parallel.zero_size}: {reason}"
+
+
+def _possible(model: ModelConfig, parallel: Parallel) -> str:
+    """Return the end of a line that names the values of parallel.expert that would fit, "" if there
+    are none."""
+    possible = list[str]()
+    for ranks in range(1, model.experts + 1):
+        if model.experts % ranks:
+            continue
+        if not misfit(parallel.copies, parallel.tensor, ranks, slices(parallel)):
+            possible.append(str(ranks))
+    return f": {', '.join(possible)} would" if possible else ""
 
 
 def expert_neighbours(train: Train, parallel: Parallel, fp8: FP8) -> Iterator[str]:
     """Yield a problem for each setting that does not know experts on ranks of their own."""
-    p = parallel
-    if p.expert == 1 and slices(p) == p.tensor:
+    # experts lie on their ranks as all other weights do
+    if parallel.expert == 1 and slices(parallel) == parallel.tensor:
         return
-    if p.expert > 1:
-        key = f"parallel.expert = {p.expert}"
+    if parallel.expert > 1:
+        key = f"parallel.expert = {parallel.expert}"
     else:
-        key = f"parallel.expert_tensor = {p.expert_tensor}"
+        key = f"parallel.expert_tensor = {parallel.expert_tensor}"
     if train.numerics == "canonical":
         yield (
             f'{key} and train.numerics = "canonical": sums over experts\' ranks are not '
@@ -91,40 +111,38 @@ def replicas(parallel: Parallel) -> int:
 
 def sharing(parallel: Parallel) -> int:
     """Return how many replicas of an expert share one copy of its optimizer state."""
-    p = parallel
-    if not p.zero or p.zero_size == 1:
+    if not parallel.zero or parallel.zero_size == 1:
         return 1
-    return sharing_replicas(p.tensor, p.zero_size or p.copies, p.expert, slices(p))
+    zero_size = parallel.zero_size or parallel.copies
+    return sharing_replicas(parallel.tensor, zero_size, parallel.expert, slices(parallel))
 
 
-def nearest(own: Parallel, tensor: int, copies: int) -> dict[str, int]:
+def nearest(parallel: Parallel, tensor: int, copies: int) -> dict[str, int]:
     """Return the keys of experts for other axes: the largest divisors of the run's own that fit.
 
     copies: the data x context ranks, each of which has all weights of a stage in `tensor` slices.
     """
-    in_slices = gcd(own.expert_tensor, tensor) if own.expert_tensor else 0
-    return {
-        "expert_tensor": in_slices,
-        "expert": gcd(own.expert, copies * tensor // (in_slices or tensor)),
-    }
+    # 0 stands for as many slices as tensor-parallel ranks, whatever these become
+    in_slices = gcd(parallel.expert_tensor, tensor) if parallel.expert_tensor else 0
+    ranks_of_experts = copies * tensor // (in_slices or tensor)
+    return {"expert_tensor": in_slices, "expert": gcd(parallel.expert, ranks_of_experts)}
 
 
-def every_cut(own: Parallel, experts: int, tensor: int, copies: int) -> Iterator[dict[str, int]]:
+def every_cut(
+    parallel: Parallel, experts: int, tensor: int, copies: int
+) -> Iterator[dict[str, int]]:
     """Yield the keys of experts that fit other axes: first `nearest`, then experts in `tensor`
     slices, and whole ones.
 
     experts: those of a layer, spread over each number of ranks that divides them; 0: the model has
         none.
     """
-    yield nearest(own, tensor, copies)
+    yield nearest(parallel, tensor, copies)
+    # 0: in `tensor` slices; 1: whole experts
     for expert, in_slices in product(range(1, experts + 1), (0, 1)):
         if not experts % expert and not misfit(copies, tensor, expert, in_slices or tensor):
             yield {"expert_tensor": in_slices, "expert": expert}
 
 
-def _given(parallel: Parallel, key: str) -> bool:
+def _is_changed(parallel: Parallel, key: str) -> bool:
     return getattr(parallel, key) != Parallel.model_fields[key].default
-
-
-def _them(said: list[str]) -> str:
-    return "them" if len(said) > 1 else "it"

@@ -36,6 +36,7 @@ class KeyTable:
 def key_tables() -> Iterator[KeyTable]:
     """Yield the tables of a run file with all their keys, in the order of the file."""
     for table, kind in tables_of_a_run().items():
+        # the preset is no field: it is resolved before the table is read
         first = [Key("model.preset", "none", PRESET)] if kind is ModelConfig else []
         fields = ((f"{table}.{name}", field) for name, field in kind.model_fields.items())
         keys = [

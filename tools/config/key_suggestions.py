@@ -65,73 +65,86 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "log.to": ("tensorboard", "wandb", "report_to", "loggers"),
     "train.global_batch": ("batch_size",),
 }
-"""Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM and DeepSpeed,
-`tools.arguments` knows every name."""
+"""Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM
+and DeepSpeed, `tools.arguments` knows every name."""
 
 
-def unknown(given: Mapping[str, Given], known: Mapping[str, FieldInfo | None]) -> Iterator[str]:
+def unknown(
+    settings: Mapping[str, Given], known_fields: Mapping[str, FieldInfo | None]
+) -> Iterator[str]:
     """Yield one line for each unknown key, and a single line for all keys of an unknown table.
 
-    known: all keys, as "table.name", with their fields if they have one; of two that are equally
-    similar, the first is suggested.
+    known_fields: all keys, as "table.name", with their fields if they have one; of two that are
+        equally similar, the first is suggested.
     """
-    tables = dict.fromkeys(key.partition(".")[0] for key in known)
+    tables = dict.fromkeys(key.partition(".")[0] for key in known_fields)
     reported = set[str]()
-    for key, entry in given.items():
-        table, dot, name = key.partition(".")
-        if not dot and table in tables:
-            hint = f"a table, not a key; give keys of it, as {_of(table, known)[0]}"
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): {hint}"
-        elif dot and table not in tables and (answer := _answer(key) or _answer(table)):
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{answer}"
-        elif dot and table not in tables:
+    for key, setting in settings.items():
+        table, dot, _ = key.partition(".")
+        if dot and table not in tables:
+            # someone may write megatron.lr, or a table that is the name of an option
+            if answer := _answer(key) or _answer(table):
+                yield f"{key} = {toml(setting.value)} ({setting.origin}): no such key{answer}"
+                continue
             if table not in reported:
-                yield (
-                    f"[{table}] ({entry.origin}): no such "
-                    f"table{did_you_mean(table, tables, '[{}]')}"
-                )
+                suggestion = did_you_mean(table, tables, "[{}]")
+                yield f"[{table}] ({setting.origin}): no such table{suggestion}"
             reported.add(table)
-        elif (whole := key.rpartition(".")[0]) in known:
-            inner = f"{{{key.rpartition('.')[2]} = {toml(entry.value)}, ...}}"
-            yield f"{key} ({entry.origin}): {whole} {_whole(whole, known[whole], inner)}"
-        elif key not in known:
-            yield (
-                f"{key} = {toml(entry.value)} ({entry.origin}): no such "
-                f"key{_meant(table, name or key, known)}"
-            )
+        elif message := _unknown_key(key, setting, known_fields):
+            yield message
 
 
-def _whole(key: str, field: FieldInfo | None, inner: str) -> str:
-    """Return how a key is given that someone gave a part of. inner: that part, as a table."""
+def _unknown_key(key: str, setting: Given, known_fields: Mapping[str, FieldInfo | None]) -> str:
+    """Return the line about a key of a known table, or without a table; "" if it is known."""
+    table, dot, name = key.partition(".")
+    printed = f"{key} = {toml(setting.value)} ({setting.origin})"
+    of_table = _keys_of(table, known_fields)
+    if not dot and of_table:
+        return f"{printed}: a table, not a key; give keys of it, as {of_table[0]}"
+    outer, _, part = key.rpartition(".")
+    if outer in known_fields:
+        example = f"{{{part} = {toml(setting.value)}, ...}}"
+        remedy = _as_a_whole(outer, known_fields[outer], example)
+        return f"{key} ({setting.origin}): {outer} {remedy}"
+    if key in known_fields:
+        return ""
+    return f"{printed}: no such key{_suggestion(table, name or key, known_fields)}"
+
+
+def _as_a_whole(key: str, field: FieldInfo | None, example: str) -> str:
+    """Return how a key is given that someone gave a part of. example: that part, as a table."""
     if field is None or inside_of(field, "{").startswith("{"):
-        return f"is given as a whole, like '{key}={inner}'"
+        return f"is given as a whole, like '{key}={example}'"
     if get_origin(field.annotation) is tuple:
         return f"is a list, given as a whole, like '{key}={inside_of(field, '[')}'"
     return f"has no keys of its own: give {key}=VALUE"
 
 
-def _of(table: str, known: Collection[str]) -> list[str]:
-    return [key for key in known if key.startswith(f"{table}.")]
+def _keys_of(table: str, known_keys: Collection[str]) -> list[str]:
+    return [key for key in known_keys if key.startswith(f"{table}.")]
 
 
-def _meant(table: str, name: str, known: Collection[str]) -> str:
+def _suggestion(table: str, name: str, known_keys: Collection[str]) -> str:
     """Return a hint at the key that `name` means elsewhere, or why there is none; otherwise at the
     most similar key, preferably of `table`.
     """
-    word = name.partition(".")[0]
-    keys = {key.partition(".")[2]: key for key in (*known, *_of(table, known))}
-    if word in keys:
-        return f"; did you mean {keys[word]}?"
-    if answer := _answer(name) or _answer(word):
+    first = name.partition(".")[0]
+    # of keys with the same name the last counts: those of `table`
+    keys = {key.partition(".")[2]: key for key in (*known_keys, *_keys_of(table, known_keys))}
+    if first in keys:
+        return f"; did you mean {keys[first]}?"
+    if answer := _answer(name) or _answer(first):
         return answer
-    close = closest(word, keys)
-    return f"; did you mean {keys[close]}?" if close else ""
+    similar = closest(first, keys)
+    return f"; did you mean {keys[similar]}?" if similar else ""
 
 
-def _answer(word: str) -> str:
+def _answer(name: str) -> str:
     """Return the end of a line about a name of another system; "" if it is none."""
-    word = word.replace("-", "_")
-    means = {there: (key,) for key, words in ELSEWHERE.items() for there in words}
-    if keys := means.get(word) or KEYS.get(word):
+    # options of command lines have dashes
+    name = name.replace("-", "_")
+    keys = [key for key, names in ELSEWHERE.items() if name in names] or KEYS.get(name)
+    if keys:
         return f"; did you mean {' or '.join(keys)}?"
-    return f", for {why}" if (why := REASONS.get(word)) else ""
+    reason = REASONS.get(name)
+    return f", for {reason}" if reason else ""

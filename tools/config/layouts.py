@@ -2,8 +2,9 @@
 fewer ranks.
 
 A layout is the run with another [parallel] table. Keys of that table stay as they are if they can;
-those of `TIED` are left out, as few as possible, if the rules of the run file forbid them with the
-new axes. Experts are spread over as many of the ranks that the run asks for as the new axes allow.
+those of `TIED_KEYS` are left out, as few as possible, if the rules of the run file forbid them with
+the new axes. Experts are spread over as many of the ranks that the run asks for as the new axes
+allow.
 
 The largest layout keeps the replica as large as the ranks allow, for a smaller one needs more
 memory per rank: first the given tensor x pipeline x context, with as many replicas as the ranks and
@@ -11,7 +12,7 @@ the global batch allow; or the largest smaller tensor x pipeline x context, of t
 the one with most tensor-parallel ranks, then with the longest pipeline, and again as many replicas.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
@@ -23,8 +24,8 @@ from tools.config.expert_ranks import nearest
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
-TIED = ("cuts", "schedule_file", "zero_size")  # keys for a certain number of ranks
-AXES = ("tensor", "pipeline", "context", "data")
+TIED_KEYS = ("cuts", "schedule_file", "zero_size")  # keys for a certain number of ranks
+AXES: tuple[str, ...] = ("tensor", "pipeline", "context", "data")
 ALONE = Parallel()
 
 
@@ -46,29 +47,30 @@ def problems(config: RunConfig, parallel: Parallel) -> list[str]:
     return cross_problems({**dict(config), "parallel": parallel})
 
 
-def fitted(config: RunConfig, said: Mapping[str, Any]) -> Fitting | None:
-    """Return the layout with the keys of `said`; axes that it does not name are 1, other keys are
+def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Fitting | None:
+    """Return the layout with the keys of `keys`; axes that it does not name are 1, other keys are
     the run's own.
 
     None if the run cannot have it.
     """
-    own = config.parallel.model_dump()
-    axes = {**dict.fromkeys(AXES, 1), **said}
-    wanted = {
-        **own,
-        **nearest(config.parallel, axes["tensor"], axes["data"] * axes["context"]),
-        **axes,
-    }
-    tied = [key for key in TIED if own[key] and key not in said]
-    for left_out in (
-        keys for number in range(len(tied) + 1) for keys in combinations(tied, number)
-    ):
-        parallel = Parallel.model_validate(
-            {**wanted, **{key: getattr(ALONE, key) for key in left_out}}
-        )
+    run_keys = config.parallel.model_dump()
+    axes = {**dict.fromkeys(AXES, 1), **keys}
+    copies = axes["data"] * axes["context"]
+    wanted = run_keys | nearest(config.parallel, axes["tensor"], copies) | axes
+    tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]
+    # each try validates the whole table, but there are three such keys at most
+    for left_out in _subsets(tied):
+        defaults = {key: getattr(ALONE, key) for key in left_out}
+        parallel = Parallel.model_validate(wanted | defaults)
         if not problems(config, parallel):
             return Fitting(parallel, left_out)
     return None
+
+
+def _subsets(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield all subsets of the keys, the smallest first."""
+    for number in range(len(keys) + 1):
+        yield from combinations(keys, number)
 
 
 def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
@@ -76,34 +78,46 @@ def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
     is none."""
     if config.world_size <= ranks:
         return Fitting(config.parallel)
-    made = (
-        fitted(config, dict(zip(AXES, axes, strict=True))) for axes in _largest_first(config, ranks)
-    )
-    return next((fitting for fitting in made if fitting), None)
+    # the first that fits is the largest
+    for sizes in _largest_first(config, ranks):
+        axes = dict(zip(AXES, sizes, strict=True))
+        fitting = fitted(config, axes)
+        if fitting:
+            return fitting
+    return None
 
 
 def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield sizes of AXES with at most `ranks` ranks whose replicas take whole micro-batches."""
-    p = config.parallel
+    parallel = config.parallel
     micro_batches = config.train.global_batch // config.train.micro_batch
-    most = (range(1, size + 1) for size in (p.tensor, p.pipeline, p.context))
-    replicas = [axes for axes in product(*most) if prod(axes) <= ranks]
-    for axes in sorted(replicas, key=lambda axes: (prod(axes), axes), reverse=True):
-        for data in range(ranks // prod(axes), 0, -1):
+    possible = product(
+        range(1, parallel.tensor + 1),
+        range(1, parallel.pipeline + 1),
+        range(1, parallel.context + 1),
+    )
+    replicas = [sizes for sizes in possible if prod(sizes) <= ranks]
+    # the largest replica needs the least memory per rank
+    replicas.sort(key=lambda sizes: (prod(sizes), sizes), reverse=True)
+    for sizes in replicas:
+        for data in range(ranks // prod(sizes), 0, -1):
             if micro_batches % data == 0:
-                yield *axes, data
+                yield *sizes, data
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
     """Raise UserError unless the number of ranks that joined is the one that the layout needs."""
     if world_size == config.world_size:
         return
-    p = config.parallel
-    replica = p.tensor * p.pipeline * p.context
+    parallel = config.parallel
+    replica = parallel.tensor * parallel.pipeline * parallel.context
     advice = f"start {config.world_size} ranks"
+    # more or fewer replicas are the change that keeps the model as it is cut
     if world_size % replica == 0:
         advice += f" or set parallel.data = {world_size // replica}"
-    raise UserError(f"world size {world_size} != {in_keys(p)} = {config.world_size}: {advice}")
+    raise UserError(
+        f"world size {world_size} != {in_keys(parallel)} = {config.world_size}: {advice}"
+    )
 
 
 def in_words(parallel: Parallel) -> str:
@@ -111,23 +125,31 @@ def in_words(parallel: Parallel) -> str:
 
     A context of 1 is left out.
     """
-    count = parallel.ranks
-    named = " x ".join(f"{axis} {size}" for axis, size in _sizes(parallel))
-    experts = f", experts over {parallel.expert}" if parallel.expert > 1 else ""
-    if 0 < parallel.expert_tensor != parallel.tensor:
-        experts = (
-            f"{experts or ', experts'} in {parallel.expert_tensor} "
-            f"slice{'' if parallel.expert_tensor == 1 else 's'}"
-        )
-    return f"{named} = {count} rank{'' if count == 1 else 's'}{experts}"
+    axes = " x ".join(f"{axis} {size}" for axis, size in _axis_sizes(parallel))
+    unit = "rank" if parallel.ranks == 1 else "ranks"
+    experts = ""
+    if parallel.expert > 1:
+        experts = f", experts over {parallel.expert}"
+    slices = parallel.expert_tensor
+    if slices > 0 and slices != parallel.tensor:
+        experts = experts or ", experts"
+        experts += f" in {slices} slice" if slices == 1 else f" in {slices} slices"
+    return f"{axes} = {parallel.ranks} {unit}{experts}"
 
 
 def in_keys(parallel: Parallel) -> str:
     """Return the axes as keys: parallel.tensor 2 x parallel.pipeline 1 x parallel.data 2."""
-    return " x ".join(f"parallel.{axis} {size}" for axis, size in _sizes(parallel))
+    return " x ".join(f"parallel.{axis} {size}" for axis, size in _axis_sizes(parallel))
 
 
-def _sizes(parallel: Parallel) -> list[tuple[str, int]]:
-    return [
-        (axis, size) for axis in AXES if (size := getattr(parallel, axis)) > 1 or axis != "context"
+def _axis_sizes(parallel: Parallel) -> list[tuple[str, int]]:
+    """Return the axes with their sizes, without a context of 1."""
+    sizes = [
+        ("tensor", parallel.tensor),
+        ("pipeline", parallel.pipeline),
+        ("context", parallel.context),
+        ("data", parallel.data),
     ]
+    if parallel.context == 1:
+        sizes.remove(("context", 1))
+    return sizes

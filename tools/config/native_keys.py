@@ -32,11 +32,11 @@ SCALING = {
     "hysteresis": "hysteresis",
     "hysteresis_refill": "hysteresis_refill",
 }
-BESIDE = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
+NATIVE_ONLY = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
 """Native keys that no dialect has words for."""
 # not functions, which no file has
-FP8_KEYS = tuple(f.name for f in fields(FP8Recipe) if f.name in FP8.model_fields)
-_DEVIANT: Mapping[str, tuple[str, ...]] = {
+FP8_KEYS = tuple(field.name for field in fields(FP8Recipe) if field.name in FP8.model_fields)
+_UNLIKE_THEIR_NAME: Mapping[str, tuple[str, ...]] = {
     "remainders": ("precision.masters",),
     "sensitive": (),
     "scaling": (
@@ -47,7 +47,7 @@ _DEVIANT: Mapping[str, tuple[str, ...]] = {
     "fp8": tuple(f"fp8.{name}" for name in FP8_KEYS),
 }
 KEYS: Mapping[str, tuple[str, ...]] = {
-    name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS
+    name: _UNLIKE_THEIR_NAME.get(name, (f"precision.{name}",)) for name in FIELDS
 }
 """The native keys that decide each field of a plan."""
 FOLLOWS = {
@@ -59,11 +59,16 @@ FOLLOWS = {
     "scaling": "compute",
 }
 """Fields that follow another where none of their keys is given."""
+# fields by the way in which a key is made of them
+_DTYPES = ("compute", "parameters", "residual", "pipeline", "attention")
+_WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
+_PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
 
 
 def loss_scaling(precision: Precision) -> LossScaling:
     """Return the loss scaling of [precision]."""
     chosen = {field: getattr(precision, key) for key, field in SCALING.items()}
+    # a plan has one first scale, and None for no upper bound
     chosen |= {
         "initial": precision.loss_scale or precision.initial_scale,
         "maximum": precision.max_scale or None,
@@ -82,225 +87,249 @@ def recipe_of(fp8: FP8) -> FP8Recipe | None:
 def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
     """Return the plan of both tables, without origins (`with_origins` adds them). Raises
     UserError."""
-    p = precision
-    wide = "fp64" if precision.compute == "fp64" else "fp32"
-    held = {
-        name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED
-    }
+    # "fp32" means the widest dtype of the run
+    widest = "fp64" if precision.compute == "fp64" else "fp32"
+
+    def widened(name: str) -> str:
+        return widest if name == "fp32" else name
+
     return plan(
-        p.compute,
-        loss_scaling(p),
-        p.on_nonfinite,
-        parameters=p.parameters,
-        gradients=p.gradients,
-        reduce=wide if p.reduce == "fp32" else p.reduce,
-        masters=p.masters,
-        moments=p.moments,
-        residual=DTYPES[p.residual],
-        pipeline=DTYPES[p.pipeline],
-        attention=DTYPES[p.attention],
-        **held,
-        keep_fp32=p.keep_fp32,
-        rounding=p.rounding,
-        cast_inputs=p.cast_inputs,
-        masters_in_checkpoint=p.masters_in_checkpoint,
-        tf32=p.tf32,
+        precision.compute,
+        loss_scaling(precision),
+        precision.on_nonfinite,
+        parameters=precision.parameters,
+        gradients=precision.gradients,
+        reduce=widened(precision.reduce),
+        masters=precision.masters,
+        moments=precision.moments,
+        residual=DTYPES[precision.residual],
+        pipeline=DTYPES[precision.pipeline],
+        attention=DTYPES[precision.attention],
+        **{key: DTYPES[widened(getattr(precision, key))] for key in _WIDENED},
+        keep_fp32=precision.keep_fp32,
+        rounding=precision.rounding,
+        cast_inputs=precision.cast_inputs,
+        masters_in_checkpoint=precision.masters_in_checkpoint,
+        tf32=precision.tf32,
         fp8=recipe_of(fp8),
     )
 
 
-def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPlan:
-    """Return `plan` with the key that decided each field. places: origins of the native keys that
-    were given."""
-    origin = {}
+def with_origins(plan: PrecisionPlan, origins: Mapping[str, str]) -> PrecisionPlan:
+    """Return `plan` with the key that decided each field. origins: of the native keys that were
+    given."""
+    deciders = {}
     for name in KEYS:
-        decider = name
-        while decider in FOLLOWS and not any(key in places for key in KEYS[decider]):
-            decider = FOLLOWS[decider]
-        said = [_origin(key, places[key]) for key in dict.fromkeys(KEYS[decider]) if key in places]
-        origin[name] = ", ".join(dict.fromkeys(said)) or "default"
-    return replace(plan, origin=origin)
+        # the field whose value this one has, as long as no key of its own is given
+        source = name
+        while source in FOLLOWS and not any(key in origins for key in KEYS[source]):
+            source = FOLLOWS[source]
+        keys = [key for key in dict.fromkeys(KEYS[source]) if key in origins]
+        names = [_decider(key, origins[key]) for key in keys]
+        deciders[name] = ", ".join(dict.fromkeys(names)) or "default"
+    return replace(plan, origin=deciders)
 
 
-def _origin(key: str, place: str) -> str:
+def _decider(key: str, origin: str) -> str:
     """Return the key that decided a native key: itself with its origin, or the key of a dialect."""
-    if place == "command line" or place.startswith("file "):
-        return f"{key} ({place})"
-    return place
+    if origin == "command line" or origin.startswith("file "):
+        return f"{key} ({origin})"
+    return origin
 
 
 def native(plan: PrecisionPlan) -> dict[str, Any]:
     """Return the native keys that describe a plan completely."""
-    wide = torch.float64 if plan.compute == torch.float64 else torch.float32
-
-    def name(dtype: torch.dtype) -> str:
-        return "fp32" if dtype == wide else dtype_name(dtype)
-
-    keys: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
-    keys |= {key: dtype_name(getattr(plan, key)) for key in _NAMED}
-    keys |= {key: name(getattr(plan, key)) for key in ("gradients", "reduce", "moments", *_WIDENED)}
+    widest = torch.float64 if plan.compute == torch.float64 else torch.float32
+    precision: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
+    for key in _DTYPES:
+        precision[key] = dtype_name(getattr(plan, key))
+    for key in ("gradients", "reduce", "moments", *_WIDENED):
+        dtype = getattr(plan, key)
+        precision[key] = "fp32" if dtype == widest else dtype_name(dtype)
+    precision["masters"] = "fp32" if plan.masters == widest else "none"
     if plan.remainders:
-        keys["masters"] = "split"
-    elif plan.masters == wide:
-        keys["masters"] = "fp32"
-    else:
-        keys["masters"] = "none"
-    keys |= {key: getattr(plan.scaling, field) for key, field in SCALING.items()}
-    keys |= {"max_scale": plan.scaling.maximum or 0.0}
-    if plan.scaling.kind == "constant":
-        keys |= {"loss_scale": plan.scaling.initial, "initial_scale": LossScaling().initial}
-    fp8 = {name: getattr(plan.fp8, name) for name in FP8_KEYS} if plan.fp8 else {"kind": "none"}
-    return {f"precision.{k}": v for k, v in keys.items()} | {f"fp8.{k}": v for k, v in fp8.items()}
+        precision["masters"] = "split"
+    precision |= _scaling_keys(plan.scaling)
+    fp8: dict[str, Any] = {"kind": "none"}
+    if plan.fp8:
+        fp8 = {name: getattr(plan.fp8, name) for name in FP8_KEYS}
+    keys = {f"precision.{key}": value for key, value in precision.items()}
+    return keys | {f"fp8.{key}": value for key, value in fp8.items()}
 
 
-_NAMED = ("compute", "parameters", "residual", "pipeline", "attention")
-_WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
-_PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
+def _scaling_keys(scaling: LossScaling) -> dict[str, Any]:
+    """Return the keys of [precision] that describe loss scaling."""
+    keys = {key: getattr(scaling, field) for key, field in SCALING.items()}
+    keys["max_scale"] = scaling.maximum or 0.0
+    if scaling.kind == "constant":
+        # the first scale of dynamic scaling is then of no use
+        keys["loss_scale"] = scaling.initial
+        keys["initial_scale"] = LossScaling().initial
+    return keys
 
 
-def take_plan_only(given: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:
-    """Remove the keys of `PLAN_ONLY` from `given`. Returns notes on those with their default,
+def take_plan_only(settings: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:
+    """Remove the keys of `PLAN_ONLY` from `settings`. Returns notes on those with their default,
     problems of others."""
     notes = list[str]()
     problems = list[str]()
-    for key, why in PLAN_ONLY.items():
-        entry = given.pop(key, None)
-        if entry is None:
+    for key, reason in PLAN_ONLY.items():
+        setting = settings.pop(key, None)
+        if setting is None:
             continue
-        said = f"{key} = {toml(entry.value)} ({entry.origin})"
-        if type(entry.value) is type(idle(key)) and entry.value == idle(key):
-            notes.append(f"{said}: this key has no effect, for {why}; remove it")
+        line = f"{key} = {toml(setting.value)} ({setting.origin})"
+        # 0 and 1 are not the false and true that they equal
+        if type(setting.value) is type(idle(key)) and setting.value == idle(key):
+            notes.append(f"{line}: this key has no effect, for {reason}; remove it")
         else:
-            problems.append(f"{said}: {why}; remove this key")
+            problems.append(f"{line}: {reason}; remove this key")
     return tuple(notes), problems
 
 
-def take_renamed(given: dict[str, Given]) -> tuple[str, ...]:
-    """Replace log.tensorboard, which runs of earlier versions have saved, by log.to in `given`.
+def take_renamed(settings: dict[str, Given]) -> tuple[str, ...]:
+    """Replace log.tensorboard, which runs of earlier versions have saved, by log.to in `settings`.
     Returns notes."""
-    entry = given.get("log.tensorboard")
-    if entry is None or not isinstance(entry.value, bool):
+    setting = settings.get("log.tensorboard")
+    if setting is None or not isinstance(setting.value, bool):
         return ()
-    del given["log.tensorboard"]
-    said = f"log.tensorboard = {toml(entry.value)} ({entry.origin})"
-    if "log.to" in given:
-        return (f"{said}: this key has no effect beside log.to; remove it",)
-    given["log.to"] = Given(["tensorboard"] if entry.value else [], entry.origin)
+    del settings["log.tensorboard"]
+    line = f"log.tensorboard = {toml(setting.value)} ({setting.origin})"
+    if "log.to" in settings:
+        return (f"{line}: this key has no effect beside log.to; remove it",)
+    trackers = ["tensorboard"] if setting.value else []
+    settings["log.to"] = Given(trackers, setting.origin)
     return (
-        (
-            f"{said}: read as log.to = {toml(given['log.to'].value)}, which names all trackers; "
-            "write that instead"
-        ),
+        f"{line}: read as log.to = {toml(trackers)}, which names all trackers; write that instead",
     )
 
 
 def resolve_dialect(
-    given: dict[str, Given], known: frozenset[str] | None
+    settings: dict[str, Given], known_keys: frozenset[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Replace the tables of a dialect in `given` by native keys.
+    """Replace the tables of a dialect in `settings` by native keys.
 
-    known: all keys of a run file; a decision without such a key is then a problem. Returns notes on
-    how the dialect was understood, and problems.
+    known_keys: all keys of a run file; a decision without such a key is then a problem. Returns
+        notes on how the dialect was understood, and problems.
     """
-    found = {name: _take(given, name) for name in DIALECTS}
-    found = {name: leaves for name, leaves in found.items() if leaves is not None}
-    if not found:
+    dialects = dict[str, dict[str, Given]]()
+    for name in DIALECTS:
+        leaves = _take_dialect(settings, name)
+        if leaves is not None:
+            dialects[name] = leaves
+    if not dialects:
         return (), []
-    if len(found) > 1:
-        tables = " and ".join(f"[precision.{name}]" for name in found)
+    # an empty table counts too: it may decide all by its defaults
+    if len(dialects) > 1:
+        tables = " and ".join(f"[precision.{name}]" for name in dialects)
         return (), [f"{tables}: a run has one precision; keep one of them"]
-    ((name, leaves),) = found.items()
-    problems = list(_native_beside(given, name))
-    _add_zero(given, name, leaves)
-    places = {f"precision.{name}.{path}": entry.origin for path, entry in leaves.items() if path}
+    ((name, leaves),) = dialects.items()
+
+    problems = list(_native_conflicts(settings, name))
+    _add_zero_of_nxd(settings, name, leaves)
+    # the path "" is the table itself
+    origins = {f"precision.{name}.{path}": leaf.origin for path, leaf in leaves.items() if path}
     try:
-        resolved = DIALECTS[name].resolve(_nested(leaves), places)
+        resolved = DIALECTS[name].resolve(_unflatten(leaves), origins)
     except UserError as error:
         return (), problems + list(error.problems)
-    if "model.layers" in resolved.settings and (preset := given.get("model.preset")):
-        whole = f"[precision.{name}] describes the model; keep one of them"
-        problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {whole}")
+    if "model.layers" in resolved.settings and (preset := settings.get("model.preset")):
+        remedy = f"[precision.{name}] describes the model; keep one of them"
+        problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {remedy}")
     for key, decision in resolved.settings.items():
-        problems += _settle(
-            given, key, Given(decision.value, decision.origin), decision.given, known
-        )
-    origins: dict[str, str] = {}
-    for field, keys in KEYS.items():
-        for key in keys:
-            origins.setdefault(key, resolved.plan.origin[field])
-    for key, value in native(resolved.plan).items():
-        given.setdefault(key, Given(value, origins[key]))
+        decided = Given(decision.value, decision.origin)
+        problems += _settle(settings, key, decided, decision.given, known_keys)
+    _add_native(settings, resolved.plan)
     return resolved.notes, problems
 
 
-def _take(given: dict[str, Given], name: str) -> dict[str, Given] | None:
-    """Remove the keys of [precision.<name>] from `given` and return them by dotted path; None if
+def _add_native(settings: dict[str, Given], plan: PrecisionPlan) -> None:
+    """Add the native keys of a plan, each with the origin of the first field that it decides."""
+    origins: dict[str, str] = {}
+    for field, keys in KEYS.items():
+        for key in keys:
+            origins.setdefault(key, plan.origin[field])
+    for key, value in native(plan).items():
+        settings.setdefault(key, Given(value, origins[key]))
+
+
+def _take_dialect(settings: dict[str, Given], name: str) -> dict[str, Given] | None:
+    """Remove the keys of [precision.<name>] from `settings` and return them by dotted path; None if
     there are none."""
     table = f"precision.{name}"
     leaves = dict[str, Given]()
-    keys = [key for key in given if key == table or key.startswith(f"{table}.")]
+    keys = [key for key in settings if key == table or key.startswith(f"{table}.")]
     for key in keys:
-        entry = given.pop(key)
-        leaves |= _leaves(key.removeprefix(table).lstrip("."), entry.value, entry.origin)
+        setting = settings.pop(key)
+        path = key.removeprefix(table).lstrip(".")
+        leaves |= _flatten(path, setting.value, setting.origin)
     return leaves if keys else None
 
 
-def _leaves(path: str, value: Any, origin: str) -> dict[str, Given]:
+def _flatten(path: str, value: Any, origin: str) -> dict[str, Given]:
+    """Return the tree `value` at `path` by dotted paths; a table has an entry of its own, {}."""
     if not isinstance(value, dict):
         return {path: Given(value, origin)}
     leaves: dict[str, Given] = {path: Given({}, origin)}
     for key, inner in value.items():
-        leaves |= _leaves(f"{path}.{key}" if path else key, inner, origin)
+        leaves |= _flatten(f"{path}.{key}" if path else key, inner, origin)
     return leaves
 
 
-def _nested(leaves: Mapping[str, Given]) -> Any:
+def _unflatten(leaves: Mapping[str, Given]) -> Any:
     """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
     tree: dict[str, Any] = {"": {}}
-    for path, entry in leaves.items():
+    for path, leaf in leaves.items():
         *tables, last = ["", *path.split(".")] if path else [""]
-        place = tree
+        node = tree
         for table in tables:
-            if not isinstance(place.get(table), dict):
-                place[table] = {}
-            place = place[table]
-        if not (entry.value == {} and isinstance(place.get(last), dict)):
-            place[last] = entry.value
+            if not isinstance(node.get(table), dict):
+                node[table] = {}
+            node = node[table]
+        # a table is there already if one of its keys came before it
+        if not (leaf.value == {} and isinstance(node.get(last), dict)):
+            node[last] = leaf.value
     return tree[""]
 
 
-def _native_beside(given: Mapping[str, Given], name: str) -> Iterator[str]:
-    native_keys = {key for keys in KEYS.values() for key in keys} - set(BESIDE)
-    for key, entry in given.items():
+def _native_conflicts(settings: Mapping[str, Given], name: str) -> Iterator[str]:
+    """Yield a problem for each native key beside a dialect, which decides it."""
+    native_keys = {key for keys in KEYS.values() for key in keys} - set(NATIVE_ONLY)
+    for key, setting in settings.items():
         if key in native_keys:
             yield (
-                f"{key} = {toml(entry.value)} ({entry.origin}): [precision.{name}] decides it; "
+                f"{key} = {toml(setting.value)} ({setting.origin}): [precision.{name}] decides it; "
                 "keep one of them"
             )
 
 
-def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -> None:
+def _add_zero_of_nxd(settings: Mapping[str, Given], name: str, leaves: dict[str, Given]) -> None:
     """Add parallel.zero to the keys of NxD, whose defaults depend on ZeRO-1."""
     path = "optimizer_config.zero_one_enabled"
-    if name == "nxd" and path not in leaves and leaves.get("", Given({}, "")).value == {}:
-        zero = given.get("parallel.zero", Given(Parallel().zero, "default"))
+    if name != "nxd" or path in leaves:
+        return
+    # a dialect that is no table is refused as it is
+    if leaves.get("", Given({}, "")).value == {}:
+        zero = settings.get("parallel.zero", Given(Parallel().zero, "default"))
         leaves[path] = Given(zero.value, f"parallel.zero, {zero.origin}")
 
 
 def _settle(
-    given: dict[str, Given], key: str, said: Given, explicit: bool, known: frozenset[str] | None
+    settings: dict[str, Given],
+    key: str,
+    decided: Given,
+    explicit: bool,
+    known_keys: frozenset[str] | None,
 ) -> Iterator[str]:
-    """Add a dialect's decision on a run-file key to `given`; only a key that the dialect's user has
-    written can contradict it.
+    """Add a dialect's decision on a run-file key to `settings`; only a key that the dialect's user
+    has written can contradict it.
     """
-    own = given.get(key)
-    if known is not None and key not in known:
-        yield f"{said.origin} = {toml(said.value)}: not supported yet"
-    elif own is None:
-        given[key] = said
-    elif explicit and own.value != said.value:
+    written = settings.get(key)
+    if known_keys is not None and key not in known_keys:
+        yield f"{decided.origin} = {toml(decided.value)}: not supported yet"
+    elif written is None:
+        settings[key] = decided
+    elif explicit and written.value != decided.value:
         yield (
-            f"{key} = {toml(own.value)} ({own.origin}) contradicts {said.origin}, which says "
-            f"{toml(said.value)}: "
-            "keep one of them"
+            f"{key} = {toml(written.value)} ({written.origin}) contradicts {decided.origin}, which "
+            f"says {toml(decided.value)}: keep one of them"
         )

@@ -12,7 +12,7 @@ import torch
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 HALVES = (torch.float16, torch.bfloat16)
-MANY = 8  # micro-batches, or ranks, whose sum in half precision loses something
+MANY_TERMS = 8  # micro-batches, or ranks, whose sum in half precision loses something
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def _unscaled_fp16(scene: Scene) -> str:
     plan = scene.plan
     if torch.float16 not in (plan.compute, plan.parameters) or plan.scaling.kind != "none":
         return ""
+    # 2**-24, the smallest number of fp16
     return "fp16 without loss scaling: gradients below 6e-8 become zero; scale the loss dynamically"
 
 
@@ -62,23 +63,23 @@ def _high_first_scale(scene: Scene) -> str:
 
 def _narrow_sums(scene: Scene) -> str:
     plan = scene.plan
-    if plan.gradients not in HALVES or scene.microbatches <= MANY:
+    # a sum of a few terms is about as exact as they are
+    if plan.gradients not in HALVES or scene.microbatches <= MANY_TERMS:
         return ""
     return (
         f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} "
-        "micro-batches: "
-        "late ones are rounded away; add them up in fp32"
+        "micro-batches: late ones are rounded away; add them up in fp32"
     )
 
 
 def _narrow_reduction(scene: Scene) -> str:
     plan = scene.plan
-    if plan.reduce not in HALVES or scene.replicas <= MANY:
+    if plan.reduce not in HALVES or scene.replicas <= MANY_TERMS:
         return ""
-    how = "may overflow" if plan.reduce == torch.float16 else "loses bits"
+    consequence = "may overflow" if plan.reduce == torch.float16 else "loses bits"
     return (
         f"gradients are summed over {scene.replicas} replicas in {dtype_name(plan.reduce)}, which "
-        f"{how}; reduce in fp32"
+        f"{consequence}; reduce in fp32"
     )
 
 
@@ -86,11 +87,11 @@ def _no_masters(scene: Scene) -> str:
     plan = scene.plan
     if plan.masters not in HALVES or plan.rounding == "stochastic":
         return ""
+    # half a unit in the last place of a weight is at least so much of it
     share = 4096 if plan.masters == torch.float16 else 512
     return (
-        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates "
-        f"below 1/{share} of a "
-        "weight are lost; keep fp32 masters, or round bf16 stochastically"
+        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates below "
+        f"1/{share} of a weight are lost; keep fp32 masters, or round bf16 stochastically"
     )
 
 
@@ -104,6 +105,7 @@ def _idle_stochastic_rounding(scene: Scene) -> str:
 def _narrow_moments(scene: Scene) -> str:
     if scene.plan.moments != torch.bfloat16:
         return ""
+    # bf16 has 8 bits: a change of less than half a unit in the last place is rounded away
     return (
         "bf16 moments cannot hold a change of less than 1/512: with beta2 of 0.998 or more the "
         "second never falls"
@@ -123,6 +125,7 @@ def _masters_not_saved(scene: Scene) -> str:
 def _narrow_buffers(scene: Scene) -> str:
     if scene.plan.buffers not in HALVES:
         return ""
+    # bf16 tells whole numbers apart up to 256 only
     return (
         f"{dtype_name(scene.plan.buffers)} buffers: rotary angles of distant positions fall "
         "together; keep them fp32"
@@ -167,6 +170,7 @@ def _ignored_overflow(scene: Scene) -> str:
 
 def _short_history(scene: Scene) -> str:
     recipe = scene.plan.fp8
+    # only delayed scales have a history
     if (
         recipe is None
         or recipe.kind != "delayed"
@@ -181,6 +185,7 @@ def _short_history(scene: Scene) -> str:
 
 def _uncast_inputs(scene: Scene) -> str:
     plan = scene.plan
+    # fp32 needs no cast
     if plan.cast_inputs != "none" or plan.compute == torch.float32:
         return ""
     return (

@@ -1,17 +1,27 @@
 """The plan of each module of a model: the dtypes of its tensors and the bytes they take."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import NamedTuple
 
 from megaprec.fp8.eligibility import asked_for
+from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.convert.core.rules import logical_shapes
 
-ROLES = ("compute", "parameter", "gradient", "reduce", "master", "moment")
+ROLES: tuple[str, ...] = ("compute", "parameter", "gradient", "reduce", "master", "moment")
+BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "16 bits": 2,
+    "fp8": 1,
+}
+NOT_LINEAR = ("norm", "router", "shared_gate")  # parts of the names of other weights
 
 
 @dataclass(frozen=True)
@@ -28,33 +38,49 @@ class Row:
     bytes: dict[str, int]
 
 
+class ModuleDtypes(NamedTuple):
+    """Modules of several layers with equal dtypes. module: "layers.*.attention". dtypes: in the
+    order of ROLES."""
+
+    module: str
+    dtypes: tuple[str, ...]
+
+
 def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
-    """Yield a row per module, equal ones of all layers together, in the order of the model."""
-    # (module, dtypes) -> layer -> elements
-    tensors = defaultdict[tuple[str, tuple[str, ...]], dict[int, int]](dict)
+    """Return a row per module, equal ones of all layers together, in the order of the model."""
+    elements = dict[ModuleDtypes, dict[int, int]]()  # by layer
     for name, shape in logical_shapes(config).items():
-        module, layer = _module(name)
-        dtypes = tuple(_dtypes(plan, name, layer, config.layers).values())
-        counts = tensors[module, dtypes]
-        counts[layer] = counts.get(layer, 0) + prod(shape)
-    return [
-        _row(plan, module.replace("*", span), count, dict(zip(ROLES, dtypes, strict=True)))
-        for (module, dtypes), counts in tensors.items()
-        for span, count in spans(counts)
-    ]
+        module, layer = _split_layer(name)
+        dtypes = _dtypes(plan, name, layer, config.layers)
+        same_modules = ModuleDtypes(module, tuple(dtypes.values()))
+        by_layer = elements.setdefault(same_modules, {})
+        by_layer[layer] = by_layer.get(layer, 0) + prod(shape)
+
+    table = list[Row]()
+    for same_modules, by_layer in elements.items():
+        dtypes = dict(zip(ROLES, same_modules.dtypes, strict=True))
+        for span, count in spans(by_layer):
+            name = same_modules.module.replace("*", span)
+            table.append(_row(name, count, dtypes))
+    return table
 
 
-def _module(name: str) -> tuple[str, int]:
+def _split_layer(name: str) -> tuple[str, int]:
     """Return ("layers.*.attention", 3) for "layers.3.attention.query.weight"; other modules have
     layer -1."""
-    first, *rest = name.split(".")
+    first, *parts = name.split(".")
     if first == "layers":
-        return (f"{first}.*.{rest[1]}", int(rest[0]))
-    return (first, -1)
+        layer, module, *_ = parts
+        return f"layers.*.{module}", int(layer)
+    return first, -1
 
 
 def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
-    """Return ranges of consecutive layers as "0-5", with the sum of their elements."""
+    """Return ranges of consecutive layers as "0-5", with the sum of their elements.
+
+    counts: elements by layer.
+    """
+    # layer minus its rank among the layers is the same within a range without gaps
     numbered = enumerate(sorted(counts))
     for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
         layers = [layer for _, layer in run]
@@ -64,42 +90,52 @@ def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
 
 def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str, str]:
     """Return the dtype of each role for the parameter of this logical name."""
-    held = plan.param_dtype(name)
-    kept = held == plan.sensitive and plan.compute_dtype(name) == plan.sensitive
-    dtypes = {
-        "compute": plan.compute_dtype(name),
-        "parameter": held,
-        "gradient": plan.sensitive if kept else plan.gradients,
-        "reduce": plan.sensitive if kept else plan.reduce,
-        "master": plan.sensitive if kept else plan.masters,
-        "moment": plan.sensitive if kept else plan.moments,
+    parameter = plan.param_dtype(name)
+    compute = plan.compute_dtype(name)
+    state = {
+        "gradient": plan.gradients,
+        "reduce": plan.reduce,
+        "master": plan.masters,
+        "moment": plan.moments,
     }
-    named = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
-    if plan.fp8 is not None and not kept and _in_fp8(plan, name, layer, layers):
-        named["compute"] = "fp8"
-        named["parameter"] = "fp8" if plan.fp8.parameters else named["parameter"]
-    if plan.remainders and not kept and named["parameter"] != "fp8":
-        named["master"] = "16 bits"
-    return named
+    # a parameter that is computed with in the sensitive dtype has all of its state in it
+    is_sensitive = parameter == compute == plan.sensitive
+    if is_sensitive:
+        state = dict.fromkeys(state, plan.sensitive)
+    dtypes = {"compute": compute, "parameter": parameter, **state}
+    names = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
+    if is_sensitive:
+        return names
+    # FP8 replaces the dtype of products, and of weights where no wide copy is kept
+    if plan.fp8 is not None and _in_fp8(plan.fp8, name, layer, layers):
+        names["compute"] = "fp8"
+        if plan.fp8.parameters:
+            names["parameter"] = "fp8"
+    # a master of 32 bits is the weight of 16 bits and as many more
+    if plan.remainders and names["parameter"] != "fp8":
+        names["master"] = "16 bits"
+    return names
 
 
-def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
+def _in_fp8(recipe: FP8Recipe, name: str, layer: int, layers: int) -> bool:
     """Return True if this is the weight of a linear layer whose products are in FP8."""
-    assert plan.fp8 is not None
-    linear = name.endswith(".weight") and not any(
-        other in name for other in ("norm", "router", "shared_gate")
-    )
-    return (
-        linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating
-    )
+    if not name.endswith(".weight") or any(part in name for part in NOT_LINEAR):
+        return False
+    return layer >= 0 and not asked_for(recipe, name, layers) and not recipe.calibrating
 
 
-def _row(plan: PrecisionPlan, name: str, elements: int, dtypes: dict[str, str]) -> Row:
-    sizes = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "16 bits": 2, "fp8": 1}
-    taken = {role: elements * sizes[dtypes[role]] for role in ("parameter", "gradient")}
+def _row(name: str, elements: int, dtypes: dict[str, str]) -> Row:
+    """Return the row of a module with so many elements."""
+
+    def size(role: str) -> int:
+        return elements * BYTES[dtypes[role]]
+
+    sizes = {
+        "parameter": size("parameter"),
+        "gradient": size("gradient"),
+        "master": size("master"),
+        "moment": 2 * size("moment"),
+    }
     if dtypes["master"] == dtypes["parameter"]:
-        taken["master"] = 0
-    else:
-        taken["master"] = elements * sizes[dtypes["master"]]
-    taken["moment"] = 2 * elements * sizes[dtypes["moment"]]
-    return Row(name, dtypes, taken)
+        sizes["master"] = 0  # the parameter is its own master
+    return Row(name, dtypes, sizes)

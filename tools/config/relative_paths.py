@@ -18,6 +18,7 @@ def beside_run_file(origin: str, name: str) -> str:
     place was meant: the run file is in the working directory, or the path is absolute or from the
     command line.
     """
+    # the prefix of a key's origin is followed by the path of the run file
     folder = Path(origin.removeprefix(FROM_FILE)).parent
     from_elsewhere = origin.startswith(FROM_FILE) and folder.resolve() != Path.cwd()
     if (

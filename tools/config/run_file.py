@@ -35,6 +35,7 @@ from models.cutting import cuts
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
+from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from tools.config.checks import cross_problems, lr_schedule, sized
 from tools.config.data_settings import Data
@@ -51,7 +52,7 @@ from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.relative_paths import beside_run_file
 from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
-from tools.config.wrong_values import explained, too_large
+from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Given, toml
 from tools.convert.initial import initial_model
 from tools.foreign.whose import RUN, whose_file
@@ -80,6 +81,7 @@ class RunConfig(BaseModel):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+    # private attributes are no tables: a run file cannot set them
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
@@ -102,24 +104,24 @@ class RunConfig(BaseModel):
     @property
     def schedule(self) -> Schedule:
         """The pipeline schedule of one replica, planned by the FLOPs of its stages."""
-        placed = pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
-        costs = self.stage_costs(self.sized_model, placed)
-        return pipeline_schedule(
-            self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i)
-        )
+        # the place of a stage does not depend on costs, the order of instructions may
+        rank_of_stage = pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
+        costs = self.stage_costs(self.sized_model, rank_of_stage)
+
+        def cost(instruction: Instruction) -> float:
+            return costs[instruction.stage].of(instruction)
+
+        return pipeline_schedule(self.parallel, self.num_microbatches, cost)
 
     def stage_costs(self, model: ModelConfig, rank_of_stage: Sequence[int]) -> list[StageCost]:
         """Return the layers of `model` in each stage and their FLOPs per micro-batch."""
         train = self.train
-        cut = cuts(
-            model,
-            len(rank_of_stage),
-            train.seq_length,
-            self.parallel.cuts,
-            rank_of_stage,
-            self.recompute,
+        stages = len(rank_of_stage)
+        recompute = self.recompute
+        stage_cuts = cuts(
+            model, stages, train.seq_length, self.parallel.cuts, rank_of_stage, recompute
         )
-        return stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
+        return stage_costs(model, stage_cuts, train.seq_length, train.micro_batch, recompute)
 
     @property
     def sized_model(self) -> ModelConfig:
@@ -130,8 +132,11 @@ class RunConfig(BaseModel):
     @property
     def recompute(self) -> Recompute:
         """The activations that are recomputed in the backward pass."""
-        p = self.parallel
-        return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
+        return Recompute(
+            self.parallel.recompute_modules,
+            self.parallel.recompute_fraction,
+            self.parallel.recompute_layers,
+        )
 
     @property
     def canonical_shards(self) -> int:
@@ -159,7 +164,7 @@ class RunConfig(BaseModel):
     def plan(self) -> PrecisionPlan:
         """The precision plan of [precision] and [fp8]; its `origin` names the key that decided each
         field."""
-        return _plan((self.precision, self.fp8), tuple(self._origins.items()))
+        return _cached_plan((self.precision, self.fp8), tuple(self._origins.items()))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,10 +174,10 @@ class RunConfig(BaseModel):
 
     def with_parallel(self, parallel: Parallel, origin: str) -> Self:
         """Return the run in another layout that it can have. origin: of the keys that differ."""
-        made = self.model_copy(update={"parallel": parallel})
-        differ = {key for key, value in parallel if value != getattr(self.parallel, key)}
-        made._origins = {**self._origins, **{f"parallel.{key}": origin for key in differ}}
-        return made
+        config = self.model_copy(update={"parallel": parallel})
+        changed = [key for key, value in parallel if value != getattr(self.parallel, key)]
+        config._origins = {**self._origins, **{f"parallel.{key}": origin for key in changed}}
+        return config
 
     def origin(self, key: str) -> str:
         """Return the origin of the dotted `key`: "default", "file ...", "command line" or "preset
@@ -196,6 +201,7 @@ class RunConfig(BaseModel):
     def save_resolved(self, folder: Path) -> Path:
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that
         name."""
+        # a user may train in the folder that has the run file
         path = folder / "run.toml"
         if path.exists() and not read_whole(path).startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
@@ -208,17 +214,19 @@ class RunConfig(BaseModel):
         lines = [comment]
         for table, values in self:
             lines += ["", f"[{table}]"]
-            keys = ((name, value, f"{table}.{name}") for name, value in values)
-            lines += [
-                f"{k} = {toml(v)}  # {toml(self.origin(d))[1:-1]}"
-                for k, v, d in keys
-                if d not in PLAN_ONLY
-            ]
+            for name, value in values:
+                key = f"{table}.{name}"
+                if key not in PLAN_ONLY:
+                    # as TOML text, an origin has no line break that would end the comment
+                    origin = toml(self.origin(key))[1:-1]
+                    lines.append(f"{name} = {toml(value)}  # {origin}")
         return "\n".join(lines) + "\n"
 
 
 @lru_cache(maxsize=64)
-def _plan(tables: tuple[Precision, FP8], origins: tuple[tuple[str, str], ...]) -> PrecisionPlan:
+def _cached_plan(
+    tables: tuple[Precision, FP8], origins: tuple[tuple[str, str], ...]
+) -> PrecisionPlan:
     """Return the plan of both tables, which is asked for again with each instruction that is
     timed."""
     return with_origins(plan_of(*tables), dict(origins))
@@ -227,72 +235,80 @@ def _plan(tables: tuple[Precision, FP8], origins: tuple[tuple[str, str], ...]) -
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all
     problems."""
-    given, problems = given_in(path, overrides)
-    if large := [*too_large(given)]:
+    settings, problems = given_in(path, overrides)
+    # first, for no later message could print such a number
+    if large := [*too_large(settings)]:
         raise UserError(*problems, *large)
-    renamed = take_renamed(given)
-    notes, wrong = _resolved(given, known_keys())
-    problems += wrong
-    problems += unknown(
-        {key: entry for key, entry in given.items() if key not in PLAN_ONLY}, _known()
-    )
-    problems += _two_sources(given)
-    replaced = [*_replace_model(given)]
-    unread = [*_add_preset(given), *_add_initial(given, contradicted := list[str]())]
-    problems += [*unread, *contradicted]
-    length = given.get("train.seq_length")
+
+    # other names and other systems' tables become native keys; then unknown keys are known
+    notes_renamed = take_renamed(settings)
+    notes_resolved, resolve_problems = _resolve(settings, known_keys())
+    problems += resolve_problems
+    readable = {key: setting for key, setting in settings.items() if key not in PLAN_ONLY}
+    problems += unknown(readable, _known_fields())
+    problems += _two_sources(settings)
+
+    # weaker origins fill in what is still open: the preset, then the checkpoint to start from
+    notes_replaced = [*_replace_model(settings)]
+    contradictions = list[str]()
+    unread = [*_add_preset(settings), *_add_initial(settings, contradictions)]
+    problems += [*unread, *contradictions]
+    length = settings.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
-        given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
-    tables, wrong = _typed(given, tables_of_a_run(), told="model" if unread else "")
-    problems += [*wrong, *cross_problems(tables)]
+        settings.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
+
+    kinds = tables_of_a_run()
+    tables, type_problems = _read_tables(settings, kinds, incomplete="model" if unread else "")
+    problems += [*type_problems, *cross_problems(tables)]
     if problems:
         raise UserError(*problems)
     config = RunConfig.model_validate(tables)
-    said = effectless(Tables.of(dict(config)), _written(given, path))
-    config._origins = _origins(given)
-    config._notes = (*renamed, *notes, *replaced, *said)
+    notes_effectless = effectless(Tables.of(dict(config)), _written_keys(settings, path))
+    config._origins = _origins(settings)
+    config._notes = (*notes_renamed, *notes_resolved, *notes_replaced, *notes_effectless)
     return config
 
 
-def _written(given: Mapping[str, Given], path: str | Path | None) -> set[str]:
+def _written_keys(settings: Mapping[str, Given], path: str | Path | None) -> set[str]:
     """Return the keys that the user wrote and means for this run.
 
     A resolved run has all keys, and was told what it is when it began. A trial that the command
     line shortens need not reach the steps that its file names.
     """
-    asked = {key for key, entry in given.items() if entry.origin == "command line"}
+    typed = {key for key, setting in settings.items() if setting.origin == "command line"}
     if path is None or read_whole(Path(path)).startswith(SAVED.encode()):
-        return asked
-    inside = {key for key, entry in given.items() if entry.origin == f"file {path}"}
-    return asked | (inside.difference(PERIODS) if "train.steps" in asked else inside)
+        return typed
+    in_file = {key for key, setting in settings.items() if setting.origin == f"file {path}"}
+    if "train.steps" in typed:
+        in_file = in_file.difference(PERIODS)
+    return typed | in_file
 
 
 def load_precision(
-    given: dict[str, Given],
+    settings: dict[str, Given],
 ) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
     """Return the plan of keys that need not be a whole run, the other keys that they decide, and
     notes.
 
     Raises UserError with all problems.
     """
-    before = set(given)
-    notes, problems = _resolved(given, None)
-    problems += unknown({key: entry for key, entry in given.items() if key in before}, _known())
-    numbers = {
-        name: kind for name, kind in tables_of_a_run().items() if name in ("precision", "fp8")
-    }
-    tables, wrong = _typed(given, numbers)
-    problems += [*wrong, *cross_problems(tables)]
+    # keys that a dialect adds are not of the user
+    before = set(settings)
+    notes, problems = _resolve(settings, None)
+    written = {key: setting for key, setting in settings.items() if key in before}
+    problems += unknown(written, _known_fields())
+    kinds = {"precision": Precision, "fp8": FP8}
+    tables, type_problems = _read_tables(settings, kinds)
+    problems += [*type_problems, *cross_problems(tables)]
     if problems:
         raise UserError(*problems)
     precision = Precision.model_validate(tables["precision"])
     fp8 = FP8.model_validate(tables["fp8"])
-    plan = with_origins(plan_of(precision, fp8), _origins(given))
-    return (
-        plan,
-        {key: entry for key, entry in given.items() if key.partition(".")[0] not in numbers},
-        notes,
-    )
+    plan = with_origins(plan_of(precision, fp8), _origins(settings))
+    others = {
+        key: setting for key, setting in settings.items() if key.partition(".")[0] not in kinds
+    }
+    return plan, others, notes
 
 
 def given_in(
@@ -300,72 +316,77 @@ def given_in(
 ) -> tuple[dict[str, Given], list[str]]:
     """Return the values of the file and of the overrides by dotted key, and the problems of the
     overrides' grammar."""
-    given, problems = _overridden(overrides)
-    return (_from_file(Path(path)) | given if path is not None else given), problems
+    settings, problems = _read_overrides(overrides)
+    if path is not None:
+        settings = _read_file(Path(path)) | settings
+    return settings, problems
 
 
-def _resolved(
-    given: dict[str, Given], known: frozenset[str] | None
+def _resolve(
+    settings: dict[str, Given], own_keys: frozenset[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Replace in `given` the keys of other systems by native ones. Returns notes and problems."""
-    notes, problems = take_plan_only(given)
-    more, wrong = resolve_dialect(given, known)
-    return (*notes, *more), problems + wrong
+    """Replace in `settings` the keys of other systems by native ones. Returns notes and problems.
+
+    own_keys: see `resolve_dialect`.
+    """
+    notes, problems = take_plan_only(settings)
+    dialect_notes, dialect_problems = resolve_dialect(settings, own_keys)
+    return (*notes, *dialect_notes), problems + dialect_problems
 
 
-def _typed(
-    given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]], told: str = ""
+def _read_tables(
+    settings: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]], incomplete: str = ""
 ) -> tuple[dict[str, BaseModel], list[str]]:
     """Return the tables that can be read, and the problems of the others.
 
-    told: the table whose missing keys are not reported, for another line has said why they are
-        missing.
+    incomplete: the table whose missing keys are not reported, for another line has said why they
+        are missing.
     """
     tables = dict[str, BaseModel]()
     problems = list[str]()
     for table, kind in kinds.items():
         values = {
-            name: given[f"{table}.{name}"].value
+            name: settings[f"{table}.{name}"].value
             for name in kind.model_fields
-            if f"{table}.{name}" in given
+            if f"{table}.{name}" in settings
         }
+        # missing keys have defaults; pydantic reports those that have none
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
-            problems += explained(table, kind, error, given, missing_too=table != told)
+            report_missing = table != incomplete
+            problems += explain(table, kind, error, settings, report_missing)
     return tables, problems
 
 
-def _origins(given: Mapping[str, Given]) -> dict[str, str]:
-    return {key: entry.origin for key, entry in given.items()}
+def _origins(settings: Mapping[str, Given]) -> dict[str, str]:
+    return {key: setting.origin for key, setting in settings.items()}
 
 
 def tables_of_a_run() -> dict[str, type[BaseModel]]:
     """Return the class of each table of a run file, by name."""
-    kinds = {name: field.annotation for name, field in RunConfig.model_fields.items()}
-    return {
-        name: kind
-        for name, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
-    }
+    tables = dict[str, type[BaseModel]]()
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            tables[name] = kind
+    return tables
 
 
 def _fields() -> dict[str, FieldInfo]:
     """Return the field of every dotted key but model.preset."""
-    fields = (
-        (f"{t}.{name}", f)
-        for t, kind in tables_of_a_run().items()
-        for name, f in kind.model_fields.items()
-    )
-    return {key: field for key, field in fields if key not in PLAN_ONLY}
+    fields = dict[str, FieldInfo]()
+    for table, kind in tables_of_a_run().items():
+        for name, field in kind.model_fields.items():
+            if f"{table}.{name}" not in PLAN_ONLY:
+                fields[f"{table}.{name}"] = field
+    return fields
 
 
-def _known() -> dict[str, FieldInfo | None]:
+def _known_fields() -> dict[str, FieldInfo | None]:
     """Return every key that a run file may have, with its field if it has one."""
-    return {
-        **_fields(),
-        **dict.fromkeys(("model.preset", *(f"precision.{name}" for name in DIALECTS))),
-    }
+    without_field = ("model.preset", *(f"precision.{name}" for name in DIALECTS))
+    return {**_fields(), **dict.fromkeys(without_field)}
 
 
 def known_keys() -> frozenset[str]:
@@ -373,13 +394,14 @@ def known_keys() -> frozenset[str]:
     return frozenset(_fields())
 
 
-def _from_file(path: Path) -> dict[str, Given]:
+def _read_file(path: Path) -> dict[str, Given]:
+    """Return the values of a run file by dotted key. Raises UserError if it is none."""
     if path.is_dir():
-        own = path / "run.toml"
-        text = f"`megaprec init {path}` writes a run file for a folder of text"
-        raise UserError(
-            f"{path} is a folder, no run file; {f'give {own}' if own.is_file() else text}"
-        )
+        run_file = path / "run.toml"
+        hint = f"`megaprec init {path}` writes a run file for a folder of text"
+        if run_file.is_file():
+            hint = f"give {run_file}"
+        raise UserError(f"{path} is a folder, no run file; {hint}")
     try:
         text = read_text(path, MOST_SETTINGS)
     except (OSError, UnicodeDecodeError) as error:
@@ -388,22 +410,24 @@ def _from_file(path: Path) -> dict[str, Given]:
     try:
         content = parse_toml(text)
     except ValueError as error:
-        raise UserError(
-            _of_another_system(path, text) or f"run file {path}: not TOML: {error}"
-        ) from error
-    if not content.keys() & OURS_ALONE and (line := _of_another_system(path, text)):
-        raise UserError(line)
+        message = _other_system_message(path, text) or f"run file {path}: not TOML: {error}"
+        raise UserError(message) from error
+    # other systems have TOML too; tables that only a run file has settle it
+    if not content.keys() & OURS_ALONE and (message := _other_system_message(path, text)):
+        raise UserError(message)
+
     origin = f"file {path}"
-    given: dict[str, Given] = {}
+    settings: dict[str, Given] = {}
     for table, values in content.items():
-        if isinstance(values, dict):
-            given |= {f"{table}.{name}": Given(value, origin) for name, value in values.items()}
-        else:
-            given[table] = Given(values, origin)
-    return given
+        if not isinstance(values, dict):
+            settings[table] = Given(values, origin)
+            continue
+        for name, value in values.items():
+            settings[f"{table}.{name}"] = Given(value, origin)
+    return settings
 
 
-def _of_another_system(path: Path, text: str) -> str:
+def _other_system_message(path: Path, text: str) -> str:
     """Return the line that names whose file it is; "" if that is not known, or if it is a run
     file."""
     kind = whose_file(path, text)
@@ -417,68 +441,72 @@ def _of_another_system(path: Path, text: str) -> str:
     return ""
 
 
-def _overridden(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    given: dict[str, Given] = {}
+def _read_overrides(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+    """Return the values of the overrides by dotted key, and the problems of their grammar."""
+    settings: dict[str, Given] = {}
     problems: list[str] = []
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if equals:
-            given[key] = Given(_override_value(key, text), "command line")
+            settings[key] = Given(_override_value(key, text), "command line")
         else:
             problems.append(
                 f'"{override}" (command line): an override is table.key=value, like train.steps=100'
             )
-    return given, problems
+    return settings, problems
 
 
 def _override_value(key: str, text: str) -> Any:
+    """Return the value of an override: read as TOML, or the text itself where that is meant."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
     field = _fields().get(key)
+    # a folder may be called 1 or true
     wants_text = key == "model.preset" or (field is not None and field.annotation is str)
-    if parsed.keys() != {"value"} or (wants_text and not isinstance(parsed["value"], str)):
+    if wants_text and not isinstance(parsed.get("value"), str):
         return text
-    return parsed["value"]
+    # a line break in the text can begin further keys
+    return parsed["value"] if parsed.keys() == {"value"} else text
 
 
-def _two_sources(given: Mapping[str, Given]) -> Iterator[str]:
+def _two_sources(settings: Mapping[str, Given]) -> Iterator[str]:
     """Yield a problem if the command line names training data that data.blend of the file would
     overrule."""
-    source = given.get("data.source")
-    blend = given.get("data.blend")
+    source = settings.get("data.source")
+    blend = settings.get("data.blend")
     if source is None or source.origin != "command line" or source.value != "python":
         return  # the checks between tables refuse every other source beside a blend
     if blend is None or blend.origin == "command line":
         return  # who writes both means the blend
     if blend.value:
         yield (
-            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name '
-            "the training data: give "
-            "data.blend=[] as well"
+            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name the '
+            "training data: give data.blend=[] as well"
         )
 
 
-def _replace_model(given: dict[str, Given]) -> Iterator[str]:
-    """Take out of `given` what the file says of the model, if the command line chooses a preset;
+def _replace_model(settings: dict[str, Given]) -> Iterator[str]:
+    """Take out of `settings` what the file says of the model, if the command line chooses a preset;
     yield a note of it."""
-    chosen = given.get("model.preset")
+    chosen = settings.get("model.preset")
     if chosen is None or chosen.origin != "command line" or not isinstance(chosen.value, str):
         return
     preset = PRESETS.get(chosen.value)
     if preset is None:
         return
-    asides = []
-    for key in [*given]:
+    asides = list[str]()
+    for key in [*settings]:
         table, _, name = key.partition(".")
-        entry = given[key]
-        stays = name == "preset" or name in TRAINING or entry.origin == "command line"
+        setting = settings[key]
+        stays = name == "preset" or name in TRAINING or setting.origin == "command line"
         if table != "model" or stays or (name == "vocab" and "vocab" not in preset):
             continue
-        del given[key]
-        if preset.get(name) != entry.value:
-            asides.append(f"{key} = {toml(entry.value)}")
+        del settings[key]
+        # a key that only repeats the preset needs no note
+        if preset.get(name) != setting.value:
+            asides.append(f"{key} = {toml(setting.value)}")
     if asides:
         yield (
             f"model.preset = {toml(chosen.value)} (command line) is the model; left aside: "
@@ -486,73 +514,81 @@ def _replace_model(given: dict[str, Given]) -> Iterator[str]:
         )
 
 
-def _add_preset(given: dict[str, Given]) -> list[str]:
+def _add_preset(settings: dict[str, Given]) -> list[str]:
     """Add the fields of the preset that are not given. Returns a problem if there is no such
     preset."""
-    chosen = given.pop("model.preset", None)
+    chosen = settings.pop("model.preset", None)
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        close = did_you_mean(str(chosen.value), PRESETS)
-        there = f"there are {', '.join(PRESETS)}"
-        said = f"{close} T{there[1:]}" if close else f"; {there}"
-        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{said}"]
+        names = ", ".join(PRESETS)
+        closest_preset = did_you_mean(str(chosen.value), PRESETS)
+        hint = f"{closest_preset} There are {names}" if closest_preset else f"; there are {names}"
+        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{hint}"]
     for name, value in PRESETS[chosen.value].items():
-        given.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
+        # file and command line are stronger
+        settings.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
     return []
 
 
-def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[str]:
+def _add_initial(settings: dict[str, Given], contradictions: list[str]) -> Iterator[str]:
     """Add the model and the tokenizer of the folder train.init_from, or yield the problems of
     reading it.
 
-    contradicted: receives a line for each given key that has another value there.
+    contradictions: receives a line for each given key that has another value there.
     """
-    asked = given.get("train.init_from")
-    if (
-        asked is None
-        or not isinstance(asked.value, str)
-        or not asked.value
-        or home_problem(asked.value)
-    ):
-        return  # the checks of the table's kinds report a value that cannot be
+    init_from = settings.get("train.init_from")
+    if init_from is None or not isinstance(init_from.value, str) or not init_from.value:
+        return  # the checks of the table's types report a value that cannot be
+    if home_problem(init_from.value):
+        return  # so do they of a ~ that has no meaning
     try:
-        initial = initial_model(Path(home_expanded(asked.value)))
+        initial = initial_model(Path(home_expanded(init_from.value)))
     except UserError as error:
-        hint = beside_run_file(asked.origin, asked.value)
-        yield from (
-            f"train.init_from ({asked.origin}): {problem}{hint}" for problem in error.problems
-        )
+        hint = beside_run_file(init_from.origin, init_from.value)
+        for problem in error.problems:
+            yield f"train.init_from ({init_from.origin}): {problem}{hint}"
         return
-    said = initial.model
     origin = initial.origin
-    free = {*TRAINING, *(("max_positions",) if said.positions == "rope" else ())}
-    # follow a given dropout
-    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()
-    for name, value in said.model_dump(exclude=follows).items():
-        chosen = given.setdefault(f"model.{name}", Given(value, origin))
-        left_open = name in ZERO_LEAVES and chosen.value == 0
-        if (
-            left_open and name == "vocab"
-        ):  # the tokenizer may have fewer tokens, beside which the weights are padded
-            given[f"model.{name}"] = Given(value, origin)
-        if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
-            there = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
-            yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
-    if initial.begin is not None and given.get("data.begin", Given("auto", origin)).value == "auto":
-        given["data.begin"] = Given(initial.begin, origin)
+    yield from _add_initial_model(settings, initial.model, origin)
+    begin = settings.get("data.begin", Given("auto", origin))
+    if initial.begin is not None and begin.value == "auto":
+        settings["data.begin"] = Given(initial.begin, origin)
     if initial.tokenizer:
-        given.setdefault("data.tokenizer", Given(str(initial.tokenizer), origin))
+        settings.setdefault("data.tokenizer", Given(str(initial.tokenizer), origin))
 
 
-def _same(said: Any, chosen: Any) -> bool:
+def _add_initial_model(
+    settings: dict[str, Given], model: ModelConfig, origin: str
+) -> Iterator[str]:
+    """Add the keys of `model` that are not given; yield a line for each that is given another
+    value."""
+    # training may change these, and with rotary positions the length of sequences
+    free = {*TRAINING}
+    if model.positions == "rope":
+        free.add("max_positions")
+    # a dropout of the embedding that equals the model's follows a given dropout
+    follows = {"embedding_dropout"} if model.embedding_dropout == model.dropout else set[str]()
+    for name, value in model.model_dump(exclude=follows).items():
+        chosen = settings.setdefault(f"model.{name}", Given(value, origin))
+        left_open = name in ZERO_LEAVES and chosen.value == 0
+        if left_open and name == "vocab":
+            # the tokenizer may have fewer tokens, beside which the weights are padded
+            settings[f"model.{name}"] = Given(value, origin)
+        if left_open or name in free or _equal_values(getattr(model, name), chosen.value):
+            continue
+        remedy = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
+        yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {remedy}"
+
+
+def _equal_values(initial: Any, chosen: Any) -> bool:
     """Return True if the given value equals the folder's; keys that a given table leaves out have
     their default."""
-    if not isinstance(said, BaseModel) or not isinstance(chosen, Mapping):
-        return said == (tuple(chosen) if isinstance(chosen, list) else chosen)
-    usual = {
+    if not isinstance(initial, BaseModel) or not isinstance(chosen, Mapping):
+        return initial == (tuple(chosen) if isinstance(chosen, list) else chosen)
+    defaults = {
         name: field.default
-        for name, field in type(said).model_fields.items()
+        for name, field in type(initial).model_fields.items()
         if not field.is_required()
     }
-    return {**usual, **chosen} == said.model_dump()
+    return {**defaults, **chosen} == initial.model_dump()

@@ -20,16 +20,17 @@ from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.verify import check
 from tools.config.settings import Parallel
 
-TELLING = 4096  # forward passes of a schedule whose building takes so long that a line says so
+ANNOUNCED_PASSES = (
+    4096  # forward passes of a schedule whose building takes so long that a line says so
+)
 
 
 @lru_cache(maxsize=8)
 def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
     """Return the schedule for stages of equal cost. It is built once, and announced if that takes
     some seconds."""
-    if (passes := pipeline * microbatches * (chunks or 1)) > TELLING and not schedule_problems(
-        kind, pipeline, microbatches, chunks
-    ):
+    passes = pipeline * microbatches * (chunks or 1)
+    if passes > ANNOUNCED_PASSES and not schedule_problems(kind, pipeline, microbatches, chunks):
         print(f"planning a schedule of {passes:,} forward passes", file=sys.stderr, flush=True)
     return schedule(kind, pipeline, microbatches, chunks)
 
@@ -37,27 +38,39 @@ def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Sche
 def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
     """Return the schedule of [parallel], planned for this cost. Raises UserError that names the
     keys."""
-    p = parallel
-    if not p.schedule_file:
-        if problems := chunk_problems(p.schedule, p.chunks):
-            raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
-        if cost is equal or p.schedule not in SPLIT:
-            return plan_equal(p.schedule, p.pipeline, microbatches, p.chunks)
-        return schedule(p.schedule, p.pipeline, microbatches, p.chunks, cost)
-    made = read_schedule(p.schedule_file)
-    check(made)
-    here = f"parallel.schedule_file {p.schedule_file}"
-    if len(made.programs) != p.pipeline:
+    if parallel.schedule_file:
+        return _schedule_of_file(parallel, microbatches)
+    # otherwise the builder would raise without the name of the key
+    _require_chunks(parallel)
+    kind = parallel.schedule
+    pipeline = parallel.pipeline
+    # only schedules of split backward passes are planned by cost
+    if cost is equal or kind not in SPLIT:
+        return plan_equal(kind, pipeline, microbatches, parallel.chunks)
+    return schedule(kind, pipeline, microbatches, parallel.chunks, cost)
+
+
+def _require_chunks(parallel: Parallel) -> None:
+    """Raise UserError if the schedule cannot have so many stages per rank."""
+    if problems := chunk_problems(parallel.schedule, parallel.chunks):
+        raise UserError(*(f"parallel.chunks {parallel.chunks}: {problem}" for problem in problems))
+
+
+def _schedule_of_file(parallel: Parallel, microbatches: int) -> Schedule:
+    """Return the schedule of parallel.schedule_file. Raises UserError if it cannot run, or if it is
+    for another number of ranks or micro-batches."""
+    planned = read_schedule(parallel.schedule_file)
+    check(planned)
+    file = f"parallel.schedule_file {parallel.schedule_file}"
+    ranks = len(planned.programs)
+    if ranks != parallel.pipeline:
+        raise UserError(f"{file}: has {ranks} ranks, but parallel.pipeline is {parallel.pipeline}")
+    if planned.microbatches != microbatches:
         raise UserError(
-            f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}"
+            f"{file}: has {planned.microbatches} micro-batches, but train.global_batch over "
+            f"train.micro_batch x parallel.data is {microbatches}"
         )
-    if made.microbatches != microbatches:
-        raise UserError(
-            f"{here}: has {made.microbatches} micro-batches, but train.global_batch over "
-            "train.micro_batch x "
-            f"parallel.data is {microbatches}"
-        )
-    return made
+    return planned
 
 
 def read_schedule(path: str) -> Schedule:
@@ -69,17 +82,19 @@ def read_schedule(path: str) -> Schedule:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"schedule {path}: cannot be read ({reason})") from error
     except UserError as error:
+        # problems of the text do not name the file
         raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
 
 
 def stage_count(parallel: Parallel, microbatches: int) -> int:
     """Return the number of stages. Raises UserError, as `pipeline_schedule` does; only a file's
     schedule is made."""
-    p = parallel
-    if p.schedule_file:
-        return len(pipeline_schedule(p, microbatches).rank_of_stage)
-    if problems := chunk_problems(p.schedule, p.chunks):
-        raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
-    if problems := schedule_problems(p.schedule, p.pipeline, microbatches, p.chunks):
+    if parallel.schedule_file:
+        return len(_schedule_of_file(parallel, microbatches).rank_of_stage)
+    # a schedule for thousands of micro-batches takes seconds to plan: its stages are counted
+    # without
+    _require_chunks(parallel)
+    kind = parallel.schedule
+    if problems := schedule_problems(kind, parallel.pipeline, microbatches, parallel.chunks):
         raise UserError(*problems)
-    return p.pipeline * (p.chunks or default_chunks(p.schedule))
+    return parallel.pipeline * (parallel.chunks or default_chunks(kind))

@@ -15,166 +15,174 @@ from megaprec.checkpoint.keeping import Keep
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import Module
-from tools.config.table import MOST, MOST_RANKS, MOST_STEPS, FilePath, Table, default_of
+from tools.config.table import MAX_RANKS, MAX_SIZE, MAX_STEPS, FilePath, Table, default_of
+
+
+def _default_modules(values: dict[str, Any]) -> tuple[Module, ...]:
+    """Return the recomputed modules that follow from the keys of [parallel] before them."""
+    return ("attention",) if values["recompute"] == "selective" else ()
+
+
+def _default_fraction(values: dict[str, Any]) -> float:
+    """Return the fraction of recomputed layers that follows from the keys of [parallel] before
+    it."""
+    return float(values["recompute"] == "full" and not values["recompute_layers"])
 
 
 class Parallel(Table):
     """Layout: tensor x pipeline x context x data ranks, pipeline schedule, activation
     checkpointing, ZeRO-1."""
 
+    # the axes of the mesh
     tensor: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of tensor-parallel ranks, which share each layer.",
     )
     pipeline: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of pipeline ranks, each with one or more stages of consecutive layers.",
     )
     data: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
-        description="Number of data-parallel replicas of the model, each with its own samples. If a run "
-        "file names "
-        "neither this nor parallel.tensor nor parallel.pipeline, it is the number of ranks "
-        "that torchrun or Slurm "
-        "starts.",
+        le=MAX_RANKS,
+        description="Number of data-parallel replicas of the model, each with its own samples. If "
+        "a run file names neither this nor parallel.tensor nor parallel.pipeline, it is the number "
+        "of ranks that torchrun or Slurm starts.",
     )
     context: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
-        description="Number of context-parallel ranks, which share each sequence: each computes its part "
-        "of the "
-        "tokens.",
+        le=MAX_RANKS,
+        description="Number of context-parallel ranks, which share each sequence: each computes "
+        "its part of the tokens.",
     )
     context_by: Literal["ring", "gather"] = Field(
         default="ring",
-        description="Attention of sequences that parallel.context cuts. ring: keys and values go round "
-        "the ranks; "
-        "gather: each rank gathers those of the whole sequence, for one layer at a time.",
+        description="Attention of sequences that parallel.context cuts. ring: keys and values go "
+        "round the ranks; gather: each rank gathers those of the whole sequence, for one layer at "
+        "a time.",
     )
+
+    # experts: a mesh of their own over the data x tensor ranks of a stage
     expert: int = Field(
         default=1,
         gt=0,
-        le=MOST_RANKS,
-        description="Number of ranks over which the experts of each layer are spread, of the data x "
-        "tensor ranks of a "
-        "stage; tokens travel to their experts.",
+        le=MAX_RANKS,
+        description="Number of ranks over which the experts of each layer are spread, of the data "
+        "x tensor ranks of a stage; tokens travel to their experts.",
     )
     expert_tensor: int = Field(
         default=0,
         ge=0,
-        le=MOST_RANKS,
+        le=MAX_RANKS,
         description="Number of slices of each expert over tensor-parallel ranks, a divisor of "
-        "parallel.tensor: with 1 "
-        "experts are whole; 0: parallel.tensor.",
+        "parallel.tensor: with 1 experts are whole; 0: parallel.tensor.",
     )
     sequence: bool = Field(
         default=False,
-        description="Sequence parallelism: shard activations along the sequence over the tensor-parallel "
-        "ranks, "
-        "outside of the matrix products.",
+        description="Sequence parallelism: shard activations along the sequence over the "
+        "tensor-parallel ranks, outside of the matrix products.",
     )
+
+    # the pipeline: its schedule and its stages
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
         default="1f1b",
-        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per rank), or "
-        "one of the "
-        "zero-bubble schedules zb-h1, zb-h2 and zb-v.",
+        description="Pipeline schedule: gpipe, 1f1b, interleaved (1F1B with several stages per "
+        "rank), or one of the zero-bubble schedules zb-h1, zb-h2 and zb-v.",
     )
     chunks: int = Field(
         default=0,
         ge=0,
         le=10_000,
-        description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise 1.",
+        description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise "
+        "1.",
     )
     schedule_file: FilePath = Field(
         default="",
         description="Text file with a pipeline schedule, used instead of parallel.schedule and "
-        "parallel.chunks; "
-        "empty: none.",
+        "parallel.chunks; empty: none.",
     )
     cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
         default=(),
         strict=False,
-        description="Number of layers of each stage, such as [3, 4, 4, 3]; empty: balanced by FLOPs.",
+        description="Number of layers of each stage, such as [3, 4, 4, 3]; empty: balanced by "
+        "FLOPs.",
     )
+
+    # activation checkpointing
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Activation checkpointing. none: keep all activations; selective: recompute those of "
-        "parallel.recompute_modules in every layer; full: recompute whole layers.",
+        description="Activation checkpointing. none: keep all activations; selective: recompute "
+        "those of parallel.recompute_modules in every layer; full: recompute whole layers.",
     )
     recompute_modules: tuple[Module, ...] = Field(
-        default_factory=lambda known: ("attention",) if known["recompute"] == "selective" else (),
+        default_factory=_default_modules,
         strict=False,
         description='Modules that parallel.recompute = "selective" recomputes in every layer, of '
-        '["attention", '
-        '"activation", "norm"]; default: ["attention"].',
+        '["attention", "activation", "norm"]; default: ["attention"].',
     )
     recompute_layers: int = Field(
         default=0,
         ge=0,
         le=10_000,
-        description="Number of layers, counted from the start of each stage, that parallel.recompute = "
-        '"full" '
-        "recomputes; 0: parallel.recompute_fraction decides.",
+        description="Number of layers, counted from the start of each stage, that "
+        'parallel.recompute = "full" recomputes; 0: parallel.recompute_fraction decides.',
     )
     recompute_fraction: float = Field(
-        default_factory=lambda known: float(
-            known["recompute"] == "full" and not known["recompute_layers"]
-        ),
+        default_factory=_default_fraction,
         ge=0,
         le=1,
         description="Fraction of the layers, counted from the start of each stage, that "
         'parallel.recompute = "full" '
         "recomputes; default: 1.0 unless parallel.recompute_layers is given.",
     )
+
+    # the optimizer's state and its communication
     zero: bool = Field(
         default=True,
         description="ZeRO-1: shard master weights and moments over the replicas, and over the "
-        "context-parallel "
-        "ranks of each; false: each holds all.",
+        "context-parallel ranks of each; false: each holds all.",
     )
     overlap: bool | Literal["auto"] = Field(
         default="auto",
-        description="Overlap gradient reduction with the backward pass and weight gathering with the "
-        "forward pass; "
-        "auto: on GPUs, with several replicas.",
+        description="Overlap gradient reduction with the backward pass and weight gathering with "
+        "the forward pass; auto: on GPUs, with several replicas.",
     )
     bucket: int = Field(
         default=default_of(ParallelAMPOptimizer, "bucket"),
         ge=0,
-        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 million, "
-        "or a million "
-        "for each replica if that is more.",
+        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 "
+        "million, or a million for each replica if that is more.",
     )
     zero_size: int = Field(
         default=default_of(ParallelAMPOptimizer, "zero_size"),
         ge=0,
-        le=MOST_RANKS,
-        description="Number of neighboring ranks with equal weights (replicas, and the context-parallel "
-        "ranks of each) "
-        "over which ZeRO-1 shards one copy of the optimizer state; 0: all of them.",
+        le=MAX_RANKS,
+        description="Number of neighboring ranks with equal weights (replicas, and the "
+        "context-parallel ranks of each) over which ZeRO-1 shards one copy of the optimizer state; "
+        "0: all of them.",
     )
+
+    # ranks that come, go or stand still
     elastic: bool = Field(
         default=False,
-        description="Train in the largest layout that fits if fewer ranks are there than [parallel] "
-        "needs, and in the "
-        "given layout once enough are there again; false: refuse another number of ranks.",
+        description="Train in the largest layout that fits if fewer ranks are there than "
+        "[parallel] needs, and in the given layout once enough are there again; false: refuse "
+        "another number of ranks.",
     )
     timeout: float = Field(
         default=60.0,
         gt=0,
         le=86_400,
-        description="Time limit of a step, in seconds beyond the slowest step so far; then the run ends "
-        "and names the "
-        "rank that hangs. Loading, the first step, evaluations and saves may take 10 "
-        "minutes, or this if it is longer; "
-        "a rank without a heartbeat ends them after this.",
+        description="Time limit of a step, in seconds beyond the slowest step so far; then the run "
+        "ends and names the rank that hangs. Loading, the first step, evaluations and saves may "
+        "take 10 minutes, or this if it is longer; a rank without a heartbeat ends them after "
+        "this.",
     )
 
     def overlaps(self, device: str) -> bool:
@@ -205,7 +213,8 @@ class Group(Table):
 
     pattern: str = Field(
         min_length=1,
-        description="Pattern of logical names, with * and ?; the first pattern that matches counts.",
+        description="Pattern of logical names, with * and ?; the first pattern that matches "
+        "counts.",
     )
     lr: float | None = Field(default=None, ge=0, description="Factor of the learning rate.")
     weight_decay: float | None = Field(
@@ -226,10 +235,11 @@ class Optimizer(Table):
     )
     options: dict[str, Any] = Field(
         default={},
-        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; adamw, "
-        "also as a part "
-        "of muon, has optimizer.betas and optimizer.eps instead.",
+        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; "
+        "adamw, also as a part of muon, has optimizer.betas and optimizer.eps instead.",
     )
+
+    # what the rules of megaprec compute with
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=default_of(AdamW, "betas"),
         strict=False,
@@ -246,10 +256,11 @@ class Optimizer(Table):
     weight_decay: float = Field(
         default=default_of(ParallelAMPOptimizer, "weight_decay"),
         ge=0,
-        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, times the "
-        "learning "
-        "rate.",
+        description="Weight decay of parameters with two or more dimensions; adamw: decoupled, "
+        "times the learning rate.",
     )
+
+    # of some parameters, and of the gradients before the update
     groups: tuple[Group, ...] = Field(
         default=(),
         strict=False,
@@ -267,6 +278,8 @@ class Optimizer(Table):
         allow_inf_nan=True,
         description="Order p of the global gradient norm: 2.0, inf or any p from 1 on.",
     )
+
+    # how the update is carried out
     native: bool = Field(
         default=default_of(ParallelAMPOptimizer, "native"),
         description=(
@@ -275,9 +288,8 @@ class Optimizer(Table):
     )
     validation: Literal["before", "after"] = Field(
         default="before",
-        description="When ranks agree that a step is finite. before: before the update; after: during "
-        "the next step, "
-        "and the update is undone if it was wrong.",
+        description="When ranks agree that a step is finite. before: before the update; after: "
+        "during the next step, and the update is undone if it was wrong.",
     )
 
 
@@ -289,14 +301,15 @@ class LR(Table):
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, or "
-        "wsd (warmup, "
-        "stable, decay).",
+        description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, "
+        "or wsd (warmup, stable, decay).",
     )
+
+    # the phases, in `unit`
     warmup: int = Field(
         default=0,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Length of the linear warmup from 0 to lr.peak, in lr.unit.",
     )
     final: float = Field(
@@ -305,16 +318,15 @@ class LR(Table):
     decay: int = Field(
         default=0,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Length of the decay of wsd at the end of the schedule, in lr.unit.",
     )
     length: int = Field(
         default=0,
         ge=0,
-        le=MOST_STEPS,
+        le=MAX_STEPS,
         description="Length of the schedule, warmup included, in lr.unit, after which the rate is "
-        "lr.final; 0: the "
-        "length of the run.",
+        "lr.final; 0: the length of the run.",
     )
     unit: Literal["steps", "samples"] = Field(
         default="steps", description="Unit of lr.warmup, lr.decay and lr.length."
@@ -324,64 +336,68 @@ class LR(Table):
 class Train(Table):
     """Length of the run, batch sizes, first weights, evaluation, folder and device."""
 
+    # what a step is
     steps: int = Field(
-        gt=0, le=MOST_STEPS, description="Number of optimizer steps, skipped ones included."
+        gt=0, le=MAX_STEPS, description="Number of optimizer steps, skipped ones included."
     )
     global_batch: int = Field(
-        gt=0, le=MOST, description="Number of sequences per step, over all replicas."
+        gt=0, le=MAX_SIZE, description="Number of sequences per step, over all replicas."
     )
     micro_batch: int = Field(
-        gt=0, le=MOST, description="Number of sequences per forward pass of one replica."
+        gt=0, le=MAX_SIZE, description="Number of sequences per forward pass of one replica."
     )
-    seq_length: int = Field(gt=0, le=MOST, description="Sequence length, in tokens.")
+    seq_length: int = Field(gt=0, le=MAX_SIZE, description="Sequence length, in tokens.")
+
+    # how the run begins
     init_from: FilePath = Field(
         default="",
-        description="Folder of a checkpoint, in any format that megaprec reads, from which the run takes "
-        "its first "
-        "weights, [model] and tokenizer; empty: random weights.",
+        description="Folder of a checkpoint, in any format that megaprec reads, from which the run "
+        "takes its first weights, [model] and tokenizer; empty: random weights.",
     )
     seed: int = Field(
         default=1234, ge=0, description="Random seed of weights, dropout and sample order."
     )
+
+    # which sums are taken in an order that does not depend on the layout
     numerics: Literal["fast", "canonical"] = Field(
         default="fast",
-        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order in "
-        "every layout, so "
-        "that all layouts give the same bits (docs/canonical.md).",
+        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order "
+        "in every layout, so that all layouts give the same bits (docs/canonical.md).",
     )
     canonical_shards: int = Field(
         default=2,
         gt=0,
         le=1024,
-        description="Number of pieces that every layer is cut into if train.numerics is canonical: a "
-        "multiple of "
-        "parallel.tensor in all layouts that are to be equal; 1 only serves layouts with "
-        "parallel.tensor = 1.",
+        description="Number of pieces that every layer is cut into if train.numerics is canonical: "
+        "a multiple of parallel.tensor in all layouts that are to be equal; 1 only serves layouts "
+        "with parallel.tensor = 1.",
     )
+
+    # evaluation, and checks of the hardware
     eval_every: int = Field(
         default=0,
         ge=0,
         description="Number of steps between evaluations on the held-out data, data.validation and "
-        "data.lm_eval; 0: "
-        "never.",
+        "data.lm_eval; 0: never.",
     )
     eval_batches: int = Field(
-        default=4, gt=0, le=MOST, description="Number of global batches per evaluation."
+        default=4, gt=0, le=MAX_SIZE, description="Number of global batches per evaluation."
     )
     sentinel: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between checks for hardware that computes wrongly: every such step, "
-        "replicas "
-        "compare their weights and compute one micro-batch of each other again; 0: never.",
+        description="Number of steps between checks for hardware that computes wrongly: every such "
+        "step, replicas compare their weights and compute one micro-batch of each other again; 0: "
+        "never.",
     )
+
+    # where and how ranks compute
     compile: Literal["off", "leaves", "block"] = Field(
         default="off",
-        description="Compilation by torch before the first step, which changes rounding. leaves: norms, "
-        "rotary "
-        "positions, gates, dropout and losses, each alone; block: all that lies between two "
-        "matrix products of a layer "
-        "in one, and the other leaves; off: all is computed operator by operator.",
+        description="Compilation by torch before the first step, which changes rounding. leaves: "
+        "norms, rotary positions, gates, dropout and losses, each alone; block: all that lies "
+        "between two matrix products of a layer in one, and the other leaves; off: all is computed "
+        "operator by operator.",
     )
     folder: FilePath = Field(
         default="runs/default",
@@ -400,11 +416,10 @@ class Train(Table):
     restarts: int = Field(
         default=3,
         ge=0,
-        description="Number of times that `megaprec train` starts its local ranks again, from the newest "
-        "checkpoint, "
-        "after one of them has crashed or was killed; 0: never. A fault that comes with "
-        "certainty thus ends the run "
-        "soon. For ranks of torchrun its --max-restarts counts.",
+        description="Number of times that `megaprec train` starts its local ranks again, from the "
+        "newest checkpoint, after one of them has crashed or was killed; 0: never. A fault that "
+        "comes with certainty thus ends the run soon. For ranks of torchrun its --max-restarts "
+        "counts.",
     )
 
 
@@ -418,9 +433,8 @@ class Checkpoint(Table):
     )
     keep: Annotated[int, Field(gt=0)] | Literal["all"] = Field(
         default=2,
-        description="Number of newest checkpoints to keep; older ones that this folder's runs have saved "
-        "are deleted. "
-        '"all": none is deleted.',
+        description="Number of newest checkpoints to keep; older ones that this folder's runs have "
+        'saved are deleted. "all": none is deleted.',
     )
     keep_every: int = Field(
         default=0,
@@ -429,15 +443,13 @@ class Checkpoint(Table):
     )
     background: bool = Field(
         default=True,
-        description="Write checkpoints beside the next steps, from a copy of the state in host memory; "
-        "false: between "
-        "steps, without a copy.",
+        description="Write checkpoints beside the next steps, from a copy of the state in host "
+        "memory; false: between steps, without a copy.",
     )
     resume: bool = Field(
         default=True,
-        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there "
-        "is one from an "
-        "earlier run.",
+        description="Resume from the newest checkpoint in train.folder; false: refuse to start if "
+        "there is one from an earlier run.",
     )
 
     @property
@@ -456,6 +468,8 @@ class Log(Table):
         description='Trackers that receive the numbers of every step, of ["tensorboard", "wandb", '
         '"my_tracker.py:function"]; empty: metrics.jsonl alone.',
     )
+
+    # files that the run writes besides metrics.jsonl
     plot: bool = Field(default=True, description="Draw training.png at the end of the run.")
     plot_over: Literal["steps", "tokens"] = Field(
         default="steps", description="Horizontal axis of training.png."
@@ -471,21 +485,22 @@ class Log(Table):
     digests: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between digests of weights, moments and loss scaler by logical "
-        "tensor in "
-        "digests.jsonl, which are the same in every layout; 0: none.",
+        description="Number of steps between digests of weights, moments and loss scaler by "
+        "logical tensor in digests.jsonl, which are the same in every layout; 0: none.",
     )
+
+    # what a terminal shows
     progress: bool = Field(
         default=True, description="Show a progress line if the output is a terminal."
     )
     peak_tflops: float = Field(
         default=0.0,
         ge=0,
-        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; 0: "
-        "that of the GPU's "
-        "data sheet if it is known, otherwise no MFU.",
+        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; "
+        "0: that of the GPU's data sheet if it is known, otherwise no MFU.",
     )
     sample: str = Field(
         default="",
-        description="Prompt from which the model generates text at the end of the run; empty: none.",
+        description="Prompt from which the model generates text at the end of the run; empty: "
+        "none.",
     )

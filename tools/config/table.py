@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from megaprec.parsing import home_problem, path_problem
 
-MOST = 2**31 - 1  # of a size that tensors have
-MOST_RANKS = 2**20
-MOST_STEPS = 2**53  # up to here a float holds every whole number
+MAX_SIZE = 2**31 - 1  # of a size that tensors have
+MAX_RANKS = 2**20  # beyond any cluster; more would only take long to plan
+MAX_STEPS = 2**53  # up to here a float holds every whole number
 
 
 def _expanded(path: str) -> str:
@@ -26,9 +26,9 @@ def _expanded(path: str) -> str:
 FilePath = Annotated[str, AfterValidator(_expanded)]
 
 
-def default_of(made: Callable[..., Any], argument: str) -> Any:
-    """Return the default of an argument of `made`, which is thus stated once, in its signature."""
-    return inspect.signature(made).parameters[argument].default
+def default_of(function: Callable[..., Any], argument: str) -> Any:
+    """Return the default of an argument of `function`, so that its signature alone states it."""
+    return inspect.signature(function).parameters[argument].default
 
 
 class Table(BaseModel):

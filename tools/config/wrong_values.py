@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails
 from megaprec.errors import UserError, did_you_mean
 from tools.console.toml import Given, toml
 
-MOST = 2**63 - 1  # the largest integer
-PLAINER = {
+MAX_INTEGER = 2**63 - 1  # the largest integer
+PLAIN_MESSAGES = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
     "model_type": "must be a table",
@@ -23,17 +23,20 @@ PLAINER = {
 }
 
 
-def too_large(given: Mapping[str, Given]) -> Iterator[str]:
+def too_large(settings: Mapping[str, Given]) -> Iterator[str]:
     """Yield a problem for each value with an integer that needs more than 64 bits."""
-    for key, entry in given.items():
-        if any(not -MOST - 1 <= number <= MOST for number in _integers(entry.value)):
+    for key, setting in settings.items():
+        if any(
+            not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in _integers(setting.value)
+        ):
             yield (
-                f"{key} = {toml(entry.value)} ({entry.origin}): an integer must lie between -2^63 "
-                "and 2^63 - 1"
+                f"{key} = {toml(setting.value)} ({setting.origin}): an integer must lie between "
+                "-2^63 and 2^63 - 1"
             )
 
 
 def _integers(value: Any) -> Iterator[int]:
+    # True and False are integers, and fit
     if isinstance(value, int):
         yield value
     elif isinstance(value, list | dict):
@@ -41,54 +44,59 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(inner)
 
 
-def explained(
+def explain(
     table: str,
     kind: type[BaseModel],
     error: ValidationError,
-    given: Mapping[str, Given],
-    missing_too: bool,
+    settings: Mapping[str, Given],
+    report_missing: bool,
 ) -> Iterator[str]:
     """Yield pydantic's findings in one table as lines that name key, value, origin and the values
     that are allowed.
 
-    missing_too: report missing keys as well.
+    report_missing: report missing keys as well.
     """
-    for found in _alternatives_joined(kind, error.errors(include_url=False)):
-        cause = found.get("ctx", {}).get("error")
+    for finding in _join_alternatives(kind, error.errors(include_url=False)):
+        cause = finding.get("ctx", {}).get("error")
+        # a validator of ours, whose problems are lines already
         if isinstance(cause, UserError):
             yield from (f"{table}.{problem}" for problem in cause.problems)
-        elif found["type"] == "missing" and len(found["loc"]) == 1:
-            if missing_too:
-                name = str(found["loc"][0])
-                instead = " (or choose a model.preset)" if table == "model" else ""
-                yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
-        elif found["type"] != "default_factory_not_called":  # it follows from another problem
-            key = f"{table}.{found['loc'][0]}"
-            must = _must(found) + _like(kind, found)
-            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {must}"
+        elif finding["type"] == "missing" and len(finding["loc"]) == 1:
+            if report_missing:
+                name = str(finding["loc"][0])
+                hint = " (or choose a model.preset)" if table == "model" else ""
+                yield f"{table}.{name} is missing: {kind.model_fields[name].description}{hint}"
+        elif finding["type"] != "default_factory_not_called":  # it follows from another problem
+            key = f"{table}.{finding['loc'][0]}"
+            setting = settings[key]
+            requirement = _requirement(finding) + _example(kind, finding)
+            yield f"{key} = {toml(setting.value)} ({setting.origin}): {requirement}"
 
 
-def _alternatives_joined(
-    kind: type[BaseModel], found: Sequence[ErrorDetails]
+def _join_alternatives(
+    kind: type[BaseModel], findings: Sequence[ErrorDetails]
 ) -> Iterator[ErrorDetails]:
     """Yield the findings, those about a value that may have one of several types as one: pydantic
     has one for each."""
-    for key, of_key in groupby(found, lambda one: one["loc"][:1]):
+    for key, of_key in groupby(findings, lambda finding: finding["loc"][:1]):
         field = kind.model_fields.get(str(key[0])) if key else None
         if field is None or get_origin(field.annotation) not in (Union, UnionType):
             yield from of_key
             continue
-        each = [_must({**one, "loc": key}) for one in of_key]
-        joined = " or ".join([each[0], *(must.removeprefix("must be ") for must in each[1:])])
-        yield {"type": "union", "loc": key, "msg": joined, "input": None}
+        # without the name of the type, which pydantic puts behind the key
+        first, *others = [_requirement({**finding, "loc": key}) for finding in of_key]
+        message = " or ".join(
+            [first, *(alternative.removeprefix("must be ") for alternative in others)]
+        )
+        yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 
-def _like(kind: type[BaseModel], found: ErrorDetails) -> str:
+def _example(kind: type[BaseModel], finding: ErrorDetails) -> str:
     """Return an example of a key that holds a table or a list, if its value is none or has items of
     another kind."""
-    field = kind.model_fields[str(found["loc"][0])]
+    field = kind.model_fields[str(finding["loc"][0])]
     example = inside_of(field, "[" if get_origin(field.annotation) is tuple else "{")
-    if example and found["type"] in ("model_type", "tuple_type"):
+    if example and finding["type"] in ("model_type", "tuple_type"):
         return f", like {example}"
     return ""
 
@@ -96,40 +104,38 @@ def _like(kind: type[BaseModel], found: ErrorDetails) -> str:
 def inside_of(field: FieldInfo, bracket: str) -> str:
     """Return the example of a table ("{") or a list ("[") in the description of a key, or a list's
     default; else ""."""
+    # descriptions show a table as "such as {...}", and a list anywhere
     pattern = r"such as (\{.*?\})" if bracket == "{" else r"(\[.*\])"
     if example := re.search(pattern, field.description or ""):
         return example[1]
     return toml(list(field.default)) if isinstance(field.default, tuple) else ""
 
 
-def _must(found: ErrorDetails) -> str:
+def _requirement(finding: ErrorDetails) -> str:
     """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
-    inside = found["loc"][1:]
-    if found["type"] == "missing":
-        return _lacks(inside)
-    said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = PLAINER.get(found["type"], said)
-    place = inside[0] if inside else None
+    inside = finding["loc"][1:]  # the way to the part of the value that is wrong
+    if finding["type"] == "missing":
+        return _missing_part(inside)
+    original = finding["msg"].removeprefix("Value error, ")
+    message = PLAIN_MESSAGES.get(finding["type"], original.replace("Input should be", "must be"))
     if _is_field(inside):
         message = f"{inside[1]} {message}"
-    if place is None:
-        where = ""
-    elif isinstance(place, int):
-        where = f"value {place + 1} "
-    else:
-        where = f"{place} "
-    if found["type"] == "literal_error":
-        expected = (
-            str(found.get("ctx", {}).get("expected", ""))
-            .replace("'", "")
-            .replace(" or ", ", ")
-            .split(", ")
-        )
-        message += did_you_mean(str(found["input"]), expected)
-    return where + message
+    if finding["type"] == "literal_error":
+        message += did_you_mean(str(finding["input"]), _literals(finding))
+    if not inside:
+        return message
+    if isinstance(inside[0], int):
+        return f"value {inside[0] + 1} {message}"
+    return f"{inside[0]} {message}"
 
 
-def _lacks(inside: Sequence[int | str]) -> str:
+def _literals(finding: ErrorDetails) -> list[str]:
+    """Return the words that a key may have, of which pydantic makes a text: 'a', 'b' or 'c'."""
+    expected = str(finding.get("ctx", {}).get("expected", ""))
+    return expected.replace("'", "").replace(" or ", ", ").split(", ")
+
+
+def _missing_part(inside: Sequence[int | str]) -> str:
     """Return the line about a missing value at a place inside a value: a key of a table, or an item
     of a list."""
     if _is_field(inside):

@@ -21,8 +21,8 @@ from megaprec.data.text import Source, left_out_words
 from tools.console.wrapped import fitting, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
-BAR = 20  # columns of a bar at least
-BESIDE = 14  # columns of percentage and time beside the bar of a build
+BAR_WIDTH = 20  # columns of a bar at least
+WIDTH_BESIDE = 14  # columns of percentage and time beside the bar of a build
 
 
 def tell_left_out(source: Source) -> None:
@@ -32,7 +32,7 @@ def tell_left_out(source: Source) -> None:
 
 
 @contextmanager
-def _shown(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
+def _show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
     """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise
     not at all."""
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -46,36 +46,44 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     """Show, on stderr, the progress of tokenizing a text; yields the callback of
     `megaprec.data.build`."""
     console = Console(stderr=True)
-    words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(BAR), TaskProgressColumn(), TimeRemainingColumn(compact=True))
+    description = TextColumn("{task.description}", markup=False)
+    columns = (
+        description,
+        BarColumn(BAR_WIDTH),
+        TaskProgressColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     if not console.is_terminal:
-        console.print(
-            f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True
-        )
+        _print_plain(console, f"building the data set of {source.name}")
     tell_left_out(source)
-    with _shown(console, *columns) as bar:
+    with _show_bar(console, *columns) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
-        before = said = time.monotonic()
-        first: tuple[int, int, int] | None = None  # an interrupted build resumes
+        start_time = time.monotonic()
+        last_line = start_time  # when a plain line was printed
+        first_tokens: int | None = None  # an interrupted build resumes: they were there before
 
         def on_progress(documents: int, chars: int, tokens: int) -> None:
-            nonlocal first, said, before
+            nonlocal first_tokens, last_line, start_time
             now = time.monotonic()
             parts = [f"{documents:,} documents", f"{tokens:,} tokens"]
-            if first is None:
-                first = (documents, chars, tokens)
-                before = now
+            if first_tokens is None:
+                first_tokens = tokens
+                start_time = now
             else:
-                parts.append(f"{(tokens - first[2]) / max(now - before, 1e-3):,.0f} tokens/s")
-            bar.update(
-                task, completed=chars, description=fitting(parts, console.width - BAR - BESIDE)
-            )
-            if not console.is_terminal and now - said > PLAIN_SECONDS:
-                said = now
-                line = f"{chars / 1e6:,.0f} M characters  {'  '.join(parts)}"
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                seconds = max(now - start_time, 1e-3)
+                parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tokens/s")
+            width = console.width - BAR_WIDTH - WIDTH_BESIDE
+            bar.update(task, completed=chars, description=fitting(parts, width))
+            if not console.is_terminal and now - last_line > PLAIN_SECONDS:
+                last_line = now
+                _print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(parts)}")
 
         yield on_progress
+
+
+def _print_plain(console: Console, line: str) -> None:
+    """Print a line as it is: without colors, and broken by the terminal alone."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Steps:
@@ -83,44 +91,52 @@ class Steps:
     stay."""
 
     def __init__(self, done: int, total: int) -> None:
-        # takes the width that the words leave
-        room = BarColumn(bar_width=None, table_column=Column(ratio=1))
+        # takes the width that the text leaves
+        flexible_bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
-            room,
-            TextColumn("{task.fields[said]}"),
+            flexible_bar,
+            TextColumn("{task.fields[text]}"),
         )
         self._bar = Progress(*columns, console=Console(), expand=True)
         self._total = total
-        self._task = self._bar.add_task("", total=total, completed=done, said="")
+        self._task = self._bar.add_task("", total=total, completed=done, text="")
         self._bar.start()
 
-    def update(self, step: int, said: list[str]) -> None:
-        """Show how far the run is. said: parts, of which the last ones that leave `BAR` columns are
-        shown."""
-        room = self._bar.console.width - len(f"step {step}/{self._total}") - BAR - 2
-        self._bar.update(self._task, completed=step, said=fitting(said, room))
+    def update(self, step: int, parts: list[str]) -> None:
+        """Show how far the run is. parts: of the text, of which the last ones that leave
+        `BAR_WIDTH` columns are shown."""
+        width = self._bar.console.width - len(f"step {step}/{self._total}") - BAR_WIDTH - 2
+        self._bar.update(self._task, completed=step, text=fitting(parts, width))
 
     def say(self, line: str) -> None:
         """Print a line above the bar, broken between its parts, which are separated by two
         spaces."""
-        shown = wrapped_parts(line, self._bar.console.width)
-        self._bar.console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        _print_plain(self._bar.console, wrapped_parts(line, self._bar.console.width))
 
     def stop(self) -> None:
         self._bar.stop()
 
 
 @contextmanager
-def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
+def moving(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
     """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just
     moved and a word."""
     console = Console(stderr=True)
-    words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(BAR), DownloadColumn(), TimeRemainingColumn(compact=True))
-    with _shown(console, *columns) as bar:
-        task = bar.add_task(what, total=size)
-        yield lambda moved, said: bar.update(task, advance=moved, description=said)
+    description = TextColumn("{task.description}", markup=False)
+    columns = (
+        description,
+        BarColumn(BAR_WIDTH),
+        DownloadColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with _show_bar(console, *columns) as bar:
+        task = bar.add_task(title, total=size)
+
+        def on_moved(nbytes: int, text: str) -> None:
+            bar.update(task, advance=nbytes, description=text)
+
+        yield on_moved
 
 
 @contextmanager
@@ -128,16 +144,16 @@ def scoring(name: str) -> Iterator[Callable[[int], None]]:
     """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the
     tokens just done."""
     console = Console(stderr=True)
-    words = TextColumn("{task.description}", markup=False)
-    with _shown(console, words) as bar:
+    description = TextColumn("{task.description}", markup=False)
+    with _show_bar(console, description) as bar:
         task = bar.add_task(f"evaluating {name}", total=None)
-        began = time.monotonic()
+        start_time = time.monotonic()
         done = 0
 
         def on_tokens(tokens: int) -> None:
             nonlocal done
             done += tokens
-            speed = done / max(time.monotonic() - began, 1e-3)
+            speed = done / max(time.monotonic() - start_time, 1e-3)
             bar.update(
                 task, description=f"evaluating {name}  {done:,} tokens  {speed:,.0f} tokens/s"
             )

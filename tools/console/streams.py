@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from megaprec.durable import file_error
 
 
-class _Error(io.FileIO):
+class _GuardedError(io.FileIO):
     """Standard error, which never fails. before: the stream that it took over."""
 
     before: TextIO
@@ -26,30 +26,32 @@ class _Error(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            self._failed(error)
+            self._on_failure(error)
+        # as if all had been written: a buffer above would try the rest again
         return memoryview(data).nbytes
 
-    def _failed(self, error: OSError) -> None:
+    def _on_failure(self, error: OSError) -> None:
         """Answer a failed write."""
 
 
-class _Output(_Error):
+class _GuardedOutput(_GuardedError):
     """Standard output. Its first failure is an OSError, unless the output is spared."""
 
     spared = False
-    _told = _left = False
+    _has_failed = False
+    _has_stopped = False
 
-    def _failed(self, error: OSError) -> None:
-        first = not self._told
-        self._told = True
-        if first and not self.spared:
-            error.filename = "standard output"
-            raise error
+    def _on_failure(self, error: OSError) -> None:
+        is_first = not self._has_failed
+        self._has_failed = True
         if not self.spared:
+            if is_first:
+                error.filename = "standard output"
+                raise error
             return
         if error.errno == errno.EPIPE:
-            self._leave()
-        elif first:
+            self._stop_run()
+        elif is_first:
             error.filename = "standard output"
             print(
                 f"warning    {file_error(error)}; training goes on without it",
@@ -57,10 +59,10 @@ class _Output(_Error):
                 flush=True,
             )
 
-    def _leave(self) -> None:
+    def _stop_run(self) -> None:
         """Stop the run as a closed terminal does, once it listens to that."""
-        if not self._left and callable(signal.getsignal(signal.SIGHUP)):
-            self._left = True
+        if not self._has_stopped and callable(signal.getsignal(signal.SIGHUP)):
+            self._has_stopped = True
             print(
                 "note: nobody reads standard output any more: training stops",
                 file=sys.stderr,
@@ -72,40 +74,45 @@ class _Output(_Error):
 def guard_streams() -> None:
     """Take over standard output and standard error. What they cannot encode is escaped; a closed
     one is /dev/null."""
-    for number in range(
-        3
-    ):  # else the next file that is opened would be a standard stream of child processes
+    # else the next file that is opened would be a standard stream of child processes
+    for number in range(3):
         try:
             os.fstat(number)
         except OSError:
+            # it takes the lowest free number, which is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout = _guarded(sys.stdout, 1, _Output)
-    sys.stderr = _guarded(sys.stderr, 2, _Error)
+    sys.stdout = _guard(sys.stdout, 1, _GuardedOutput)
+    sys.stderr = _guard(sys.stderr, 2, _GuardedError)
 
 
-def _guarded(stream: TextIO | None, number: int, kind: type[_Error]) -> TextIO:
+def _guard(stream: TextIO | None, number: int, kind: type[_GuardedError]) -> TextIO:
     """Return the stream over a file of this kind; as it is if it is not the process's own stream of
     this number."""
+    # the process was started with a closed stream
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
-    raw = _raw(stream)
-    if type(raw) is not io.FileIO or raw.fileno() != number:
+    raw_file = _raw_file(stream)
+    if type(raw_file) is not io.FileIO or raw_file.fileno() != number:
         stream.reconfigure(errors="backslashreplace")
         return stream
+    # what was written so far goes out first
     stream.flush()
-    own = kind(number, "w", closefd=False)
-    through = stream.write_through
-    lines = stream.line_buffering
-    own.before = stream  # which closes the file when it is no longer referred to
-    below: Any = own if through else io.BufferedWriter(own)
+    guarded = kind(number, "w", closefd=False)
+    guarded.before = stream  # which closes the file when it is no longer referred to
+    unbuffered = stream.write_through
+    binary: Any = guarded if unbuffered else io.BufferedWriter(guarded)
     return io.TextIOWrapper(
-        below, stream.encoding, "backslashreplace", line_buffering=lines, write_through=through
+        binary,
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=unbuffered,
     )
 
 
-def _raw(stream: Any) -> Any:
+def _raw_file(stream: Any) -> Any:
     """Return the file below a stream, which has no buffer in between if Python runs unbuffered."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
@@ -113,6 +120,6 @@ def _raw(stream: Any) -> Any:
 
 def spare_output() -> None:
     """Let this command go on if its standard output fails from now on."""
-    raw = _raw(sys.stdout)
-    if isinstance(raw, _Output):
-        raw.spared = True
+    raw_file = _raw_file(sys.stdout)
+    if isinstance(raw_file, _GuardedOutput):
+        raw_file.spared = True

@@ -22,6 +22,7 @@ def table_console() -> Console:
 def print_table(table: Table) -> None:
     """Print a table on stdout. A word that is wider than its column goes on in the next line:
     nothing is cut off."""
+    # rich would cut words off with an ellipsis
     for column in table.columns:
         column.overflow = "fold"
         column.no_wrap = False

@@ -7,9 +7,9 @@ def size(count: float) -> str:
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def counted(number: int, what: str, plural: str = "s") -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return a number of things: 1 rank, 2 ranks, 3 micro-batches (of "micro-batch" and "es")."""
-    return f"{number:,} {what}{'' if number == 1 else plural}"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def flops(count: float) -> str:
@@ -21,6 +21,7 @@ def flops(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time: 45.0 µs, 12.3 ms, 4.56 s, 7.80 min, 3.40 h, 12.0 days."""
+    # from two of a unit on, for 1.2 h says less than 72 min
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= (1 if unit == "s" else 2) * length:
             return f"{_short(seconds / length)} {unit}"
@@ -30,7 +31,10 @@ def duration(seconds: float) -> str:
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    """Return a number in the largest of the units, each `base` times the one before, that leaves a
+    digit before the point."""
     power = 0
+    # three digits at most are shown: 999.5 is already 1,000
     while count >= 999.5 and power < len(units) - 1:
         count = count / base
         power = power + 1

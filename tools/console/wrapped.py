@@ -6,7 +6,7 @@ from shutil import get_terminal_size
 from typing import TextIO
 
 INDENT = 11  # columns of the words that begin the lines of a run, such as "memory     "
-TIED = "\N{NO-BREAK SPACE}"
+NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -34,15 +34,16 @@ def wrapped_parts(line: str, width: int) -> str:
     they fit."""
     if len(line) <= width:
         return line
-    parts = (
-        part if len(part) > width - INDENT else part.replace(" ", TIED) for part in line.split("  ")
-    )
-    return wrapped("  ".join(parts), width).replace(TIED, " ")
+    parts = line.split("  ")
+    for i, part in enumerate(parts):
+        if len(part) <= width - INDENT:
+            parts[i] = part.replace(" ", NO_BREAK_SPACE)
+    return wrapped("  ".join(parts), width).replace(NO_BREAK_SPACE, " ")
 
 
-def fitting(parts: list[str], room: int) -> str:
-    """Return the last of the `parts` that fit into `room` columns, separated by two spaces."""
-    kept = list(parts)
-    while len("  ".join(kept)) > room and kept:
-        kept.pop(0)
-    return "  ".join(kept)
+def fitting(parts: list[str], width: int) -> str:
+    """Return the last of the `parts` that fit into `width` columns, separated by two spaces."""
+    shown = list(parts)
+    while shown and len("  ".join(shown)) > width:
+        shown.pop(0)
+    return "  ".join(shown)

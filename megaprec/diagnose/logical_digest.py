@@ -67,13 +67,12 @@ def _sum_table(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     block = BLOCK if table.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, block // table.shape[1])
     total = torch.zeros(2, dtype=torch.int64, device=table.device)
-    for first in range(0, len(table), step):
-        lanes = _lanes(table[first : first + step])
-        sums = []
+    blocks = zip(table.split(step), rows.split(step, dim=1), strict=True)
+    for elements, constants in blocks:
+        lanes = _lanes(elements)
         for number in range(2):
             sum_of_row = (lanes * columns[number]).sum(1)
-            sums.append((sum_of_row * rows[number, first : first + step]).sum())
-        total += torch.stack(sums)
+            total[number] += (sum_of_row * constants[number]).sum()
     return total
 
 

@@ -13,7 +13,7 @@ that see it at the same moment, after a sum of their parts, are all named.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -250,19 +250,19 @@ def _computation_fault(
     first = {replica: _replica_traces(testimonies, replica, "first") for replica in judged}
     second = {replica: _replica_traces(testimonies, replica, "second") for replica in judged}
 
-    unsteady = [replica for replica in judged if first[replica] != second[replica]]
+    unsteady = [
+        _WrongReplica(replica, trace, second[replica])
+        for replica, trace in first.items()
+        if trace != second[replica]
+    ]
     if unsteady:
         if not exact and len(unsteady) == len(judged):
             return None
-        wrong = [_WrongReplica(replica, first[replica], second[replica]) for replica in unsteady]
-        return _blame(testimonies, wrong, transient=True)
+        return _blame(testimonies, unsteady, transient=True)
 
-    supporters = {
-        replica: sum(first[replica] == first[other] for other in judged) for replica in judged
-    }
-    right = max(judged, key=lambda replica: supporters[replica])
-    if 2 * supporters[right] <= len(judged):
-        # no majority: the first two accuse each other
+    right = _majority(first.values())
+    if right is None:
+        # the first two accuse each other
         accused, accuser, *_ = judged
         wrong = [
             _WrongReplica(accused, first[accused], first[accuser]),
@@ -271,20 +271,18 @@ def _computation_fault(
         return _blame(testimonies, wrong, certain=False)
 
     wrong = [
-        _WrongReplica(replica, first[replica], first[right])
-        for replica in judged
-        if first[replica] != first[right]
+        _WrongReplica(replica, trace, right) for replica, trace in first.items() if trace != right
     ]
     if wrong:
         return _blame(testimonies, wrong)
 
     # All agree now: one of the two that computed it in the step erred then.
     borrower = (suspect + 1) % replicas if comparable else suspect
-    in_step = [
-        _WrongReplica(suspect, _replica_traces(testimonies, suspect, "real"), first[right]),
-        _WrongReplica(borrower, _replica_traces(testimonies, borrower, "again"), first[right]),
-    ]
-    erred = [computed for computed in in_step if computed.trace != computed.right]
+    erred = []
+    for replica, name in ((suspect, "real"), (borrower, "again")):
+        trace = _replica_traces(testimonies, replica, name)
+        if trace != right:
+            erred.append(_WrongReplica(replica, trace, right))
     if not erred:
         return None
     return _blame(testimonies, erred, transient=True)
@@ -296,6 +294,14 @@ def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -
         for testimony in testimonies
         if testimony.replica == replica
     }
+
+
+def _majority(traces: Collection[Replica]) -> Replica | None:
+    """Return the trace that more than half of the replicas have, None if there is none."""
+    for trace in traces:
+        if 2 * sum(trace == other for other in traces) > len(traces):
+            return trace
+    return None
 
 
 def _blame(

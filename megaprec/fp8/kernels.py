@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from megaprec.fp8 import transformer_engine
-from megaprec.fp8.quantize import Codes, spread
+from megaprec.fp8.quantize import Codes, expand_blocks
 
 
 def tensorwise(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -144,7 +144,7 @@ def _block_scales(codes: Codes) -> Tensor:
 def _scale_per_row(codes: Codes) -> Tensor:
     """Return the inverse scale of each row, [m, 1], also where all rows share one."""
     rows = len(codes.values)
-    scales = spread(codes.inverse, codes.block, codes.values.shape)
+    scales = expand_blocks(codes.inverse, codes.block, codes.values.shape)
     return scales.expand(rows, 1).contiguous()
 
 

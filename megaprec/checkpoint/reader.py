@@ -142,7 +142,7 @@ class Store:
                 problems.append(
                     f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}"
                 )
-            # each file is looked at by one rank: metadata of a shared disk are slow
+            # each rank looks at its share of the files
             elif number % world.size == world.rank and _size(file) != size:
                 problems.append(
                     f"{file} is missing or does not have the {size} bytes that were written"

@@ -43,7 +43,7 @@ from megaprec.dialects.scaling import (
     GradScaler,
     cap,
     torch_scaling,
-    torch_words,
+    express_torch_scaling,
 )
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
@@ -191,7 +191,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     fp16: Any = {"mode": "TORCH"} if asked.fp16 is None and asked.mixed_precision else asked.fp16
     if not isinstance(fp16, Mapping):
         reading.refuse("fp16", fp16, "must be a table of keys with a mode")
-        reading.done()
+        reading.raise_problems()
     mode = _mode(reading, fp16)
     if mode == AMP_TYPE.PARALLEL and asked.clip_grad_norm is not None and "clip_grad" in fp16:
         reading.refuse(
@@ -210,7 +210,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 def _clipped(reading: Reading, asked: Config, resolved: Resolved) -> Resolved:
     """Return `resolved` with the engine's clipping, which is off if `clip_grad_norm` is not set."""
-    clip = reading.by(asked.clip_grad_norm or 0.0, "clip_grad_norm")
+    clip = reading.decided_by(asked.clip_grad_norm or 0.0, "clip_grad_norm")
     return replace(resolved, settings={**resolved.settings, "optimizer.clip": clip})
 
 
@@ -225,7 +225,7 @@ def _plugged(reading: Reading, asked: Config) -> Resolved:
     decide precision."""
     plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
     key = "max_norm is its key" if isinstance(plugin, Plugin) else "which here clips nothing"
-    clipping = reading.idle(asked, ("clip_grad_norm",), f"beside a plugin; {key}")
+    clipping = reading.idle_note(asked, ("clip_grad_norm",), f"beside a plugin; {key}")
     if asked.fp16 is not None and isinstance(plugin, Plugin):
         reading.refuse(
             "fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant"
@@ -242,9 +242,10 @@ def _plugged(reading: Reading, asked: Config) -> Resolved:
     unclipped = {"optimizer.clip": reading.always(0.0)}
     notes = (*((FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()), *clipping)
     if asked.fp16 is None and asked.mixed_precision is None:
-        reading.done()
+        reading.raise_problems()
         plain = all_of(
-            ("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision")
+            ("compute", "pipeline", "parameters"),
+            reading.decided_by(torch.float32, "mixed_precision"),
         )
         return reading.resolved(plain, unclipped, notes)
     resolved = _torch(reading, asked.fp16 or {"mode": "TORCH"})
@@ -268,25 +269,25 @@ def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
             mode,
             f"no such mode; there are {', '.join(modes)}{did_you_mean(name, modes)}",
         )
-    reading.done()
+    reading.raise_problems()
     return modes[name]
 
 
 def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     asked = reading.read(Torch, fp16, "fp16")
-    reading.done()
-    scaling = reading.by(torch_scaling(asked), *(f"fp16.{key}" for key in SCALER_KEYS))
+    reading.raise_problems()
+    scaling = reading.decided_by(torch_scaling(asked), *(f"fp16.{key}" for key in SCALER_KEYS))
     return reading.resolved(_autocast(reading) | {"scaling": scaling}, {})
 
 
 def _autocast(reading: Reading) -> dict[str, Decision]:
     """Return the decisions of autocast: FP32 parameters and activations between layers, matrix
     products in FP16."""
-    wide = reading.by(torch.float32, "fp16.mode")
+    wide = reading.decided_by(torch.float32, "fp16.mode")
     held = all_of(
         ("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce"), wide
     )
-    return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
+    return held | all_of(("compute", "output"), reading.decided_by(torch.float16, "fp16.mode"))
 
 
 def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
@@ -294,7 +295,7 @@ def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if not asked.min_scale <= asked.initial_scale <= asked.max_scale:
         why = f"must lie between min_scale {asked.min_scale:g} and max_scale {asked.max_scale:g}"
         reading.refuse("fp16.initial_scale", asked.initial_scale, why)
-    reading.done()
+    reading.raise_problems()
     scaling = LossScaling(
         "dynamic",
         asked.initial_scale,
@@ -306,10 +307,12 @@ def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
         cap(asked.max_scale),
     )
     decisions = _halved(reading) | {
-        "scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
+        "scaling": reading.decided_by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
     }
-    given = f"{PREFIX}.clip_grad_norm" in reading.given
-    settings = {} if given else {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
+    given = f"{PREFIX}.clip_grad_norm" in reading.set_keys
+    settings = (
+        {} if given else {"optimizer.clip": reading.decided_by(asked.clip_grad, "fp16.clip_grad")}
+    )
     if asked.log_num_zeros_in_grad:
         notes = ("log_num_zeros_in_grad: here every step counts them",)
     else:
@@ -328,18 +331,18 @@ def _naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if not floor <= asked.initial_scale <= ceiling:
         why = f"must lie between min_scale {floor:g} and max_scale {ceiling:g}"
         reading.refuse("fp16.initial_scale", asked.initial_scale, why)
-    reading.done()
+    reading.raise_problems()
     factors = (asked.growth_factor, asked.backoff_factor, asked.growth_interval, asked.hysteresis)
     scaling = LossScaling("dynamic", asked.initial_scale, floor, *factors, cap(ceiling))
     if not asked.dynamic_grad_scale:
         scaling = LossScaling("constant", asked.initial_scale)
     keys = (f"fp16.{key}" for key in ("dynamic_grad_scale", *_PARALLEL_SCALE))
-    return reading.resolved(_halved(reading) | {"scaling": reading.by(scaling, *keys)}, {})
+    return reading.resolved(_halved(reading) | {"scaling": reading.decided_by(scaling, *keys)}, {})
 
 
 def _halved(reading: Reading) -> dict[str, Decision]:
     """Return the decisions of an FP16 model with FP32 masters."""
-    half = reading.by(torch.float16, "fp16.mode")
+    half = reading.decided_by(torch.float16, "fp16.mode")
     wide = reading.always(torch.float32)
     narrow = all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half)
     return narrow | all_of(("masters", "moments", "output"), wide)
@@ -348,29 +351,33 @@ def _halved(reading: Reading) -> dict[str, Decision]:
 def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     asked = reading.read(Apex, fp16, "fp16")
     _apex_contradictions(reading, asked)
-    reading.done()
+    reading.raise_problems()
     if not asked.enabled:
         plain = all_of(
-            ("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled")
+            ("compute", "pipeline", "parameters"), reading.decided_by(torch.float32, "fp16.enabled")
         )
         return reading.resolved(plain, {})
     given = {key: value for key, value in asked if key in LEVELS["O1"] and value is not None}
     level = {**LEVELS[asked.opt_level], **given}
-    scaling = reading.by(
+    scaling = reading.decided_by(
         _apex_scaling(asked, level["loss_scale"]),
         *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE)),
     )
     if level["patch_torch_functions"]:
         decisions = _autocast(reading)
-        decisions |= all_of(("compute", "output"), reading.by(torch.float16, "fp16.opt_level"))
+        decisions |= all_of(
+            ("compute", "output"), reading.decided_by(torch.float16, "fp16.opt_level")
+        )
     else:
         decisions = _cast(reading, level)
     if asked.cast_model_outputs is not None:
-        decisions["output"] = reading.by(asked.cast_model_outputs, "fp16.cast_model_outputs")
+        decisions["output"] = reading.decided_by(
+            asked.cast_model_outputs, "fp16.cast_model_outputs"
+        )
     notes = ("num_losses: a run has one loss, so one scaler",) if asked.num_losses > 1 else ()
     if level["loss_scale"] != "dynamic":
         bounds = ("min_loss_scale", "max_loss_scale")
-        notes += reading.idle(
+        notes += reading.idle_note(
             asked, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16"
         )
     return reading.resolved(decisions | {"scaling": scaling}, {}, notes if asked.verbosity else ())
@@ -383,20 +390,20 @@ def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
     """Return the decisions of a model that is cast as a whole, except for its norms if they stay in
     FP32."""
     cast: torch.dtype = level["cast_model_type"] or torch.float32
-    held = reading.by(cast, "fp16.opt_level", "fp16.cast_model_type")
+    held = reading.decided_by(cast, "fp16.opt_level", "fp16.cast_model_type")
     masters = torch.float32 if level["master_weights"] else cast
     moments = masters if masters != torch.float16 else torch.float32
     return {
         **all_of(("compute", "pipeline", "parameters", "reduce"), held),
-        "masters": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
-        "gradients": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
-        "moments": reading.by(moments, "fp16.opt_level", "fp16.master_weights"),
-        "keep_fp32": reading.by(
+        "masters": reading.decided_by(masters, "fp16.opt_level", "fp16.master_weights"),
+        "gradients": reading.decided_by(masters, "fp16.opt_level", "fp16.master_weights"),
+        "moments": reading.decided_by(moments, "fp16.opt_level", "fp16.master_weights"),
+        "keep_fp32": reading.decided_by(
             NORMS if level["keep_batchnorm_fp32"] else (),
             "fp16.opt_level",
             "fp16.keep_batchnorm_fp32",
         ),
-        "output": reading.by(torch.float32, "fp16.opt_level"),
+        "output": reading.decided_by(torch.float32, "fp16.opt_level"),
     }
 
 
@@ -437,7 +444,7 @@ def _apex_contradictions(reading: Reading, asked: Apex) -> None:
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return configurations that approximate a plan, one for each mode and level."""
     scaling = plan.scaling
-    torch_mode = {"mode": "TORCH"} | torch_words(scaling)
+    torch_mode = {"mode": "TORCH"} | express_torch_scaling(scaling)
     values = (scaling.initial, scaling.minimum, scaling.growth_factor, scaling.backoff_factor)
     values += (scaling.growth_interval, scaling.hysteresis, scaling.maximum or CEILING)
     parallel = {"mode": "PARALLEL", "clip_grad": settings.get("optimizer.clip", 0.0)}

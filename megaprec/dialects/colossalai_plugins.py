@@ -110,16 +110,16 @@ def plugin_class(reading: Reading, values: object) -> type[Keys]:
     if kind not in PLUGINS:
         would = f"no such plugin; there are {', '.join(PLUGINS)}{did_you_mean(str(kind), PLUGINS)}"
         reading.refuse(f"{TABLE}.kind", kind, would)
-        reading.done()
+        reading.raise_problems()
     return PLUGINS[str(kind)]
 
 
 def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
     """Return the plan of a plugin that decides precision."""
     _contradictions(reading, asked)
-    reading.done()
-    half = reading.by(HALVES[asked.precision], f"{TABLE}.precision")
-    masters = reading.by(
+    reading.raise_problems()
+    half = reading.decided_by(HALVES[asked.precision], f"{TABLE}.precision")
+    masters = reading.decided_by(
         torch.float32 if getattr(asked, "master_weights", True) else half.value, *_masters(asked)
     )
     decisions = {
@@ -128,17 +128,21 @@ def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
         "masters": masters,
         "moments": masters if masters.value != torch.float16 else reading.always(torch.float32),
         "output": _output(reading, asked, half),
-        "cast_inputs": reading.by(
+        "cast_inputs": reading.decided_by(
             "root" if getattr(asked, "cast_inputs", True) else "none", f"{TABLE}.cast_inputs"
         ),
         "scaling": _scaling(reading, asked),
-        "fp8": reading.by(FP8Recipe("current") if asked.use_fp8 else None, f"{TABLE}.use_fp8"),
+        "fp8": reading.decided_by(
+            FP8Recipe("current") if asked.use_fp8 else None, f"{TABLE}.use_fp8"
+        ),
     }
     notes = (FP8_TRAVEL,) if asked.fp8_communication else ()
     if asked.precision != "fp16":
-        notes += reading.idle(asked, SCALE, "without FP16, which alone has a loss scale", TABLE)
+        notes += reading.idle_note(
+            asked, SCALE, "without FP16, which alone has a loss scale", TABLE
+        )
     if isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0:
-        notes += reading.idle(
+        notes += reading.idle_note(
             asked, ("communication_dtype",), "without ZeRO, zero_stage 1 or 2", TABLE
         )
     return reading.resolved(decisions, _settings(reading, asked), notes)
@@ -155,37 +159,37 @@ def _reduce(reading: Reading, asked: Plugin, half: Decision) -> Decision:
     told = getattr(asked, "communication_dtype", None)
     if told is None or (isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0):
         return half
-    return reading.by(told, f"{TABLE}.communication_dtype")
+    return reading.decided_by(told, f"{TABLE}.communication_dtype")
 
 
 def _output(reading: Reading, asked: Plugin, half: Decision) -> Decision:
     if isinstance(asked, GeminiPlugin):
         wide = torch.float32 if asked.force_outputs_fp32 else half.value
-        return reading.by(wide, f"{TABLE}.force_outputs_fp32", f"{TABLE}.precision")
+        return reading.decided_by(wide, f"{TABLE}.force_outputs_fp32", f"{TABLE}.precision")
     return reading.always(torch.float32)
 
 
 def _scaling(reading: Reading, asked: Plugin) -> Decision:
     if asked.precision != "fp16":
-        return reading.by(LossScaling(), f"{TABLE}.precision")
+        return reading.decided_by(LossScaling(), f"{TABLE}.precision")
     steps = (asked.growth_factor, asked.backoff_factor, asked.growth_interval, asked.hysteresis)
     scaling = LossScaling(
         "dynamic", asked.initial_scale, asked.min_scale, *steps, cap(asked.max_scale)
     )
-    return reading.by(scaling, *(f"{TABLE}.{key}" for key in SCALE))
+    return reading.decided_by(scaling, *(f"{TABLE}.{key}" for key in SCALE))
 
 
 def _settings(reading: Reading, asked: Plugin) -> dict[str, Decision]:
-    settings = {"optimizer.clip": reading.by(asked.max_norm, f"{TABLE}.max_norm")}
+    settings = {"optimizer.clip": reading.decided_by(asked.max_norm, f"{TABLE}.max_norm")}
     if isinstance(asked, HybridParallelPlugin):
-        settings["parallel.zero"] = reading.by(asked.zero_stage > 0, f"{TABLE}.zero_stage")
+        settings["parallel.zero"] = reading.decided_by(asked.zero_stage > 0, f"{TABLE}.zero_stage")
     elif isinstance(asked, LowLevelZeroPlugin):
-        settings["parallel.zero"] = reading.by(True, f"{TABLE}.stage")
+        settings["parallel.zero"] = reading.decided_by(True, f"{TABLE}.stage")
     else:
         settings["parallel.zero"] = reading.always(True)
     for key, name in (("tp_size", "parallel.tensor"), ("pp_size", "parallel.pipeline")):
         if getattr(asked, key, None) is not None:
-            settings[name] = reading.by(getattr(asked, key), f"{TABLE}.{key}")
+            settings[name] = reading.decided_by(getattr(asked, key), f"{TABLE}.{key}")
     return settings
 
 

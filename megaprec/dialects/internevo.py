@@ -108,14 +108,18 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         for key, said in _settings(reading, model).items()
         if not _hangs_on_unknown(reading, key)
     }
-    reading.done()
-    dtype = reading.by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
+    reading.raise_problems()
+    dtype = reading.decided_by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
     wide = reading.always(torch.float32)
-    residual = reading.by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
+    residual = (
+        reading.decided_by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
+    )
     # flash attention knows no FP32
     half = torch.bfloat16 if dtype.value == torch.float32 else dtype.value
-    attention = reading.by(half if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype")
-    scores = reading.by(
+    attention = reading.decided_by(
+        half if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype"
+    )
+    scores = reading.decided_by(
         torch.float32 if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype"
     )
     decisions = {
@@ -123,12 +127,12 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         "attention": attention,
         "scores": scores,
         **all_of(("masters", "moments", "sensitive"), wide),
-        "output": reading.by(
+        "output": reading.decided_by(
             torch.float32 if model.output_to_fp32 else dtype.value, "output_to_fp32"
         ),
         **all_of(("residual", "pipeline"), residual),
-        "tf32": reading.by(model.dtype == "tf32", "dtype"),
-        "keep_fp32": reading.by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
+        "tf32": reading.decided_by(model.dtype == "tf32", "dtype"),
+        "keep_fp32": reading.decided_by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
         "scaling": scaling,
     }
     return reading.resolved(decisions, settings, tuple(_notes(reading, model)))
@@ -138,7 +142,9 @@ def _hangs_on_unknown(reading: Reading, key: str) -> bool:
     """Return True if a run-file key would follow from InternEvo's default only because its actual
     value is unknown."""
     return any(
-        f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key
+        f"{PREFIX}.{theirs}" in reading.unknown_keys
+        for theirs, ours in DEFAULTED.items()
+        if ours == key
     )
 
 
@@ -151,7 +157,9 @@ DEFAULTED = {
 def _scaling(reading: Reading, model: Model) -> Decision:
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
-    for key in sorted(key for key in reading.unknown if key.startswith(f"{PREFIX}.grad_scaler")):
+    for key in sorted(
+        key for key in reading.unknown_keys if key.startswith(f"{PREFIX}.grad_scaler")
+    ):
         reading.refuse(
             key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers depend on it: set {key} = ..."
         )
@@ -159,7 +167,7 @@ def _scaling(reading: Reading, model: Model) -> Decision:
         why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
         reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
     if model.dtype in ("float32", "tf32"):
-        return reading.by(LossScaling(), "dtype")
+        return reading.decided_by(LossScaling(), "dtype")
     scaling = LossScaling(
         "dynamic",
         start.initial_scale,
@@ -170,18 +178,18 @@ def _scaling(reading: Reading, model: Model) -> Decision:
         scaler.hysteresis,
         cap(scaler.max_scale),
     )
-    return reading.by(scaling, *SCALE_KEYS)
+    return reading.decided_by(scaling, *SCALE_KEYS)
 
 
 def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return the other decisions of the configuration, by run-file key."""
     settings = model_settings(reading, model)
     if model.checkpoint:
-        settings["parallel.recompute"] = reading.by("full", "checkpoint")
-        settings["parallel.recompute_fraction"] = reading.by(model.checkpoint, "checkpoint")
+        settings["parallel.recompute"] = reading.decided_by("full", "checkpoint")
+        settings["parallel.recompute_fraction"] = reading.decided_by(model.checkpoint, "checkpoint")
     if model.num_chunks > 1:
-        settings["parallel.schedule"] = reading.by("interleaved", "num_chunks")
-        settings["parallel.chunks"] = reading.by(model.num_chunks, "num_chunks")
+        settings["parallel.schedule"] = reading.decided_by("interleaved", "num_chunks")
+        settings["parallel.chunks"] = reading.decided_by(model.num_chunks, "num_chunks")
     if model.hybrid_zero_optimizer is not None:
         settings |= _optimizer(reading, model.hybrid_zero_optimizer)
     if model.parallel is not None:
@@ -196,13 +204,15 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
     """
     here = "hybrid_zero_optimizer"
     asked = reading.read(HybridZeroOptimizer, table, here)
-    settings = {"optimizer.clip": reading.by(asked.clip_grad_norm, f"{here}.clip_grad_norm")}
+    settings = {
+        "optimizer.clip": reading.decided_by(asked.clip_grad_norm, f"{here}.clip_grad_norm")
+    }
     if (asked.overlap_sync_grad, asked.overlap_sync_param) != (None, None):
         overlap = bool(asked.overlap_sync_grad or asked.overlap_sync_param)
         keys = (f"{here}.overlap_sync_grad", f"{here}.overlap_sync_param")
-        settings["parallel.overlap"] = reading.by(overlap, *keys)
+        settings["parallel.overlap"] = reading.decided_by(overlap, *keys)
     if asked.reduce_bucket_size is not None:
-        settings["parallel.bucket"] = reading.by(
+        settings["parallel.bucket"] = reading.decided_by(
             asked.reduce_bucket_size, f"{here}.reduce_bucket_size"
         )
     return settings
@@ -218,12 +228,12 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
             getattr(asked, name) is not None
             and (size := _size(reading, name, getattr(asked, name))) is not None
         ):
-            settings[f"parallel.{name}"] = reading.by(
+            settings[f"parallel.{name}"] = reading.decided_by(
                 size, f"parallel.{name}", f"parallel.{name}.size"
             )
     mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
     if mode is UNKNOWN:
-        reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
+        reading.unknown_keys.add(f"{PREFIX}.parallel.tensor.mode")
     elif mode not in SEQUENCE:
         reading.refuse(
             "parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}"
@@ -233,15 +243,17 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
             keys = ("parallel.tensor", "parallel.tensor.mode")
         else:
             keys = ("parallel.sequence_parallel",)
-        settings["parallel.sequence"] = reading.by(True, *keys)
+        settings["parallel.sequence"] = reading.decided_by(True, *keys)
     if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
         reading.refuse(
             "parallel.weight", asked.weight, "weight parallelism is not supported: use 1"
         )
     if (size := _size(reading, "zero1", asked.zero1)) is not None:
-        settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
+        settings["parallel.zero"] = reading.decided_by(
+            size != 1, "parallel.zero1", "parallel.zero1.size"
+        )
         if size > 1:
-            settings["parallel.zero_size"] = reading.by(
+            settings["parallel.zero_size"] = reading.decided_by(
                 size, "parallel.zero1", "parallel.zero1.size"
             )
     return settings
@@ -269,7 +281,7 @@ SEQUENCE = {
 def _size(reading: Reading, name: str, value: Any) -> int | None:
     size = value.get("size", -1 if name == "zero1" else 1) if isinstance(value, Mapping) else value
     if size is UNKNOWN:
-        reading.unknown.add(f"{PREFIX}.parallel.{name}.size")
+        reading.unknown_keys.add(f"{PREFIX}.parallel.{name}.size")
         return None
     if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
         return size
@@ -279,16 +291,16 @@ def _size(reading: Reading, name: str, value: Any) -> int | None:
 
 def _notes(reading: Reading, model: Model) -> list[str]:
     notes = []
-    if f"{PREFIX}.dtype" not in reading.given:
+    if f"{PREFIX}.dtype" not in reading.set_keys:
         notes.append("dtype is not given: InternEvo takes torch.float16")
-    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown)):
+    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown_keys)):
         notes.append(
             f"{unknown}: the value is not known, so the run file must set what depends on it"
         )
     given = {
         key
         for key in ("embed_split_hidden", "parallel_output")
-        if f"{PREFIX}.{key}" in reading.given
+        if f"{PREFIX}.{key}" in reading.set_keys
     }
     layout = [
         key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output
@@ -299,7 +311,7 @@ def _notes(reading: Reading, model: Model) -> list[str]:
             "embedding and logits "
             "is sharded over tensor ranks"
         )
-    if f"{PREFIX}.dropout_selective_checkpoint" in reading.given:
+    if f"{PREFIX}.dropout_selective_checkpoint" in reading.set_keys:
         notes.append(
             "dropout_selective_checkpoint: the same numbers either way; here "
             "parallel.recompute decides what is "
@@ -313,9 +325,9 @@ def _notes(reading: Reading, model: Model) -> list[str]:
         scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
         why = "in float32 and tf32, which have no loss scale"
         tops = ("growth_factor", "backoff_factor", "max_scale", "hysteresis")
-        notes += reading.idle(scaler, tops, why, "grad_scaler")
+        notes += reading.idle_note(scaler, tops, why, "grad_scaler")
         start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
-        notes += reading.idle(start, Fp16.model_fields, why, "grad_scaler.fp16")
+        notes += reading.idle_note(start, Fp16.model_fields, why, "grad_scaler.fp16")
     return [*notes, *model_notes(reading, model)]
 
 

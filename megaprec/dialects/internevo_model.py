@@ -177,7 +177,7 @@ def describes(reading: Reading) -> bool:
 
 def is_there(reading: Reading, key: str) -> bool:
     """Return True if the user set a key, to a known or unknown value."""
-    return f"{reading.prefix}.{key}" in reading.given | reading.unknown
+    return f"{reading.prefix}.{key}" in reading.set_keys | reading.unknown_keys
 
 
 def gated(model: Model) -> bool:
@@ -191,7 +191,7 @@ def _refuse(reading: Reading, model: Model) -> None:
     part of a model."""
     kind = model.model_type
     whole = describes(reading)
-    for key in (key for key in NUMERIC if f"{reading.prefix}.{key}" in reading.unknown):
+    for key in (key for key in NUMERIC if f"{reading.prefix}.{key}" in reading.unknown_keys):
         reading.refuse(key, UNKNOWN, f"numbers depend on it: set {reading.prefix}.{key} = ...")
     for key in (key for key in Model.model_fields if is_there(reading, key)):
         value = getattr(model, key)
@@ -223,7 +223,8 @@ def _refuse_heads(reading: Reading, model: Model) -> None:
     heads = model.num_attention_heads
     kv_heads = model.num_kv_attention_heads or model.num_attention_heads
     if any(
-        f"{reading.prefix}.{key}" in reading.unknown for key in (*SIZES, "num_kv_attention_heads")
+        f"{reading.prefix}.{key}" in reading.unknown_keys
+        for key in (*SIZES, "num_kv_attention_heads")
     ):
         return
     if describes(reading) and model.hidden_size % heads:
@@ -238,15 +239,15 @@ def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return the keys of [model] about training, which any dict may set, by run-file key."""
     settings: dict[str, Decision] = {}
     if model.embed_grad_scale != 1:
-        scale = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
+        scale = reading.decided_by(float(model.embed_grad_scale), "embed_grad_scale")
         settings |= {"model.embedding_grad_scale": scale, "model.head_grad_scale": scale}
-    if f"{reading.prefix}.attn_drop_rate" in reading.given:
-        settings["model.attention_dropout"] = reading.by(
+    if f"{reading.prefix}.attn_drop_rate" in reading.set_keys:
+        settings["model.attention_dropout"] = reading.decided_by(
             float(model.attn_drop_rate), "attn_drop_rate"
         )
-    if f"{reading.prefix}.drop_rate" in reading.given:
-        settings["model.dropout"] = reading.by(float(model.drop_rate), "drop_rate")
-        settings["model.dropout_at"] = reading.by("stream", "drop_rate")
+    if f"{reading.prefix}.drop_rate" in reading.set_keys:
+        settings["model.dropout"] = reading.decided_by(float(model.drop_rate), "drop_rate")
+        settings["model.dropout_at"] = reading.decided_by("stream", "drop_rate")
     return settings
 
 
@@ -257,14 +258,14 @@ def _described(reading: Reading, model: Model) -> dict[str, Decision]:
         f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()
     }
     for name, (value, keys) in _architecture(model).items():
-        if not any(f"{reading.prefix}.{key}" in reading.unknown for key in keys):
+        if not any(f"{reading.prefix}.{key}" in reading.unknown_keys for key in keys):
             settings[f"model.{name}"] = _decided(reading, value, keys)
     settings["model.dropout_at"] = reading.always("stream")
     if not any(
-        f"{reading.prefix}.{key}" in reading.unknown
+        f"{reading.prefix}.{key}" in reading.unknown_keys
         for key in ("use_scaled_init", "use_swiglu", *STDS)
     ):
-        settings["model.init"] = reading.by(initial(model), "use_scaled_init", *STDS)
+        settings["model.init"] = reading.decided_by(initial(model), "use_scaled_init", *STDS)
     return settings
 
 
@@ -273,8 +274,8 @@ def _decided(reading: Reading, value: Any, keys: tuple[str, ...]) -> Decision:
 
     Its origin also names the first key's default, if only other keys are set.
     """
-    first = reading.by(value, keys[0])
-    said = reading.by(value, *keys)
+    first = reading.decided_by(value, keys[0])
+    said = reading.decided_by(value, *keys)
     together = said.given and not first.given
     return Decision(
         value, f"{first.origin}, {said.origin}" if together else said.origin, given=True

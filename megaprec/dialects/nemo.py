@@ -221,12 +221,16 @@ def resolve(
     asked = _filled(reading, read)
     half = HALVES[asked.precision or "32"]
     _contradictions(reading, asked, half)
-    reading.done()
+    reading.raise_problems()
     automatic = torch.bfloat16 if half == torch.bfloat16 else torch.float32
-    held = reading.by(half, "precision", "recipe")
+    held = reading.decided_by(half, "precision", "recipe")
     if asked.autocast_enabled:
-        compute = reading.by(asked.autocast_dtype or half, "autocast_enabled", "autocast_dtype")
-        held = reading.by(asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled")
+        compute = reading.decided_by(
+            asked.autocast_dtype or half, "autocast_enabled", "autocast_dtype"
+        )
+        held = reading.decided_by(
+            asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled"
+        )
     else:
         compute = held
     # autocast leaves sums as wide as parameters
@@ -236,11 +240,15 @@ def resolve(
         "compute": compute,
         "parameters": held,
         "residual": held if wide else compute,
-        "pipeline": reading.by(asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"),
-        **all_of(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
+        "pipeline": reading.decided_by(
+            asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"
+        ),
+        **all_of(
+            ("gradients", "reduce"), reading.decided_by(summed, "grad_reduce_in_fp32", "recipe")
+        ),
         **_state_dtypes(reading, asked),
         "scaling": _scaling(reading, asked, half),
-        "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
+        "fp8": reading.decided_by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
     }
     return reading.resolved(
         decisions,
@@ -255,7 +263,9 @@ def _settings(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Deci
     values = {"optimizer.clip": ("clip_grad", asked.clip_grad)}
     values["parallel.zero"] = ("use_distributed_optimizer", asked.use_distributed_optimizer)
     return {
-        name: reading.by(value, key) for name, (key, value) in values.items() if value is not None
+        name: reading.decided_by(value, key)
+        for name, (key, value) in values.items()
+        if value is not None
     }
 
 
@@ -328,17 +338,19 @@ def _state_dtypes(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, 
     if not asked.use_precision_aware_optimizer:
         return decisions
     if asked.exp_avg_dtype is not None:
-        decisions["moments"] = reading.by(asked.exp_avg_dtype, "exp_avg_dtype", "exp_avg_sq_dtype")
+        decisions["moments"] = reading.decided_by(
+            asked.exp_avg_dtype, "exp_avg_dtype", "exp_avg_sq_dtype"
+        )
     if asked.main_grads_dtype is not None:
-        decisions["gradients"] = reading.by(asked.main_grads_dtype, "main_grads_dtype")
+        decisions["gradients"] = reading.decided_by(asked.main_grads_dtype, "main_grads_dtype")
     return decisions
 
 
 def _scaling(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> Decision:
     if asked.fp16_loss_scale is not None and half != torch.float32:
-        return reading.by(LossScaling("constant", asked.fp16_loss_scale), "fp16_loss_scale")
+        return reading.decided_by(LossScaling("constant", asked.fp16_loss_scale), "fp16_loss_scale")
     if half != torch.float16:
-        return reading.by(LossScaling(), "precision", "recipe")
+        return reading.decided_by(LossScaling(), "precision", "recipe")
     dynamic = LossScaling(
         "dynamic",
         asked.fp16_initial_loss_scale,
@@ -346,7 +358,7 @@ def _scaling(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype)
         growth_interval=asked.fp16_loss_scale_window,
         hysteresis=asked.fp16_hysteresis,
     )
-    return reading.by(dynamic, "precision", "recipe", *SCALE_KEYS)
+    return reading.decided_by(dynamic, "precision", "recipe", *SCALE_KEYS)
 
 
 def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
@@ -373,7 +385,7 @@ def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
 def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
     defaults = {key: MegatronMixedPrecision.model_fields[key].default for key in FP8_KEYS}
     changed = [key for key in FP8_KEYS if getattr(asked, key) not in (defaults[key], None, False)]
-    idle = [key for key in changed if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
+    idle = [key for key in changed if asked.fp8 is None and f"{PREFIX}.{key}" in reading.set_keys]
     notes = [f"{', '.join(idle)} without fp8: they change nothing"] if idle else []
     if asked.fp8 and asked.fp8_margin and asked.fp8_recipe != "delayed":
         notes.append(
@@ -393,29 +405,29 @@ def _idle(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) ->
     """Return notes on keys that are set and change nothing beside the others."""
     notes: tuple[str, ...] = ()
     if half != torch.float16:
-        notes += reading.idle(
+        notes += reading.idle_note(
             asked, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale"
         )
     elif asked.fp16_loss_scale is not None:
-        notes += reading.idle(asked, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
+        notes += reading.idle_note(asked, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
     if half == torch.float32:
-        notes += reading.idle(asked, ("fp16_loss_scale",), "in FP32")
+        notes += reading.idle_note(asked, ("fp16_loss_scale",), "in FP32")
     if not asked.autocast_enabled:
         apart = [
             key
             for key in ("params_dtype", "autocast_dtype")
             if getattr(asked, key) not in (None, half)
         ]
-        notes += reading.idle(
+        notes += reading.idle_note(
             asked,
             apart,
             "without autocast_enabled: parameters and products are in the precision's dtype",
         )
     if asked.fp8 and not asked.first_last_layers_bf16:
         wide = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        notes += reading.idle(asked, wide, "without first_last_layers_bf16")
+        notes += reading.idle_note(asked, wide, "without first_last_layers_bf16")
     return notes + (
-        reading.idle(asked, ("fp4_recipe",), "without fp4") if asked.fp4 is None else ()
+        reading.idle_note(asked, ("fp4_recipe",), "without fp4") if asked.fp4 is None else ()
     )
 
 

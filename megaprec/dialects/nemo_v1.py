@@ -82,7 +82,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     asked = reading.read(Nemo1, values, TABLE)
     half = DTYPES[asked.precision]
     _contradictions(reading, asked, half)
-    reading.done()
+    reading.raise_problems()
     compute = _by(reading, half, "precision")
     held = _by(reading, half, "megatron_amp_O2", "precision")
     if not asked.megatron_amp_O2:
@@ -118,7 +118,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     notes: tuple[str, ...] = ()
     if half != torch.float16:
         keys = [key.removeprefix(f"{TABLE}.") for key in SCALE_KEYS]
-        notes = reading.idle(asked, keys, "without FP16, which alone has a loss scale", TABLE)
+        notes = reading.idle_note(asked, keys, "without FP16, which alone has a loss scale", TABLE)
     return reading.resolved(decisions, settings, notes)
 
 
@@ -131,7 +131,7 @@ def _summed(reading: Reading, asked: Nemo1, synced: torch.dtype) -> dict[str, De
 
 
 def _by(reading: Reading, value: Any, *keys: str) -> Decision:
-    return reading.by(value, *(f"{TABLE}.{key}" for key in keys))
+    return reading.decided_by(value, *(f"{TABLE}.{key}" for key in keys))
 
 
 def _contradictions(reading: Reading, asked: Nemo1, half: torch.dtype) -> None:

@@ -100,20 +100,25 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     _contradictions(
         reading, precision, environment, {MASTERS: masters, ACCUMULATE: accumulates}, zero
     )
-    reading.done()
-    dtype = reading.by(
+    reading.raise_problems()
+    dtype = reading.decided_by(
         torch.float32 if precision.precision_type == "fp32" else torch.bfloat16, TYPE
     )
     if precision.precision_type == "manual":
         dtype = reading.always(torch.bfloat16)
     decisions = {
         **all_of(("compute", "pipeline", "parameters"), dtype),
-        **all_of(("masters", "moments"), reading.by(_wide(masters, dtype.value), MASTERS, TYPE)),
         **all_of(
-            ("gradients", "reduce"), reading.by(_wide(accumulates, dtype.value), ACCUMULATE, TYPE)
+            ("masters", "moments"), reading.decided_by(_wide(masters, dtype.value), MASTERS, TYPE)
+        ),
+        **all_of(
+            ("gradients", "reduce"),
+            reading.decided_by(_wide(accumulates, dtype.value), ACCUMULATE, TYPE),
         ),
         "rounding": _rounding(reading, precision, environment, masters or accumulates),
-        "masters_in_checkpoint": reading.by(precision.use_master_weights_in_ckpt, IN_CHECKPOINT),
+        "masters_in_checkpoint": reading.decided_by(
+            precision.use_master_weights_in_ckpt, IN_CHECKPOINT
+        ),
         "sensitive": reading.always(torch.float32),
     }
     if optimizer.grad_clipping:
@@ -121,8 +126,8 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     else:
         norm = "optimizer_config.grad_clipping"
     settings = {
-        "parallel.zero": reading.by(zero, ZERO),
-        "optimizer.clip": reading.by(
+        "parallel.zero": reading.decided_by(zero, ZERO),
+        "optimizer.clip": reading.decided_by(
             optimizer.max_grad_norm if optimizer.grad_clipping else 0.0, norm
         ),
     }
@@ -170,18 +175,18 @@ def _rounding(
     """
     if precision.precision_type != "manual":
         stochastic = precision.precision_type in ROUNDS_STOCHASTICALLY
-        return reading.by("stochastic" if stochastic else "nearest", TYPE)
+        return reading.decided_by("stochastic" if stochastic else "nearest", TYPE)
     asked = environment.NEURON_RT_STOCHASTIC_ROUNDING_EN
     if asked is not None:
-        return reading.by("stochastic" if asked == "1" else "nearest", STOCHASTIC)
-    return reading.by("nearest" if is_mixed else "stochastic", MASTERS, ACCUMULATE)
+        return reading.decided_by("stochastic" if asked == "1" else "nearest", STOCHASTIC)
+    return reading.decided_by("nearest" if is_mixed else "stochastic", MASTERS, ACCUMULATE)
 
 
 def _notes(reading: Reading, precision: MixedPrecisionConfig) -> tuple[str, ...]:
     if precision.precision_type == "manual":
         return ()
     idle = [
-        key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.given
+        key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.set_keys
     ]
     why = f'precision_type = "{precision.precision_type}" decides: they are used only with "manual"'
     return (f"{', '.join(idle)}: {why}",) if idle else ()

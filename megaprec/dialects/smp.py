@@ -43,7 +43,7 @@ from megaprec.dialects.reading import (
     member,
     name_of,
 )
-from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
+from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, express_torch_scaling
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import PrecisionPlan
@@ -231,16 +231,16 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     decisions, notes = read(reading, tables)
     if tables.grad_scaler is not None:
         scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
-        decisions["scaling"] = reading.by(
+        decisions["scaling"] = reading.decided_by(
             torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS)
         )
     if tables.fp8_autocast is not None:
         decisions["fp8"], more = _fp8(reading, tables.fp8_autocast)
         notes += more
-    reading.done()
+    reading.raise_problems()
     clip: dict[str, Decision] = {}
     if tables.max_grad_norm is not None:
-        clip["optimizer.clip"] = reading.by(tables.max_grad_norm, "max_grad_norm")
+        clip["optimizer.clip"] = reading.decided_by(tables.max_grad_norm, "max_grad_norm")
     if tables.max_grad_norm == 0:
         notes += (
             (
@@ -262,12 +262,12 @@ def _mixed_precision(reading: Reading, tables: Smp) -> tuple[dict[str, Decision]
             f"{table}.keep_low_precision_grads", True, "needs reduce_dtype to be param_dtype"
         )
     decisions |= {
-        "gradients": reading.by(
+        "gradients": reading.decided_by(
             reduce if low else torch.float32, f"{table}.keep_low_precision_grads"
         ),
-        "buffers": reading.by(asked.buffer_dtype or torch.float32, f"{table}.buffer_dtype"),
-        "output": reading.by(decisions["compute"].value, f"{table}.param_dtype"),
-        "cast_inputs": reading.by(
+        "buffers": reading.decided_by(asked.buffer_dtype or torch.float32, f"{table}.buffer_dtype"),
+        "output": reading.decided_by(decisions["compute"].value, f"{table}.param_dtype"),
+        "cast_inputs": reading.decided_by(
             CAST[asked.cast_forward_inputs, asked.cast_root_forward_inputs],
             f"{table}.cast_forward_inputs",
             f"{table}.cast_root_forward_inputs",
@@ -280,11 +280,13 @@ def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[s
     table = "mp_policy"
     asked = reading.read(MixedPrecisionPolicy, tables.mp_policy, table)
     decisions = _common(reading, table, asked.param_dtype, asked.reduce_dtype)
-    output = reading.by(asked.output_dtype or decisions["compute"].value, f"{table}.output_dtype")
+    output = reading.decided_by(
+        asked.output_dtype or decisions["compute"].value, f"{table}.output_dtype"
+    )
     inputs = "all" if asked.cast_forward_inputs else "none"
     decisions |= {
         "output": output,
-        "cast_inputs": reading.by(inputs, f"{table}.cast_forward_inputs"),
+        "cast_inputs": reading.decided_by(inputs, f"{table}.cast_forward_inputs"),
     }
     doubtful = asked.param_dtype not in (None, torch.float32) and asked.reduce_dtype is None
     note = (
@@ -298,8 +300,8 @@ def _common(
     reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None
 ) -> dict[str, Decision]:
     """Return the decisions that are common to FSDP1 and FSDP2."""
-    held = reading.by(param or torch.float32, f"{table}.param_dtype")
-    reduced = reading.by(
+    held = reading.decided_by(param or torch.float32, f"{table}.param_dtype")
+    reduced = reading.decided_by(
         reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype"
     )
     return {
@@ -335,7 +337,7 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     recipe = _recipe(name, dict(made), not asked.enabled) if on else None
     margin = made.margin if isinstance(made, MXFP8BlockScaling) else 0
     notes = (f"{table}.margin = {margin} of {name}: {NO_MARGIN}",) if margin else ()
-    return reading.by(recipe, *(f"fp8_autocast.{key}" for key in keys)), notes
+    return reading.decided_by(recipe, *(f"fp8_autocast.{key}" for key in keys)), notes
 
 
 def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
@@ -372,7 +374,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     else:
         common = {}
     if plan.scaling.kind != "none":
-        common["grad_scaler"] = torch_words(plan.scaling)
+        common["grad_scaler"] = express_torch_scaling(plan.scaling)
     if plan.fp8 is not None:
         common["fp8_autocast"] = _expressed(plan.fp8)
     return [{"mixed_precision": first} | common, {"mp_policy": second} | common]

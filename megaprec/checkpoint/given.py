@@ -29,7 +29,12 @@ def required_path(path: object, optimizer: object, name: str) -> Path:
     return Path(path)  # type: ignore[arg-type]
 
 
-def require_saveable(step: object, extra: object, keep: object, keep_every: object) -> None:
+def require_saveable(
+    step: object,
+    extra: object,
+    keep: object,
+    keep_every: object,
+) -> None:
     """Raise UserError, naming all that are wrong, for values that would not be read back as they
     were given."""
     wrong = []

@@ -62,7 +62,12 @@ def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Block]
     yield from _split_row(shape, bottom, bottom * row_size, last)
 
 
-def _split_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[Block]:
+def _split_row(
+    shape: Sequence[int],
+    row: int,
+    first: int,
+    last: int,
+) -> Iterator[Block]:
     """Yield the rectangles of elements [first, last), which lie in one row; none if it is
     empty."""
     start = row * prod(shape[1:])
@@ -78,7 +83,12 @@ def stored_shape(chunk: dict[str, Any]) -> list[int]:
     return chunk["shape"]
 
 
-def share(first: int, last: int, number: int, count: int) -> tuple[int, int]:
+def share(
+    first: int,
+    last: int,
+    number: int,
+    count: int,
+) -> tuple[int, int]:
     """Return part `number` of `count` of the elements [first, last), which differ by one element at
     most."""
     length = last - first

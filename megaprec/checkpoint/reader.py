@@ -219,7 +219,13 @@ class Store:
         shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
         return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
 
-    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
+    def read_range(
+        self,
+        kind: str,
+        part: Part,
+        first: int,
+        last: int,
+    ) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`. Reads only the rows that
         contain them."""
         if not part.shape:
@@ -268,7 +274,12 @@ class Store:
                     yield _Overlap(self._read_part(key, chunk, block, low, high), low, high)
 
     def _read_part(
-        self, key: str, chunk: dict[str, Any], block: Block, low: list[int], high: list[int]
+        self,
+        key: str,
+        chunk: dict[str, Any],
+        block: Block,
+        low: list[int],
+        high: list[int],
     ) -> Tensor:
         """Read a part of a rectangle of a chunk: of a flat one, only the rows that contain it."""
         stored = self._open_tensor(chunk["file"], key)

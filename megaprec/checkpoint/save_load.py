@@ -54,7 +54,15 @@ def save(
     """
     folder = required_path(folder, optimizer, "folder")
     require_saveable(step, extra, keep, keep_every)
-    outcome = Saving(folder, step, optimizer, extra, Keep.of(keep, keep_every), files, fp8).finish()
+    outcome = Saving(
+        folder,
+        step,
+        optimizer,
+        extra,
+        Keep.of(keep, keep_every),
+        files,
+        fp8,
+    ).finish()
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
     if outcome.problem:
@@ -122,7 +130,13 @@ def _master_dtype(plan: PrecisionPlan, name: str) -> torch.dtype:
 class Weights(Protocol):
     """A source of slices of logical tensors, by kind ("weight")."""
 
-    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor: ...
+    def read_range(
+        self,
+        kind: str,
+        part: Part,
+        first: int,
+        last: int,
+    ) -> Tensor: ...
 
 
 @torch.no_grad()
@@ -229,7 +243,12 @@ def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)
 
 
-def _require_same_rule(store: Store, kind: str, name: str, buffer: Buffer) -> None:
+def _require_same_rule(
+    store: Store,
+    kind: str,
+    name: str,
+    buffer: Buffer,
+) -> None:
     """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer
     does not keep."""
     tensors = store.index["tensors"]

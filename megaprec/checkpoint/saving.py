@@ -183,7 +183,10 @@ class Saving:
             self._try(job)
             return
         self._thread = Thread(
-            target=self._try, args=(job,), daemon=True, name=f"save of step {self.step}"
+            target=self._try,
+            args=(job,),
+            daemon=True,
+            name=f"save of step {self.step}",
         )
         self._thread.start()
 

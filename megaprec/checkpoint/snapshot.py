@@ -30,7 +30,12 @@ class Snapshot:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(
-        self, kind: str, key: str, values: Tensor, shape: tuple[int, ...], chunk: dict[str, Any]
+        self,
+        kind: str,
+        key: str,
+        values: Tensor,
+        shape: tuple[int, ...],
+        chunk: dict[str, Any],
     ) -> None:
         """Add the stored tensor of one chunk to a file whose name begins with `kind`.
 
@@ -68,12 +73,23 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
         if frozen.saved and frozen.values.numel():
             key = f"weight/{frozen.part.name}"
             values = _on_cpu(frozen.values, copy).view(frozen.part.local)
-            snapshot.add("model", key, values, frozen.part.shape, _rectangle(frozen.part))
+            snapshot.add(
+                "model",
+                key,
+                values,
+                frozen.part.shape,
+                _rectangle(frozen.part),
+            )
             snapshot.entries[key]["frozen"] = True
     return snapshot
 
 
-def _add_buffer(snapshot: Snapshot, buffer: Buffer, pp_rank: int, copy: bool) -> None:
+def _add_buffer(
+    snapshot: Snapshot,
+    buffer: Buffer,
+    pp_rank: int,
+    copy: bool,
+) -> None:
     """Add what this rank saves of the weights and moments in a buffer."""
     ranges = list(owned_ranges(buffer, pp_rank))
     if not ranges:
@@ -114,7 +130,11 @@ def _on_cpu(values: Tensor, copy: bool) -> Tensor:
 
 
 def _add_range(
-    snapshot: Snapshot, file: str, kind: str, saved_range: _Range, values: Tensor
+    snapshot: Snapshot,
+    file: str,
+    kind: str,
+    saved_range: _Range,
+    values: Tensor,
 ) -> None:
     """Add a range of a piece: as a rectangle if it is the full slice, else as a flat range of
     it."""
@@ -125,7 +145,13 @@ def _add_range(
         values = values.view(part.local)
     else:
         chunk["range"] = [first - piece.start, last - piece.start]
-    snapshot.add(file, f"{kind}/{part.name}", values, part.shape, chunk)
+    snapshot.add(
+        file,
+        f"{kind}/{part.name}",
+        values,
+        part.shape,
+        chunk,
+    )
 
 
 def _rectangle(part: Part) -> dict[str, Any]:

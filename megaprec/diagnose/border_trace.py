@@ -141,17 +141,35 @@ class BorderTrace:
                 if not tensor.is_floating_point():
                     self.note(FORWARD, number, "the token ids", tensor)
 
-    def _leave(self, path: str, module: nn.Module, args: object, output: object) -> None:
+    def _leave(
+        self,
+        path: str,
+        module: nn.Module,
+        args: object,
+        output: object,
+    ) -> None:
         if self._inside is not None:
             self._note_output(self._inside, f"the output of {path}", path, output)
 
-    def _end(self, number: int, stage: nn.Module, args: object, output: object) -> None:
+    def _end(
+        self,
+        number: int,
+        stage: nn.Module,
+        args: object,
+        output: object,
+    ) -> None:
         if self._inside == number:
             self._note_output(number, f"the output of stage {number}", "", output)
             self._inside = None
             self._newest = _NOTHING  # the last tensor would keep the graph alive
 
-    def _note_output(self, number: int, what: str, path: str, output: object) -> None:
+    def _note_output(
+        self,
+        number: int,
+        what: str,
+        path: str,
+        output: object,
+    ) -> None:
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.note(FORWARD, number, what, tensor, path)
             if tensor.requires_grad:

@@ -71,7 +71,14 @@ def _shard_of_state(buffer: Buffer) -> Iterator[Held]:
             if first < last:
                 span = f" {first - piece.start}:{last - piece.start}"
                 elements = values[first - buffer.first : last - buffer.first]
-                yield _digest_of(kind, piece.part, elements, layout, own=True, span=span)
+                yield _digest_of(
+                    kind,
+                    piece.part,
+                    elements,
+                    layout,
+                    own=True,
+                    span=span,
+                )
 
 
 def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
@@ -101,7 +108,12 @@ def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
 
 
 def _digest_of(
-    kind: str, part: Part, values: Tensor, layout: Layout, own: bool, span: str = ""
+    kind: str,
+    part: Part,
+    values: Tensor,
+    layout: Layout,
+    own: bool,
+    span: str = "",
 ) -> Held:
     shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
     return Held(
@@ -200,7 +212,10 @@ def _select(items: Sequence[Held], gradients: bool) -> list[Held]:
 
 
 def _differ(
-    items: Sequence[Held], holders: Holders, copy_counts: Sequence[int], device: torch.device
+    items: Sequence[Held],
+    holders: Holders,
+    copy_counts: Sequence[int],
+    device: torch.device,
 ) -> Tensor:
     """Return bool [], True if ranks that must hold the same hold something else. copy_counts:
     numbers of copies over tp.

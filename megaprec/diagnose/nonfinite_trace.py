@@ -103,7 +103,11 @@ class Trace(AbstractContextManager["Trace"]):
                 self._look_at_parameters(path)
 
     def look(
-        self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None
+        self,
+        what: str,
+        tensor: Tensor,
+        module: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> float:
         """Check a tensor that was computed in `module`, by default outside, and return its largest
         finite magnitude.
@@ -116,11 +120,22 @@ class Trace(AbstractContextManager["Trace"]):
         if self.found is None and finite.all():
             self.seen.append(Glance(what, largest))
         elif self.found is None:
-            self.found = self._finding(what, values, largest, module, dtype or values.dtype)
+            self.found = self._finding(
+                what,
+                values,
+                largest,
+                module,
+                dtype or values.dtype,
+            )
         return largest
 
     def _finding(
-        self, what: str, values: Tensor, largest: float, path: str | None, dtype: torch.dtype
+        self,
+        what: str,
+        values: Tensor,
+        largest: float,
+        path: str | None,
+        dtype: torch.dtype,
     ) -> Finding:
         module = self._modules.get(path) if path is not None else None
         parameters: tuple[str, ...] = ()
@@ -143,7 +158,11 @@ class Trace(AbstractContextManager["Trace"]):
         )
 
     def _enter(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         caller = self._running[-1] if self._running else None
         self._running.append(path)
@@ -155,7 +174,13 @@ class Trace(AbstractContextManager["Trace"]):
         watch = partial(self._watch, hook=partial(self._check_input_gradient, path))
         return mapped(args, watch), mapped(kwargs, watch)
 
-    def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         self._running.pop()
         caller = self._running[-1] if self._running else None
         for tensor in filter(Tensor.is_floating_point, tensors(output)):

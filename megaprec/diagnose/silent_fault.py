@@ -135,7 +135,10 @@ class _WrongReplica(NamedTuple):
 
 
 def judge(
-    testimonies: Sequence[Testimony], suspect: int | None, comparable: bool, exact: bool
+    testimonies: Sequence[Testimony],
+    suspect: int | None,
+    comparable: bool,
+    exact: bool,
 ) -> Fault | None:
     """Return the verdict; None if the micro-batch cannot be judged, because its computation is not
     deterministic.
@@ -153,7 +156,13 @@ def judge(
         return _computation_fault(testimonies, suspect, comparable, exact)
     unequal = _first_disagreement(testimonies, [rank.gradients for rank in testimonies])
     if unequal is not None:
-        return _fault("gradients", unequal.key, unequal.blamed, unequal.certain, sound=True)
+        return _fault(
+            "gradients",
+            unequal.key,
+            unequal.blamed,
+            unequal.certain,
+            sound=True,
+        )
     return None
 
 
@@ -165,8 +174,20 @@ def _weights_fault(testimonies: Sequence[Testimony]) -> Fault | None:
     if unequal is not None:
         # Without a majority, ranks whose weights are not their masters are the wrong ones.
         if not unequal.certain and strayed:
-            return _fault("weights", unequal.key, strayed, certain=True, sound=False)
-        return _fault("weights", unequal.key, unequal.blamed, unequal.certain, sound=False)
+            return _fault(
+                "weights",
+                unequal.key,
+                strayed,
+                certain=True,
+                sound=False,
+            )
+        return _fault(
+            "weights",
+            unequal.key,
+            unequal.blamed,
+            unequal.certain,
+            sound=False,
+        )
     if strayed:
         what = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
         return _fault("weights", what, strayed, certain=True, sound=False)
@@ -235,13 +256,21 @@ def _message_fault(testimonies: Sequence[Testimony]) -> Fault | None:
             sender, bits = sent.get((receiver.place[1:], name), (receiver, ""))
             if "received" in sides and bits and sides["received"] != bits:
                 return _fault(
-                    "message", name, [sender, receiver], certain=False, sound=True, transient=True
+                    "message",
+                    name,
+                    [sender, receiver],
+                    certain=False,
+                    sound=True,
+                    transient=True,
                 )
     return None
 
 
 def _computation_fault(
-    testimonies: Sequence[Testimony], suspect: int, comparable: bool, exact: bool
+    testimonies: Sequence[Testimony],
+    suspect: int,
+    comparable: bool,
+    exact: bool,
 ) -> Fault | None:
     """Return the fault of the replicas that computed the suspect's micro-batch wrongly, by the
     order of evidence in the module's docstring."""

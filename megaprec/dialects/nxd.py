@@ -101,7 +101,11 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     has_masters = _is_on(precision, MASTERS, zero)
     accumulates = _is_on(precision, ACCUMULATE, zero)
     _refuse_contradictions(
-        reading, precision, environment, {MASTERS: has_masters, ACCUMULATE: accumulates}, zero
+        reading,
+        precision,
+        environment,
+        {MASTERS: has_masters, ACCUMULATE: accumulates},
+        zero,
     )
     reading.raise_problems()
     if precision.precision_type == "manual":
@@ -167,7 +171,10 @@ def _refuse_contradictions(
 
 
 def _rounding(
-    reading: Reading, precision: MixedPrecisionConfig, environment: Environment, is_mixed: bool
+    reading: Reading,
+    precision: MixedPrecisionConfig,
+    environment: Environment,
+    is_mixed: bool,
 ) -> Decision:
     """Return the rounding that the precision type or the environment sets.
 

@@ -32,7 +32,11 @@ class Keys(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
     )
 
 
@@ -207,7 +211,11 @@ class Reading:
         return Decision(value, f"{full_keys[0]} ({self.system}'s default)")
 
     def idle_note(
-        self, values: Keys, keys: Iterable[str], why: str, table: str = ""
+        self,
+        values: Keys,
+        keys: Iterable[str],
+        why: str,
+        table: str = "",
     ) -> tuple[str, ...]:
         """Return a note on those of `keys` that are set, to other values than their defaults, and
         change nothing."""

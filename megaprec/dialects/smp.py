@@ -197,12 +197,18 @@ class Smp(Keys):
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
 ) -> Fp8Autocast:
     """Return the arguments of Transformer Engine's function of this name, in its order, as a value
     for `resolve`."""
     return Fp8Autocast(
-        enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group
+        enabled=enabled,
+        calibrating=calibrating,
+        fp8_recipe=fp8_recipe,
+        fp8_group=fp8_group,
     )  # pyright: ignore[reportArgumentType]
 
 
@@ -302,7 +308,10 @@ def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[s
 
 
 def _common(
-    reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None
+    reading: Reading,
+    table: str,
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
 ) -> dict[str, Decision]:
     """Return the decisions that are common to FSDP1 and FSDP2."""
     parameters = reading.decided_by(param or torch.float32, f"{table}.param_dtype")

@@ -22,26 +22,67 @@ from megaprec.fp8 import transformer_engine
 from megaprec.fp8.quantize import Codes, expand_blocks
 
 
-def tensorwise(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def tensorwise(
+    a: Codes,
+    b: Codes,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     """Multiply matrices with one scale each."""
-    return _scaled_product(a, b, a.inverse.view(()), b.inverse.view(()), out_dtype, fast)
+    return _scaled_product(
+        a,
+        b,
+        a.inverse.view(()),
+        b.inverse.view(()),
+        out_dtype,
+        fast,
+    )
 
 
-def rowwise(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def rowwise(
+    a: Codes,
+    b: Codes,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     """Multiply matrices with one scale per row."""
-    return _scaled_product(a, b, _scale_per_row(a), _scale_per_row(b).t(), out_dtype, fast)
+    return _scaled_product(
+        a,
+        b,
+        _scale_per_row(a),
+        _scale_per_row(b).t(),
+        out_dtype,
+        fast,
+    )
 
 
-def unscaled_rowwise(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def unscaled_rowwise(
+    a: Codes,
+    b: Codes,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     """Multiply codes without scales, then apply one scale per row: for output dtypes that row-wise
     kernels lack."""
     no_scale = torch.ones((), device=a.values.device)
-    product = _scaled_product(a, b, no_scale, no_scale, torch.float32, fast)
+    product = _scaled_product(
+        a,
+        b,
+        no_scale,
+        no_scale,
+        torch.float32,
+        fast,
+    )
     scaled = product * _scale_per_row(a) * _scale_per_row(b).t()
     return scaled.to(out_dtype)
 
 
-def blockwise(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def blockwise(
+    a: Codes,
+    b: Codes,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     """Multiply matrices with one scale per 128 columns of a row, or of 128 rows."""
     rows = len(a.values)
     columns = len(b.values)
@@ -61,7 +102,12 @@ def blockwise(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
     return product[:rows, :columns].contiguous()
 
 
-def mx(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def mx(
+    a: Codes,
+    b: Codes,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     """Multiply matrices with one power-of-two scale per 32 columns of a row."""
     rows = len(a.values)
     columns = len(b.values)
@@ -81,7 +127,12 @@ def mx(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
     return product[:rows, :columns].contiguous()
 
 
-def transformer_engine_gemm(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def transformer_engine_gemm(
+    a: Codes,
+    b: Codes,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     """Multiply matrices with one scale each, by Transformer Engine."""
     rows = len(a.values)
     columns = len(b.values)
@@ -118,7 +169,13 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     """
     rows, columns = scales.shape
     # as bytes [tile row, r // 32, r % 32, tile column, c], which every device can permute
-    tiles = scales.view(torch.uint8).view(rows // 128, 4, 32, columns // 4, 4)
+    tiles = scales.view(torch.uint8).view(
+        rows // 128,
+        4,
+        32,
+        columns // 4,
+        4,
+    )
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns).view(scales.dtype)
 
 
@@ -149,7 +206,12 @@ def _scale_per_row(codes: Codes) -> Tensor:
 
 
 def _scaled_product(
-    a: Codes, b: Codes, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast: bool
+    a: Codes,
+    b: Codes,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
 ) -> Tensor:
     """Return the product by torch's kernel for scales [] of matrices, or [m, 1] and [1, n] of
     rows."""
@@ -158,7 +220,12 @@ def _scaled_product(
     if b_scale.dim() == 2:
         b_scale = _append_zeros(b_scale, 0, b_values.shape[0] - b_scale.shape[1])
     product = torch._scaled_mm(
-        a_values, b_values.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast
+        a_values,
+        b_values.t(),
+        a_scale,
+        b_scale,
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
     )
     return product[:, : b.values.shape[0]].contiguous()
 

@@ -59,7 +59,12 @@ class FP8Gemm:
             return replace(self, scope=self.state.scope)
         roles: tuple[Role, ...] = ("input", "weight")
         scales = {role: self.state.scale(self.reach.name, role).clone() for role in roles}
-        return replace(self, scope=self.state.scope, scales=scales, moment=self.state.moment)
+        return replace(
+            self,
+            scope=self.state.scope,
+            scales=scales,
+            moment=self.state.moment,
+        )
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """Compute x [m, k], weight [n, k] -> y [m, n], and the form of x that `keep` returns."""
@@ -70,7 +75,13 @@ class FP8Gemm:
             return self.wide.forward(x, self._widen(weight))
         codes, transposed = self._cast_first(x, "input")
         weight_codes, _ = self._weight_casts(weight, first=True)
-        y = multiply(codes, weight_codes, self.wide.out, fast=True, backend=self._recipe.backend)
+        y = multiply(
+            codes,
+            weight_codes,
+            self.wide.out,
+            fast=True,
+            backend=self._recipe.backend,
+        )
         return y, self._saved(x, transposed)
 
     def keep(self, x: Tensor) -> Factor:
@@ -105,7 +116,13 @@ class FP8Gemm:
         saved_input = self._restore(x, "input")
         return multiply(gradient, saved_input, self.wide.dtype, backend=self._recipe.backend)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+    def add_weight_gradient_(
+        self,
+        total: Tensor,
+        grad: Factor,
+        x: Factor,
+        first: bool,
+    ) -> None:
         """Add the weight's gradient to total [n, k], unrounded if `total` is float32. first:
         overwrite it instead."""
         if not self.scope.computes or not self._recipe.weight_gradients:
@@ -113,7 +130,13 @@ class FP8Gemm:
         else:
             gradient = self._restore(grad, "gradient")
             saved_input = self._restore(x, "input")
-            add_product_(total, gradient, saved_input, self._recipe.backend, first)
+            add_product_(
+                total,
+                gradient,
+                saved_input,
+                self._recipe.backend,
+                first,
+            )
 
     @property
     def _recipe(self) -> FP8Recipe:
@@ -165,7 +188,13 @@ class FP8Gemm:
             scale = self.scales[role]
         else:
             scale = self.state.scale(self.reach.name, role)
-        codes, transposed = quantize_both(x, self._recipe, role, scale=scale, agree=agree)
+        codes, transposed = quantize_both(
+            x,
+            self._recipe,
+            role,
+            scale=scale,
+            agree=agree,
+        )
         self.state.note_lost(self.reach.name, role, x, codes)
         return codes, transposed
 

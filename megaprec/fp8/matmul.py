@@ -44,7 +44,11 @@ _KERNEL_TOLERANCE = 0.01
 
 
 def multiply(
-    a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch"
+    a: Codes,
+    b: Codes,
+    out: torch.dtype,
+    fast: bool = False,
+    backend: Backend = "torch",
 ) -> Tensor:
     """Return a @ b.T [m, n] of a [m, k] and b [n, k], accumulated in FP32 and rounded to `out`
     once.
@@ -56,14 +60,25 @@ def multiply(
     if not a.values.numel() or not b.values.numel():
         return torch.zeros(len(a.values), len(b.values), dtype=out, device=device)
     b_in_squares = b.block[0] == 128
-    kernel, _ = chosen(_sharing(a, b), a.values.dtype, b_in_squares, out, device, backend)
+    kernel, _ = chosen(
+        _sharing(a, b),
+        a.values.dtype,
+        b_in_squares,
+        out,
+        device,
+        backend,
+    )
     if kernel is None:
         return emulated(a, b, out)
     return kernel(a, b, out, fast)
 
 
 def add_product_(
-    total: Tensor, a: Codes, b: Codes, backend: Backend = "torch", first: bool = False
+    total: Tensor,
+    a: Codes,
+    b: Codes,
+    backend: Backend = "torch",
+    first: bool = False,
 ) -> None:
     """Add a [m, k] @ b [n, k].T to total [m, n], for main gradients. first: overwrite `total`
     instead."""
@@ -86,7 +101,10 @@ def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
 
 
 def ways(
-    recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype
+    recipe: FP8Recipe,
+    device: torch.device,
+    out: torch.dtype,
+    total: torch.dtype,
 ) -> dict[str, str]:
     """Return how a device computes each of a linear layer's PRODUCTS: the kernel, or that it is
     emulated and why.
@@ -100,7 +118,14 @@ def ways(
         dtype = total if name == "weight gradient" else out
         in_squares = kind == "blockwise" and b_role == "weight"
         a_format = format_of(recipe, a_role)
-        kernel, why = chosen(kind, a_format, in_squares, dtype, device, recipe.backend)
+        kernel, why = chosen(
+            kind,
+            a_format,
+            in_squares,
+            dtype,
+            device,
+            recipe.backend,
+        )
         if kernel is None:
             descriptions[name] = f"{EMULATED}: {why}"
         else:
@@ -151,10 +176,22 @@ def chosen(
         if backend == "torch" and device.type in SLOW:
             return None, SLOW[device.type]
         if backend == "torch":
-            return _try_kernels(KERNELS[kind], recipe, role, square, out, device)
+            return _try_kernels(
+                KERNELS[kind],
+                recipe,
+                role,
+                square,
+                out,
+                device,
+            )
         wrong_casts = _check_casts(recipe, role, device)
         kernel, refusal = _try_kernels(
-            (kernels.transformer_engine_gemm,), recipe, role, square, out, device
+            (kernels.transformer_engine_gemm,),
+            recipe,
+            role,
+            square,
+            out,
+            device,
         )
     if why := wrong_casts or refusal:
         raise UserError(f'fp8.backend = "{backend}" on {device}: {why}; use backend "torch"')

@@ -106,7 +106,10 @@ def quantize_both(
 
 
 def _by_transformer_engine(
-    x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale: Tensor,
 ) -> tuple[Codes, Codes]:
     m, k = x.shape
     values, transposed, inverse = encode(x, format_of(recipe, role), scale)
@@ -114,7 +117,10 @@ def _by_transformer_engine(
 
 
 def _current_scale(
-    x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Tensor], None] | None
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    agree: Callable[[Tensor], None] | None,
 ) -> Tensor:
     """Return the scale of all of x: float32 [1, 1]."""
     amax = amax_of(x)

@@ -20,7 +20,10 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def scale_of(
-    amax: Tensor, limit: float | Tensor, before: float | Tensor = 1.0, power_2: bool = False
+    amax: Tensor,
+    limit: float | Tensor,
+    before: float | Tensor = 1.0,
+    power_2: bool = False,
 ) -> Tensor:
     """Return the scale that brings numbers up to `amax` (float32 of any shape) within `limit`.
 

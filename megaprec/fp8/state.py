@@ -114,9 +114,23 @@ class FP8State:
             transformer_engine.require()
         tp = Axis.of(mesh, "tp")
         if recipe is None or recipe.kind != "delayed":
-            return FP8State(recipe, layers, tp, tp, Axis.of(mesh, "dp"), device_of(mesh))
+            return FP8State(
+                recipe,
+                layers,
+                tp,
+                tp,
+                Axis.of(mesh, "dp"),
+                device_of(mesh),
+            )
         if not recipe.reduce_amax:
-            return FP8State(recipe, layers, tp, tp, Axis.replicas(mesh), device_of(mesh))
+            return FP8State(
+                recipe,
+                layers,
+                tp,
+                tp,
+                Axis.replicas(mesh),
+                device_of(mesh),
+            )
         stage = Axis.stage(mesh, own=recipe.history == "te")
         return FP8State(recipe, layers, tp, stage, device=device_of(mesh))
 
@@ -179,7 +193,13 @@ class FP8State:
         """Record the amax, of one element, of a tensor in this pass."""
         self.bank.record(self._columns[f"{name}.{role}"], amax)
 
-    def cast_of(self, name: str, weight: Tensor, moment: int, make: Callable[[], Casts]) -> Casts:
+    def cast_of(
+        self,
+        name: str,
+        weight: Tensor,
+        moment: int,
+        make: Callable[[], Casts],
+    ) -> Casts:
         """Return the weight's casts of this pass, computed once for each moment and each version of
         the weight.
 
@@ -238,7 +258,13 @@ class FP8State:
         finally:
             self._lost = None
 
-    def note_lost(self, name: str, role: Role, x: Tensor, codes: Codes) -> None:
+    def note_lost(
+        self,
+        name: str,
+        role: Role,
+        x: Tensor,
+        codes: Codes,
+    ) -> None:
         """Count the losses of a cast, inside `watching` only."""
         if self._lost is None:
             return

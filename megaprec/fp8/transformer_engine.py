@@ -72,7 +72,12 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor
 
 
 def product(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: torch.dtype, fast: bool
+    a: Tensor,
+    a_inverse: Tensor,
+    b: Tensor,
+    b_inverse: Tensor,
+    out: torch.dtype,
+    fast: bool,
 ) -> Tensor:
     """Return a @ b.T [m, n] of `out` from codes a [m, k], b [n, k] and their inverse scales,
     float32 of one element.
@@ -84,7 +89,11 @@ def product(
     first = _wrap(b, b_inverse, out)
     second = _wrap(a, a_inverse, out)
     product, *_ = extensions.general_gemm(
-        first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast
+        first,
+        second,
+        out_dtype=out,
+        layout="TN",
+        use_split_accumulator=not fast,
     )
     return product
 

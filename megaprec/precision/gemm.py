@@ -72,7 +72,13 @@ class Gemm:
         weight_grad = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
         return weight_grad if self.grad_scale == 1 else weight_grad.mul_(self.grad_scale)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+    def add_weight_gradient_(
+        self,
+        total: Tensor,
+        grad: Factor,
+        x: Factor,
+        first: bool,
+    ) -> None:
         """Add grad.T @ x to `total` [n, k], whose dtype may be wider than that of the factors.
 
         first: overwrite `total` instead.
@@ -96,10 +102,22 @@ def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     return a @ b
 
 
-def sum_with_product(base: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+def sum_with_product(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    beta: float,
+    alpha: float,
+) -> Tensor:
     """Return beta * base + alpha * a @ b, rounded once to the dtype of the factors."""
     if slow_half(a):
-        wide = torch.addmm(base.float(), a.float(), b.float(), beta=beta, alpha=alpha)
+        wide = torch.addmm(
+            base.float(),
+            a.float(),
+            b.float(),
+            beta=beta,
+            alpha=alpha,
+        )
         return wide.to(a.dtype)
     return torch.addmm(base, a, b, beta=beta, alpha=alpha)
 
@@ -144,7 +162,12 @@ def lacks_tf32(tensor: Tensor) -> bool:
 
 
 def add_product_(
-    total: Tensor, a: Tensor, b: Tensor, tf32: bool = False, first: bool = False, scale: float = 1.0
+    total: Tensor,
+    a: Tensor,
+    b: Tensor,
+    tf32: bool = False,
+    first: bool = False,
+    scale: float = 1.0,
 ) -> None:
     """Add scale * a @ b to `total`, whose dtype may be wider than that of the factors.
 
@@ -153,7 +176,15 @@ def add_product_(
     """
     beta = 0 if first else 1  # 0 ignores `total`, even inf and NaN
     if adds_unrounded(total, a):
-        torch.addmm(total, a, b, beta=beta, alpha=scale, out_dtype=total.dtype, out=total)
+        torch.addmm(
+            total,
+            a,
+            b,
+            beta=beta,
+            alpha=scale,
+            out_dtype=total.dtype,
+            out=total,
+        )
         return
     emulates_tf32 = tf32 and lacks_tf32(a)
     if total.dtype == a.dtype and not slow_half(a) and not emulates_tf32:

@@ -41,7 +41,13 @@ class GemmProvider(Protocol):
         """Return the gradient of the weight, [n, k]."""
         ...
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+    def add_weight_gradient_(
+        self,
+        total: Tensor,
+        grad: Factor,
+        x: Factor,
+        first: bool,
+    ) -> None:
         """Add the gradient of the weight to `total` [n, k], whose dtype may be wider than that of
         the factors.
 

@@ -147,7 +147,10 @@ def parameters_of_marked(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 
 def keeping_marked(
-    parts: Sequence[nn.Module], plan: PrecisionPlan, world: Axis, device: torch.device
+    parts: Sequence[nn.Module],
+    plan: PrecisionPlan,
+    world: Axis,
+    device: torch.device,
 ) -> tuple[PrecisionPlan, tuple[str, ...]]:
     """Return the plan that keeps every parameter in FP32 that is marked on any rank, and the names
     of these parameters.

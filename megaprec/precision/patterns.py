@@ -20,7 +20,10 @@ def matched(patterns: Sequence[str], names: Collection[str]) -> list[bool]:
 
 
 def unmatched(
-    key: str, patterns: Sequence[str], matches: Sequence[bool], names: Sequence[str]
+    key: str,
+    patterns: Sequence[str],
+    matches: Sequence[bool],
+    names: Sequence[str],
 ) -> Iterator[str]:
     """Yield an error line for each pattern of `key` that matches no parameter of the whole model.
 
@@ -41,7 +44,11 @@ def unmatched(
 
 
 def require_used(
-    key: str, patterns: Sequence[str], names: Collection[str], world: Axis, device: torch.device
+    key: str,
+    patterns: Sequence[str],
+    names: Collection[str],
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Raise UserError on every rank if a pattern matches no parameter on any rank. Collective over
     the world.

@@ -29,35 +29,39 @@ def digest(x: Tensor) -> Tensor:
     Temporaries are small, unless `x` is not contiguous or does not begin at a multiple of eight
     bytes: it is then copied.
     """
-    total = torch.zeros(2, dtype=torch.int64, device=x.device)
+    device = x.device
+    total = torch.zeros(2, dtype=torch.int64, device=device)
     if not x.numel():
         return total
     lanes, tail = _lanes(x.detach())
-    step = WIDTH * (_CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
-    for first in range(0, len(lanes), step):
-        total += _sum_rows(lanes[first : first + step], first // WIDTH)
-    if tail is None:
-        return total
-    # the left-over bytes are a row of their own, after all others
-    return total + _sum_row(tail, len(lanes) // WIDTH + 1)
+    rows = _CPU_ROWS if device.type == "cpu" else _DEVICE_ROWS
+    for row, block in enumerate(lanes.split(rows * WIDTH)):
+        total += _sum_rows(block, row * rows)
+    if tail is not None:
+        # the left-over bytes are a row of their own, after all others
+        total += _sum_row(tail, len(lanes) // WIDTH + 1)
+    return total
 
 
 def hexadecimal(sums: Tensor) -> str:
     """Return a digest, int64 [2], as 32 hexadecimal digits."""
-    return "".join(f"{number % 2**64:016x}" for number in sums.tolist())
+    unsigned = [number % 2**64 for number in sums.tolist()]
+    return "".join(f"{number:016x}" for number in unsigned)
 
 
 def _lanes(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the lanes of `x`, and one lane of the bytes that are left over, if any."""
     flat = x.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:  # torch views aligned bytes only as int64
+    if flat.storage_offset() % 8:
+        # only bytes that begin at a multiple of eight can be viewed as int64
         flat = flat.clone()
     length = len(flat) // 8 * 8
     lanes = flat[:length].view(torch.int64)
-    if length == len(flat):
+    rest = flat[length:]
+    if not len(rest):
         return lanes, None
     tail = torch.zeros(8, dtype=torch.uint8, device=x.device)
-    tail[: len(flat) - length] = flat[length:]
+    tail[: len(rest)] = rest
     return lanes, tail.view(torch.int64)
 
 
@@ -78,17 +82,23 @@ def _sum_rows(lanes: Tensor, row: int) -> Tensor:
 def _sum_full_rows(lanes: Tensor, row: int) -> Tensor:
     """Return the sums over consecutive rows of WIDTH lanes, of which the first has number `row`."""
     table = _spread(lanes).view(-1, WIDTH)
-    sums = torch.stack([(table * constants).sum(1) for constants in _constants(lanes.device)])
-    return (sums * _row_constants(row, len(table), lanes.device)).sum(1)
+    first, second = _lane_constants(lanes.device)
+    # one sum at a time, so that no temporary is larger than the table
+    sums = torch.stack(
+        [
+            (table * first).sum(1),
+            (table * second).sum(1),
+        ]
+    )
+    row_constants = _row_constants(row, len(table), lanes.device)
+    return (sums * row_constants).sum(1)
 
 
 def _sum_row(lanes: Tensor, row: int) -> Tensor:
     """Return the sums over a row of at most WIDTH lanes."""
-    spread = _spread(lanes)
-    sums = []
-    for constants in _constants(lanes.device):
-        sums.append((spread * constants[: len(lanes)]).sum())
-    return torch.stack(sums) * _row_constants(row, 1, lanes.device)[:, 0]
+    constants = _lane_constants(lanes.device)[:, : len(lanes)]
+    sums = (_spread(lanes) * constants).sum(1)
+    return sums * _row_constants(row, 1, lanes.device)[:, 0]
 
 
 def _spread(lanes: Tensor) -> Tensor:
@@ -98,16 +108,22 @@ def _spread(lanes: Tensor) -> Tensor:
 
 
 @cache
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the constants of a row's lanes, for both sums: odd int64 [WIDTH] each."""
-    index = torch.arange(WIDTH)
-    first = bits(key(0, "lanes", 0), index) | 1
-    second = bits(key(0, "lanes", 1), index) | 1
-    return first.to(device), second.to(device)
+def _lane_constants(device: torch.device) -> Tensor:
+    """Return the constants of a row's lanes, for both sums: odd int64 [2, WIDTH]."""
+    return _odd_constants("lanes", torch.arange(WIDTH)).to(device)
 
 
 @lru_cache(4096)
 def _row_constants(first: int, count: int, device: torch.device) -> Tensor:
     """Return the constants of rows, for both sums: odd int64 [2, count]."""
-    index = torch.arange(first, first + count, device=device)
-    return torch.stack([bits(key(0, "rows", number), index) | 1 for number in range(2)])
+    return _odd_constants("rows", torch.arange(first, first + count, device=device))
+
+
+def _odd_constants(kind: str, index: Tensor) -> Tensor:
+    """Return pseudo-random constants by index [n], for both sums: int64 [2, n].
+
+    Odd numbers have inverses modulo 2^64, so no change of a lane is multiplied away.
+    """
+    first = bits(key(0, kind, 0), index)
+    second = bits(key(0, kind, 1), index)
+    return torch.stack([first, second]) | 1

@@ -37,17 +37,16 @@ def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not len(values):
         return total
-    rows, columns = _constants(_offset(part), part.local or (1,), values.device)
+    shape = part.local or (1,)
+    rows, columns = _constants(_offset(part), shape, values.device)
     width = columns.shape[1]
     for start, stop in _split_at_rows(first, first + len(values), width):
         row, column = divmod(start, width)
         count = min(width, stop - start)
         table = values[start - first : stop - first].view(-1, count)
-        total += _sum_table(
-            table,
-            rows[:, row : row + len(table)],
-            columns[:, column : column + count],
-        )
+        rows_of_table = rows[:, row : row + len(table)]
+        columns_of_table = columns[:, column : column + count]
+        total += _sum_table(table, rows_of_table, columns_of_table)
     return total
 
 
@@ -56,7 +55,12 @@ def _split_at_rows(first: int, last: int, width: int) -> Iterator[tuple[int, int
     a row, full rows, and the beginning of a row; none is empty."""
     next_row = min(last, -(-first // width) * width)
     last_row = max(next_row, last // width * width)
-    for start, stop in ((first, next_row), (next_row, last_row), (last_row, last)):
+    runs = [
+        (first, next_row),
+        (next_row, last_row),
+        (last_row, last),
+    ]
+    for start, stop in runs:
         if start < stop:
             yield start, stop
 
@@ -102,20 +106,28 @@ def _constants(
     start, size: of the slice along each dim. A row is one index of all dims but the last.
     """
     dims = range(-len(size), 0)
-    by_dim = [
-        _coordinate_constants(dim, first, count)
-        for dim, first, count in zip(dims, start, size, strict=True)
+    spans = zip(dims, start, size, strict=True)
+    *of_outer_dims, columns = [
+        _coordinate_constants(dim, first, count) for dim, first, count in spans
     ]
     rows = torch.ones(2, 1, dtype=torch.int64)
-    for constants in by_dim[:-1]:
-        rows = (rows[:, :, None] * constants[:, None, :]).reshape(2, -1)
+    for constants in of_outer_dims:
+        # all products of a row so far and a coordinate of this dim, in row-major order
+        products = rows[:, :, None] * constants[:, None, :]
+        rows = products.reshape(2, -1)
     assert rows.shape[1] == prod(size[:-1])
-    return rows.to(device), by_dim[-1].to(device)
+    return rows.to(device), columns.to(device)
 
 
 def _coordinate_constants(dim: int, first: int, count: int) -> Tensor:
-    """Return the constants of `count` coordinates of a dim, for both sums: odd int64 [2, count]."""
+    """Return the constants of `count` coordinates of a dim, for both sums: int64 [2, count].
+
+    dim: counted from the last, which is -1. Odd numbers have inverses modulo 2^64, so no change of
+    an element is multiplied away.
+    """
     coordinates = torch.arange(first, first + count)
-    return torch.stack(
-        [bits(key(0, "coordinate", dim, number), coordinates) | 1 for number in range(2)]
-    )
+    constants = []
+    for number in range(2):
+        stream = key(0, "coordinate", dim, number)
+        constants.append(bits(stream, coordinates) | 1)
+    return torch.stack(constants)

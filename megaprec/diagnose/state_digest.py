@@ -41,11 +41,15 @@ class StateDigest:
         device = self._optimizer.device
         local: dict[str, Tensor] = {}
         for name, terms in self._terms():
-            local[name] = local[name] + terms if name in local else terms
+            if name in local:
+                terms = terms + local[name]
+            local[name] = terms
         if self._names is None:
             self._names = sorted(everyones(dict.fromkeys(local), world, device))
-        nothing = torch.zeros(2, dtype=torch.int64, device=device)
-        sums = world.sum_(torch.stack([local.get(name, nothing) for name in self._names])).cpu()
+        # zeros where this rank has nothing of a tensor: all ranks sum one table
+        nothing = _zero_terms(device)
+        table = torch.stack([local.get(name, nothing) for name in self._names])
+        sums = world.sum_(table).cpu()
         digests: Digests = {}
         for name, sums_of_name in zip(self._names, sums, strict=True):
             kind, _, tensor = name.partition("/")
@@ -78,9 +82,12 @@ class StateDigest:
         counts = optimizer.tp.rank == 0 and (axis.size > 1 or optimizer.dp.rank == 0)
         for number, name in enumerate(fp8.names):
             scale = fp8.bank.scale[number : number + 1]
-            row = torch.cat((scale, fp8.bank.history[:, number]))
+            history = fp8.bank.history[:, number]
+            row = torch.cat((scale, history))
             part = Part(name, (axis.size, len(row)), 0, axis.size, axis.rank)
-            yield f"fp8/{name}", digest_terms(row if counts else row[:0], part, 0)
+            if not counts:
+                row = row[:0]  # the name is there, with terms of zero
+            yield f"fp8/{name}", digest_terms(row, part, 0)
 
 
 def _state_of(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +106,11 @@ def _state_of(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tens
 def _no_terms(buffer: Buffer, piece: Piece, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
     for kind in buffer.saved_names:
-        yield f"{kind}/{piece.part.name}", torch.zeros(2, dtype=torch.int64, device=device)
+        yield f"{kind}/{piece.part.name}", _zero_terms(device)
+
+
+def _zero_terms(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def folded(digests: Digests, *tables: Mapping[str, object]) -> str:

@@ -45,7 +45,8 @@ class AmaxHistory:
     def record(self, i: int, amax: Tensor) -> None:
         """Record the amax, float32 of one element, of tensor `i` in one of the step's
         micro-batches."""
-        self.now[i] = torch.maximum(self.now[i], amax.squeeze())
+        largest = torch.maximum(self.now[i], amax.squeeze())
+        self.now[i] = largest
 
     def roll(self, agree: Callable[[Tensor], None]) -> None:
         """End a step: advance the history and compute the scales of the next one.
@@ -58,13 +59,15 @@ class AmaxHistory:
         self.now.nan_to_num_(torch.inf, torch.inf)  # an all-reduced maximum may drop a NaN
         agree(self.now)
         self.overflowed.copy_(self.now.isinf())
-        moves = self.now > 0
+        moves = self.now > 0  # all of this is arithmetic on the device: the host reads no number
         if self.recipe.history == "step":
             moves &= ~self.overflowed
         advanced = torch.cat([self.history[1:], self.now[None]])
-        self.history.copy_(torch.where(moves, advanced, self.history))
-        scale = self._compute_scale(self._history_amax())
-        self.scale.copy_(torch.where(moves, scale, self.scale))
+        history = torch.where(moves, advanced, self.history)
+        self.history.copy_(history)
+        amax = self._history_amax()
+        scale = torch.where(moves, self._compute_scale(amax), self.scale)
+        self.scale.copy_(scale)
         self.now.zero_()
 
     def _compute_scale(self, amax: Tensor) -> Tensor:

@@ -285,6 +285,7 @@ def _computation_fault(
         if trace != second[replica]
     ]
     if unsteady:
+        # If none is steady, and none needs to be, the computation is not deterministic.
         if not exact and len(unsteady) == len(judged):
             return None
         return _blame(testimonies, unsteady, transient=True)
@@ -305,8 +306,20 @@ def _computation_fault(
     if wrong:
         return _blame(testimonies, wrong)
 
-    # All agree now: one of the two that computed it in the step erred then.
     borrower = (suspect + 1) % replicas if comparable else suspect
+    return _transient_fault(testimonies, suspect, borrower, right)
+
+
+def _transient_fault(
+    testimonies: Sequence[Testimony],
+    suspect: int,
+    borrower: int,
+    right: Replica,
+) -> Fault | None:
+    """Return the fault of the replicas that erred in the step, though all agree now.
+
+    borrower: the replica that computed the suspect's micro-batch again in the step.
+    """
     erred = []
     for replica, name in ((suspect, "real"), (borrower, "again")):
         trace = _replica_traces(testimonies, replica, name)

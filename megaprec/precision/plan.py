@@ -8,7 +8,7 @@ accumulation and the optimizer use a wider dtype, and a few operators (norms, so
 use less than FP32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
@@ -292,12 +292,7 @@ def plan(
     others: fields of PrecisionPlan, passed on unchanged. The default of fp16 is a dynamic loss
     scale; with fp64 every field that is FP32 by default is FP64.
     """
-    field_names = [field.name for field in fields(PrecisionPlan)]
-    unknown_fields = [key for key in others if key not in field_names]
-    if unknown_fields:
-        raise UserError(
-            *(f"plan has no field {key}{did_you_mean(key, field_names)}" for key in unknown_fields)
-        )
+    _require_fields(others)
     if compute not in DTYPES:
         raise UserError(_unknown_dtype("compute", compute))
     wide = "fp64" if compute == "fp64" else "fp32"
@@ -311,16 +306,33 @@ def plan(
         "moments": _widen_fp32(moments, wide),
         "masters": {"none": parameters, "split": "fp32", "fp32": wide}.get(masters, masters),
     }
-    unknown = [key for key, name in dtype_names.items() if name not in DTYPES]
-    if unknown:
-        raise UserError(*(_unknown_dtype(key, dtype_names[key]) for key in unknown))
-    values: dict[str, Any] = {key: DTYPES[name] for key, name in dtype_names.items()}
+    values = _dtypes_of(dtype_names)
     values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide])
     values |= dict.fromkeys(("residual", "pipeline", "attention"), DTYPES[compute])
     values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite}
     values |= others
     values["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**values, origin=dict.fromkeys(values, "precision.compute"))
+
+
+def _require_fields(names: Iterable[str]) -> None:
+    """Raise UserError for names that are no fields of PrecisionPlan."""
+    field_names = [field.name for field in fields(PrecisionPlan)]
+    problems = [
+        f"plan has no field {name}{did_you_mean(name, field_names)}"
+        for name in names
+        if name not in field_names
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def _dtypes_of(names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the dtypes of these names, by field. Raises UserError for all that are unknown."""
+    unknown = [key for key, name in names.items() if name not in DTYPES]
+    if unknown:
+        raise UserError(*(_unknown_dtype(key, names[key]) for key in unknown))
+    return {key: DTYPES[name] for key, name in names.items()}
 
 
 def _widen_fp32(name: str, wide: str) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from megaprec.errors import UserError, did_you_mean
 
+# dtypes that a plan may name
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -46,6 +46,7 @@ def _requirements() -> Iterator[Requirement]:
     except PackageNotFoundError:
         return
     for requirement in map(Requirement, lines):
+        # an optional package counts if an extra of users asks for it
         marker = requirement.marker
         if not marker or any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
             yield requirement

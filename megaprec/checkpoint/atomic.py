@@ -22,6 +22,7 @@ from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import file_error, make_folder, sync
 from megaprec.errors import UserError
 
+# more digits from step 100,000,000 on
 NAME = re.compile(r"step_\d{8,}")
 
 
@@ -61,6 +62,7 @@ def latest(folder: Path) -> Path | None:
     Raises UserError if the folder cannot be listed, or if its newest entry with the name of a
     checkpoint is not one.
     """
+    # A run may remove its newest entry while it is looked at: then look again.
     while entries := _entries(folder):
         newest = entries[-1]
         damage = _damage(newest)
@@ -100,7 +102,7 @@ def checkpoint_at(path: Path) -> Path | None:
         return None
     if NAME.fullmatch(path.name) and (damage := _damage(path)):
         raise UserError(f"{path} is damaged: {damage}: restore it, or give another")
-    if (path / INDEX).is_file():
+    if (path / INDEX).is_file():  # a checkpoint that was renamed
         return path
     return latest(path / "checkpoints") or latest(path)
 
@@ -125,7 +127,7 @@ def _changed_at(path: Path) -> float:
     """Return the time at which an entry of a folder was made or changed, infinity if it is not
     there."""
     try:
-        return path.lstat().st_ctime
+        return path.lstat().st_ctime  # a renaming changes it, but not the time of modification
     except FileNotFoundError:
         return math.inf
 
@@ -184,10 +186,11 @@ def commit(folder: Path, step: int, partial: Path) -> Path:
     try:
         partial.rename(final)
     except OSError:
+        # the checkpoint that was there is put back
         if hidden is not None:
             hidden.rename(final)
         raise
-    sync(folder)
+    sync(folder)  # without it a power cut could undo the renaming
     return final
 
 
@@ -228,6 +231,7 @@ def _remove(path: Path) -> OSError | None:
 def _entries(folder: Path) -> list[Path]:
     """Return the entries of `folder` that have the name of a checkpoint, oldest first; none if it
     does not exist. Raises UserError if it cannot be listed."""
+    # each case is told apart: what cannot be seen is not the same as what is not there
     try:
         os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):

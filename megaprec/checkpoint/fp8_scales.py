@@ -64,7 +64,7 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
     scales: Scales = {}
     for column, name in enumerate(state.names):
         if f"fp8/{name}.scale" not in store.index["tensors"]:
-            continue
+            continue  # it was not in FP8 when it was saved
         scale = store.read("fp8", f"{name}.scale")
         history = store.read("fp8", f"{name}.history")
         have_rows = scale.dim() == 1 and history.dim() == 2 and len(scale) == len(history)
@@ -98,6 +98,6 @@ def take_up(scales: Scales, rolls: int, state: FP8State) -> None:
     for column, (scale, history) in scales.items():
         length = min(len(history), len(bank.history))
         bank.scale[column] = scale
-        bank.history[:, column] = 0
+        bank.history[:, column] = 0  # as for steps that have not happened yet
         bank.history[-length:, column] = history[-length:].to(bank.history)
     state.rolls = rolls

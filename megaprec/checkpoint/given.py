@@ -38,6 +38,7 @@ def require_saveable(
     """Raise UserError, naming all that are wrong, for values that would not be read back as they
     were given."""
     wrong = []
+    # all are looked at before any is told
     if not is_number(step, whole=True) or step < 0:  # type: ignore[operator]
         wrong.append(f"step = {step!r:.60}: must be a whole number from 0 on")
     if keep != ALL and (not is_number(keep, whole=True) or keep < 1):  # type: ignore[operator]
@@ -67,7 +68,7 @@ def _find_no_json(value: Any, name: str) -> Iterator[str]:
     text. name: of `value`, such as "extra['data'][0]"."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not isinstance(key, str):
+            if not isinstance(key, str):  # JSON would read another key back
                 yield (
                     f"{name} has the key {key!r}, which JSON would turn into text: use text for "
                     "keys"

@@ -36,6 +36,7 @@ def require_intact(
     names = sorted(store.digests.keys() & set(files), key=lambda name: (-sizes[name], name))
     if not names:
         return
+    # one flag a file: the maximum over ranks tells all of them what each has found
     damaged = torch.zeros(len(names), device=device)
     owners = _assign_files([sizes[name] for name in names], world.size)
     for number, (name, owner) in enumerate(zip(names, owners, strict=True)):

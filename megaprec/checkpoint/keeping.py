@@ -29,7 +29,7 @@ from megaprec.durable import append_line, file_error, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
-RECORD = ".saved.jsonl"
+RECORD = ".saved.jsonl"  # hidden file of the folder, a line for each save
 ALL = "all"
 TAIL = 200  # bytes at the end of checkpoint.json, which hold its own digest
 SEAL = re.compile(rf'"{OWN}": "([0-9a-f]{{64}})"\n}}$')
@@ -57,11 +57,12 @@ class Keep:
         if self.newest is None:
             return []
         retained = max(0, self.newest - later)
+        # those of `every` count among the newest too
         older = steps[: max(0, len(steps) - retained)]
         return [step for step in older if not self.every or step % self.every]
 
 
-USUAL = Keep(2)
+USUAL = Keep(2)  # a second one, should the newest be damaged
 
 
 def record_save(folder: Path, step: int, index: Path) -> list[str]:
@@ -104,6 +105,7 @@ def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
         return list(error.problems)
     warnings: list[str] = []
     for step in keep.expired([*by_step]):
+        # after a run went back to an earlier step, the newest save has not the highest step
         if by_step[step] != new:
             warnings += hide(by_step[step])
     return [*warnings, *remove_leftovers(folder)]
@@ -153,6 +155,7 @@ def _read_own_digest(index: Path) -> str:
     earlier version."""
     try:
         with reading(index) as file:
+            # the end only: an index of a large model has megabytes
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL))
             end = file.read().decode(errors="replace")

@@ -37,6 +37,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class _Table(BaseModel):
+    # strict: no number for a text, no text for a number
     model_config = ConfigDict(strict=True)
 
 
@@ -138,7 +139,7 @@ class Store:
         problems = [*self._check_tensors()]
         for number, (name, size) in enumerate(self.index["files"].items()):
             file = self.path / name
-            if Path(name).name != name:
+            if Path(name).name != name:  # such as ../../.ssh/key
                 problems.append(
                     f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}"
                 )
@@ -209,6 +210,7 @@ class Store:
         elements = 0
         for chunk in self.index["tensors"].get(key, {"chunks": ()})["chunks"]:
             stored = stored_shape(chunk)
+            # the header has another shape if a file was replaced by another
             if self._open_tensor(chunk["file"], key).get_shape() == stored:
                 elements += prod(stored)
         if elements != prod(shape):
@@ -235,6 +237,7 @@ class Store:
         bottom = -(-last // row_size)
         offset = [part.start if dim == part.dim else 0 for dim in range(len(part.shape))]
         offset[0] += top
+        # full rows: a rectangle cannot begin in the middle of one
         rows = self.rectangle(f"{kind}/{part.name}", offset, (bottom - top, *part.local[1:]))
         skipped = top * row_size
         return rows.reshape(-1)[first - skipped : last - skipped]
@@ -365,6 +368,7 @@ def _require_known_format(path: Path, index: Any) -> None:
         raise UserError(
             f"{path} has checkpoint format {version!r}; this version reads 1 to {FORMAT}"
         )
+    # every version that wrote "data" also wrote digests
     if "data" in index and OTHERS not in index:
         raise UserError(
             f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it"

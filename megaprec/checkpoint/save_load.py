@@ -85,6 +85,7 @@ def load(
     """
     path = required_path(path, optimizer, "path")
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
+    # Every rank has found the checkpoint loadable: from here on the state changes.
     if optimizer.world.rank == 0 and (lost := _precision_loss(store, optimizer.plan)):
         warnings.warn(lost, stacklevel=2)
     for buffer in optimizer.all_buffers():
@@ -106,6 +107,7 @@ def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
         if kind == "weight" and not entry.get("frozen"):
             saved_dtypes[name] = entry["dtype"]
     itemsizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+    # a dtype that no plan has, such as FP8, counts as narrow
     narrow = [
         name
         for name, dtype in saved_dtypes.items()
@@ -146,6 +148,7 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
 
     weights: for a checkpoint, `Store(path)` of `megaprec.checkpoint.reader`.
     """
+    # a state_dict is the likeliest mistake
     if not callable(getattr(weights, "read_range", None)):
         raise UserError(
             f"weights: a {type(weights).__name__} has no slices of logical tensors to read: "
@@ -176,6 +179,7 @@ def _open_on_all_ranks(
 def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
     """Return the result of `make`. If it raises UserError on one rank, every rank raises one.
     Collective."""
+    # A rank that raised alone would leave the others waiting in the next collective.
     problem: UserError | None = None
     results: list[T] = []  # one, or none after an error
     try:
@@ -233,6 +237,7 @@ def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     needed: dict[str, None] = {}
     for buffer in optimizer.all_buffers():
         needed |= dict.fromkeys(buffer.state)
+    # a kind that is not there at all is named once, not for each tensor
     if lacking := [name for name in needed if not store.shapes(name)]:
         raise UserError(
             f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs"

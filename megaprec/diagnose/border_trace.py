@@ -135,7 +135,7 @@ class BorderTrace:
 
     def _enter(self, number: int, stage: nn.Module, args: tuple[Any, ...]) -> None:
         self._turns_left[number] -= 1
-        if self._turns_left[number] == -1:
+        if self._turns_left[number] == -1:  # turns are counted from 0
             self._inside = number
             for tensor in tensors(args[:1]):
                 if not tensor.is_floating_point():
@@ -172,6 +172,7 @@ class BorderTrace:
     ) -> None:
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.note(FORWARD, number, what, tensor, path)
+            # the backward pass computes in the reverse order; each hook notes its own moment
             if tensor.requires_grad:
                 tensor.register_hook(self._note_gradient(number, f"the gradient of {what}", path))
 

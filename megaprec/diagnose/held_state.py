@@ -102,6 +102,7 @@ def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
         for parameter in part.parameters():
             if not parameter.requires_grad and has_layout(parameter):
                 layout = layout_of(parameter)
+                # stacked parts are logical tensors of their own
                 for span, first, last in layout.spans():
                     values = parameter.detach().reshape(-1)[first:last]
                     yield _digest_of(WEIGHT, span, values, layout, own=False)

@@ -98,6 +98,7 @@ class Trace(AbstractContextManager["Trace"]):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # gradients of parameters that no hook has looked at
         if error is None:
             for path in self._modules:
                 self._look_at_parameters(path)
@@ -117,6 +118,7 @@ class Trace(AbstractContextManager["Trace"]):
         values = tensor.detach()
         finite = values.isfinite()
         largest = values.where(finite, 0).abs().max().item() if values.numel() else 0.0
+        # only what comes before the first finding is kept
         if self.found is None and finite.all():
             self.seen.append(Glance(what, largest))
         elif self.found is None:
@@ -202,6 +204,7 @@ class Trace(AbstractContextManager["Trace"]):
         return view
 
     def _check_output_gradient(self, path: str, caller: str | None, grad: Tensor) -> None:
+        # By now the backward pass has computed what the caller did after this module.
         if caller is not None:
             self._look_at_parameters(caller)
         largest = self.look(f"gradient of the output of {_describe(path)}", grad, caller)

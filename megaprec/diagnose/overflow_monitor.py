@@ -80,6 +80,7 @@ class OverflowMonitor:
         self.ever_applied = state["ever_applied"]
         self._recent = deque(state["recent"], maxlen=WINDOW)
         if self.hopeless:
+            # not `in_a_row`, which is only reported
             self.at_floor = self.bad_losses = 0
 
     def advice(self) -> str:
@@ -99,6 +100,7 @@ class OverflowMonitor:
             return (
                 f"{self.at_floor} in a row {scale}: this will not recover by itself; {self._cure()}"
             )
+        # single skips, which may be normal
         count = sum(self._recent)
         if not self._loss_finite:
             return (

@@ -144,7 +144,7 @@ class Position:
 
     def share(self) -> None:
         """Write to shared memory too, from now on."""
-        if sys.platform == "linux":
+        if sys.platform == "linux":  # other processes read it through /proc
             self.shared = os.memfd_create("position")
             os.truncate(self.shared, SIZE)
             self._memory = mmap.mmap(self.shared, SIZE)

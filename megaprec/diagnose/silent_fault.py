@@ -231,7 +231,7 @@ def _first_disagreement(
             if key in of_rank
         ]
         (common, count), *others = Counter(bits for _, bits in holders).most_common()
-        if not others:
+        if not others:  # all holders agree, or there is one only
             continue
         certain = 2 * count > len(holders)
         if certain:
@@ -359,6 +359,7 @@ def _blame(
         row, places_in_replica = _first_difference(trace, right)
         first_rows.append(row)
         places |= {(pp, replica, tp) for pp, tp in places_in_replica}
+    # the earliest of all replicas names the tensor; ranks of each replica are to blame
     moment, what, module, _ = min(first_rows, key=lambda row: row[0])
     return _fault(
         "computation",
@@ -380,6 +381,7 @@ def _first_difference(trace: Replica, right: Replica) -> tuple[Row, list[tuple[i
         row = _first_differing_row(rows_of_rank, right[place])
         if row is not None:
             differing[place] = row
+    # later ranks computed on wrong inputs
     earliest = min(row[0] for row in differing.values())
     places = [place for place, row in differing.items() if row[0] == earliest]
     return differing[places[0]], places

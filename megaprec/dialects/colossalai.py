@@ -152,7 +152,7 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
         "patch_torch_functions": False,
         "keep_batchnorm_fp32": None,
         "master_weights": False,
-        "loss_scale": 1.0,
+        "loss_scale": 1.0,  # none
     },
     "O1": {
         "cast_model_type": None,
@@ -202,6 +202,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         reading.refuse(
             "clip_grad_norm", tables.clip_grad_norm, "fp16.clip_grad is there too: keep one of them"
         )
+    # the mode decides which keys the table may have
     resolve_mode = {
         AMP_TYPE.TORCH: _resolve_torch,
         AMP_TYPE.APEX: _resolve_apex,
@@ -235,6 +236,7 @@ def _resolve_with_plugin(reading: Reading, tables: Config) -> Resolved:
         tables, ("clip_grad_norm",), "beside a plugin; which here clips nothing"
     )
     _refuse_stub(reading, tables)
+    # this plugin does not look at the engine's clipping
     unclipped = {"optimizer.clip": reading.always(0.0)}
     if tables.fp16 is None and tables.mixed_precision is None:
         reading.raise_problems()
@@ -340,6 +342,7 @@ _PARALLEL_SCALE = (
 
 def _resolve_naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     config = reading.read(Naive, fp16, "fp16")
+    # none is no limit but that of FP32
     floor = config.min_scale or FLOOR
     ceiling = config.max_scale or CEILING
     if not floor <= config.initial_scale <= ceiling:
@@ -380,6 +383,7 @@ def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if not config.enabled:
         fp32 = reading.decided_by(torch.float32, "fp16.enabled")
         return reading.resolved(all_of(UNMIXED, fp32), {})
+    # what is set beside the level replaces its value
     properties = {key: value for key, value in config if key in LEVELS["O1"] and value is not None}
     level = {**LEVELS[config.opt_level], **properties}
     scaling = reading.decided_by(
@@ -414,6 +418,7 @@ def _cast_model(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decisio
     FP32."""
     dtype: torch.dtype = level["cast_model_type"] or torch.float32
     parameters = reading.decided_by(dtype, "fp16.opt_level", "fp16.cast_model_type")
+    # without masters apex updates the model's own weights
     masters = torch.float32 if level["master_weights"] else dtype
     moments = masters if masters != torch.float16 else torch.float32
     keep_fp32 = NORMS if level["keep_batchnorm_fp32"] else ()
@@ -437,7 +442,7 @@ def _apex_scaling(config: Apex, scale: float | str) -> LossScaling:
             hysteresis=1,
             maximum=cap(config.max_loss_scale),
         )
-    if scale == 1.0:
+    if scale == 1.0:  # which changes no gradient
         return LossScaling()
     return LossScaling("constant", float(scale))
 

@@ -29,7 +29,9 @@ TABLE = "plugin"
 FP8_TRAVEL = (
     "plugin.fp8_communication: not supported here; gradients are communicated in precision.reduce"
 )
+# a plugin's name of a dtype
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# keys of the loss scale, which only FP16 has
 SCALE = (
     "initial_scale",
     "min_scale",
@@ -72,7 +74,7 @@ class LowLevelZeroPlugin(Plugin):
 
     stage: Literal[1, 2] = 1
     initial_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
-    norm_type: Literal[2] = 2
+    norm_type: Literal[2] = 2  # of clipping; others are not computed here
     communication_dtype: Dtype | None = None
     master_weights: bool = True
     cast_inputs: bool = True
@@ -111,7 +113,7 @@ def plugin_class(reading: Reading, values: object) -> type[Keys]:
         hint = did_you_mean(str(kind), PLUGINS)
         why = f"no such plugin; there are {', '.join(PLUGINS)}{hint}"
         reading.refuse(f"{TABLE}.kind", kind, why)
-        reading.raise_problems()
+        reading.raise_problems()  # at once: without a class no other key can be read
     return PLUGINS[str(kind)]
 
 
@@ -124,8 +126,10 @@ def resolve_plugin(reading: Reading, plugin: Plugin) -> Resolved:
     masters = reading.decided_by(
         torch.float32 if has_masters else half.value, *_keys_of_masters(plugin)
     )
+    # FP16 has too little range for moments: without masters they are FP32 all the same
     moments = masters if masters.value != torch.float16 else reading.always(torch.float32)
     cast_inputs = "root" if getattr(plugin, "cast_inputs", True) else "none"
+    # Colossal-AI's FP8 products scale by the tensor itself
     fp8 = FP8Recipe("current") if plugin.use_fp8 else None
     decisions = {
         **all_of(("compute", "pipeline", "parameters", "gradients"), half),
@@ -159,6 +163,7 @@ def _reduce(reading: Reading, plugin: Plugin, half: Decision) -> Decision:
     """Return the dtype of gradient reduction: the model's dtype, or `communication_dtype` under
     ZeRO."""
     dtype = getattr(plugin, "communication_dtype", None)
+    # the plugin ignores the key without ZeRO
     without_zero = isinstance(plugin, HybridParallelPlugin) and plugin.zero_stage == 0
     if dtype is None or without_zero:
         return half
@@ -223,6 +228,7 @@ def _refuse_contradictions(reading: Reading, plugin: Plugin) -> None:
 def express_plugin(values: Mapping[str, Any], half: str, sharded: bool) -> dict[str, Any]:
     """Return HybridParallelPlugin's keys for a precision, with `values` of its scale and
     clipping."""
+    # the plugin has no FP32 with ZeRO
     stage = 1 if sharded and half != "fp32" else 0
     scale = {key: value for key, value in values.items() if half == "fp16" or key == "max_norm"}
     return {

@@ -229,6 +229,7 @@ def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
             "parallel.weight", sizes.weight, "weight parallelism is not supported: use 1"
         )
     zero = _read_size(reading, "zero1", sizes.zero1)
+    # 1 is off; 0 and less are all data-parallel ranks
     if zero is not None:
         keys = ("parallel.zero1", "parallel.zero1.size")
         settings["parallel.zero"] = reading.decided_by(zero != 1, *keys)
@@ -293,6 +294,7 @@ def _read_size(reading: Reading, name: str, value: Any) -> int | None:
 
 def _notes(reading: Reading, model: Model) -> list[str]:
     notes: list[str] = []
+    # a default that decides all numbers should be seen
     if f"{PREFIX}.dtype" not in reading.set_keys:
         notes.append("dtype is not given: InternEvo takes torch.float16")
     if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown_keys)):
@@ -343,7 +345,7 @@ def _communication_keys(parallel: object) -> Iterator[str]:
         return
     for name, keys in COMMUNICATION.items():
         table = parallel.get(name)
-        if isinstance(table, Mapping):
+        if isinstance(table, Mapping):  # a plain number is the size
             for key in keys:
                 if key in table:
                     yield f"parallel.{name}.{key}"
@@ -383,7 +385,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         config["residual_in_fp32"] = True
     if plan.keep_fp32:
         config["use_fp32_norm"] = True
-    if not has_flash(plan):
+    if not has_flash(plan):  # the default is true
         config["use_flash_attn"] = False
     if scaling.kind == "dynamic":
         config["grad_scaler"] = {

@@ -111,6 +111,7 @@ STDS = {
     "ffn_uplayer_init_std": "up",
     "ffn_other_init_std": "down",
 }
+# keys that INTERNLM, the first model type, does not have
 _ONLY_LATER = {"num_kv_attention_heads", "no_bias", "adapt_hf", "deepnorm", "init_type", *STDS}
 LACKS = {
     "INTERNLM": _ONLY_LATER | {"norm_head"},
@@ -268,7 +269,7 @@ def _architecture_settings(reading: Reading, model: Model) -> dict[str, Decision
     for name, (value, keys) in _architecture(model).items():
         if not is_unknown(reading, *keys):
             settings[f"model.{name}"] = _decided_by_dict(reading, value, keys)
-    settings["model.dropout_at"] = reading.always("stream")
+    settings["model.dropout_at"] = reading.always("stream")  # where InternEvo drops
     if not is_unknown(reading, "use_scaled_init", "use_swiglu", *STDS):
         settings["model.init"] = reading.decided_by(initial(model), "use_scaled_init", *STDS)
     return settings
@@ -422,6 +423,7 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
 def _mlp_ratio(ffn: int, hidden: int) -> float:
     """Return a ratio of which InternEvo computes this width: it rounds the product down."""
     ratio = ffn / hidden
+    # rounding may make the product a little less than the width
     return ratio if int(hidden * ratio) == ffn else (ffn + 0.5) / hidden
 
 
@@ -449,6 +451,7 @@ def _express_type(model: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
         config["use_scaled_init"] = False
     has_groups = model.get("kv_heads", model.get("heads")) != model.get("heads")
     has_biases = model.get("qkv_bias", True) and model.get("output_bias", True)
+    # the default type will do if it has these biases, heads and initial weights
     internlm = sizes.model_copy(update={"use_scaled_init": is_scaled})
     if has_biases and not has_groups and init in ({}, initial(internlm)):
         return config

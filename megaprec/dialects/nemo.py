@@ -149,6 +149,7 @@ _HALVES: Mapping[str, dict[str, Any]] = {
     "bf16": _BF16 | {"autocast_enabled": False, "grad_reduce_in_fp32": True},
     "fp16": _FP16 | {"autocast_enabled": False, "grad_reduce_in_fp32": False},
 }
+# what recipes with FP8 set besides, by the name in the recipe's
 _FP8: dict[str, dict[str, Any]] = {
     "fp8": {
         "fp8_recipe": "delayed",
@@ -229,6 +230,7 @@ def resolve(
     half = HALVES[plugin.precision or "32"]
     _refuse_contradictions(reading, plugin, half)
     reading.raise_problems()
+    # the plugin's default, which a recipe replaces
     automatic = torch.bfloat16 if half == torch.bfloat16 else torch.float32
     pipeline = plugin.pipeline_dtype or automatic
     parameters = reading.decided_by(half, "precision", "recipe")
@@ -342,6 +344,7 @@ def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision)
 def _refuse_state_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
     """Record a problem for each dtype of the optimizer's state that is not computed."""
     keys = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    # Megatron's other optimizers have FP32 state only
     not_fp32 = [key for key in keys if getattr(plugin, key) not in (None, torch.float32)]
     if not_fp32 and not plugin.use_precision_aware_optimizer:
         key = not_fp32[0]
@@ -372,6 +375,7 @@ def _state_dtypes(reading: Reading, plugin: MegatronMixedPrecision) -> dict[str,
 
 
 def _scaling(reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype) -> Decision:
+    # a constant scale is for BF16 too
     if plugin.fp16_loss_scale is not None and half != torch.float32:
         return reading.decided_by(
             LossScaling("constant", plugin.fp16_loss_scale), "fp16_loss_scale"
@@ -395,6 +399,7 @@ def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
     return FP8Recipe(
         kind=KINDS[plugin.fp8_recipe],
         format=plugin.fp8,
+        # other scales have no margin; see NO_MARGIN
         margin=plugin.fp8_margin if plugin.fp8_recipe == "delayed" else 0,
         history_length=plugin.fp8_amax_history_len,
         amax_algo=plugin.fp8_amax_compute_algo,
@@ -475,6 +480,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         "autocast_dtype": name_of(plan.compute),
         "params_dtype": name_of(plan.parameters),
     }
+    # which precision is the nearest is found by resolving each
     plain = [{"precision": precision} | common for precision in ("bf16-mixed", "16-mixed", "32")]
     return plain + [config | autocast for config in plain]
 

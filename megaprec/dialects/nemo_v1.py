@@ -35,6 +35,7 @@ DTYPES = {
     **dict.fromkeys(("32", "32-true"), torch.float32),
 }
 NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# optimizers that shard their state over data-parallel ranks
 DISTRIBUTED = ("distributed_fused_adam", "mcore_distributed_optim")
 FP8_KEYS = (
     "fp8",
@@ -51,6 +52,7 @@ SCALE_KEYS = ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis
 
 
 def _precision(value: object) -> object:
+    # YAML reads 16 and 32 as numbers
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(name, str) and name not in DTYPES:
         raise ValueError(f"no such precision: use one of {', '.join(DTYPES)}")
@@ -117,6 +119,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "scaling": _scaling(reading, model, half),
         "fp8": _decided_by(reading, _fp8(model), *FP8_KEYS),
     }
+    # none, 0 or a negative number: no clipping
     clip = model.gradient_clip_val or 0.0
     settings = {
         "optimizer.clip": _decided_by(reading, max(clip, 0.0), "gradient_clip_val"),
@@ -164,7 +167,7 @@ def _scaling(reading: Reading, model: Nemo1, half: torch.dtype) -> Decision:
         minimum=FLOOR,
         growth_interval=model.native_amp_growth_interval,
         hysteresis=model.hysteresis,
-        hysteresis_refill="good_step",
+        hysteresis_refill="good_step",  # Megatron refills it only when the scale grows
     )
     return _decided_by(reading, scaling, "precision", *SCALE_KEYS)
 

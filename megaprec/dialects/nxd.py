@@ -34,6 +34,7 @@ from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM = "NxD"
 PREFIX = "precision.nxd"
+# keys that decide something, as dotted names below PREFIX
 MASTERS = "use_master_weights"
 ACCUMULATE = "use_fp32_grad_acc"
 IN_CHECKPOINT = "use_master_weights_in_ckpt"
@@ -81,6 +82,7 @@ class Environment(Keys):
 STOCHASTIC = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN"
 ALL_BF16 = "environment.XLA_USE_BF16"
 TYPE = "precision_type"
+# types that have masters and FP32 accumulation with ZeRO-1
 FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
 ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
 """Precision types of neuronx-distributed-training (its model/base.py and
@@ -97,7 +99,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     precision = reading.read(MixedPrecisionConfig, config or {})
     optimizer = reading.read(OptimizerConfig, precision.optimizer_config or {}, "optimizer_config")
     environment = reading.read(Environment, precision.environment or {}, "environment")
-    zero = optimizer.zero_one_enabled
+    zero = optimizer.zero_one_enabled  # on which the defaults of mixed precision depend
     has_masters = _is_on(precision, MASTERS, zero)
     accumulates = _is_on(precision, ACCUMULATE, zero)
     _refuse_contradictions(
@@ -163,6 +165,7 @@ def _refuse_contradictions(
         reading.refuse(
             IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true"
         )
+    # any part of mixed precision needs FP32 tensors
     on = [key for key, is_on in parts.items() if is_on]
     if environment.XLA_USE_BF16 == "1" and on:
         reading.refuse(
@@ -204,13 +207,14 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     """Return configurations that approximate a plan and the run-file keys in `settings`."""
     has_masters = plan.masters == torch.float32
     accumulates = plan.gradients == torch.float32
+    # the legacy mode is the only one without ZeRO-1
     is_legacy = plan.rounding == "stochastic" and not has_masters
     zero = settings.get("parallel.zero", not is_legacy)
     optimizer: dict[str, Any] = {"zero_one_enabled": zero}
     clip = settings.get("optimizer.clip")
     if clip:
         optimizer |= {"grad_clipping": True, "max_grad_norm": clip}
-    elif clip is not None:
+    elif clip is not None:  # 0: no clipping, while max_grad_norm must be positive
         optimizer["grad_clipping"] = False
     manual = {
         MASTERS: has_masters and zero,

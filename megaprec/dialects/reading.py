@@ -156,7 +156,7 @@ class Reading:
                 f"{self._describe(table, values)}: must be a table of keys ({self.system})"
             )
             values = {}
-        known: dict[str, Any] = {}
+        known: dict[str, Any] = {}  # what pydantic is to check
         for name, value in values.items():
             if value is UNKNOWN and name in kind.model_fields:
                 self.unknown_keys.add(self._full_key(table, name))
@@ -168,6 +168,7 @@ class Reading:
             for details in error.errors(include_url=False):
                 self.problems.append(self._explain(kind, table, details))
                 known.pop(str(details["loc"][0]), None)
+            # what is left is valid: reading goes on, so that all problems are found at once
             keys = kind.model_validate(known)
         self.set_keys |= {self._full_key(table, name) for name in known}
         return keys
@@ -177,6 +178,7 @@ class Reading:
         name = ".".join(str(part) for part in details["loc"])
         setting = self._describe(self._under(table, name), details["input"])
         system = f"({self.system})"
+        # pydantic's types of errors, and its messages in our words
         if details["type"] == "extra_forbidden":
             names = list(kind.model_fields)
             hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
@@ -249,7 +251,7 @@ class Reading:
         no_key = f"megaprec's own: {self.system} has no key for it"
         origin = dict.fromkeys((plan_field.name for plan_field in fields(PrecisionPlan)), no_key)
         origin |= {name: decision.origin for name, decision in decisions.items()}
-        origin.pop("origin")
+        origin.pop("origin")  # a field of the plan itself, which nothing decides
         try:
             plan = PrecisionPlan(**{name: decision.value for name, decision in decisions.items()})
         except UserError as error:

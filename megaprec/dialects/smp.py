@@ -14,7 +14,8 @@ follow the mixed-precision policy.
     reduce_dtype = "float32"             default: param_dtype
     buffer_dtype = "float32"             default: float32, as the model was built
     [precision.smp.mp_policy]            MixedPrecisionPolicy, argument `mp_policy` of fully_shard
-    [precision.smp.grad_scaler]          ShardedGradScaler, for float16; none if the table is not there
+    [precision.smp.grad_scaler]          ShardedGradScaler, for float16; none if the table is not
+                                         there
     [precision.smp.fp8_autocast]         fp8_autocast of Transformer Engine
     [precision.smp.fp8_autocast.fp8_recipe]
     recipe = "DelayedScaling"            the default; or Float8CurrentScaling, Float8BlockScaling,
@@ -51,6 +52,7 @@ from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM = "SageMaker SMP"
 PREFIX = "precision.smp"
+# (cast_forward_inputs, cast_root_forward_inputs) -> PrecisionPlan.cast_inputs
 CAST = {(False, False): "none", (False, True): "root", (True, False): "inner", (True, True): "all"}
 
 
@@ -103,6 +105,7 @@ def _function(value: object) -> object:
 
 def _group(value: object) -> object:
     """Return "world" for a process group of all ranks or a name of it."""
+    # a name is what a run file can give; a group is for Python
     if isinstance(value, dist.ProcessGroup):
         if dist.get_world_size(value) == dist.get_world_size():
             return "world"
@@ -265,6 +268,7 @@ def _mixed_precision(reading: Reading, tables: Smp) -> dict[str, Decision]:
     policy = reading.read(MixedPrecision, tables.mixed_precision or {}, table)
     decisions = _common(reading, table, policy.param_dtype, policy.reduce_dtype)
     reduce: torch.dtype = decisions["reduce"].value
+    # gradients that are reduced in FP32 are kept in FP32 anyway
     keeps_narrow = policy.keep_low_precision_grads and reduce != torch.float32
     if keeps_narrow and reduce != decisions["parameters"].value:
         reading.refuse(
@@ -330,6 +334,7 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     recipe_values = autocast.fp8_recipe or {}
     if isinstance(recipe_values, str):
         recipe_values = {"recipe": recipe_values}
+    # a table names its class, an instance is of it
     if isinstance(recipe_values, Mapping):
         name = recipe_values.get("recipe", "DelayedScaling")
     else:
@@ -342,6 +347,7 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     recipe_keys = reading.read(RECIPES[name], recipe_values, table)
     recipe = None
     if autocast.enabled or autocast.calibrating:
+        # calibration alone records amaxes, as with `enabled` off in Transformer Engine
         recipe = _recipe(name, dict(recipe_keys), calibrating=not autocast.enabled)
     notes: tuple[str, ...] = ()
     if isinstance(recipe_keys, MXFP8BlockScaling) and recipe_keys.margin:
@@ -353,6 +359,7 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
 
 def _recipe(name: str, keys: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
     """Return megaprec's recipe for Transformer Engine's recipe of this name. keys: of its class."""
+    # Each class has some of the keys; the others have the values that its scaling implies.
     power_2_scales = keys.get("use_power_2_scales", False)
     if name == "Float8BlockScaling":
         power_2_scales = not keys["use_f32_scales"]

@@ -77,6 +77,7 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
             translations.append(Translation(config, losses))
     if not translations:
         raise UserError(f"{dialect.SYSTEM} cannot express this plan:", *dict.fromkeys(problems))
+    # the nearest one; of equal ones the first
     return min(translations, key=lambda translation: len(translation.unsaid))
 
 
@@ -95,8 +96,10 @@ def _lost_settings(settings: Mapping[str, Any], resolved: Resolved) -> list[str]
     """Return a line for each run-file key that a configuration lacks, changes or adds."""
     wanted = {key: _without_defaults(value) for key, value in settings.items()}
     expressed = {key: decision.value for key, decision in resolved.settings.items()}
+    # of keys that a system lacks, only those that it might be expected to have
     missing = [key for key in wanted if key not in expressed and key in BESIDE]
     changed = [key for key in expressed if key in wanted and wanted[key] != expressed[key]]
+    # what a configuration decides beyond what was asked for
     added = [key for key in expressed if key not in wanted]
     return [
         *(f"{key} = {shown(wanted[key])}; it has no key for it" for key in missing),

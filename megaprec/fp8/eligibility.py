@@ -46,6 +46,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
         )
     if reason := min(reasons):  # any of them, the same one in every run
         return Eligibility(name, shape, reason)
+    # padding makes any size fit
     unfit = misfit(recipe.kind, *shape)
     if unfit and not recipe.pad:
         return Eligibility(name, shape, f"{unfit}, and fp8.pad = false")

@@ -43,6 +43,7 @@ def cast(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
     """
     wide = values.float()
     scaled = wide if scale is None else wide * scale
+    # finite numbers first; infinities are put back, and NaN passes through clamp
     saturated = scaled.clamp(-limit(dtype), limit(dtype))
     infinite = wide if dtype == E5M2 else torch.nan  # E4M3 has no infinity
     return torch.where(values.isinf(), infinite, saturated).to(dtype)

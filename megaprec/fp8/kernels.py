@@ -202,6 +202,7 @@ def _scale_per_row(codes: Codes) -> Tensor:
     """Return the inverse scale of each row, [m, 1], also where all rows share one."""
     rows = len(codes.values)
     scales = expand_blocks(codes.inverse, codes.block, codes.values.shape)
+    # a scale of the whole matrix, [1, 1], is repeated
     return scales.expand(rows, 1).contiguous()
 
 
@@ -215,6 +216,7 @@ def _scaled_product(
 ) -> Tensor:
     """Return the product by torch's kernel for scales [] of matrices, or [m, 1] and [1, n] of
     rows."""
+    # the sum over k and the columns of the product must be multiples of 16; rows need not
     a_values = _pad_values(a.values, 1, 16)
     b_values = _pad_values(b.values, 16, 16)
     if b_scale.dim() == 2:

@@ -57,6 +57,7 @@ class FP8Gemm:
         them too."""
         if not self.state.by_microbatch:
             return replace(self, scope=self.state.scope)
+        # Scales change before the backward pass: it must see copies of those of this pass.
         roles: tuple[Role, ...] = ("input", "weight")
         scales = {role: self.state.scale(self.reach.name, role).clone() for role in roles}
         return replace(
@@ -69,6 +70,7 @@ class FP8Gemm:
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """Compute x [m, k], weight [n, k] -> y [m, n], and the form of x that `keep` returns."""
         if not self.scope.computes:
+            # calibration, or an autocast that is off: amaxes are recorded at most
             self._record(x, "input")
             if not self._is_in_codes(weight):
                 self._record(weight, "weight")
@@ -195,6 +197,7 @@ class FP8Gemm:
             scale=scale,
             agree=agree,
         )
+        # counts nothing unless somebody watches
         self.state.note_lost(self.reach.name, role, x, codes)
         return codes, transposed
 
@@ -220,7 +223,7 @@ class FP8Gemm:
 
     def _restore(self, factor: Factor, role: Role) -> Codes:
         """Return the codes of which `_tensors` made a factor."""
-        values, inverse = factor
+        values, inverse = factor  # the block is not saved: the shape tells it
         return Codes(values, inverse, block_of(self._recipe, role, values.shape))
 
 

@@ -44,6 +44,7 @@ class FP8Param:
         self.dtype = format_of(state.recipe, "weight")
         self.block = block_of(state.recipe, "weight", self.shape)
         rows, columns = self.shape
+        # on the CPU until a buffer moves it to its device
         self.inverse = torch.ones(-(-rows // self.block[0]), -(-columns // self.block[1]))
 
     @property
@@ -69,6 +70,7 @@ class FP8Param:
         recipe = self.state.recipe
         assert recipe is not None
         if recipe.kind != "delayed":
+            # of the masters themselves, whatever the present scales are
             return scale_of(amax, limit(self.dtype), power_2=recipe.power_2_scales)
         if records:
             self.state.record(self.name, "weight", amax)
@@ -116,7 +118,7 @@ class FP8ParamShard:
         """Compute scales from the amaxes of all ranks, and codes of this rank's masters."""
         param = self.param
         scales = param.scales(amax, records)
-        param.inverse.copy_(scales.reciprocal())
+        param.inverse.copy_(scales.reciprocal())  # also on ranks without a shard: they multiply too
         if len(self.masters):
             factors = expand_blocks(scales, param.block, param.shape)
             codes = cast(self._padded_masters(), param.dtype, factors)

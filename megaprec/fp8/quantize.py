@@ -71,10 +71,11 @@ def quantize(
     block = block_of(recipe, role, x.shape)
     if recipe.kind == "delayed":
         assert scale is not None, "delayed scaling needs the scale of its history"
+        # the scale is that of earlier passes, whatever is in x
         return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
     amax = amax_of(x, block)
     if recipe.kind == "current" and agree is not None:
-        agree(amax)
+        agree(amax)  # before the scale is computed: all ranks then compute the same one
     if recipe.kind == "mx":
         # E8M0 has only powers of two, whose reciprocals are exact
         inverse = mx_inverse(amax, limit(dtype))

@@ -39,6 +39,7 @@ from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
 from megaprec.precision.fp8_recipe import FP8Recipe
 
+# the three tensors of a linear layer's products
 ROLES: tuple[Role, ...] = get_args(Role)
 Casts = tuple[Codes, Codes]
 
@@ -137,7 +138,7 @@ class FP8State:
     def register(self, parts: Sequence[Part]) -> Eligibility:
         """Register the weight that `parts` are stacked in, and return whether its products run in
         FP8."""
-        if "names" in self.__dict__:
+        if "names" in self.__dict__:  # the cached property has been read: the bank has its size
             raise RuntimeError(
                 f"{parts[0].name} was registered after the first pass: build all layers before"
             )
@@ -230,6 +231,7 @@ class FP8State:
         wherever they run. fp8_recipe, fp8_group: those of the state, if given. Raises ValueError
         for others.
         """
+        # arguments of Transformer Engine's function, which may be given again
         if fp8_recipe not in (None, self.recipe) or fp8_group not in (None, self.stage):
             raise ValueError(
                 "recipe and group are fixed when the layers are built: give others to FP8State"
@@ -294,7 +296,7 @@ class FP8State:
     def _begin(self, records: bool) -> None:
         """Begin a pass: with scales from the amaxes of the passes before, if it is one that
         records."""
-        self._casts.clear()
+        self._casts.clear()  # scales may differ from those of the pass before
         if records and self.by_microbatch:
             self._before = None
             if self.names:
@@ -312,6 +314,7 @@ class FP8State:
         FP8."""
         if self.recipe is None:
             return OFF
+        # `rolls` counts training passes: the first `calibrate` of them only record
         calibrated = not self.recipe.calibrating and self.rolls >= self.recipe.calibrate
         return Scope(enabled and calibrated, records and self.recipe.kind == "delayed")
 
@@ -325,7 +328,7 @@ class FP8State:
         if not self._pending:
             return
         self._pending = False
-        self.rolls += 1
+        self.rolls += 1  # on every rank, with or without tensors of its own
         self._casts.clear()
         if self.names:
             self.bank.roll(self._agree)

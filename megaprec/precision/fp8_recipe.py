@@ -111,6 +111,7 @@ class FP8Recipe:
             yield f"history_length = {self.history_length}: at least 1, for a scale needs an amax"
         if self.kind == "delayed":
             return
+        # scales of other kinds take nothing from earlier steps
         if self.margin:
             yield (
                 f"margin = {self.margin}: only delayed scales need room for an amax to grow; "

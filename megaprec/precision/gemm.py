@@ -22,7 +22,8 @@ from torch import Tensor
 from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
 
-_WIDENED = 1 << 16  # elements that a CPU casts to a wider dtype at a time
+# elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
+_WIDENED = 1 << 16
 # torch's switches that allow a GPU to sum in 16 bits
 _NARROW_SUMS = (
     "allow_bf16_reduced_precision_reduction",
@@ -97,7 +98,7 @@ def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     """Return a @ b, [m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
     if slow_half(a):
         return (a.float() @ b.float()).to(a.dtype)
-    if tf32 and lacks_tf32(a):
+    if tf32 and lacks_tf32(a):  # a GPU's own switches are set already
         return product_tf32(a, b)
     return a @ b
 
@@ -190,6 +191,7 @@ def add_product_(
     if total.dtype == a.dtype and not slow_half(a) and not emulates_tf32:
         total.addmm_(a, b, beta=beta, alpha=scale)
         return
+    # No kernel does it in one: multiply, round, then scale and add.
     rounded = product(a, b, tf32)
     if scale != 1:
         rounded.mul_(scale)

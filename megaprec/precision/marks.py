@@ -38,6 +38,7 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
             f"{type(module).__name__} is part of a model that is already wrapped and cast, so "
             "a mark would change nothing: mark it before NaiveAMPModel(...) or PlannedModel(...)"
         )
+    # InternEvo's name of the attribute
     module.is_fp32_module = True  # type: ignore[assignment]
 
 
@@ -79,6 +80,7 @@ def _marked_in(module: nn.Module, path: str, within: bool) -> Iterator[tuple[str
 def _is_container(module: nn.Module) -> bool:
     """Return True for a module without a forward pass, whose hooks would never run: it only holds
     other modules."""
+    # a module may have got a forward of its own as an attribute, which is no method
     forward = getattr(module.forward, "__func__", module.forward)
     if forward is not nn.Module.forward:
         return False
@@ -125,6 +127,7 @@ def compute_in_fp32(
 
     module.register_forward_pre_hook(widen, with_kwargs=True)
     module.register_forward_hook(narrow)
+    # the optimizer looks for it: see `keeping_marked`
     module.computes_in_fp32 = True  # type: ignore[assignment]
 
 

@@ -73,7 +73,7 @@ class NaiveAMPModel(nn.Module):
         self._group = known_group(parallel_mode, mesh)
         self._mesh = mesh
         self.sync_buffer = sync_buffer
-        self._first_eval = False
+        self._first_eval = False  # True from `eval()` to the first forward pass after it
         _cast_tensors(model, self.dtype, self.dtype)
         _cast_borders(model, self.dtype)
         note_cast(self)
@@ -139,6 +139,7 @@ class PlannedModel(nn.Module):
             raise UserError(*unused)
         self.model = model
         self.plan = plan
+        # marks first: the casts below leave marked modules in FP32
         mark_fp32(model, plan.keep_fp32)
         _keep_statistics(model, plan)
         _cast_tensors(model, plan.parameters, plan.buffers)
@@ -167,7 +168,7 @@ def average_buffers(module: nn.Module, *axes: Axis) -> None:
     buffers: list[Tensor] = []
     for buffer in module.buffers():
         if buffer.is_complex():
-            buffers.append(torch.view_as_real(buffer))
+            buffers.append(torch.view_as_real(buffer))  # a view: the mean is written through it
         elif buffer.is_floating_point():
             buffers.append(buffer)
     if not axes or not buffers:
@@ -207,6 +208,7 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
     are in 16 bits."""
     if plan.parameters == plan.buffers:
         return
+    # marked modules already keep weights and statistics together
     marked: set[nn.Module] = set()
     for _, part in marked_parts(model):
         marked |= set(part.modules())
@@ -214,7 +216,7 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, _NormBase) or module.running_mean is None or module in marked:
             continue
-        if not module.affine:
+        if not module.affine:  # without weights a mark changes no parameter's dtype
             set_fp32_attr_to_module(module)
             continue
         pattern = f"{path}.*" if path else "*"
@@ -245,6 +247,7 @@ def _has_own_parameters(module: nn.Module) -> bool:
 def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtype) -> None:
     """Cast floating-point parameters and buffers; those of a marked module become FP32, even if
     shared with others."""
+    # by identity: a parameter that is shared with a marked module is listed under other names
     of_marked: set[int] = set()
     for _, module in marked_parts(model):
         of_marked |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}

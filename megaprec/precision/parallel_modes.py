@@ -84,7 +84,7 @@ def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Ax
         axes = (known,)
     else:
         axes = (_axis_of_group("group", known),)
-    return tuple(axis for axis in axes if axis.size > 1)
+    return tuple(axis for axis in axes if axis.size > 1)  # one rank has nobody to average with
 
 
 def mode_of(name: object) -> ParallelMode:
@@ -163,6 +163,7 @@ def _axis_of_group(name: str, group: dist.ProcessGroup | None) -> Axis:
 def _is_plain(model: nn.Module) -> bool:
     """Return True if every rank must have a replica: the world was never split into groups, and no
     parameter is sharded."""
+    # a smaller group shows that ranks have different tasks; torch has no public list of groups
     world_size = dist.get_world_size()
     for group in list(dist.distributed_c10d._world.pg_map):
         if len(dist.get_process_group_ranks(group)) < world_size:
@@ -173,7 +174,7 @@ def _is_plain(model: nn.Module) -> bool:
 def _is_cut(parameter: nn.Parameter) -> bool:
     """Return True if the parameter's layout shards or replicates it over ranks, or if it is a
     DTensor."""
-    if hasattr(parameter, "placements"):
+    if hasattr(parameter, "placements"):  # a DTensor
         return True
     if not has_layout(parameter):
         return False

@@ -19,6 +19,7 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.kinds import NamedArguments, wrong_kinds
 from megaprec.precision.fp8_recipe import FP8Recipe
 
+# what a step with a non-finite gradient does
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
@@ -151,6 +152,7 @@ class PrecisionPlan:
             yield (
                 f"masters = {masters}, parameters = {parameters}: half masters must be the weights"
             )
+        # an FP64 run is for proofs: a narrower copy anywhere would make it none
         in_fp64 = [
             dtype == torch.float64 for dtype in (self.parameters, self.masters, self.moments)
         ]
@@ -187,6 +189,7 @@ class PrecisionPlan:
     def _problems_of_rounding(self) -> Iterator[str]:
         """Yield a line if masters of these dtypes cannot be split or rounded as the plan says."""
         parameters = dtype_name(self.parameters)
+        # the 16 bits that bf16 lacks are a remainder of FP32 only
         splittable = self.parameters == torch.bfloat16 and self.masters == torch.float32
         if self.remainders and not splittable:
             yield (
@@ -247,6 +250,7 @@ class PrecisionPlan:
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 
+# a dtype's name in a run file -> dtype
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -295,7 +299,7 @@ def plan(
     _require_fields(others)
     if compute not in DTYPES:
         raise UserError(_unknown_dtype("compute", compute))
-    wide = "fp64" if compute == "fp64" else "fp32"
+    wide = "fp64" if compute == "fp64" else "fp32"  # of all that is FP32 by default
     parameters = parameters or compute
     gradients = _widen_fp32(gradients, wide)
     dtype_names = {
@@ -310,7 +314,7 @@ def plan(
     values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide])
     values |= dict.fromkeys(("residual", "pipeline", "attention"), DTYPES[compute])
     values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite}
-    values |= others
+    values |= others  # last, so that they win
     values["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**values, origin=dict.fromkeys(values, "precision.compute"))
 

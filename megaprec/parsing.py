@@ -90,14 +90,19 @@ def _check(value: Any) -> None:
                 inner += item.values()
             elif isinstance(item, list):
                 inner += item
-        if not all(text.isascii() or is_unicode(text) for text in texts):
-            raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
-        if any(abs(integer) >> MOST_BITS for integer in integers):
-            raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
+        _check_plain(texts, integers)
         if not inner:
             return
         level = inner
     raise ValueError(f"nested more than {NESTING} levels deep")
+
+
+def _check_plain(texts: list[str], integers: list[int]) -> None:
+    """Raise ValueError for text with half of a surrogate pair, and for huge integers."""
+    if not all(text.isascii() or is_unicode(text) for text in texts):
+        raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
+    if any(abs(integer) >> MOST_BITS for integer in integers):
+        raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
 
 
 def is_unicode(text: str) -> bool:

@@ -114,7 +114,11 @@ def _lane_constants(device: torch.device) -> Tensor:
 
 
 @lru_cache(4096)
-def _row_constants(first: int, count: int, device: torch.device) -> Tensor:
+def _row_constants(
+    first: int,
+    count: int,
+    device: torch.device,
+) -> Tensor:
     """Return the constants of rows, for both sums: odd int64 [2, count]."""
     return _odd_constants("rows", torch.arange(first, first + count, device=device))
 

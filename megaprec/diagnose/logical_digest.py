@@ -28,7 +28,11 @@ _DEVICE_BLOCK = 1 << 22  # on other devices, where the start of a kernel costs m
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
+def digest_terms(
+    values: Tensor,
+    part: Part,
+    first: int,
+) -> Tensor:
     """Return the sums over elements [first, first + len(values)) of the flattened slice `part`:
     int64 [2].
 
@@ -50,7 +54,11 @@ def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
     return total
 
 
-def _split_at_rows(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
+def _split_at_rows(
+    first: int,
+    last: int,
+    width: int,
+) -> Iterator[tuple[int, int]]:
     """Yield elements [first, last) of a matrix of `width` columns as runs [start, stop): the end of
     a row, full rows, and the beginning of a row; none is empty."""
     next_row = min(last, -(-first // width) * width)
@@ -65,7 +73,11 @@ def _split_at_rows(first: int, last: int, width: int) -> Iterator[tuple[int, int
             yield start, stop
 
 
-def _sum_table(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _sum_table(
+    table: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+) -> Tensor:
     """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and
     columns, int64 [2, c]."""
     block = BLOCK if table.device.type == "cpu" else _DEVICE_BLOCK
@@ -98,7 +110,9 @@ def _offset(part: Part) -> tuple[int, ...]:
 
 @lru_cache(1024)
 def _constants(
-    start: tuple[int, ...], size: tuple[int, ...], device: torch.device
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return the constants of the rows and columns of a slice, for both sums: odd int64 [2, rows],
     [2, columns].
@@ -119,7 +133,11 @@ def _constants(
     return rows.to(device), columns.to(device)
 
 
-def _coordinate_constants(dim: int, first: int, count: int) -> Tensor:
+def _coordinate_constants(
+    dim: int,
+    first: int,
+    count: int,
+) -> Tensor:
     """Return the constants of `count` coordinates of a dim, for both sums: int64 [2, count].
 
     dim: counted from the last, which is -1. Odd numbers have inverses modulo 2^64, so no change of

@@ -279,11 +279,7 @@ def _computation_fault(
     first = {replica: _replica_traces(testimonies, replica, "first") for replica in judged}
     second = {replica: _replica_traces(testimonies, replica, "second") for replica in judged}
 
-    unsteady = [
-        _WrongReplica(replica, trace, second[replica])
-        for replica, trace in first.items()
-        if trace != second[replica]
-    ]
+    unsteady = _find_differing(first, second)
     if unsteady:
         # If none is steady, and none needs to be, the computation is not deterministic.
         if not exact and len(unsteady) == len(judged):
@@ -300,9 +296,7 @@ def _computation_fault(
         ]
         return _blame(testimonies, wrong, certain=False)
 
-    wrong = [
-        _WrongReplica(replica, trace, right) for replica, trace in first.items() if trace != right
-    ]
+    wrong = _find_differing(first, dict.fromkeys(judged, right))
     if wrong:
         return _blame(testimonies, wrong)
 
@@ -336,6 +330,18 @@ def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -
         for testimony in testimonies
         if testimony.replica == replica
     }
+
+
+def _find_differing(
+    traces: Mapping[int, Replica],
+    right: Mapping[int, Replica],
+) -> list[_WrongReplica]:
+    """Return the replicas whose trace is not the one that is right for it."""
+    return [
+        _WrongReplica(replica, trace, right[replica])
+        for replica, trace in traces.items()
+        if trace != right[replica]
+    ]
 
 
 def _majority(traces: Collection[Replica]) -> Replica | None:

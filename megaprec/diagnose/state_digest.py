@@ -90,7 +90,11 @@ class StateDigest:
             yield f"fp8/{name}", digest_terms(row, part, 0)
 
 
-def _state_of(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+def _state_of(
+    buffer: Buffer,
+    first: int,
+    last: int,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
     low = first - buffer.first
     high = last - buffer.first
@@ -103,7 +107,11 @@ def _state_of(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tens
         yield kind, values[low:high]
 
 
-def _no_terms(buffer: Buffer, piece: Piece, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _no_terms(
+    buffer: Buffer,
+    piece: Piece,
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
     for kind in buffer.saved_names:
         yield f"{kind}/{piece.part.name}", _zero_terms(device)

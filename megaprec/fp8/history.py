@@ -31,7 +31,10 @@ class AmaxHistory:
     """
 
     def __init__(
-        self, recipe: FP8Recipe, formats: Sequence[torch.dtype], device: torch.device | str = "cpu"
+        self,
+        recipe: FP8Recipe,
+        formats: Sequence[torch.dtype],
+        device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the history. formats: of each tensor's codes, from `format_of`."""
         count = len(formats)

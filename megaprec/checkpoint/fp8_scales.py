@@ -23,14 +23,14 @@ from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 
 
-class _ScaleAndHistory(NamedTuple):
+class ScaleAndHistory(NamedTuple):
     """Scale [] and amax history [length] of a tensor."""
 
     scale: Tensor
     history: Tensor
 
 
-Scales = dict[int, _ScaleAndHistory]
+Scales = dict[int, ScaleAndHistory]
 """Scales and histories of tensors, by their index in the bank."""
 
 
@@ -74,7 +74,7 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
                 f"{[*history.shape]}"
             )
         # of other replicas, the lowest scale and the largest amaxes are safe for every rank
-        scales[column] = _ScaleAndHistory(
+        scales[column] = ScaleAndHistory(
             _local_row(scale, state.dp, torch.amin), _local_row(history, state.dp, torch.amax)
         )
     return scales

@@ -52,7 +52,7 @@ class Snapshot:
         entry["chunks"].append({"file": file, **chunk})
 
 
-class _Range(NamedTuple):
+class OwnedRange(NamedTuple):
     """The part of a piece that this rank saves: elements [first, last) of the buffer."""
 
     piece: Piece
@@ -105,7 +105,7 @@ def _add_buffer(
             _add_range(snapshot, file, kind, saved_range, stored)
 
 
-def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[_Range]:
+def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
     """Yield the pieces that this rank saves a part of, with the elements [first, last) of the
     buffer, in order."""
     # a parameter with several stacked parts has a piece for each of them
@@ -118,7 +118,7 @@ def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[_Range]:
         count = piece.part.copies * max(1, len(layout.tied))
         first, last = share(first, max(first, last), number, count)
         if first < last:
-            yield _Range(piece, first, last)
+            yield OwnedRange(piece, first, last)
 
 
 def _on_cpu(values: Tensor, copy: bool) -> Tensor:
@@ -133,7 +133,7 @@ def _add_range(
     snapshot: Snapshot,
     file: str,
     kind: str,
-    saved_range: _Range,
+    saved_range: OwnedRange,
     values: Tensor,
 ) -> None:
     """Add a range of a piece: as a rectangle if it is the full slice, else as a flat range of

@@ -77,10 +77,10 @@ class FP8Param:
         return self.state.scale(self.name, "weight").expand_as(amax)
 
 
-def hold(parameter: nn.Parameter, held: FP8Param) -> None:
+def hold(parameter: nn.Parameter, fp8_param: FP8Param) -> None:
     """Mark the parameter to be stored in codes. Until a buffer takes it over it stays in high
     precision."""
-    parameter.megaprec_fp8 = held  # type: ignore[attr-defined]
+    parameter.megaprec_fp8 = fp8_param  # type: ignore[attr-defined]
 
 
 def release(parameter: nn.Parameter) -> None:

@@ -56,11 +56,11 @@ class Testimony:
     @staticmethod
     def read(values: Mapping[str, Any]) -> "Testimony":
         """Return the testimony of which `asdict` made JSON values."""
-        traces = {name: _read_trace(trace) for name, trace in values["traces"].items()}
+        traces = {name: _parse_trace(trace) for name, trace in values["traces"].items()}
         return Testimony(**{**values, "place": tuple(values["place"]), "traces": traces})
 
 
-def _read_trace(trace: Iterable[Sequence[Any]]) -> Trace:
+def _parse_trace(trace: Iterable[Sequence[Any]]) -> Trace:
     """Return the trace of which JSON made lists."""
     return tuple((Moment(*moment), what, module, bits) for moment, what, module, bits in trace)
 

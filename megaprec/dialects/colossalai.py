@@ -44,8 +44,8 @@ from megaprec.dialects.scaling import (
     SCALER_KEYS,
     GradScaler,
     cap,
-    torch_scaling,
     express_torch_scaling,
+    torch_scaling,
 )
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS

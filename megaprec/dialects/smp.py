@@ -45,7 +45,7 @@ from megaprec.dialects.reading import (
     member,
     name_of,
 )
-from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, express_torch_scaling
+from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, express_torch_scaling, torch_scaling
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import PrecisionPlan

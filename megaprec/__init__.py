@@ -6,13 +6,13 @@ The smallest whole use, on one process; the same loop runs on many with a mesh:
     import megaprec
 
     model = torch.nn.Linear(8, 1)
-    megaprec.attach_whole(model)                              # parameters are named by their paths
-    precision = megaprec.plan("fp32")                         # or "bf16", "fp16": dtypes and loss scaling as one value
+    megaprec.attach_whole(model)            # parameters are named by their paths
+    precision = megaprec.plan("fp32")       # or "bf16", "fp16": dtypes and loss scale as one value
     optimizer = megaprec.ParallelAMPOptimizer([model], precision, lr=1e-3)
     for x, y in batches:
         loss = (model(x) - y).square().mean()
         (loss * optimizer.scale).backward()
-        report = optimizer.step(loss=loss)                    # what happened: report.outcome, .grad_norm, .offenders
+        report = optimizer.step(loss=loss)  # what happened: .outcome, .grad_norm, .offenders
 
 `parallel` has tensor-parallel layers and pipelines, `models` whole transformers. This package knows
 neither: it takes a torch DeviceMesh and parameters that carry layouts.

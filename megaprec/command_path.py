@@ -16,8 +16,11 @@ def is_command() -> bool:
     programs."""
     if sys.argv[:1] != ["-m"]:
         return os.path.basename(sys.argv[0] if sys.argv else "") == "megaprec"
+    # While Python looks for the module, argv[0] is "-m"; orig_argv has its name in that place.
     words = getattr(sys, "orig_argv", [])
-    return len(words) > len(sys.argv) and words[-len(sys.argv)].removeprefix("-m") == "megaprec"
+    if len(words) <= len(sys.argv):
+        return False
+    return words[-len(sys.argv)].removeprefix("-m") == "megaprec"
 
 
 def leave_out_working_folder() -> None:
@@ -32,18 +35,11 @@ def leave_out_working_folder() -> None:
     except OSError:
         print("the working directory is gone: change to one that is there", file=sys.stderr)
         sys.exit(2)
-    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     here = os.path.realpath(".")
-    if here in map(os.path.realpath, given) and not sys.flags.ignore_environment:
-        last = [here]
-    else:
-        last = []
-    sys.path[:] = [
-        HOME,
-        *(
-            entry
-            for entry in sys.path
-            if os.path.realpath(entry or ".") not in (os.path.realpath(HOME), here)
-        ),
-        *last,
-    ]
+    moved = (os.path.realpath(HOME), here)
+    others = [entry for entry in sys.path if os.path.realpath(entry or ".") not in moved]
+    sys.path[:] = [HOME, *others]
+    if not sys.flags.ignore_environment:
+        entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if here in [os.path.realpath(entry) for entry in entries if entry]:
+            sys.path.append(here)

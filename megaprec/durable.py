@@ -33,13 +33,13 @@ REMEDIES = {
 def file_error(error: OSError) -> str:
     """Return one line about an error of the filesystem: the file, the system's reason, and what to
     do."""
-    name = errno.errorcode.get(error.errno or 0, "no number")
-    what = (
-        " and ".join(os.fsdecode(path) for path in (error.filename, error.filename2) if path)
-        or "a file"
-    )
-    remedy = REMEDIES.get(error.errno or 0, "look at that place")
-    return f"{what}: {error.strerror or error} ({name}): {remedy}"
+    number = error.errno or 0
+    name = errno.errorcode.get(number, "no number")
+    # a renaming has two names
+    paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if path]
+    files = " and ".join(paths) or "a file"
+    remedy = REMEDIES.get(number, "look at that place")
+    return f"{files}: {error.strerror or error} ({name}): {remedy}"
 
 
 @contextmanager
@@ -107,16 +107,17 @@ def append_line(path: Path, line: str) -> None:
     descriptor = os.open(path, flags, 0o666)
     try:
         with named(path):
-            state = os.fstat(descriptor)
-            if not stat.S_ISREG(state.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
-            torn = state.st_size and os.pread(descriptor, 1, state.st_size - 1) != b"\n"
-            content = f"\n{line}\n" if torn else f"{line}\n"
+            size = status.st_size
+            is_unfinished = size and os.pread(descriptor, 1, size - 1) != b"\n"
+            content = f"\n{line}\n" if is_unfinished else f"{line}\n"
             write_all(descriptor, memoryview(content.encode()))
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if not state.st_size:
+    if not size:  # the file may be new, and its name too
         sync(path.parent)
 
 
@@ -124,4 +125,5 @@ def write_all(descriptor: int, content: memoryview) -> None:
     """Write all bytes: the system may take only some of them at a time, as before a disk is
     full."""
     while content:
-        content = content[os.write(descriptor, content) :]
+        written = os.write(descriptor, content)
+        content = content[written:]

@@ -4,11 +4,14 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_LINE = 2000  # characters
+# characters that stay of a longer line
+BEGIN_OF_LINE = 1600
+END_OF_LINE = 390
 LONGEST_WORD = 200  # characters of a word for which a similar one is looked for
 # of a word that is suggested: twice the letters in common, as a share of the letters of both
 LEAST_LIKENESS = 0.75
 SHORT_WORD = 4  # letters; one slip changes much of it
-LEAST_OF_SHORT = 0.6
+LEAST_LIKENESS_OF_SHORT = 0.6
 
 
 class UserError(ValueError):
@@ -29,10 +32,11 @@ def _one_line(problem: str) -> str:
     """Return a problem as one line of a bounded length that any terminal prints."""
     if not problem.isprintable():
         problem = "".join(
-            c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem
+            sign if sign.isprintable() else sign.encode("unicode_escape").decode()
+            for sign in problem
         )
     if len(problem) > LONGEST_LINE:
-        problem = f"{problem[: LONGEST_LINE - 400]} ... {problem[-390:]}"
+        problem = f"{problem[:BEGIN_OF_LINE]} ... {problem[-END_OF_LINE:]}"
     return problem
 
 
@@ -42,15 +46,15 @@ def closest(word: str, known: Iterable[str]) -> str:
     """
     if len(word) > LONGEST_WORD:
         return ""
-    words = {name.lstrip("-"): name for name in known}
+    by_letters = {name.lstrip("-"): name for name in known}
     letters = word.lstrip("-")
-    least = LEAST_OF_SHORT if len(letters) <= SHORT_WORD else LEAST_LIKENESS
-    close = difflib.get_close_matches(letters, words, n=1, cutoff=least)
-    return words[close[0]] if close else ""
+    cutoff = LEAST_LIKENESS_OF_SHORT if len(letters) <= SHORT_WORD else LEAST_LIKENESS
+    matches = difflib.get_close_matches(letters, by_letters, n=1, cutoff=cutoff)
+    return by_letters[matches[0]] if matches else ""
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
     """Return a hint to append to a message: the `known` word closest to the unknown `word`; empty
     if none is close."""
-    close = closest(word, known)
-    return f"; did you mean {form.format(close)}?" if close else ""
+    suggestion = closest(word, known)
+    return f"; did you mean {form.format(suggestion)}?" if suggestion else ""

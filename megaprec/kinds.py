@@ -16,6 +16,7 @@ import torch
 
 from megaprec.errors import UserError, did_you_mean
 
+# dtypes that a plan may name
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,12 +27,13 @@ def wrong_kinds(value: Any) -> list[str]:
     Floats must be finite. Whole numbers are floats too; True and False are no numbers.
     """
     hints = _hints(type(value))
-    given = {field.name: getattr(value, field.name) for field in fields(value)}
-    return [
-        f"{name} = {one!r}: must be {_described(hints[name])}"
-        for name, one in given.items()
-        if not _is_of(one, hints[name])
-    ]
+    problems: list[str] = []
+    for field in fields(value):
+        field_value = getattr(value, field.name)
+        hint = hints[field.name]
+        if not _matches(field_value, hint):
+            problems.append(f"{field.name} = {field_value!r}: must be {_describe(hint)}")
+    return problems
 
 
 class UnknownArgument(UserError, TypeError):
@@ -48,15 +50,13 @@ class NamedArguments:
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        problems = []
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        problems: list[str] = []
         for name in options:
-            if name not in known:
+            if name not in names:
                 instead = cls.ELSEWHERE.get(name)
-                problems.append(
-                    f"{cls.__name__} has no argument {name!r}"
-                    + (f": {instead}" if instead else did_you_mean(name, known))
-                )
+                hint = f": {instead}" if instead else did_you_mean(name, names)
+                problems.append(f"{cls.__name__} has no argument {name!r}{hint}")
         if problems:
             raise UnknownArgument(*problems)
         return super().__new__(cls)
@@ -75,8 +75,7 @@ def is_number(value: object, whole: bool = False) -> bool:
 def quoted(value: object) -> str:
     """Return an argument as an error line quotes it: a plain value as it is written, anything else
     by its kind."""
-    plain = value is None or isinstance(value, str | int | float | list | tuple | dict)
-    if plain:
+    if value is None or isinstance(value, str | int | float | list | tuple | dict):
         return f"{value!r:.60}"
     if not isinstance(value, type):
         return f"a {type(value).__name__}"
@@ -88,36 +87,41 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _is_of(value: object, hint: Any) -> bool:
+def _matches(value: object, hint: Any) -> bool:
+    """Return True if a value is of an annotated kind."""
     origin = get_origin(hint) or hint
     if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in get_args(hint))
+        return any(_matches(value, choice) for choice in get_args(hint))
     if origin is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if origin in (int, float):
         return is_number(value, whole=origin is int)
     if origin is tuple:
-        return isinstance(value, tuple | list) and all(
-            _is_of(one, get_args(hint)[0]) for one in value
-        )
-    return value in NUMBERS if origin is torch.dtype else isinstance(value, origin)
+        kind, *_ = get_args(hint)  # tuple[kind, ...]
+        return isinstance(value, tuple | list) and all(_matches(item, kind) for item in value)
+    if origin is torch.dtype:
+        return value in NUMBERS
+    return isinstance(value, origin)
 
 
-def _described(hint: Any) -> str:
+def _describe(hint: Any) -> str:
+    """Return an annotated kind in words."""
     origin = get_origin(hint) or hint
     if origin in (Union, UnionType):
-        return " or ".join(map(_described, get_args(hint)))
+        return " or ".join(map(_describe, get_args(hint)))
     if origin is Literal:
         return ", ".join(map(repr, get_args(hint)))
     if origin is tuple:
-        return f"a tuple or a list, each element {_described(get_args(hint)[0])}"
-    words = {
+        kind, *_ = get_args(hint)
+        return f"a tuple or a list, each element {_describe(kind)}"
+    words: dict[Any, str] = {
         bool: "True or False",
         int: "a whole number",
         float: "a finite number",
         str: "text",
         NoneType: "None",
+        torch.dtype: f"one of {', '.join(map(str, NUMBERS))}",
+        Mapping: "a mapping",
+        Callable: "a function",
     }
-    words |= {torch.dtype: f"one of {', '.join(map(str, NUMBERS))}", Mapping: "a mapping"}
-    words[Callable] = "a function"  # type: ignore[index]
     return words.get(origin) or f"a {origin.__name__}"

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megaprec.durable import named
 from megaprec.errors import UserError
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
-# of an integer, which every float64 then can hold; states of random number generators have 128
+# of an integer: every float64 can hold its size, and states of random number generators have 128
 MOST_BITS = 128
 MOST_BYTES = 1 << 30  # of a file that is read whole
 MOST_SETTINGS = 1 << 20  # bytes of a file that people write settings into
@@ -48,21 +49,20 @@ def parse_json(text: str | bytes, read_again: bool = False) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice"
-        )
-    return made
+    """Return the dict of a JSON object. Raises ValueError if it has a key twice."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        repeated = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"it has the key {repeated!r} twice")
+    return table
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the table of a TOML text. Raises ValueError if it is not TOML, or nested too
     deeply."""
-    if _DEEP_KEY.search(
-        text
-    ):  # Python's parser takes memory with the square of a dotted key's length
+    # Python's parser takes memory with the square of a dotted key's length.
+    if _DEEP_KEY.search(text):
         raise ValueError(f"it has a key of more than {NESTING} parts")
     try:
         table = tomllib.loads(text)
@@ -75,22 +75,34 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _check(value: Any) -> None:
     """Raise ValueError for nesting beyond NESTING levels, huge integers, and text with half of a
     surrogate pair."""
-    level = [value]
+    level: list[Any] = [value]  # all values at one depth of nesting
     for _ in range(NESTING):
-        texts = [one for one in level if isinstance(one, str)]
-        texts += [key for one in level if isinstance(one, dict) for key in one]
-        if not all(text.isascii() or is_unicode(text) for text in texts):
-            raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
-        if any(abs(one) >> MOST_BITS for one in level if isinstance(one, int)):
-            raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
-        inside = [
-            one.values() if isinstance(one, dict) else one
-            for one in level
-            if isinstance(one, dict | list)
-        ]
-        if not (level := [one for values in inside for one in values]):
+        texts: list[str] = []
+        integers: list[int] = []
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, int):
+                integers.append(item)
+            elif isinstance(item, dict):
+                texts += item
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        _check_plain(texts, integers)
+        if not inner:
             return
+        level = inner
     raise ValueError(f"nested more than {NESTING} levels deep")
+
+
+def _check_plain(texts: list[str], integers: list[int]) -> None:
+    """Raise ValueError for text with half of a surrogate pair, and for huge integers."""
+    if not all(text.isascii() or is_unicode(text) for text in texts):
+        raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
+    if any(abs(integer) >> MOST_BITS for integer in integers):
+        raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
 
 
 def is_unicode(text: str) -> bool:
@@ -109,18 +121,19 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     # a pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        state = os.fstat(descriptor)
-        mode = state.st_mode
+        status = os.fstat(descriptor)
+        mode = status.st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
         with named(path), open(descriptor, "rb", closefd=False) as file:
-            content = file.read(most + 1) if state.st_size <= most else b""
+            # one byte more than is allowed: the file may grow while it is read
+            content = file.read(most + 1) if status.st_size <= most else b""
     finally:
         os.close(descriptor)
-    if max(state.st_size, len(content)) > most:
+    if max(status.st_size, len(content)) > most:
         raise OSError(errno.EOVERFLOW, f"it is larger than {most:,} bytes", str(path))
     return content
 
@@ -128,9 +141,8 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Return the text of a regular UTF-8 file of at most `most` bytes. Raises OSError or
     UnicodeDecodeError."""
-    return io.TextIOWrapper(
-        io.BytesIO(read_regular(path, most)), encoding="utf-8"
-    ).read()  # any line end is \n
+    content = io.BytesIO(read_regular(path, most))
+    return io.TextIOWrapper(content, encoding="utf-8").read()  # any line end is \n
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,10 +161,8 @@ def path_problem(path: str) -> str:
     """Return the reason why no file can have this path; empty if one can."""
     if "\0" in path or not is_unicode(path):
         return "a path of UTF-8 text without NUL is needed"
-    if (
-        any(len(name.encode()) > LONGEST_NAME for name in path.split("/"))
-        or len(path.encode()) > LONGEST_PATH
-    ):
+    longest_name = max(len(name.encode()) for name in path.split("/"))
+    if longest_name > LONGEST_NAME or len(path.encode()) > LONGEST_PATH:
         return f"a name has {LONGEST_NAME} bytes at most, and a path {LONGEST_PATH}"
     return ""
 

@@ -30,18 +30,22 @@ def cores(system: Path = _SYSTEM) -> int:
     """Return the number of CPU cores that this process may use: a quota counts as whole cores,
     rounded up."""
     if hasattr(os, "sched_getaffinity"):
-        there = len(os.sched_getaffinity(0))
+        available = len(os.sched_getaffinity(0))
     else:
-        there = os.cpu_count() or 1
-    return min([there, *(max(1, math.ceil(quota)) for quota in _quotas(system))])
+        available = os.cpu_count() or 1
+    quotas = [max(1, math.ceil(quota)) for quota in _quotas(system)]
+    return min([available, *quotas])
 
 
 def memory_bytes(system: Path = _SYSTEM) -> int:
     """Return the bytes of memory that this process may use."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    names = ("memory.max", "memory.limit_in_bytes")  # of cgroups of version 2 and 1
-    limits = (_number(group / name) for group in _groups("memory", system) for name in names)
-    return min([there, *(limit for limit in limits if limit is not None)])
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _groups("memory", system):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroups of version 2 and 1
+            limit = _read_number(group / name)
+            if limit is not None:
+                limits.append(limit)
+    return min(limits)
 
 
 def most_processes() -> int:
@@ -60,34 +64,33 @@ def require_threads(environ: Mapping[str, str]) -> None:
     for name in THREADS:
         value = environ.get(name, "").strip()
         numbers = value.split(",") if name == "OMP_NUM_THREADS" else [value]
-        usable = [
-            re.fullmatch(r"[0-9]{1,9}", one.strip()) and 0 < int(one) <= most for one in numbers
-        ]
-        if value and not all(usable):
+        if value and not all(_is_count(number, most) for number in numbers):
             raise UserError(
                 f"{name}={value!r}: give a number of threads from 1 to {most}, or unset it, "
-                "which takes the cores "
-                "that there are"
+                "which takes the cores that there are"
             )
+
+
+def _is_count(text: str, most: int) -> bool:
+    """Return True for the digits of a number from 1 to `most`."""
+    return re.fullmatch(r"[0-9]{1,9}", text.strip()) is not None and 0 < int(text) <= most
 
 
 def peak_memory() -> int:
     """Return the most bytes of memory that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, other systems kibibytes
-    if sys.platform == "darwin":
-        return peak
-    return peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others kibibytes
 
 
 def _quotas(system: Path) -> Iterator[float]:
     """Yield the quota of each group that has one, in cores."""
     for group in _groups("cpu", system):
-        quota = _number(group / "cpu.cfs_quota_us")
-        period = _number(group / "cpu.cfs_period_us")
+        # cgroups of version 1; a quota of -1 is no limit
+        quota = _read_number(group / "cpu.cfs_quota_us")
+        period = _read_number(group / "cpu.cfs_period_us")
         with suppress(OSError, ValueError):
+            # of version 2; "max" is no number: no limit
             first, second = (group / "cpu.max").read_text().split()
-            # "max" is no number: no limit
             quota = int(first)
             period = int(second)
         if quota is not None and quota > 0 and period:
@@ -103,20 +106,21 @@ def _groups(controller: str, system: Path) -> Iterator[Path]:
     """
     with suppress(OSError):
         for line in os.fsdecode((system / "proc/self/cgroup").read_bytes()).splitlines():
-            _, controllers, place = line.split(":", 2)
+            _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
             # one folder for all that are mounted together
             root = system / "sys/fs/cgroup" / controllers
             if not root.is_dir():
                 root = root.with_name(controller)
-            within = PurePosixPath(place.lstrip("/"))
-            yield from (
-                root / group for group in (within, *within.parents) if ".." not in group.parts
-            )
+            innermost = PurePosixPath(path.lstrip("/"))
+            for group in (innermost, *innermost.parents):
+                if ".." not in group.parts:
+                    yield root / group
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
+    """Return the number in a file, None if there is no such file or number."""
     with suppress(OSError, ValueError):
         return int(file.read_text())
     return None

@@ -25,27 +25,31 @@ def untested(*names: str) -> Iterator[str]:
     names: of some packages; of all, and of Python, if there are none. A checkout that is not
     installed knows no versions of packages.
     """
-    if not names and not _allows(PYTHONS, running := platform.python_version()):
-        yield f"python {running} is not of the versions that megaprec is tested with: {PYTHONS}"
-    for rule in _rules():
-        installed = _version(rule.name) if not names or rule.name in names else ""
-        if installed and not _allows(rule.specifier, installed):
+    python = platform.python_version()
+    if not names and not _allows(PYTHONS, python):
+        yield f"python {python} is not of the versions that megaprec is tested with: {PYTHONS}"
+    for requirement in _requirements():
+        if names and requirement.name not in names:
+            continue
+        installed = _version(requirement.name)
+        if installed and not _allows(requirement.specifier, installed):
             yield (
-                f"{rule.name} {installed} is not of the versions that megaprec is tested with: "
-                f"{rule.specifier}"
+                f"{requirement.name} {installed} is not of the versions that megaprec is tested "
+                f"with: {requirement.specifier}"
             )
 
 
-def _rules() -> Iterator[Requirement]:
+def _requirements() -> Iterator[Requirement]:
+    """Yield the requirements of an installed megaprec, but for those of developers' extras."""
     try:
-        rules = [Requirement(line) for line in requires("megaprec") or ()]
+        lines = requires("megaprec") or ()
     except PackageNotFoundError:
         return
-    yield from (
-        one
-        for one in rules
-        if not one.marker or any(one.marker.evaluate({"extra": e}) for e in EXTRAS)
-    )
+    for requirement in map(Requirement, lines):
+        # an optional package counts if an extra of users asks for it
+        marker = requirement.marker
+        if not marker or any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
+            yield requirement
 
 
 def _version(name: str) -> str:

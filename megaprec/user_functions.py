@@ -23,26 +23,27 @@ OURS = (
 def find_function(key: str, named: str) -> Any:
     """Return the function that the value `named` of `key` names. Runs the module. Raises UserError
     if there is none."""
-    where, colon, name = named.rpartition(":")
+    location, colon, name = named.rpartition(":")
     if not colon or not name:
         raise UserError(f'{key} = "{named}": give "file.py:function" or "package.module:function"')
     try:
-        if where.endswith(".py"):
-            module = _from_file(Path(where))
+        if location.endswith(".py"):
+            module = _load_file(Path(location))
         else:
-            module = importlib.import_module(where)
+            module = importlib.import_module(location)
     except Exception as error:
-        hint = _taken_name(where, name) if isinstance(error, ModuleNotFoundError) else ""
+        hint = _hint_of_taken_name(location, name) if isinstance(error, ModuleNotFoundError) else ""
+        kind = type(error).__name__
         raise UserError(
-            f'{key} = "{named}": {where} cannot be imported: {type(error).__name__}: {error}{hint}'
+            f'{key} = "{named}": {location} cannot be imported: {kind}: {error}{hint}'
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f'{key} = "{named}": {where} has no function "{name}"')
+        raise UserError(f'{key} = "{named}": {location} has no function "{name}"')
     return function
 
 
-def _taken_name(module: str, function: str) -> str:
+def _hint_of_taken_name(module: str, function: str) -> str:
     """Return a hint to append to a message if the module's package has the name of one of
     megaprec's own."""
     package = module.partition(".")[0]
@@ -55,7 +56,7 @@ def _taken_name(module: str, function: str) -> str:
 
 
 @cache
-def _from_file(path: Path) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
     """Return the module in a file, executed once per process."""
     spec = importlib.util.spec_from_file_location(f"own_model_{path.stem}", path)
     assert spec is not None

@@ -22,6 +22,7 @@ from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import file_error, make_folder, sync
 from megaprec.errors import UserError
 
+# more digits from step 100,000,000 on
 NAME = re.compile(r"step_\d{8,}")
 
 
@@ -35,7 +36,8 @@ def partial_path(folder: Path, step: int, number: int = 1) -> Path:
 
     number: from 2 on, if a leftover that cannot be removed has the names of smaller numbers.
     """
-    return folder / f".step_{step:08d}{f'.{number}' if number > 1 else ''}.partial"
+    suffix = f".{number}" if number > 1 else ""
+    return folder / f".step_{step:08d}{suffix}.partial"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -44,15 +46,13 @@ def checkpoints(folder: Path) -> list[Path]:
     Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but
     is not one.
     """
-    found = _named(folder)
-    damage = {path: _damage(path) for path in found}
+    damage = {path: _damage(path) for path in _entries(folder)}
     # a run may have removed an old one in the meantime
-    found = [path for path in found if os.path.lexists(path)]
-    if problems := [
-        f"{path} is damaged: {damage[path]}: {remedy(path)}" for path in found if damage[path]
-    ]:
-        raise UserError(*problems)
-    return found
+    paths = [path for path in damage if os.path.lexists(path)]
+    damaged = [path for path in paths if damage[path]]
+    if damaged:
+        raise UserError(*(f"{path} is damaged: {damage[path]}: {remedy(path)}" for path in damaged))
+    return paths
 
 
 def latest(folder: Path) -> Path | None:
@@ -62,8 +62,9 @@ def latest(folder: Path) -> Path | None:
     Raises UserError if the folder cannot be listed, or if its newest entry with the name of a
     checkpoint is not one.
     """
-    while named := _named(folder):
-        newest = named[-1]
+    # A run may remove its newest entry while it is looked at: then look again.
+    while entries := _entries(folder):
+        newest = entries[-1]
         damage = _damage(newest)
         if not damage:
             return newest
@@ -75,8 +76,8 @@ def latest(folder: Path) -> Path | None:
 def damaged_beside(newest: Path) -> list[str]:
     """Return a line for each older entry beside a checkpoint that has the name of one but is not
     one."""
-    lines = list[str]()
-    for path in _named(newest.parent):
+    lines: list[str] = []
+    for path in _entries(newest.parent):
         damage = _damage(path)
         if damage and step_of(path) < step_of(newest) and os.path.lexists(path):
             lines.append(f"{path} is damaged: {damage}: it is not used, and stays")
@@ -88,7 +89,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
     Raises UserError if the folder cannot be listed.
     """
-    return [path for path in _named(folder) if not _damage(path)]
+    return [path for path in _entries(folder) if not _damage(path)]
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -99,25 +100,25 @@ def checkpoint_at(path: Path) -> Path | None:
     """
     if not path.is_dir():
         return None
-    if NAME.fullmatch(path.name) and (why := _damage(path)):
-        raise UserError(f"{path} is damaged: {why}: restore it, or give another")
-    if (path / INDEX).is_file():
+    if NAME.fullmatch(path.name) and (damage := _damage(path)):
+        raise UserError(f"{path} is damaged: {damage}: restore it, or give another")
+    if (path / INDEX).is_file():  # a checkpoint that was renamed
         return path
     return latest(path / "checkpoints") or latest(path)
 
 
-def replaced_since(moment: float, said: str, run: Path) -> bool:
+def replaced_since(moment: float, error: str, run: Path) -> bool:
     """Return True if an error is about a checkpoint of a run that was removed or replaced by
     another since `moment`.
 
-    moment: as of time.time(). said: the text of the error. run: the run directory, or its folder of
+    moment: as of time.time(). error: its text. run: the run directory, or its folder of
     checkpoints, in which the newest was looked for.
     """
     if NAME.fullmatch(run.name) or not run.is_dir():
         return False
-    for name in set(NAME.findall(said)):
+    for name in set(NAME.findall(error)):
         for path in (run / "checkpoints" / name, run / name):
-            if str(path) in said and _changed_at(path) >= moment:
+            if str(path) in error and _changed_at(path) >= moment:
                 return True
     return False
 
@@ -126,7 +127,7 @@ def _changed_at(path: Path) -> float:
     """Return the time at which an entry of a folder was made or changed, infinity if it is not
     there."""
     try:
-        return path.lstat().st_ctime
+        return path.lstat().st_ctime  # a renaming changes it, but not the time of modification
     except FileNotFoundError:
         return math.inf
 
@@ -149,15 +150,13 @@ def require_room(folder: Path) -> None:
 def remedy(path: Path) -> str:
     """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there
     is one."""
+    step = step_of(path)
     earlier = [
-        other
-        for other in _named(path.parent)
-        if step_of(other) < step_of(path) and not _damage(other)
+        entry for entry in _entries(path.parent) if step_of(entry) < step and not _damage(entry)
     ]
-    return (
-        "restore it, or move it away to "
-        f"{f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
-    )
+    if earlier:
+        return f"restore it, or move it away to go on from {earlier[-1].name}"
+    return "restore it, or move it away to start anew"
 
 
 def begin(folder: Path, step: int) -> int:
@@ -167,7 +166,9 @@ def begin(folder: Path, step: int) -> int:
     Raises OSError.
     """
     make_folder(folder)
-    number = next(n for n in count(1) if not os.path.lexists(partial_path(folder, step, n)))
+    number = 1
+    while os.path.lexists(partial_path(folder, step, number)):
+        number += 1
     partial_path(folder, step, number).mkdir()
     return number
 
@@ -180,25 +181,28 @@ def commit(folder: Path, step: int, partial: Path) -> Path:
     last flush failed.
     """
     final = checkpoint_path(folder, step)
-    hidden = None
-    sync(partial)
-    if os.path.lexists(final):
-        hidden = _hide(final)
+    sync(partial)  # what is in it is on the disk before its name says that it is complete
+    hidden = _hide(final) if os.path.lexists(final) else None
     try:
         partial.rename(final)
     except OSError:
+        # the checkpoint that was there is put back
         if hidden is not None:
             hidden.rename(final)
         raise
-    sync(folder)
+    sync(folder)  # without it a power cut could undo the renaming
     return final
 
 
 def remove_leftovers(folder: Path) -> list[str]:
     """Remove hidden folders of interrupted saves and removals. Return a warning for each that
     cannot be removed."""
-    leftovers = sorted(folder.glob(".step_*.partial"))
-    return [_cannot_remove(path, error) for path in leftovers if (error := _remove(path))]
+    warnings: list[str] = []
+    for path in sorted(folder.glob(".step_*.partial")):
+        error = _remove(path)
+        if error is not None:
+            warnings.append(_removal_warning(path, error))
+    return warnings
 
 
 def hide(path: Path) -> list[str]:
@@ -207,11 +211,11 @@ def hide(path: Path) -> list[str]:
     try:
         _hide(path)
     except OSError as error:
-        return [_cannot_remove(path, error)]
+        return [_removal_warning(path, error)]
     return []
 
 
-def _cannot_remove(path: Path, error: OSError) -> str:
+def _removal_warning(path: Path, error: OSError) -> str:
     return f"{path} cannot be removed, and each later save tries again: {file_error(error)}"
 
 
@@ -224,8 +228,10 @@ def _remove(path: Path) -> OSError | None:
     return None
 
 
-def _named(folder: Path) -> list[Path]:
-    """Return the entries of `folder` that have the name of a checkpoint, oldest first."""
+def _entries(folder: Path) -> list[Path]:
+    """Return the entries of `folder` that have the name of a checkpoint, oldest first; none if it
+    does not exist. Raises UserError if it cannot be listed."""
+    # each case is told apart: what cannot be seen is not the same as what is not there
     try:
         os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -246,8 +252,7 @@ def _named(folder: Path) -> list[Path]:
     except OSError as error:
         raise UserError(
             f"{folder} cannot be listed ({error.strerror}), and there may be checkpoints in "
-            "it: allow it to be read, "
-            "or move it away"
+            "it: allow it to be read, or move it away"
         ) from error
     return sorted((folder / name for name in names), key=step_of)
 

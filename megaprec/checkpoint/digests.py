@@ -36,7 +36,9 @@ def raw(values: Tensor) -> memoryview:
 def sealed(index: dict[str, Any]) -> bytes:
     """Return the bytes of a checkpoint.json: `index` and, at the end, its digest."""
     text = json.dumps(index, indent=1)
-    return f'{text[:-2]},\n "{OWN}": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}'.encode()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    without_brace = text[:-2]  # it ends with a line of "}"
+    return f'{without_brace},\n "{OWN}": "{digest}"\n}}'.encode()
 
 
 def is_sealed(content: bytes, index: Any) -> bool:

@@ -2,14 +2,16 @@
 layout.
 
     fp8/<logical name of the weight>.<input, weight or gradient>.scale      [replicas]
-    fp8/<logical name of the weight>.<input, weight or gradient>.history    [replicas, length], oldest first
+    fp8/<logical name of the weight>.<input, weight or gradient>.history    [replicas, length],
+                                                                            oldest first
 
 If amaxes are reduced over the dp ranks, these have the same history, and replicas is 1; otherwise
 each dp rank has a row. A run with FP8 can start from a checkpoint without these tensors, and one
 without FP8 from a checkpoint with them.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,16 @@ from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 
-Scales = dict[int, tuple[Tensor, Tensor]]
-"""Scale [] and history [length] of tensors, by their index in the bank."""
+
+class ScaleAndHistory(NamedTuple):
+    """Scale [] and amax history [length] of a tensor."""
+
+    scale: Tensor
+    history: Tensor
+
+
+Scales = dict[int, ScaleAndHistory]
+"""Scales and histories of tensors, by their index in the bank."""
 
 
 def add_fp8(snapshot: Snapshot, state: FP8State, writes: bool) -> None:
@@ -33,45 +43,61 @@ def add_fp8(snapshot: Snapshot, state: FP8State, writes: bool) -> None:
     state.roll()
     if not state.names:
         return
-    scale, history = (
-        state.dp.gather(x[None]).cpu() for x in (state.bank.scale, state.bank.history)
-    )
-    for i, tensor in enumerate(state.names if writes else ()):
-        for what, values in (("scale", scale[:, i].clone()), ("history", history[:, :, i].clone())):
-            chunk = {"offset": [0] * values.dim(), "shape": list(values.shape)}
-            snapshot.add("fp8", f"fp8/{tensor}.{what}", values, tuple(values.shape), chunk)
+    scales = state.dp.gather(state.bank.scale[None]).cpu()  # [replicas, tensors]
+    histories = state.dp.gather(state.bank.history[None]).cpu()  # [replicas, length, tensors]
+    if not writes:
+        return
+    for column, name in enumerate(state.names):
+        _add_tensor(snapshot, f"fp8/{name}.scale", scales[:, column].clone())
+        _add_tensor(snapshot, f"fp8/{name}.history", histories[:, :, column].clone())
+
+
+def _add_tensor(snapshot: Snapshot, key: str, values: Tensor) -> None:
+    """Add a tensor that this rank alone saves, as one chunk."""
+    chunk = {"offset": [0] * values.dim(), "shape": list(values.shape)}
+    snapshot.add("fp8", key, values, tuple(values.shape), chunk)
 
 
 def read_fp8(store: Store, state: FP8State) -> Scales:
     """Return the scales and histories of this rank's tensors. Raises UserError if they are
     damaged."""
-    found: Scales = {}
-    for i, name in enumerate(state.names):
+    scales: Scales = {}
+    for column, name in enumerate(state.names):
         if f"fp8/{name}.scale" not in store.index["tensors"]:
-            continue
-        scale, history = (store.read("fp8", f"{name}.{what}") for what in ("scale", "history"))
-        if (scale.dim(), history.dim(), len(scale)) != (1, 2, len(history)) or not history.numel():
+            continue  # it was not in FP8 when it was saved
+        scale = store.read("fp8", f"{name}.scale")
+        history = store.read("fp8", f"{name}.history")
+        have_rows = scale.dim() == 1 and history.dim() == 2 and len(scale) == len(history)
+        if not have_rows or not history.numel():
             raise UserError(
                 f"{store.path} is damaged: fp8/{name} has shapes {[*scale.shape]} and "
                 f"{[*history.shape]}"
             )
-        found[i] = _own(scale, state.dp, torch.amin), _own(history, state.dp, torch.amax)
-    return found
+        # of other replicas, the lowest scale and the largest amaxes are safe for every rank
+        scales[column] = ScaleAndHistory(
+            _local_row(scale, state.dp, torch.amin), _local_row(history, state.dp, torch.amax)
+        )
+    return scales
 
 
-def _own(rows: Tensor, dp: Axis, all_of: Any) -> Tensor:
+def _local_row(rows: Tensor, dp: Axis, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Return the row of this replica; if the number of replicas has changed, the reduction of all
-    rows by `all_of`."""
-    return rows[dp.rank] if len(rows) == dp.size else all_of(rows, 0)
+    rows."""
+    if len(rows) == dp.size:
+        return rows[dp.rank]
+    return reduce(rows, 0)
 
 
 @torch.no_grad()
-def take_up(found: Scales, rolls: int, state: FP8State) -> None:
+def take_up(scales: Scales, rolls: int, state: FP8State) -> None:
     """Copy the result of `read_fp8` into the state. If the history length has changed, copy the
     newest amaxes."""
-    for i, (scale, history) in found.items():
-        length = min(len(history), len(state.bank.history))
-        state.bank.scale[i] = scale
-        state.bank.history[:, i] = 0
-        state.bank.history[-length:, i] = history[-length:].to(state.bank.history)
-    state.rolls = rolls if found else state.rolls
+    if not scales:
+        return
+    bank = state.bank
+    for column, (scale, history) in scales.items():
+        length = min(len(history), len(bank.history))
+        bank.scale[column] = scale
+        bank.history[:, column] = 0  # as for steps that have not happened yet
+        bank.history[-length:, column] = history[-length:].to(bank.history)
+    state.rolls = rolls

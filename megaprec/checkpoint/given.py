@@ -29,17 +29,22 @@ def required_path(path: object, optimizer: object, name: str) -> Path:
     return Path(path)  # type: ignore[arg-type]
 
 
-def require_saveable(step: object, extra: object, keep: object, keep_every: object) -> None:
+def require_saveable(
+    step: object,
+    extra: object,
+    keep: object,
+    keep_every: object,
+) -> None:
     """Raise UserError, naming all that are wrong, for values that would not be read back as they
     were given."""
     wrong = []
+    # all are looked at before any is told
     if not is_number(step, whole=True) or step < 0:  # type: ignore[operator]
         wrong.append(f"step = {step!r:.60}: must be a whole number from 0 on")
     if keep != ALL and (not is_number(keep, whole=True) or keep < 1):  # type: ignore[operator]
         wrong.append(
             f"keep = {keep!r:.60}: must be a whole number from 1 on, of the newest "
-            "checkpoints that stay, or "
-            f'"{ALL}", by which none is removed'
+            f'checkpoints that stay, or "{ALL}", by which none is removed'
         )
     if not is_number(keep_every, whole=True) or keep_every < 0:  # type: ignore[operator]
         wrong.append(
@@ -53,29 +58,28 @@ def require_saveable(step: object, extra: object, keep: object, keep_every: obje
             for key in OWN
             if key in extra
         ]
-        wrong += _not_json(extra, "extra")
+        wrong += _find_no_json(extra, "extra")
     if wrong:
         raise UserError(*wrong)
 
 
-def _not_json(value: Any, place: str) -> Iterator[str]:
+def _find_no_json(value: Any, name: str) -> Iterator[str]:
     """Yield a line for each value that JSON cannot hold, and each key that it would turn into
-    text."""
+    text. name: of `value`, such as "extra['data'][0]"."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not isinstance(key, str):
+            if not isinstance(key, str):  # JSON would read another key back
                 yield (
-                    f"{place} has the key {key!r}, which JSON would turn into text: use text for "
+                    f"{name} has the key {key!r}, which JSON would turn into text: use text for "
                     "keys"
                 )
             else:
-                yield from _not_json(inner, f"{place}[{key!r}]")
+                yield from _find_no_json(inner, f"{name}[{key!r}]")
     elif isinstance(value, list | tuple):
-        for n, inner in enumerate(value):
-            yield from _not_json(inner, f"{place}[{n}]")
+        for index, inner in enumerate(value):
+            yield from _find_no_json(inner, f"{name}[{index}]")
     elif not (value is None or isinstance(value, str | bool | int | float)):
         yield (
-            f"{place} is a {type(value).__name__}: a checkpoint holds JSON values; use "
-            "numbers, text and lists of them "
-            "(.item(), .tolist())"
+            f"{name} is a {type(value).__name__}: a checkpoint holds JSON values; use "
+            "numbers, text and lists of them (.item(), .tolist())"
         )

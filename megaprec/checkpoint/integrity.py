@@ -31,25 +31,24 @@ def require_intact(
     not checked.
     """
     world = world or Axis("world")
-    names = sorted(
-        store.digests.keys() & set(files), key=lambda name: (-store.index["files"][name], name)
-    )
+    sizes: dict[str, int] = store.index["files"]
+    # largest first, as `_assign_files` needs them
+    names = sorted(store.digests.keys() & set(files), key=lambda name: (-sizes[name], name))
     if not names:
         return
+    # one flag a file: the maximum over ranks tells all of them what each has found
     damaged = torch.zeros(len(names), device=device)
-    for number, owner in enumerate(
-        _assign_files([store.index["files"][name] for name in names], world.size)
-    ):
-        if owner == world.rank and not _is_intact(
-            store.file(names[number]), store.digests[names[number]]
-        ):
+    owners = _assign_files([sizes[name] for name in names], world.size)
+    for number, (name, owner) in enumerate(zip(names, owners, strict=True)):
+        if owner == world.rank and not _is_intact(store.file(name), store.digests[name]):
             damaged[number] = 1
     world.max_(damaged)
-    if wrong := [name for name, bad in zip(names, damaged.tolist(), strict=True) if bad]:
-        are = f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'}"
+    wrong = [name for name, is_damaged in zip(names, damaged.tolist(), strict=True) if is_damaged]
+    if wrong:
+        verb = "is" if len(wrong) == 1 else "are"
         raise UserError(
-            f"{store.path} is damaged: {are} not what was saved (SHA-256 differs): "
-            f"{remedy(store.path)}"
+            f"{store.path} is damaged: {', '.join(wrong)} {verb} not what was saved (SHA-256 "
+            f"differs): {remedy(store.path)}"
         )
 
 
@@ -59,8 +58,8 @@ def _assign_files(sizes: list[int], ranks: int) -> list[int]:
 
     sizes: bytes of each file, largest first.
     """
-    loads = [(0, rank) for rank in range(ranks)]
-    owners = list[int]()
+    loads = [(0, rank) for rank in range(ranks)]  # a heap of (bytes so far, rank)
+    owners: list[int] = []
     for size in sizes:
         load, rank = loads[0]
         heapreplace(loads, (load + size, rank))
@@ -69,6 +68,7 @@ def _assign_files(sizes: list[int], ranks: int) -> list[int]:
 
 
 def _is_intact(file: Path, digest: str) -> bool:
+    """Return True if a file has this SHA-256."""
     try:
         return file_digest(file) == digest
     except OSError:  # a file that a bad disk cannot read is damaged

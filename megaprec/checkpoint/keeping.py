@@ -29,7 +29,7 @@ from megaprec.durable import append_line, file_error, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
-RECORD = ".saved.jsonl"
+RECORD = ".saved.jsonl"  # hidden file of the folder, a line for each save
 ALL = "all"
 TAIL = 200  # bytes at the end of checkpoint.json, which hold its own digest
 SEAL = re.compile(rf'"{OWN}": "([0-9a-f]{{64}})"\n}}$')
@@ -56,12 +56,13 @@ class Keep:
         `later` more saves."""
         if self.newest is None:
             return []
-        stay = max(0, self.newest - later)
-        older = steps[: max(0, len(steps) - stay)]
+        retained = max(0, self.newest - later)
+        # those of `every` count among the newest too
+        older = steps[: max(0, len(steps) - retained)]
         return [step for step in older if not self.every or step % self.every]
 
 
-USUAL = Keep(2)
+USUAL = Keep(2)  # a second one, should the newest be damaged
 
 
 def record_save(folder: Path, step: int, index: Path) -> list[str]:
@@ -69,11 +70,15 @@ def record_save(folder: Path, step: int, index: Path) -> list[str]:
 
     Returns a warning if the folder's record cannot be written.
     """
+    record = {"step": step, OWN: _read_own_digest(index)}
     try:
-        append_line(folder / RECORD, json.dumps({"step": step, OWN: _seal(index)}))
+        append_line(folder / RECORD, json.dumps(record))
     except OSError as error:
-        stays = "without its line there no save removes the checkpoint"
-        return [f"{file_error(error)}; {checkpoint_path(folder, step).name} is saved, but {stays}"]
+        name = checkpoint_path(folder, step).name
+        return [
+            f"{file_error(error)}; {name} is saved, but without its line there no save removes the "
+            "checkpoint"
+        ]
     return []
 
 
@@ -83,8 +88,8 @@ def made_here(folder: Path) -> list[Path]:
 
     Raises UserError if the folder cannot be listed.
     """
-    recorded = _recorded(folder)
-    return [path for path in whole_checkpoints(folder) if _is_recorded(path, recorded)]
+    records = _read_records(folder)
+    return [path for path in whole_checkpoints(folder) if _is_recorded(path, records)]
 
 
 def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
@@ -92,15 +97,17 @@ def remove_expired(folder: Path, keep: Keep, new: Path) -> list[str]:
 
     Returns a warning for each that cannot be removed.
     """
-    warnings = list[str]()
-    if keep.newest is not None:
-        try:
-            made = {step_of(path): path for path in made_here(folder)}
-        except UserError as error:
-            return list(error.problems)
-        for old in (made[step] for step in keep.expired([*made])):
-            if old != new:
-                warnings += hide(old)
+    if keep.newest is None:
+        return remove_leftovers(folder)
+    try:
+        by_step = {step_of(path): path for path in made_here(folder)}
+    except UserError as error:
+        return list(error.problems)
+    warnings: list[str] = []
+    for step in keep.expired([*by_step]):
+        # after a run went back to an earlier step, the newest save has not the highest step
+        if by_step[step] != new:
+            warnings += hide(by_step[step])
     return [*warnings, *remove_leftovers(folder)]
 
 
@@ -113,36 +120,42 @@ def make_way(folder: Path, step: int) -> list[str]:
     path = checkpoint_path(folder, step)
     if not os.path.lexists(path) or path in made_here(folder):
         return []
-    whole = path in whole_checkpoints(folder)
-    aside = free_path(path, f"{path.name}.{'other' if whole else 'damaged'}")
-    path.rename(aside)
-    why = "no save into this folder made it" if whole else "it was damaged"
-    return [f"{path} was in the way of a save and is {aside.name} now: {why}"]
+    if path in whole_checkpoints(folder):
+        kind = "other"
+        why = "no save into this folder made it"
+    else:
+        kind = "damaged"
+        why = "it was damaged"
+    new_path = free_path(path, f"{path.name}.{kind}")
+    path.rename(new_path)
+    return [f"{path} was in the way of a save and is {new_path.name} now: {why}"]
 
 
-def _is_recorded(path: Path, recorded: Sequence[tuple[int, str]]) -> bool:
-    return not path.is_symlink() and (step_of(path), _seal(path / INDEX)) in recorded
+def _is_recorded(path: Path, records: Sequence[tuple[int, str]]) -> bool:
+    """Return True if a checkpoint is no link and one of the recorded saves."""
+    return not path.is_symlink() and (step_of(path), _read_own_digest(path / INDEX)) in records
 
 
-def _recorded(folder: Path) -> list[tuple[int, str]]:
+def _read_records(folder: Path) -> list[tuple[int, str]]:
     """Return step and digest of each save that is recorded; a line that is damaged is as none."""
-    made = list[tuple[int, str]]()
+    records: list[tuple[int, str]] = []
     try:
         lines = read_regular(folder / RECORD).splitlines()
     except OSError:
-        return made
+        return records
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             record = parse_json(line)
-            made.append((record["step"], record[OWN]))
-    return made
+            records.append((record["step"], record[OWN]))
+    return records
 
 
-def _seal(index: Path) -> str:
+def _read_own_digest(index: Path) -> str:
     """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an
     earlier version."""
     try:
         with reading(index) as file:
+            # the end only: an index of a large model has megabytes
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL))
             end = file.read().decode(errors="replace")

@@ -14,10 +14,16 @@ beginning of a row.
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-Block = tuple[list[int], list[int], int]
-"""Offset and shape of a rectangle, and the number of elements before it in the stored tensor."""
+
+class Block(NamedTuple):
+    """Offset and shape of a rectangle, and the number of elements before it in the stored
+    tensor."""
+
+    offset: list[int]
+    shape: list[int]
+    start: int
 
 
 def blocks(chunk: dict[str, Any]) -> Iterator[Block]:
@@ -26,50 +32,66 @@ def blocks(chunk: dict[str, Any]) -> Iterator[Block]:
     offset = chunk["offset"]
     shape = chunk["shape"]
     if not chunk.get("range"):
-        yield offset, shape, 0
+        yield Block(offset, shape, 0)
         return
     first, last = chunk["range"]
-    for inner, size, start in _cut(shape, first, last):
-        yield [a + b for a, b in zip(offset, inner, strict=True)], size, start - first
+    for block in _split_range(shape, first, last):
+        in_tensor = [outer + inner for outer, inner in zip(offset, block.offset, strict=True)]
+        yield Block(in_tensor, block.shape, block.start - first)
 
 
-def _cut(shape: Sequence[int], first: int, last: int) -> Iterator[Block]:
-    """Yield offset and shape of the rectangles of elements [first, last) of a row-major tensor, and
-    their first element.
+def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Block]:
+    """Yield the rectangles of elements [first, last) of a row-major tensor; `start` is their first
+    element in it.
     """
     if first >= last:
         return
     if not shape:
-        yield [], [], 0
+        yield Block([], [], 0)
         return
-    row = prod(shape[1:])
-    top = -(-first // row)
-    bottom = last // row
+    row_size = prod(shape[1:])
+    top = -(-first // row_size)  # the first full row
+    bottom = last // row_size  # the row after the last full one
     if top > bottom:  # within one row
-        yield from _row(shape, bottom, first, last)
+        yield from _split_row(shape, bottom, first, last)
         return
-    yield from _row(shape, top - 1, first, top * row)
+    yield from _split_row(shape, top - 1, first, top * row_size)
     if top < bottom:
-        yield [top, *(0 for _ in shape[1:])], [bottom - top, *shape[1:]], top * row
-    yield from _row(shape, bottom, bottom * row, last)
+        offset = [top, *(0 for _ in shape[1:])]
+        yield Block(offset, [bottom - top, *shape[1:]], top * row_size)
+    yield from _split_row(shape, bottom, bottom * row_size, last)
 
 
-def _row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[Block]:
-    """Yield the rectangles of elements [first, last), which lie in one row."""
+def _split_row(
+    shape: Sequence[int],
+    row: int,
+    first: int,
+    last: int,
+) -> Iterator[Block]:
+    """Yield the rectangles of elements [first, last), which lie in one row; none if it is
+    empty."""
     start = row * prod(shape[1:])
-    for offset, size, element in _cut(shape[1:], first - start, last - start):
-        yield [row, *offset], [1, *size], start + element
+    for block in _split_range(shape[1:], first - start, last - start):
+        yield Block([row, *block.offset], [1, *block.shape], start + block.start)
 
 
 def stored_shape(chunk: dict[str, Any]) -> list[int]:
     """Return the shape of the stored tensor of a chunk."""
     if chunk.get("range"):
-        return [chunk["range"][1] - chunk["range"][0]]
+        first, last = chunk["range"]
+        return [last - first]
     return chunk["shape"]
 
 
-def share(first: int, last: int, number: int, count: int) -> tuple[int, int]:
+def share(
+    first: int,
+    last: int,
+    number: int,
+    count: int,
+) -> tuple[int, int]:
     """Return part `number` of `count` of the elements [first, last), which differ by one element at
     most."""
     length = last - first
-    return first + length * number // count, first + length * (number + 1) // count
+    begin = first + length * number // count
+    end = first + length * (number + 1) // count
+    return begin, end

@@ -4,8 +4,9 @@ checkpoint's files."""
 import stat
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import lt
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from pydantic import (
@@ -30,12 +31,13 @@ from megaprec.parsing import parse_json, read_regular
 INDEX = "checkpoint.json"
 FORMAT = 2  # 1: every chunk has its whole rectangle; 2: a chunk may have a flat range of it
 SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
-
+SHOWN_ERRORS = 5  # of a damaged index; more tell no more
 
 Count = Annotated[int, Field(ge=0)]
 
 
 class _Table(BaseModel):
+    # strict: no number for a text, no text for a number
     model_config = ConfigDict(strict=True)
 
 
@@ -48,9 +50,9 @@ class _Chunk(_Table):
     @model_validator(mode="after")
     def _is_within(self) -> Self:
         """Raise ValueError unless `range` is a range of the elements of the rectangle."""
-        if self.range is not None and not (
-            len(self.range) == 2 and self.range[0] < self.range[1] <= prod(self.shape)
-        ):
+        if self.range is None:
+            return self
+        if len(self.range) != 2 or not self.range[0] < self.range[1] <= prod(self.shape):
             raise ValueError(f"{self.range} is no range of the elements of {self.shape}")
         return self
 
@@ -79,9 +81,9 @@ class _Optimizer(_Table):
     def _is_known(cls, scaler: dict[str, float]) -> dict[str, float]:
         """Raise ValueError unless `scaler` is the state of a dynamic scale, or empty, as for a
         constant scale."""
-        if scaler and (
-            scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0
-        ):
+        if not scaler:
+            return scaler
+        if scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0:
             raise ValueError(f"{scaler} is no state of a loss scaler")
         return scaler
 
@@ -114,8 +116,8 @@ class Store:
 
     def __init__(self, path: Path, world: Axis = ALONE) -> None:
         self.path = path
-        self._open = {}
-        content, self.index = _read(path)
+        self._open = {}  # opened files by name
+        content, self.index = _read_index(path)
         if not is_sealed(content, self.index):
             raise UserError(
                 f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it"
@@ -124,7 +126,10 @@ class Store:
         try:
             _Index.model_validate(self.index)
         except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+            wrong = [
+                f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+                for detail in error.errors()[:SHOWN_ERRORS]
+            ]
             raise UserError(
                 f"{path} is damaged: {INDEX} is not as it was written", *wrong
             ) from error
@@ -134,10 +139,11 @@ class Store:
         problems = [*self._check_tensors()]
         for number, (name, size) in enumerate(self.index["files"].items()):
             file = self.path / name
-            if Path(name).name != name:
+            if Path(name).name != name:  # such as ../../.ssh/key
                 problems.append(
                     f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}"
                 )
+            # each rank looks at its share of the files
             elif number % world.size == world.rank and _size(file) != size:
                 problems.append(
                     f"{file} is missing or does not have the {size} bytes that were written"
@@ -155,14 +161,16 @@ class Store:
         their files."""
         sizes = self.index["files"]
         for key, entry in self.index["tensors"].items():
-            width = getattr(torch, entry["dtype"]).itemsize
-            there = [(chunk["file"], prod(stored_shape(chunk))) for chunk in entry["chunks"]]
-            fits = all(count * width <= sizes[file] for file, count in there if file in sizes)
-            if (
-                "/" not in key
-                or not fits
-                or sum(count for _, count in there) != prod(entry["shape"])
-            ):
+            itemsize = getattr(torch, entry["dtype"]).itemsize
+            elements = 0
+            fits = True
+            for chunk in entry["chunks"]:
+                count = prod(stored_shape(chunk))
+                elements += count
+                # that each file is listed is checked when it is opened
+                if chunk["file"] in sizes and count * itemsize > sizes[chunk["file"]]:
+                    fits = False
+            if "/" not in key or not fits or elements != prod(entry["shape"]):
                 yield f"{self.path} is damaged: {INDEX} does not say where all of {key!r} is"
 
     def file(self, name: str) -> Path:
@@ -180,74 +188,82 @@ class Store:
 
     def files_of(self, kind: str) -> set[str]:
         """Return the files that contain tensors of a kind: weight, exp_avg, exp_avg_sq or fp8."""
-        tensors = (
-            entry for key, entry in self.index["tensors"].items() if key.startswith(f"{kind}/")
-        )
-        return {chunk["file"] for entry in tensors for chunk in entry["chunks"]}
+        files: set[str] = set()
+        for key, entry in self.index["tensors"].items():
+            if key.startswith(f"{kind}/"):
+                files |= {chunk["file"] for chunk in entry["chunks"]}
+        return files
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Return logical name -> shape of the tensors of one kind: prefix weight, exp_avg or
         exp_avg_sq."""
         start = f"{prefix}/"
         return {
-            k.removeprefix(start): tuple(v["shape"])
-            for k, v in self.index["tensors"].items()
-            if k.startswith(start)
+            key.removeprefix(start): tuple(entry["shape"])
+            for key, entry in self.index["tensors"].items()
+            if key.startswith(start)
         }
 
     def require(self, key: str, shape: Sequence[int]) -> None:
         """Raise UserError unless the whole tensor `key` is there. Reads only the headers of its
         files."""
-        chunks = self.index["tensors"].get(key, {"chunks": ()})["chunks"]
-        there = [stored_shape(chunk) for chunk in chunks]
-        there = [
-            s
-            for s, chunk in zip(there, chunks, strict=True)
-            if self._slice(chunk["file"], key).get_shape() == s
-        ]
-        if sum(map(prod, there)) != prod(shape):
-            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
+        elements = 0
+        for chunk in self.index["tensors"].get(key, {"chunks": ()})["chunks"]:
+            stored = stored_shape(chunk)
+            # the header has another shape if a file was replaced by another
+            if self._open_tensor(chunk["file"], key).get_shape() == stored:
+                elements += prod(stored)
+        if elements != prod(shape):
+            raise self._lacks_a_part(key)
 
     def read(self, kind: str, name: str) -> Tensor:
         """Return a whole logical tensor, in the dtype in which it was saved."""
         shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
         return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
 
-    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
+    def read_range(
+        self,
+        kind: str,
+        part: Part,
+        first: int,
+        last: int,
+    ) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`. Reads only the rows that
         contain them."""
         if not part.shape:
             return self.read(kind, part.name).reshape(1)
-        row = prod(part.local[1:])
-        top = first // row
-        bottom = -(-last // row)
-        offset = [part.start if d == part.dim else 0 for d in range(len(part.shape))]
+        row_size = prod(part.local[1:])
+        top = first // row_size
+        bottom = -(-last // row_size)
+        offset = [part.start if dim == part.dim else 0 for dim in range(len(part.shape))]
         offset[0] += top
+        # full rows: a rectangle cannot begin in the middle of one
         rows = self.rectangle(f"{kind}/{part.name}", offset, (bottom - top, *part.local[1:]))
-        return rows.reshape(-1)[first - top * row : last - top * row]
+        skipped = top * row_size
+        return rows.reshape(-1)[first - skipped : last - skipped]
 
     def rectangle(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the rectangle [*shape] at `offset` of the tensor `key`, assembled from its
         chunks."""
-        found: Tensor | None = None
+        assembled: Tensor | None = None
         filled = 0
-        for piece, low, high in self._overlaps(key, offset, shape):
-            if list(piece.shape) == list(shape):
-                return piece
-            found = torch.empty(*shape, dtype=piece.dtype) if found is None else found
-            found[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = (
-                piece
-            )
-            filled += piece.numel()
-        if found is None or filled != prod(shape):
-            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
-        return found
+        for overlap in self._overlaps(key, offset, shape):
+            values = overlap.values
+            if list(values.shape) == list(shape):
+                return values  # the usual case, without a copy
+            if assembled is None:
+                assembled = torch.empty(*shape, dtype=values.dtype)
+            assembled[_slices(overlap.low, overlap.high, offset)] = values
+            filled += values.numel()
+        if assembled is None or filled != prod(shape):
+            raise self._lacks_a_part(key)
+        return assembled
 
     def _overlaps(
         self, key: str, offset: Sequence[int], shape: Sequence[int]
-    ) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-        """Yield the parts of a rectangle that the chunks have: values, first and last + 1 index
-        along each dim."""
+    ) -> Iterator["_Overlap"]:
+        """Yield the parts of a rectangle that the chunks have."""
+        end = _add(offset, shape)
         for chunk in self.index["tensors"][key]["chunks"]:
             if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
                 raise UserError(
@@ -255,29 +271,39 @@ class Store:
                     "of dims"
                 )
             for block in blocks(chunk):
-                low = [max(a, b) for a, b in zip(offset, block[0], strict=True)]
-                ends = zip(offset, shape, block[0], block[1], strict=True)
-                high = [min(a + n, b + m) for a, n, b, m in ends]
-                if all(a < b for a, b in zip(low, high, strict=True)):
-                    yield self._part(key, chunk, block, low, high), low, high
+                low = list(map(max, offset, block.offset))
+                high = list(map(min, end, _add(block.offset, block.shape)))
+                if all(map(lt, low, high)):
+                    yield _Overlap(self._read_part(key, chunk, block, low, high), low, high)
 
-    def _part(
-        self, key: str, chunk: dict[str, Any], block: Block, low: list[int], high: list[int]
+    def _read_part(
+        self,
+        key: str,
+        chunk: dict[str, Any],
+        block: Block,
+        low: list[int],
+        high: list[int],
     ) -> Tensor:
         """Read a part of a rectangle of a chunk: of a flat one, only the rows that contain it."""
-        stored, (offset, shape, start) = self._slice(chunk["file"], key), block
+        stored = self._open_tensor(chunk["file"], key)
         if stored.get_shape() != stored_shape(chunk):
-            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
-        inner = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+            raise self._lacks_a_part(key)
+        inner = _slices(low, high, block.offset)
         if not chunk.get("range"):
             return stored[inner]
-        if not shape:
-            return stored[start : start + 1].view(())
-        row = prod(shape[1:])
-        rows = stored[start + inner[0].start * row : start + inner[0].stop * row]
-        return rows.view(-1, *shape[1:])[:, *inner[1:]]
+        if not block.shape:
+            return stored[block.start : block.start + 1].view(())
+        row_size = prod(block.shape[1:])
+        first = block.start + inner[0].start * row_size
+        last = block.start + inner[0].stop * row_size
+        rows = stored[first:last].view(-1, *block.shape[1:])
+        return rows[:, *inner[1:]]
 
-    def _slice(self, file: str, key: str) -> Any:
+    def _lacks_a_part(self, key: str) -> UserError:
+        return UserError(f"{self.path} lacks a part of {key}: it is damaged")
+
+    def _open_tensor(self, file: str, key: str) -> Any:
+        """Return safetensors' lazy slice of a stored tensor: indexing reads from the file."""
         kind, name = key.split("/", 1)
         try:
             if file not in self._open:
@@ -287,16 +313,38 @@ class Store:
             raise UserError(f"{self.path / file} is damaged: {error}") from error
 
 
+class _Overlap(NamedTuple):
+    """A part of a rectangle that a chunk has.
+
+    low, high: its first index, and its last + 1, in the logical tensor, along each dim.
+    """
+
+    values: Tensor
+    low: list[int]
+    high: list[int]
+
+
+def _slices(low: Sequence[int], high: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    """Return the indices [low, high) of a logical tensor in a rectangle of it at `offset`."""
+    bounds = zip(low, high, offset, strict=True)
+    return tuple(slice(first - start, last - start) for first, last, start in bounds)
+
+
+def _add(offset: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return the end of a rectangle along each dim."""
+    return [start + size for start, size in zip(offset, shape, strict=True)]
+
+
 def _size(file: Path) -> int | None:
     """Return the bytes of a regular file, None if there is none."""
     try:
-        found = file.stat()
+        status = file.stat()
     except (OSError, ValueError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _read(path: Path) -> tuple[bytes, Any]:
+def _read_index(path: Path) -> tuple[bytes, Any]:
     """Return the bytes of checkpoint.json, and the value that they parse to."""
     file = path / INDEX
     try:
@@ -310,13 +358,17 @@ def _read(path: Path) -> tuple[bytes, Any]:
 def _require_known_format(path: Path, index: Any) -> None:
     """Raise UserError unless the format is known. Every index that names the training data must
     also have digests."""
-    found = index.get("format") if isinstance(index, dict) else None
-    if type(found) is int and found > FORMAT:
+    version = index.get("format") if isinstance(index, dict) else None
+    is_number = type(version) is int  # neither a float nor True
+    if is_number and version > FORMAT:
         raise newer_version(
-            path, f"has checkpoint format {found}, and this one reads up to {FORMAT}"
+            path, f"has checkpoint format {version}, and this one reads up to {FORMAT}"
         )
-    if type(found) is not int or found < 1:
-        raise UserError(f"{path} has checkpoint format {found!r}; this version reads 1 to {FORMAT}")
+    if not is_number or version < 1:
+        raise UserError(
+            f"{path} has checkpoint format {version!r}; this version reads 1 to {FORMAT}"
+        )
+    # every version that wrote "data" also wrote digests
     if "data" in index and OTHERS not in index:
         raise UserError(
             f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it"

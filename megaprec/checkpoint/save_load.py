@@ -25,6 +25,8 @@ from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name
 
+SHOWN_TENSORS = 5  # in an error about another model; more tell no more
+
 T = TypeVar("T")
 
 
@@ -52,7 +54,15 @@ def save(
     """
     folder = required_path(folder, optimizer, "folder")
     require_saveable(step, extra, keep, keep_every)
-    outcome = Saving(folder, step, optimizer, extra, Keep.of(keep, keep_every), files, fp8).finish()
+    outcome = Saving(
+        folder,
+        step,
+        optimizer,
+        extra,
+        Keep.of(keep, keep_every),
+        files,
+        fp8,
+    ).finish()
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
     if outcome.problem:
@@ -75,6 +85,7 @@ def load(
     """
     path = required_path(path, optimizer, "path")
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
+    # Every rank has found the checkpoint loadable: from here on the state changes.
     if optimizer.world.rank == 0 and (lost := _precision_loss(store, optimizer.plan)):
         warnings.warn(lost, stacklevel=2)
     for buffer in optimizer.all_buffers():
@@ -90,34 +101,44 @@ def load(
 def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
     """Return a warning if weights in the checkpoint are narrower than the masters, so that
     precision is lost; else an empty text."""
-    weights = (
-        (k, v)
-        for k, v in store.index["tensors"].items()
-        if k.startswith("weight/") and not v.get("frozen")
-    )
-    saved = {k.partition("/")[2]: v["dtype"] for k, v in weights}
-    sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
-    wanted = {
-        name: max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize)
-        for name in saved
-    }
-    narrow = [name for name, dtype in saved.items() if sizes.get(dtype, 0) < wanted[name].itemsize]
+    saved_dtypes: dict[str, str] = {}  # of weights, by logical name
+    for key, entry in store.index["tensors"].items():
+        kind, _, name = key.partition("/")
+        if kind == "weight" and not entry.get("frozen"):
+            saved_dtypes[name] = entry["dtype"]
+    itemsizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+    # a dtype that no plan has, such as FP8, counts as narrow
+    narrow = [
+        name
+        for name, dtype in saved_dtypes.items()
+        if itemsizes.get(dtype, 0) < _master_dtype(plan, name).itemsize
+    ]
     if not narrow:
         return ""
-    had = saved[narrow[0]]
-    masters = dtype_name(wanted[narrow[0]])
+    saved = saved_dtypes[narrow[0]]
+    masters = dtype_name(_master_dtype(plan, narrow[0]))
     return (
-        f"{store.path} holds {len(narrow)} of {len(saved)} weights rounded to {had} only: "
-        f"{masters} masters begin at "
-        "these, accumulated updates smaller than their last bit are lost, and the run does "
-        "not resume bit for bit"
+        f"{store.path} holds {len(narrow)} of {len(saved_dtypes)} weights rounded to {saved} only: "
+        f"{masters} masters begin at these, accumulated updates smaller than their last bit are "
+        "lost, and the run does not resume bit for bit"
     )
+
+
+def _master_dtype(plan: PrecisionPlan, name: str) -> torch.dtype:
+    """Return the dtype of the masters of the parameter of this logical name."""
+    return max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize)
 
 
 class Weights(Protocol):
     """A source of slices of logical tensors, by kind ("weight")."""
 
-    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor: ...
+    def read_range(
+        self,
+        kind: str,
+        part: Part,
+        first: int,
+        last: int,
+    ) -> Tensor: ...
 
 
 @torch.no_grad()
@@ -127,12 +148,12 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
 
     weights: for a checkpoint, `Store(path)` of `megaprec.checkpoint.reader`.
     """
+    # a state_dict is the likeliest mistake
     if not callable(getattr(weights, "read_range", None)):
         raise UserError(
             f"weights: a {type(weights).__name__} has no slices of logical tensors to read: "
-            "for a checkpoint use "
-            "megaprec.checkpoint.reader.Store(Path(...)); load a state_dict of the model "
-            "before the optimizer is built"
+            "for a checkpoint use megaprec.checkpoint.reader.Store(Path(...)); load a state_dict "
+            "of the model before the optimizer is built"
         )
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
@@ -143,58 +164,80 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
 def _open_on_all_ranks(
     path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State
 ) -> tuple[Store, Scales]:
-    def scales() -> Scales:
+    """Return the checkpoint and its FP8 scales, after every rank has found that it can load it.
+    Collective."""
+
+    def check_and_read_scales() -> Scales:
         check_same_model(store, optimizer)
         return read_fp8(store, fp8)
 
     store = _on_all_ranks(path, optimizer, lambda: Store(path, optimizer.world))
     require_intact(store, store.digests, optimizer.world, optimizer.device)
-    return store, _on_all_ranks(path, optimizer, scales)
+    return store, _on_all_ranks(path, optimizer, check_and_read_scales)
 
 
 def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
     """Return the result of `make`. If it raises UserError on one rank, every rank raises one.
     Collective."""
+    # A rank that raised alone would leave the others waiting in the next collective.
     problem: UserError | None = None
-    made: list[T] = []
+    results: list[T] = []  # one, or none after an error
     try:
-        made.append(make())
+        results.append(make())
     except UserError as error:
         problem = error
     failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
-    if problem or failed:
-        raise problem or UserError(
-            f"{path} cannot be loaded by another rank; the error of that rank says why"
-        )
-    return made[0]
+    if problem is not None:
+        raise problem
+    if failed:
+        raise UserError(f"{path} cannot be loaded by another rank; the error of that rank says why")
+    return results[0]
 
 
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     """Raise UserError unless the checkpoint has the model's parameter count and all tensors that
     this rank reads."""
     saved = store.shapes("weight")
-    pieces = (piece for buffer in optimizer.all_buffers() for piece in buffer.pieces)
-    mine = {one.part.name: one.part.shape for one in (*pieces, *optimizer.untrained.slices())}
-    wrong = [
-        f"{n} is {list(s)} in the model, {list(saved[n]) if n in saved else 'not'} in {store.path}"
-        for n, s in mine.items()
-        if saved.get(n) != s
-    ]
-    if wrong:
+    local = _local_shapes(optimizer)
+    different = [name for name, shape in local.items() if saved.get(name) != shape]
+    if different:
+        lines = []
+        for name in different[:SHOWN_TENSORS]:
+            saved_shape = list(saved[name]) if name in saved else "not"
+            lines.append(
+                f"{name} is {list(local[name])} in the model, {saved_shape} in {store.path}"
+            )
         raise UserError(
-            (
-                f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} "
-                "tensors differ"
-            ),
-            *wrong[:5],
+            f"{store.path} is a checkpoint of another model: {len(different)} of {len(local)} "
+            "tensors differ",
+            *lines,
         )
-    elements = optimizer.num_elements + optimizer.num_frozen
-    if (whole := sum(prod(shape) for shape in saved.values())) != elements:
+    expected = optimizer.num_elements + optimizer.num_frozen
+    elements = sum(map(prod, saved.values()))
+    if elements != expected:
         raise UserError(
-            f"{store.path} is a checkpoint of another model: it has {whole} parameters, not "
-            f"{elements}"
+            f"{store.path} is a checkpoint of another model: it has {elements} parameters, not "
+            f"{expected}"
         )
-    needed = dict.fromkeys(name for buffer in optimizer.all_buffers() for name in buffer.state)
+    _require_moments(store, optimizer)
+
+
+def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each logical tensor of which this rank has a slice, frozen ones too."""
+    parts: list[Part] = []
+    for buffer in optimizer.all_buffers():
+        parts += [piece.part for piece in buffer.pieces]
+    parts += [frozen.part for frozen in optimizer.untrained.slices()]
+    return {part.name: part.shape for part in parts}
+
+
+def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
+    """Raise UserError unless the checkpoint has the moments that this rank reads, and all parts of
+    its tensors."""
+    needed: dict[str, None] = {}
+    for buffer in optimizer.all_buffers():
+        needed |= dict.fromkeys(buffer.state)
+    # a kind that is not there at all is named once, not for each tensor
     if lacking := [name for name in needed if not store.shapes(name)]:
         raise UserError(
             f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs"
@@ -205,24 +248,32 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)
 
 
-def _require_same_rule(store: Store, kind: str, name: str, buffer: Buffer) -> None:
+def _require_same_rule(
+    store: Store,
+    kind: str,
+    name: str,
+    buffer: Buffer,
+) -> None:
     """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer
     does not keep."""
     tensors = store.index["tensors"]
-    if f"{kind}/{name}" not in tensors:
-        if tensors[f"weight/{name}"].get("frozen"):
-            raise UserError(
-                f"{store.path} holds no {kind} of {name}, which was frozen when it was saved "
-                "and is trained now: "
-                "take up its weights only (megaprec.load_weights, or train.init_from)"
-            )
-        kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
-        if others := [k for k in kinds if k not in buffer.saved_names and f"{k}/{name}" in tensors]:
-            raise UserError(
-                f"{store.path} holds {' and '.join(others)} of {name} and no {kind}: another "
-                "update rule changed it, "
-                "or Muon with other patterns by_adamw; resume with the same ones"
-            )
+    if f"{kind}/{name}" in tensors:
+        return
+    if tensors[f"weight/{name}"].get("frozen"):
+        raise UserError(
+            f"{store.path} holds no {kind} of {name}, which was frozen when it was saved "
+            "and is trained now: take up its weights only (megaprec.load_weights, or "
+            "train.init_from)"
+        )
+    saved_kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
+    unused_kinds = [saved for saved in saved_kinds if saved not in buffer.saved_names]
+    others = [unused for unused in unused_kinds if f"{unused}/{name}" in tensors]
+    if others:
+        raise UserError(
+            f"{store.path} holds {' and '.join(others)} of {name} and no {kind}: another "
+            "update rule changed it, or Muon with other patterns by_adamw; resume with the same "
+            "ones"
+        )
 
 
 def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
@@ -237,8 +288,8 @@ def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
 
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
     for piece, first, last in _overlaps(buffer):
-        read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
-        buffer.restore(kind, first - buffer.first, read)
+        values = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
+        buffer.restore(kind, first - buffer.first, values)
 
 
 @torch.no_grad()

@@ -1,10 +1,13 @@
 """One save of all ranks, beside the training: what may fail, and how all ranks learn of it.
 
-    start      each rank copies its part of the state to host memory; rank 0 makes the hidden folder in a thread
-    writing    each rank writes its own files in a thread: no communication, and no value of another rank
-    merging    with many ranks: each FAN-th rank merges the lists of the FAN ranks from itself on, in a thread
-    closing    when all ranks are done, rank 0 merges the lists into checkpoint.json and renames the folder in a
-               thread; if a rank has failed, it removes the folder
+    start      each rank copies its part of the state to host memory; rank 0 makes the hidden folder
+               in a thread
+    writing    each rank writes its own files in a thread: no communication, and no value of another
+               rank
+    merging    with many ranks: each FAN-th rank merges the lists of the FAN ranks from itself on,
+               in a thread
+    closing    when all ranks are done, rank 0 merges the lists into checkpoint.json and renames the
+               folder in a thread; if a rank has failed, it removes the folder
     outcome    the same on every rank
 
 The ranks agree on the next state in `poll`, one all-reduce of one number, which the training loop
@@ -15,7 +18,6 @@ other errors are raised.
 
 import json
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -46,16 +48,16 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 FAN = 128  # lists that one rank merges into one; with fewer ranks, rank 0 merges all of them
-# what a rank says in `poll`; otherwise the number of the hidden folder, 0 if it knows none
+# What a rank contributes to the maximum in `poll`; otherwise the number of the hidden folder, 0 if
+# it knows none. A failure is only acted on when no rank is busy, so BUSY is the larger one.
 BUSY = 2e9
 FAILED = 1e9
 UNSAVED = (
     "changes in training and is in no checkpoint, because it is a buffer and no parameter: save "
     "it yourself"
 )
-PAUSE = (
-    0.05  # seconds for which `finish` waits for this rank's thread before the ranks compare notes
-)
+# seconds for which `finish` waits for this rank's thread before the ranks ask each other again
+PAUSE = 0.05
 
 
 @dataclass(frozen=True)
@@ -107,23 +109,31 @@ class Saving:
         self._outcome: Outcome | None = None
         self._number = 0  # of the hidden folder; rank 0 knows it when it has made the folder
         self._partial: Path | None = None  # the hidden folder, once all ranks know it
-        left_out = unsaved_buffers(optimizer)
-        self._warnings += [f"{name} {UNSAVED}" for name in left_out if self._world.rank == 0]
+        unsaved = unsaved_buffers(optimizer)
+        if self._world.rank == 0:
+            self._warnings += [f"{name} {UNSAVED}" for name in unsaved]
         self._snapshot = take_snapshot(optimizer, copy=background)
         if fp8 is not None:
             add_fp8(self._snapshot, fp8, optimizer.dp.rank == optimizer.tp.rank == 0)
-        numbers = {"optimizer": optimizer.numbers(), "fp8": {"rolls": fp8.rolls if fp8 else 0}}
-        self._index = {**extra, "step": step, **numbers}
+        self._index = {
+            **extra,
+            "step": step,
+            "optimizer": optimizer.numbers(),
+            "fp8": {"rolls": fp8.rolls if fp8 else 0},
+        }
         if self._world.rank == 0:
             self._run(self._open)
 
     def poll(self) -> Outcome | None:
         """Return the outcome if there is one yet. Collective; to be called when no other collective
         is in flight."""
-        if self._outcome is None and (said := self._agree()) < BUSY:
+        if self._outcome is not None:
+            return self._outcome
+        status = self._agree_on_status()
+        if status < BUSY:
             if self._error is not None and not isinstance(self._error, OSError):
                 raise self._error
-            self._go_on(said == FAILED, int(said))
+            self._advance(failed=status == FAILED, number=int(status))
         return self._outcome
 
     def finish(self) -> Outcome:
@@ -136,19 +146,18 @@ class Saving:
                 self._thread.join(PAUSE)
         return outcome
 
-    def _agree(self) -> float:
-        """Return the largest of what the ranks say."""
-        # looked at first: a thread may fail until it ends
-        busy = self._thread is not None and self._thread.is_alive()
-        if busy:
-            mine = BUSY
+    def _agree_on_status(self) -> float:
+        """Return the largest status of all ranks: BUSY, FAILED or a number. Collective."""
+        # The thread is looked at before the error: it may fail until it ends.
+        if self._thread is not None and self._thread.is_alive():
+            status = BUSY
         elif self._error is not None:
-            mine = FAILED
+            status = FAILED
         else:
-            mine = float(self._number)
-        return self._world.max_(torch.tensor(mine, device=self._device)).item()
+            status = float(self._number)
+        return self._world.max_(torch.tensor(status, device=self._device)).item()
 
-    def _go_on(self, failed: bool, number: int) -> None:
+    def _advance(self, failed: bool, number: int) -> None:
         """Go on to the next state, when no rank is busy. number: of the hidden folder."""
         if self._closing:
             self._outcome = self._end(failed)
@@ -169,15 +178,20 @@ class Saving:
         self._number = begin(self.folder, self.step)
 
     def _run(self, job: Callable[[], None]) -> None:
+        """Run a job in a thread, or in this one if the save is not in the background."""
         if not self._background:
             self._try(job)
             return
         self._thread = Thread(
-            target=self._try, args=(job,), daemon=True, name=f"save of step {self.step}"
+            target=self._try,
+            args=(job,),
+            daemon=True,
+            name=f"save of step {self.step}",
         )
         self._thread.start()
 
     def _try(self, job: Callable[[], None]) -> None:
+        """Run a job, and keep its error for the next `poll`."""
         try:
             job()
         except OSError as error:
@@ -212,7 +226,7 @@ class Saving:
         first = self._world.rank
         if first % FAN == 0:
             ranks = range(first, min(first + FAN, self._world.size))
-            self._run(lambda: _write_list(partial, first, _merged(partial, ranks)))
+            self._run(lambda: _write_list(partial, first, _merge_lists(partial, ranks)))
 
     def _close(self, job: Callable[[], None]) -> None:
         """Go on to the last state: with this job rank 0 makes the checkpoint, or removes what there
@@ -224,6 +238,7 @@ class Saving:
             self._run(job)
 
     def _commit(self, partial: Path) -> None:
+        """Make the checkpoint of what the ranks have written, then remove older ones."""
         try:
             ranks = range(0, self._world.size, FAN if self._world.size > FAN else 1)
             _write_index(partial, ranks, self._index)
@@ -242,14 +257,12 @@ class Saving:
         """Return the outcome, with the error of the first rank that has one."""
         problem = ""
         if failed:
+            local: dict[str, str] = {}
             if isinstance(self._error, OSError):
-                own = {str(self._world.rank): file_error(self._error)}
-            else:
-                own = {}
-            problem = next(iter(everyones(own, self._world, self._device).values()))
-        return Outcome(
-            checkpoint_path(self.folder, self.step), problem, tuple(dict.fromkeys(self._warnings))
-        )
+                local[str(self._world.rank)] = file_error(self._error)
+            problem, *_ = everyones(local, self._world, self._device).values()
+        warnings = tuple(dict.fromkeys(self._warnings))  # each once
+        return Outcome(checkpoint_path(self.folder, self.step), problem, warnings)
 
 
 def require_own_names(files: Sequence[Path]) -> None:
@@ -257,8 +270,9 @@ def require_own_names(files: Sequence[Path]) -> None:
     of its own."""
     names = [file.name for file in files]
     for file in files:
-        of_index = file.name == INDEX or (file.name.startswith("index-") and file.suffix == ".json")
-        if of_index or file.suffix == ".safetensors" or names.count(file.name) > 1:
+        is_list = file.name.startswith("index-") and file.suffix == ".json"  # see `_list_name`
+        reserved = file.name == INDEX or is_list or file.suffix == ".safetensors"
+        if reserved or names.count(file.name) > 1:
             raise UserError(
                 f"{file}: another file of a checkpoint has the name {file.name}: give this "
                 "one another name"
@@ -271,42 +285,47 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
-    said = dict.fromkeys(optimizer.untrained.changed_buffers(), "buffer")
+    local = dict.fromkeys(optimizer.untrained.changed_buffers(), "buffer")
     try:
-        deque(optimizer.untrained.slices(), maxlen=0)
+        for _ in optimizer.untrained.slices():
+            pass  # only to see if one of them raises
     except UserError as error:
-        said = dict.fromkeys(error.problems, "problem")
-    if not optimizer.world.max_(torch.tensor(float(bool(said)), device=optimizer.device)):
+        local = dict.fromkeys(error.problems, "problem")
+    if not optimizer.world.max_(torch.tensor(float(bool(local)), device=optimizer.device)):
         return []  # as nearly always: the texts cost more messages
-    found = everyones(said, optimizer.world, optimizer.device)
-    if problems := [text for text, kind in found.items() if kind == "problem"]:
+    kinds = everyones(local, optimizer.world, optimizer.device)
+    if problems := [text for text, kind in kinds.items() if kind == "problem"]:
         raise UserError(*problems)
-    return list(found)
+    return list(kinds)
 
 
 def _copy(file: Path, folder: Path) -> str:
+    """Copy a file into the folder, and return its SHA-256."""
     with named(folder / file.name):
         copy = Path(shutil.copy(file, folder))
     sync(copy)
     return file_digest(copy)
 
 
-def _list_of(rank: int) -> str:
+def _list_name(rank: int) -> str:
+    """Return the name of the file in which a rank lists what it has written."""
     return f"index-{rank:05d}.json"
 
 
 def _write_list(partial: Path, rank: int, part: dict[str, Any]) -> None:
-    write_file(partial / _list_of(rank), json.dumps(part).encode())
+    write_file(partial / _list_name(rank), json.dumps(part).encode())
 
 
-def _merged(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
+def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
     """Read the lists of these ranks, remove them, and return them as one."""
     tensors: dict[str, Any] = {}
     digests: dict[str, str] = {}
-    for file in (partial / _list_of(rank) for rank in ranks):
+    for rank in ranks:
+        file = partial / _list_name(rank)
         part = json.loads(read_whole(file))
-        for key, value in part["tensors"].items():
-            tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
+        for key, entry in part["tensors"].items():
+            merged = tensors.setdefault(key, {**entry, "chunks": []})
+            merged["chunks"] += entry["chunks"]
         digests |= part[OTHERS]
         file.unlink()
     return {"tensors": tensors, OTHERS: digests}
@@ -314,18 +333,18 @@ def _merged(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
 
 def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> None:
     """Merge the lists of these ranks into checkpoint.json."""
-    part = _merged(partial, ranks)
+    part = _merge_lists(partial, ranks)
     tensors: dict[str, Any] = part["tensors"]
-    for key, value in tensors.items():
-        if sum(map(_elements, value["chunks"])) != prod(value["shape"]):
+    for key, entry in tensors.items():
+        if sum(map(_count_elements, entry["chunks"])) != prod(entry["shape"]):
             raise ValueError(
                 f"{key} was written in part or twice: do parameters of two stages have the "
                 "same name?"
             )
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    whole = {**index, "format": FORMAT, "files": files, **part}
-    write_file(partial / INDEX, sealed(whole))
+    full_index = {**index, "format": FORMAT, "files": files, **part}
+    write_file(partial / INDEX, sealed(full_index))
 
 
-def _elements(chunk: dict[str, Any]) -> int:
+def _count_elements(chunk: dict[str, Any]) -> int:
     return prod(stored_shape(chunk))

@@ -42,17 +42,18 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     Raises OSError with the path.
     """
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     with named(path), path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors):
-            made.update(piece)
+            digest.update(piece)
             write_all(file.fileno(), piece)
         os.fsync(file.fileno())
-    return made.hexdigest()
+    return digest.hexdigest()
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    # so that values are aligned
+    """Yield the bytes of the file: the header, then the values in pieces."""
+    # the widest first, so that values are aligned
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     yield memoryview(_header({name: tensors[name] for name in order}))
     for name in order:
@@ -62,16 +63,17 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the header of a file with these tensors in this order: its length, then JSON."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in tensors.items():
         first = end
-        end = end + values.nbytes
+        end += values.nbytes
         header[name] = {
             "dtype": NAMES[values.dtype],
             "shape": list(values.shape),
             "data_offsets": [first, end],
         }
     content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)
+    content += b" " * (-len(content) % 8)  # the values begin at a multiple of eight bytes
     return len(content).to_bytes(8, "little") + content

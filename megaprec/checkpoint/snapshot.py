@@ -9,7 +9,7 @@ and none needs values of another. Frozen parameters are in no buffer; the first 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,7 +30,12 @@ class Snapshot:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(
-        self, kind: str, key: str, values: Tensor, shape: tuple[int, ...], chunk: dict[str, Any]
+        self,
+        kind: str,
+        key: str,
+        values: Tensor,
+        shape: tuple[int, ...],
+        chunk: dict[str, Any],
     ) -> None:
         """Add the stored tensor of one chunk to a file whose name begins with `kind`.
 
@@ -41,9 +46,18 @@ class Snapshot:
         dtype = str(values.dtype).removeprefix("torch.")
         entry = self.entries.setdefault(key, {"dtype": dtype, "shape": list(shape), "chunks": []})
         number = len(entry["chunks"])
-        file = f"{kind}-{self.rank:05d}{f'-{number}' if number else ''}.safetensors"
+        suffix = f"-{number}" if number else ""
+        file = f"{kind}-{self.rank:05d}{suffix}.safetensors"
         self.files.setdefault(file, {})[key.removeprefix("weight/")] = values
         entry["chunks"].append({"file": file, **chunk})
+
+
+class OwnedRange(NamedTuple):
+    """The part of a piece that this rank saves: elements [first, last) of the buffer."""
+
+    piece: Piece
+    first: int
+    last: int
 
 
 def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
@@ -52,61 +66,98 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
     copy: False returns views where the state is on the CPU; they must be written before the next
         step.
     """
-    made = Snapshot(optimizer.world.rank)
+    snapshot = Snapshot(optimizer.world.rank)
     for buffer in optimizer.all_buffers():
-        mine = list(owned_ranges(buffer, optimizer.pp.rank))
-        for kind, values in buffer.saved().items() if mine else ():
-            file = "model" if kind == "weight" else "optimizer"
-            held = _on_cpu(values[mine[0][1] - buffer.first : mine[-1][2] - buffer.first], copy)
-            for piece, first, last in mine:
-                stored = held[first - mine[0][1] : last - mine[0][1]]
-                _add(made, file, f"{kind}/{piece.part.name}", piece, first, last, stored)
+        _add_buffer(snapshot, buffer, optimizer.pp.rank, copy)
     for frozen in optimizer.untrained.slices():
         if frozen.saved and frozen.values.numel():
+            key = f"weight/{frozen.part.name}"
             values = _on_cpu(frozen.values, copy).view(frozen.part.local)
-            chunk = _place(frozen.part)
-            made.add("model", key := f"weight/{frozen.part.name}", values, frozen.part.shape, chunk)
-            made.entries[key]["frozen"] = True
-    return made
+            snapshot.add(
+                "model",
+                key,
+                values,
+                frozen.part.shape,
+                _rectangle(frozen.part),
+            )
+            snapshot.entries[key]["frozen"] = True
+    return snapshot
 
 
-def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[tuple[Piece, int, int]]:
+def _add_buffer(
+    snapshot: Snapshot,
+    buffer: Buffer,
+    pp_rank: int,
+    copy: bool,
+) -> None:
+    """Add what this rank saves of the weights and moments in a buffer."""
+    ranges = list(owned_ranges(buffer, pp_rank))
+    if not ranges:
+        return
+    begin = ranges[0].first
+    end = ranges[-1].last
+    for kind, values in buffer.saved().items():
+        file = "model" if kind == "weight" else "optimizer"
+        # one copy from the device for all ranges; `values` begins at the shard, `buffer.first`
+        on_cpu = _on_cpu(values[begin - buffer.first : end - buffer.first], copy)
+        for saved_range in ranges:
+            stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
+            _add_range(snapshot, file, kind, saved_range, stored)
+
+
+def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
     """Yield the pieces that this rank saves a part of, with the elements [first, last) of the
     buffer, in order."""
+    # a parameter with several stacked parts has a piece for each of them
     layouts = (layout for layout in map(layout_of, buffer.parameters) for _ in layout.parts)
     for piece, layout in zip(buffer.pieces, layouts, strict=True):
         first = max(piece.start, buffer.share[0])
         last = min(piece.stop, buffer.share[1])
+        # Each copy over tp, on each pipeline rank that holds a tied one, saves an equal part.
         number = piece.part.copy + piece.part.copies * layout.holder(pp_rank)
-        first, last = share(
-            first, max(first, last), number, piece.part.copies * max(1, len(layout.tied))
-        )
+        count = piece.part.copies * max(1, len(layout.tied))
+        first, last = share(first, max(first, last), number, count)
         if first < last:
-            yield piece, first, last
+            yield OwnedRange(piece, first, last)
 
 
 def _on_cpu(values: Tensor, copy: bool) -> Tensor:
     """Return the values in host memory. copy: True if they must not share the memory of
     `values`."""
-    held = values.detach().cpu()
-    return held.clone() if copy and held.data_ptr() == values.data_ptr() else held
+    on_cpu = values.detach().cpu()
+    shares_memory = on_cpu.data_ptr() == values.data_ptr()
+    return on_cpu.clone() if copy and shares_memory else on_cpu
 
 
-def _add(
-    made: Snapshot, file: str, key: str, piece: Piece, first: int, last: int, values: Tensor
+def _add_range(
+    snapshot: Snapshot,
+    file: str,
+    kind: str,
+    saved_range: OwnedRange,
+    values: Tensor,
 ) -> None:
+    """Add a range of a piece: as a rectangle if it is the full slice, else as a flat range of
+    it."""
+    piece, first, last = saved_range
     part = piece.part
-    chunk = _place(piece.part)
+    chunk = _rectangle(part)
     if (first, last) == (piece.start, piece.stop):
         values = values.view(part.local)
     else:
         chunk["range"] = [first - piece.start, last - piece.start]
-    made.add(file, key, values, part.shape, chunk)
+    snapshot.add(
+        file,
+        f"{kind}/{part.name}",
+        values,
+        part.shape,
+        chunk,
+    )
 
 
-def _place(part: Part) -> dict[str, Any]:
-    """Return the rectangle of a slice in its logical tensor."""
+def _rectangle(part: Part) -> dict[str, Any]:
+    """Return the rectangle of a slice in its logical tensor, as a chunk of checkpoint.json."""
+    dims = range(len(part.shape))
     return {
-        "offset": [part.start if d == part.dim else 0 for d in range(len(part.shape))],
+        "offset": [part.start if dim == part.dim else 0 for dim in dims],
         "shape": list(part.local),
     }

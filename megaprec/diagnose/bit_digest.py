@@ -18,8 +18,9 @@ from megaprec.comm.random import bits, key
 
 # lanes of a row; rows have constants of their own, by which those of their lanes are multiplied
 WIDTH = 1 << 15
-_ROWS = {"cpu": 1}  # rows processed at once: on a CPU the temporaries then stay in a core's cache
-_ROWS_ELSEWHERE = 128
+# rows processed at once: on a CPU the temporaries then stay in a core's cache
+_CPU_ROWS = 1
+_DEVICE_ROWS = 128
 
 
 def digest(x: Tensor) -> Tensor:
@@ -28,66 +29,105 @@ def digest(x: Tensor) -> Tensor:
     Temporaries are small, unless `x` is not contiguous or does not begin at a multiple of eight
     bytes: it is then copied.
     """
-    total = torch.zeros(2, dtype=torch.int64, device=x.device)
+    device = x.device
+    total = torch.zeros(2, dtype=torch.int64, device=device)
     if not x.numel():
         return total
-    body, tail = _lanes(x.detach())
-    rows = _ROWS.get(x.device.type, _ROWS_ELSEWHERE)
-    for first in range(0, len(body), rows * WIDTH):
-        total += _of_rows(body[first : first + rows * WIDTH], first // WIDTH)
-    return total if tail is None else total + _of_row(tail, len(body) // WIDTH + 1)
+    lanes, tail = _lanes(x.detach())
+    rows = _CPU_ROWS if device.type == "cpu" else _DEVICE_ROWS
+    for row, block in enumerate(lanes.split(rows * WIDTH)):
+        total += _sum_rows(block, row * rows)
+    if tail is not None:
+        # the left-over bytes are a row of their own, after all others
+        total += _sum_row(tail, len(lanes) // WIDTH + 1)
+    return total
 
 
-def hexadecimal(made: Tensor) -> str:
+def hexadecimal(sums: Tensor) -> str:
     """Return a digest, int64 [2], as 32 hexadecimal digits."""
-    return "".join(f"{number % 2**64:016x}" for number in made.tolist())
+    unsigned = [number % 2**64 for number in sums.tolist()]
+    return "".join(f"{number:016x}" for number in unsigned)
 
 
 def _lanes(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the lanes of `x`, and one lane of the bytes that are left over, if any."""
     flat = x.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
+        # only bytes that begin at a multiple of eight can be viewed as int64
         flat = flat.clone()
-    whole = len(flat) // 8 * 8
-    body = flat[:whole].view(torch.int64)
-    if whole == len(flat):
-        return body, None
+    length = len(flat) // 8 * 8
+    lanes = flat[:length].view(torch.int64)
+    rest = flat[length:]
+    if not len(rest):
+        return lanes, None
     tail = torch.zeros(8, dtype=torch.uint8, device=x.device)
-    tail[: len(flat) - whole] = flat[whole:]
-    return body, tail.view(torch.int64)
+    tail[: len(rest)] = rest
+    return lanes, tail.view(torch.int64)
 
 
-def _of_rows(lanes: Tensor, row: int) -> Tensor:
+def _sum_rows(lanes: Tensor, row: int) -> Tensor:
     """Return the sums over consecutive rows, of which the first has number `row` and the last may
     be short."""
-    whole = len(lanes) // WIDTH
-    if whole * WIDTH != len(lanes):
-        short = _of_row(lanes[whole * WIDTH :], row + whole)
-        return short + _of_rows(lanes[: whole * WIDTH], row) if whole else short
-    spread = lanes + (lanes >> 32)
-    one, other = _constants(lanes.device)
-    table = spread.view(whole, WIDTH)
-    sums = torch.stack([(table * one).sum(1), (table * other).sum(1)])
-    return (sums * _of_row_numbers(row, whole, lanes.device)).sum(1)
+    count = len(lanes) // WIDTH
+    full_rows = lanes[: count * WIDTH]
+    short_row = lanes[count * WIDTH :]
+    if not len(short_row):
+        return _sum_full_rows(full_rows, row)
+    total = _sum_row(short_row, row + count)
+    if count:
+        total = total + _sum_full_rows(full_rows, row)
+    return total
 
 
-def _of_row(lanes: Tensor, row: int) -> Tensor:
+def _sum_full_rows(lanes: Tensor, row: int) -> Tensor:
+    """Return the sums over consecutive rows of WIDTH lanes, of which the first has number `row`."""
+    table = _spread(lanes).view(-1, WIDTH)
+    first, second = _lane_constants(lanes.device)
+    # one sum at a time, so that no temporary is larger than the table
+    sums = torch.stack(
+        [
+            (table * first).sum(1),
+            (table * second).sum(1),
+        ]
+    )
+    row_constants = _row_constants(row, len(table), lanes.device)
+    return (sums * row_constants).sum(1)
+
+
+def _sum_row(lanes: Tensor, row: int) -> Tensor:
     """Return the sums over a row of at most WIDTH lanes."""
-    spread = lanes + (lanes >> 32)
-    sums = torch.stack([(spread * each[: len(lanes)]).sum() for each in _constants(lanes.device)])
-    return sums * _of_row_numbers(row, 1, lanes.device)[:, 0]
+    constants = _lane_constants(lanes.device)[:, : len(lanes)]
+    sums = (_spread(lanes) * constants).sum(1)
+    return sums * _row_constants(row, 1, lanes.device)[:, 0]
+
+
+def _spread(lanes: Tensor) -> Tensor:
+    """Return the lanes with their upper half added to the lower one, so that the highest bit of a
+    lane changes more than the highest bit of a sum."""
+    return lanes + (lanes >> 32)
 
 
 @cache
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the constants of a row's lanes, for both sums: odd int64 [WIDTH] each."""
-    index = torch.arange(WIDTH)
-    one, other = (bits(key(0, "lanes", n), index) | 1 for n in range(2))
-    return one.to(device), other.to(device)
+def _lane_constants(device: torch.device) -> Tensor:
+    """Return the constants of a row's lanes, for both sums: odd int64 [2, WIDTH]."""
+    return _odd_constants("lanes", torch.arange(WIDTH)).to(device)
 
 
 @lru_cache(4096)
-def _of_row_numbers(first: int, count: int, device: torch.device) -> Tensor:
+def _row_constants(
+    first: int,
+    count: int,
+    device: torch.device,
+) -> Tensor:
     """Return the constants of rows, for both sums: odd int64 [2, count]."""
-    index = torch.arange(first, first + count, device=device)
-    return torch.stack([bits(key(0, "rows", n), index) | 1 for n in range(2)])
+    return _odd_constants("rows", torch.arange(first, first + count, device=device))
+
+
+def _odd_constants(kind: str, index: Tensor) -> Tensor:
+    """Return pseudo-random constants by index [n], for both sums: int64 [2, n].
+
+    Odd numbers have inverses modulo 2^64, so no change of a lane is multiplied away.
+    """
+    first = bits(key(0, kind, 0), index)
+    second = bits(key(0, kind, 1), index)
+    return torch.stack([first, second]) | 1

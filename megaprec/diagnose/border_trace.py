@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megaprec.diagnose.bit_digest import digest
 from megaprec.precision.nested import tensors
@@ -47,6 +48,17 @@ class Entry:
     digest: Tensor
 
 
+class _Digested(NamedTuple):
+    """The tensor of the newest entry, its version when it was digested, and the digest."""
+
+    tensor: Tensor | None
+    version: int
+    digest: Tensor
+
+
+_NOTHING = _Digested(None, 0, torch.zeros(0))
+
+
 class BorderTrace:
     """Traces the forward pass of each stage whose turn it is, and the backward pass that follows
     from it.
@@ -57,23 +69,18 @@ class BorderTrace:
 
     def __init__(self, stages: Mapping[int, nn.Module], turns: Mapping[int, int]) -> None:
         self._stages = stages
-        self._left = dict(turns)
+        self._turns_left = dict(turns)
         self._counts: dict[tuple[int, int], int] = {}
         self._inside: int | None = None  # the stage whose forward pass is being traced
-        # of the entry before
-        self._newest: tuple[Tensor | None, int, Tensor] = (
-            None,
-            0,
-            torch.zeros(0),
-        )
+        self._newest = _NOTHING
         self._entries: list[Entry] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Trace within the context; outside of it the modules have no hooks."""
-        hooks = [
-            hook for number, stage in self._stages.items() for hook in self._hooks(number, stage)
-        ]
+        hooks: list[RemovableHandle] = []
+        for number, stage in self._stages.items():
+            hooks += self._hooks(number, stage)
         try:
             yield
         finally:
@@ -92,15 +99,16 @@ class BorderTrace:
         what: str,
         tensor: Tensor,
         module: str = "",
-        place: int = -1,
+        after: int = -1,
     ) -> None:
         """Add the digest of a tensor, at the present moment.
 
-        place: if given, the tensor's moment is after the whole pass of the stage, in the order of
+        after: from 0 on, the tensor's moment is after the whole pass of the stage, in the order of
             these numbers.
         """
-        index = AFTER + place
-        if place < 0:
+        if after >= 0:
+            index = AFTER + after
+        else:
             index = self._counts.get((direction, stage), 0)
             self._counts[direction, stage] = index + 1
         moment = Moment(direction, stage if direction == FORWARD else -stage, index)
@@ -112,43 +120,62 @@ class BorderTrace:
 
         A module often returns what its last submodule has returned.
         """
-        known, version, made = self._newest
-        if known is not tensor or version != tensor._version:
-            made = digest(tensor)
-            self._newest = tensor, tensor._version, made
-        return made
+        newest = self._newest
+        if newest.tensor is not tensor or newest.version != tensor._version:
+            self._newest = newest = _Digested(tensor, tensor._version, digest(tensor))
+        return newest.digest
 
-    def _hooks(self, number: int, stage: nn.Module) -> Iterator[Any]:
+    def _hooks(self, number: int, stage: nn.Module) -> Iterator[RemovableHandle]:
         yield stage.register_forward_pre_hook(partial(self._enter, number))
         for path, module in stage.named_modules():
-            if (
-                path and type(module).forward is not nn.Module.forward
-            ):  # containers have no forward pass
+            is_container = type(module).forward is nn.Module.forward  # it has no forward pass
+            if path and not is_container:
                 yield module.register_forward_hook(partial(self._leave, path))
         yield stage.register_forward_hook(partial(self._end, number))
 
     def _enter(self, number: int, stage: nn.Module, args: tuple[Any, ...]) -> None:
-        self._left[number] -= 1
-        if self._left[number] == -1:
+        self._turns_left[number] -= 1
+        if self._turns_left[number] == -1:  # turns are counted from 0
             self._inside = number
-            for ids in (x for x in tensors(args[:1]) if not x.is_floating_point()):
-                self.note(FORWARD, number, "the token ids", ids)
+            for tensor in tensors(args[:1]):
+                if not tensor.is_floating_point():
+                    self.note(FORWARD, number, "the token ids", tensor)
 
-    def _leave(self, path: str, module: nn.Module, args: object, output: object) -> None:
+    def _leave(
+        self,
+        path: str,
+        module: nn.Module,
+        args: object,
+        output: object,
+    ) -> None:
         if self._inside is not None:
-            self._look(self._inside, f"the output of {path}", path, output)
+            self._note_output(self._inside, f"the output of {path}", path, output)
 
-    def _end(self, number: int, stage: nn.Module, args: object, output: object) -> None:
+    def _end(
+        self,
+        number: int,
+        stage: nn.Module,
+        args: object,
+        output: object,
+    ) -> None:
         if self._inside == number:
-            self._look(number, f"the output of stage {number}", "", output)
+            self._note_output(number, f"the output of stage {number}", "", output)
             self._inside = None
-            self._newest = None, 0, torch.zeros(0)  # it would keep the graph alive
+            self._newest = _NOTHING  # the last tensor would keep the graph alive
 
-    def _look(self, number: int, what: str, path: str, output: object) -> None:
+    def _note_output(
+        self,
+        number: int,
+        what: str,
+        path: str,
+        output: object,
+    ) -> None:
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.note(FORWARD, number, what, tensor, path)
+            # the backward pass computes in the reverse order; each hook notes its own moment
             if tensor.requires_grad:
-                tensor.register_hook(self._of_gradient(number, f"the gradient of {what}", path))
+                tensor.register_hook(self._note_gradient(number, f"the gradient of {what}", path))
 
-    def _of_gradient(self, number: int, what: str, path: str) -> Callable[[Tensor], None]:
+    def _note_gradient(self, number: int, what: str, path: str) -> Callable[[Tensor], None]:
+        """Return a hook that notes a gradient."""
         return lambda grad: self.note(BACKWARD, number, what, grad, path)

@@ -27,7 +27,7 @@ WAITING = (
     "torch/distributed/",
 )
 OUTSIDE = ("torch/", "lib/", "<", *WAITING)  # no code of the model or of the run
-LINES = 3
+LINES = 3  # of a summary
 
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -47,8 +47,8 @@ def short_path(path: str) -> str:
     """Return a short path: relative to the repository, or from the name of the library on."""
     if path.startswith(OURS) and ".venv" not in path:
         return path[len(OURS) :]
-    _, found, library = path.rpartition("site-packages/")
-    if found:
+    _, folder, library = path.rpartition("site-packages/")
+    if folder:
         return library
     if path.startswith((sys.base_prefix, "<frozen")):
         return f"lib/{Path(path).name}"
@@ -78,18 +78,20 @@ def calls_of(dump: str, thread: int) -> list[Call]:
     """Return the calls of a thread, by its ident, from what faulthandler has written about all
     threads."""
     calls: list[Call] = []
-    among_its_own = False
+    of_thread = False  # True while the lines are about this thread
     for line in dump.splitlines():
         if heading := THREAD.match(line):
-            among_its_own = int(heading[1], 16) == thread
+            of_thread = int(heading[1], 16) == thread
         call = CALL.fullmatch(line)
-        if call and among_its_own:
-            calls.append(Call(short_path(_unescaped(call[1])), int(call[2]), _unescaped(call[3])))
+        if call and of_thread:
+            file, number, function = call.groups()
+            calls.append(Call(short_path(_unescape(file)), int(number), _unescape(function)))
     return calls
 
 
-def _unescaped(text: str) -> str:
-    return ESCAPED.sub(lambda code: chr(int(code[1] or code[2] or code[3], 16)), text)
+def _unescape(text: str) -> str:
+    """Return a text in which faulthandler escaped what is not ASCII."""
+    return ESCAPED.sub(lambda escape: chr(int(escape[1] or escape[2] or escape[3], 16)), text)
 
 
 def main_stack() -> tuple[bool, list[str]]:
@@ -101,8 +103,9 @@ def main_stack() -> tuple[bool, list[str]]:
 def summary(calls: Sequence[Call]) -> tuple[bool, list[str]]:
     """Return what `main_stack` returns, for a thread with these calls."""
     waits = False
-    lines = list[str]()
+    lines: list[str] = []
     for call in calls:
+        # only calls further in than the first line: those are what that line waits for
         waits |= not lines and call.file.startswith(WAITING)
         if not call.file.startswith(OUTSIDE):
             lines.append(f"{call.file}:{call.line} {call.function}")

@@ -9,7 +9,6 @@ they are the masters, rounded.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -47,37 +46,54 @@ class Held:
 def held(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[Held]:
     """Return the digests of all weights, states and reduced gradients of a rank, in an order that
     dp ranks share."""
-    found = [of for buffer in buffers for of in (*_weights(buffer), *_own(buffer))]
-    return found + list(_frozen(parts))
+    digests: list[Held] = []
+    for buffer in buffers:
+        digests += _weights(buffer)
+        digests += _shard_of_state(buffer)
+    return digests + list(_frozen(parts))
 
 
 def _weights(buffer: Buffer) -> Iterator[Held]:
+    """Yield the digests of the weights in a buffer; each replica holds all of them."""
     layout = layout_of(buffer.parameters[0])
     for piece in buffer.pieces:
-        yield _held(WEIGHT, piece.part, buffer.weights[piece.start : piece.stop], layout, own=False)
+        values = buffer.weights[piece.start : piece.stop]
+        yield _digest_of(WEIGHT, piece.part, values, layout, own=False)
 
 
-def _own(buffer: Buffer) -> Iterator[Held]:
+def _shard_of_state(buffer: Buffer) -> Iterator[Held]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
-    alone = (
-        buffer.masters is not None
-        and buffer.masters.data_ptr() != buffer.own(buffer.weights).data_ptr()
-    )
-    kept = {
-        "masters": buffer.masters if alone else None,
-        "remainder": buffer.remainder,
-        **buffer.state,
-    }
-    kept[GRADIENT] = buffer.own(buffer.grads)
     layout = layout_of(buffer.parameters[0])
-    for kind, values in kept.items():
-        for piece in buffer.pieces if values is not None else ():
+    for kind, values in _tensors_of_state(buffer).items():
+        for piece in buffer.pieces:
             first = max(piece.start, buffer.first)
             last = min(piece.stop, buffer.last)
-            if values is not None and first < last:
-                place = f" {first - piece.start}:{last - piece.start}"
-                some = values[first - buffer.first : last - buffer.first]
-                yield _held(kind, piece.part, some, layout, own=True, place=place)
+            if first < last:
+                span = f" {first - piece.start}:{last - piece.start}"
+                elements = values[first - buffer.first : last - buffer.first]
+                yield _digest_of(
+                    kind,
+                    piece.part,
+                    elements,
+                    layout,
+                    own=True,
+                    span=span,
+                )
+
+
+def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
+    """Return this rank's shard of masters, moments and reduced gradients, by kind."""
+    tensors: dict[str, Tensor] = {}
+    if buffer.masters is not None:
+        # masters that are the weights themselves are digested as weights
+        shared = buffer.masters.data_ptr() == buffer.own(buffer.weights).data_ptr()
+        if not shared:
+            tensors["masters"] = buffer.masters
+    if buffer.remainder is not None:
+        tensors["remainder"] = buffer.remainder
+    tensors |= buffer.state
+    tensors[GRADIENT] = buffer.own(buffer.grads)
+    return tensors
 
 
 def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
@@ -86,17 +102,30 @@ def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
         for parameter in part.parameters():
             if not parameter.requires_grad and has_layout(parameter):
                 layout = layout_of(parameter)
+                # stacked parts are logical tensors of their own
                 for span, first, last in layout.spans():
                     values = parameter.detach().reshape(-1)[first:last]
-                    yield _held(WEIGHT, span, values, layout, own=False)
+                    yield _digest_of(WEIGHT, span, values, layout, own=False)
 
 
-def _held(
-    kind: str, part: Part, values: Tensor, layout: Layout, own: bool, place: str = ""
+def _digest_of(
+    kind: str,
+    part: Part,
+    values: Tensor,
+    layout: Layout,
+    own: bool,
+    span: str = "",
 ) -> Held:
     shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
-    key = f"{kind} {part.name}{shard}{place}"
-    return Held(key, kind, part.copies, bool(layout.tied), own, digest(values), layout.expert)
+    return Held(
+        key=f"{kind} {part.name}{shard}{span}",
+        kind=kind,
+        copies=part.copies,
+        tied=bool(layout.tied),
+        own=own,
+        digest=digest(values),
+        expert=layout.expert,
+    )
 
 
 def strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
@@ -106,23 +135,24 @@ def strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
     steps: number of applied steps, as of the update that rounded them. Masters that are the
     weights, or that are stored as the weights and a remainder, cannot stray.
     """
-    found: dict[str, Tensor] = {}
+    strays: dict[str, Tensor] = {}
     for buffer in buffers:
-        if (
-            buffer.in_codes
-            or buffer.masters is None
-            or buffer.masters.dtype == buffer.weights.dtype
-        ):
+        if buffer.in_codes or buffer.masters is None:
+            continue
+        if buffer.masters.dtype == buffer.weights.dtype:
             continue
         for tile in buffer.blocks(0, buffer.last - buffer.first):
             rounded = replace(tile, weights=torch.empty_like(tile.weights))
             rounded.keep_weights(tile.wide_weights(), steps)
+            # bytes are compared, since NaN is not equal to itself
             differ = rounded.weights.view(torch.uint8) != tile.weights.view(torch.uint8)
             size = tile.weights.itemsize
             for part, _, first, last in tile.draw.spans:
                 any_differs = differ[first * size : last * size].any()
-                found[part.name] = any_differs | found.get(part.name, torch.zeros_like(any_differs))
-    return found
+                if part.name in strays:
+                    any_differs = any_differs | strays[part.name]
+                strays[part.name] = any_differs
+    return strays
 
 
 @dataclass(frozen=True)
@@ -154,44 +184,62 @@ def compare(
     experts: Holders | None,
     device: torch.device,
 ) -> Agreement:
-    """Compare digests with those of the ranks that must hold the same. Collective over all axes."""
-    differs = torch.zeros(2, dtype=torch.bool, device=device)
-    apart = [] if experts is None else [(experts, True)]
-    for (holders, of_experts), (n, gradients) in product(
-        [(others, False), *apart], enumerate((False, True))
-    ):
-        among = [one for one in all_held if one.expert == of_experts]
-        some = [one for one in among if (one.kind == GRADIENT) == gradients]
-        differs[n] |= _differ(some, holders, sorted({one.copies for one in among} - {1}), device)
-    for n, gradients in enumerate((False, True)):
-        some = [one for one in all_held if one.tied and (one.kind == GRADIENT) == gradients]
-        tied = pp.gather(_folded(some, device))
-        having = tied[tied.any(1)]
-        differs[n] |= (having != having[:1]).any()
+    """Compare digests with those of the ranks that must hold the same. Collective over all axes.
+
+    others: the holders of all but the experts. experts: those of experts on ranks of their own;
+    None if there are none.
+    """
+    differs = torch.zeros(2, dtype=torch.bool, device=device)  # of weights and of gradients
+    groups = [(others, False)]
+    if experts is not None:
+        groups.append((experts, True))
+    for holders, of_experts in groups:
+        of_group = [item for item in all_held if item.expert == of_experts]
+        copy_counts = sorted({item.copies for item in of_group} - {1})
+        for index, gradients in enumerate((False, True)):
+            items = _select(of_group, gradients)
+            differs[index] |= _differ(items, holders, copy_counts, device)
+    for index, gradients in enumerate((False, True)):
+        tied = [item for item in _select(all_held, gradients) if item.tied]
+        rows = pp.gather(_fold(tied, device))
+        rows = rows[rows.any(1)]  # pipeline ranks without tied parameters have zeros
+        differs[index] |= (rows != rows[:1]).any()
     return Agreement(*differs.unbind())
 
 
+def _select(items: Sequence[Held], gradients: bool) -> list[Held]:
+    """Return the items that are gradients, or those that are not."""
+    return [item for item in items if (item.kind == GRADIENT) == gradients]
+
+
 def _differ(
-    some: Sequence[Held], holders: Holders, copied: Sequence[int], device: torch.device
+    items: Sequence[Held],
+    holders: Holders,
+    copy_counts: Sequence[int],
+    device: torch.device,
 ) -> Tensor:
-    """Return bool [], True if ranks that must hold the same hold something else. copied: numbers of
-    copies over tp."""
-    found = torch.zeros((), dtype=torch.bool, device=device)
-    for sharded, apart in ((False, 1), (True, holders.sharing)):
-        own = [one for one in some if one.own == sharded]
-        rows = holders.replicas.gather(_folded(own, device)).view(-1, apart, 2)
-        found |= (rows != rows[:1]).any()
-    for copies in copied:
-        alike = _folded([one for one in some if one.copies == copies], device)
-        runs = holders.tp.gather(alike).view(-1, copies, 2)
-        found |= (runs != runs[:, :1]).any()
-    return found
+    """Return bool [], True if ranks that must hold the same hold something else. copy_counts:
+    numbers of copies over tp.
+
+    Collective over the replicas, then over tp.
+    """
+    differs = torch.zeros((), dtype=torch.bool, device=device)
+    # Of `sharing` neighbouring replicas each holds another shard: compare every `sharing`-th one.
+    for sharded, group_size in ((False, 1), (True, holders.sharing)):
+        of_layout = [item for item in items if item.own == sharded]
+        rows = holders.replicas.gather(_fold(of_layout, device)).view(-1, group_size, 2)
+        differs |= (rows != rows[:1]).any()
+    for copies in copy_counts:
+        copied = _fold([item for item in items if item.copies == copies], device)
+        runs = holders.tp.gather(copied).view(-1, copies, 2)
+        differs |= (runs != runs[:, :1]).any()
+    return differs
 
 
-def _folded(some: Sequence[Held], device: torch.device) -> Tensor:
+def _fold(items: Sequence[Held], device: torch.device) -> Tensor:
     """Return one digest of many: int64 [1, 2]; zeros if there is none."""
-    if some:
-        digests = torch.stack([one.digest for one in some])
+    if items:
+        digests = torch.stack([item.digest for item in items])
     else:
         digests = torch.zeros(0, dtype=torch.int64, device=device)
     return digest(digests).unsqueeze(0)

@@ -12,6 +12,7 @@ swapped, stays unseen with a probability of about 2^-64. Negative zero counts as
 another order may have either.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
@@ -21,12 +22,17 @@ from torch import Tensor
 from megaprec.comm.layout import Part
 from megaprec.comm.random import bits, key
 
-BLOCK = 1 << 15  # elements processed at once on a CPU: the temporaries then stay in a core's cache
-_ELSEWHERE = 1 << 22
+# elements processed at once on a CPU: the temporaries then stay in a core's cache
+BLOCK = 1 << 15
+_DEVICE_BLOCK = 1 << 22  # on other devices, where the start of a kernel costs more
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
+def digest_terms(
+    values: Tensor,
+    part: Part,
+    first: int,
+) -> Tensor:
     """Return the sums over elements [first, first + len(values)) of the flattened slice `part`:
     int64 [2].
 
@@ -35,53 +41,78 @@ def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not len(values):
         return total
-    rows, columns = _constants(_offset(part), part.local or (1,), values.device)
+    shape = part.local or (1,)
+    rows, columns = _constants(_offset(part), shape, values.device)
     width = columns.shape[1]
-    last = first + len(values)
-    begin = min(last, -(-first // width) * width)
-    end = last // width * width
-    for start, stop in ((first, begin), (begin, end), (max(begin, end), last)):
-        if start < stop:
-            row, column = divmod(start, width)
-            count = min(width, stop - start)
-            table = values[start - first : stop - first].view(-1, count)
-            total += _of_table(
-                table, rows[:, row : row + len(table)], columns[:, column : column + count]
-            )
+    for start, stop in _split_at_rows(first, first + len(values), width):
+        row, column = divmod(start, width)
+        count = min(width, stop - start)
+        table = values[start - first : stop - first].view(-1, count)
+        rows_of_table = rows[:, row : row + len(table)]
+        columns_of_table = columns[:, column : column + count]
+        total += _sum_table(table, rows_of_table, columns_of_table)
     return total
 
 
-def combined(made: Tensor) -> str:
-    """Return a digest, int64 [2], as 32 hexadecimal digits."""
-    return "".join(f"{number % 2**64:016x}" for number in made.tolist())
+def _split_at_rows(
+    first: int,
+    last: int,
+    width: int,
+) -> Iterator[tuple[int, int]]:
+    """Yield elements [first, last) of a matrix of `width` columns as runs [start, stop): the end of
+    a row, full rows, and the beginning of a row; none is empty."""
+    next_row = min(last, -(-first // width) * width)
+    last_row = max(next_row, last // width * width)
+    runs = [
+        (first, next_row),
+        (next_row, last_row),
+        (last_row, last),
+    ]
+    for start, stop in runs:
+        if start < stop:
+            yield start, stop
 
 
-def _of_table(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _sum_table(
+    table: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+) -> Tensor:
     """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and
     columns, int64 [2, c]."""
-    step = max(1, (BLOCK if table.device.type == "cpu" else _ELSEWHERE) // table.shape[1])
+    block = BLOCK if table.device.type == "cpu" else _DEVICE_BLOCK
+    step = max(1, block // table.shape[1])
     total = torch.zeros(2, dtype=torch.int64, device=table.device)
-    for first in range(0, len(table), step):
-        lanes = _lanes(table[first : first + step])
-        own = rows[:, first : first + step]
-        total += torch.stack([((lanes * columns[n]).sum(1) * own[n]).sum() for n in range(2)])
+    blocks = zip(table.split(step), rows.split(step, dim=1), strict=True)
+    for elements, constants in blocks:
+        lanes = _lanes(elements)
+        for number in range(2):
+            sum_of_row = (lanes * columns[number]).sum(1)
+            total[number] += (sum_of_row * constants[number]).sum()
     return total
 
 
 def _lanes(values: Tensor) -> Tensor:
     """Return the bits of each element as int64, spread over 64 bits; negative zero as zero."""
     wide = values if values.itemsize > 1 else values.float()  # torch adds no numbers of eight bits
-    lanes = (wide + 0.0).view(_INTEGERS[wide.itemsize]).long()
-    return lanes + (lanes >> 32) if wide.itemsize == 8 else lanes
+    positive_zero = wide + 0.0  # -0.0 + 0.0 is 0.0
+    lanes = positive_zero.view(_INTEGERS[wide.itemsize]).long()
+    if wide.itemsize == 8:
+        return lanes + (lanes >> 32)
+    return lanes
 
 
 def _offset(part: Part) -> tuple[int, ...]:
-    return tuple(part.start if d == part.dim else 0 for d in range(len(part.shape))) or (0,)
+    """Return the first index of the slice along each dim; that of a scalar is (0,)."""
+    dims = range(len(part.shape))
+    return tuple(part.start if dim == part.dim else 0 for dim in dims) or (0,)
 
 
 @lru_cache(1024)
 def _constants(
-    start: tuple[int, ...], size: tuple[int, ...], device: torch.device
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return the constants of the rows and columns of a slice, for both sums: odd int64 [2, rows],
     [2, columns].
@@ -89,17 +120,32 @@ def _constants(
     start, size: of the slice along each dim. A row is one index of all dims but the last.
     """
     dims = range(-len(size), 0)
-    of_dims = [
-        _of_dim(dim, first, count) for dim, first, count in zip(dims, start, size, strict=True)
+    spans = zip(dims, start, size, strict=True)
+    *of_outer_dims, columns = [
+        _coordinate_constants(dim, first, count) for dim, first, count in spans
     ]
     rows = torch.ones(2, 1, dtype=torch.int64)
-    for one in of_dims[:-1]:
-        rows = (rows[:, :, None] * one[:, None, :]).reshape(2, -1)
+    for constants in of_outer_dims:
+        # all products of a row so far and a coordinate of this dim, in row-major order
+        products = rows[:, :, None] * constants[:, None, :]
+        rows = products.reshape(2, -1)
     assert rows.shape[1] == prod(size[:-1])
-    return rows.to(device), of_dims[-1].to(device)
+    return rows.to(device), columns.to(device)
 
 
-def _of_dim(dim: int, first: int, count: int) -> Tensor:
-    """Return the constants of `count` coordinates of a dim, for both sums: odd int64 [2, count]."""
-    index = torch.arange(first, first + count)
-    return torch.stack([bits(key(0, "coordinate", dim, n), index) | 1 for n in range(2)])
+def _coordinate_constants(
+    dim: int,
+    first: int,
+    count: int,
+) -> Tensor:
+    """Return the constants of `count` coordinates of a dim, for both sums: int64 [2, count].
+
+    dim: counted from the last, which is -1. Odd numbers have inverses modulo 2^64, so no change of
+    an element is multiplied away.
+    """
+    coordinates = torch.arange(first, first + count)
+    constants = []
+    for number in range(2):
+        stream = key(0, "coordinate", dim, number)
+        constants.append(bits(stream, coordinates) | 1)
+    return torch.stack(constants)

@@ -78,7 +78,7 @@ class Trace(AbstractContextManager["Trace"]):
         self.seen: list[Glance] = []
         self._modules = dict(model.named_modules())
         self._running: list[str] = []  # paths of the modules that have been entered and not left
-        self._given: dict[str, float] = {}
+        self._entering: dict[str, float] = {}  # by path: the largest magnitude that entered
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "Trace":
@@ -98,12 +98,17 @@ class Trace(AbstractContextManager["Trace"]):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # gradients of parameters that no hook has looked at
         if error is None:
             for path in self._modules:
                 self._look_at_parameters(path)
 
     def look(
-        self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None
+        self,
+        what: str,
+        tensor: Tensor,
+        module: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> float:
         """Check a tensor that was computed in `module`, by default outside, and return its largest
         finite magnitude.
@@ -113,49 +118,79 @@ class Trace(AbstractContextManager["Trace"]):
         values = tensor.detach()
         finite = values.isfinite()
         largest = values.where(finite, 0).abs().max().item() if values.numel() else 0.0
+        # only what comes before the first finding is kept
         if self.found is None and finite.all():
             self.seen.append(Glance(what, largest))
         elif self.found is None:
-            self.found = self._finding(what, values, largest, module, dtype or values.dtype)
+            self.found = self._finding(
+                what,
+                values,
+                largest,
+                module,
+                dtype or values.dtype,
+            )
         return largest
 
     def _finding(
-        self, what: str, values: Tensor, largest: float, path: str | None, dtype: torch.dtype
+        self,
+        what: str,
+        values: Tensor,
+        largest: float,
+        path: str | None,
+        dtype: torch.dtype,
     ) -> Finding:
         module = self._modules.get(path) if path is not None else None
-        kind = "" if module is None else type(module).__name__
-        names = tuple(name for name, _ in self._parameters(path)) if path is not None else ()
-        infs = int(values.isinf().sum())
-        nans = int(values.isnan().sum())
-        given = self._given.get(path, 0.0) if path is not None else 0.0
-        shape = tuple(values.shape)
+        parameters: tuple[str, ...] = ()
+        entering = 0.0
+        if path is not None:
+            parameters = tuple(name for name, _ in self._parameters(path))
+            entering = self._entering.get(path, 0.0)
         return Finding(
-            path, kind, names, what, shape, dtype, infs, nans, values.numel(), largest, given
+            module=path,
+            kind="" if module is None else type(module).__name__,
+            parameters=parameters,
+            what=what,
+            shape=tuple(values.shape),
+            dtype=dtype,
+            infs=int(values.isinf().sum()),
+            nans=int(values.isnan().sum()),
+            elements=values.numel(),
+            largest=largest,
+            given=entering,
         )
 
     def _enter(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         caller = self._running[-1] if self._running else None
         self._running.append(path)
-        looks = [
-            self.look(f"input of {_shown(path)}", tensor, caller)
-            for tensor in _inputs((args, kwargs))
-        ]
-        self._given[path] = max(looks, default=0.0)
-        watch = partial(self._watched, hook=partial(self._input_gradient, path))
+        largest = 0.0
+        for tensor in _inputs((args, kwargs)):
+            # an inf or NaN in an input arose in the calling module
+            largest = max(largest, self.look(f"input of {_describe(path)}", tensor, caller))
+        self._entering[path] = largest
+        watch = partial(self._watch, hook=partial(self._check_input_gradient, path))
         return mapped(args, watch), mapped(kwargs, watch)
 
-    def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         self._running.pop()
         caller = self._running[-1] if self._running else None
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
-            self.look(f"output of {_shown(path)}", tensor, path)
-        return mapped(
-            output, partial(self._watched, hook=partial(self._output_gradient, path, caller))
-        )
+            self.look(f"output of {_describe(path)}", tensor, path)
+        check = partial(self._check_output_gradient, path, caller)
+        return mapped(output, partial(self._watch, hook=check))
 
-    def _watched(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+    def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         """Return a view of the tensor with a gradient hook. A view, because the tensor may be used
         elsewhere too."""
         if (
@@ -168,14 +203,16 @@ class Trace(AbstractContextManager["Trace"]):
         self._hooks.append(view.register_hook(hook))
         return view
 
-    def _output_gradient(self, path: str, caller: str | None, grad: Tensor) -> None:
+    def _check_output_gradient(self, path: str, caller: str | None, grad: Tensor) -> None:
+        # By now the backward pass has computed what the caller did after this module.
         if caller is not None:
             self._look_at_parameters(caller)
-        self._given[path] = self.look(f"gradient of the output of {_shown(path)}", grad, caller)
+        largest = self.look(f"gradient of the output of {_describe(path)}", grad, caller)
+        self._entering[path] = largest
 
-    def _input_gradient(self, path: str, grad: Tensor) -> None:
+    def _check_input_gradient(self, path: str, grad: Tensor) -> None:
         self._look_at_parameters(path)
-        self.look(f"gradient of the input of {_shown(path)}", grad, path)
+        self.look(f"gradient of the input of {_describe(path)}", grad, path)
 
     def _look_at_parameters(self, path: str) -> None:
         for name, parameter in self._parameters(path):
@@ -188,13 +225,12 @@ class Trace(AbstractContextManager["Trace"]):
     def _parameters(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._modules[path].named_parameters(path, recurse=False):
             layout = getattr(parameter, "megaprec_layout", None)
-            yield (
-                name if layout is None else " + ".join(part.name for part in layout.parts),
-                parameter,
-            )
+            if layout is not None:
+                name = " + ".join(part.name for part in layout.parts)
+            yield name, parameter
 
 
-def _shown(path: str) -> str:
+def _describe(path: str) -> str:
     return path or "the model"
 
 

@@ -15,6 +15,7 @@ from megaprec.optim.step_report import NO_TOKENS, StepReport
 from megaprec.precision.plan import LossScaling
 
 WINDOW = 1000  # recent steps that are counted
+FEW_SKIPS = 8  # in the window; so few are normal whatever the growth interval
 
 
 class OverflowMonitor:
@@ -43,11 +44,15 @@ class OverflowMonitor:
         self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)
         self.ever_applied |= not skipped
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self.at_floor = self.at_floor + 1 if skipped and self._is_floor(report.loss_scale) else 0
-        self.bad_losses = self.bad_losses + 1 if skipped and not self._loss_finite else 0
+        if not skipped:
+            self.in_a_row = self.at_floor = self.bad_losses = 0
+            return
+        self.in_a_row += 1
+        self.at_floor = self.at_floor + 1 if self._is_floor(report.loss_scale) else 0
+        self.bad_losses = 0 if self._loss_finite else self.bad_losses + 1
 
     def _is_floor(self, scale: float) -> bool:
+        """Return True if the scale cannot fall further."""
         return self.scaling.kind != "dynamic" or scale <= self.scaling.minimum
 
     @property
@@ -75,6 +80,7 @@ class OverflowMonitor:
         self.ever_applied = state["ever_applied"]
         self._recent = deque(state["recent"], maxlen=WINDOW)
         if self.hopeless:
+            # not `in_a_row`, which is only reported
             self.at_floor = self.bad_losses = 0
 
     def advice(self) -> str:
@@ -86,12 +92,15 @@ class OverflowMonitor:
                 f"{self._cure()}"
             )
         if self.at_floor > 1:
-            where = {"dynamic": "at the minimum scale", "constant": "at a constant scale"}.get(
-                self.scaling.kind, "and there is no scale to lower"
-            )
+            scale = {
+                "dynamic": "at the minimum scale",
+                "constant": "at a constant scale",
+                "none": "and there is no scale to lower",
+            }[self.scaling.kind]
             return (
-                f"{self.at_floor} in a row {where}: this will not recover by itself; {self._cure()}"
+                f"{self.at_floor} in a row {scale}: this will not recover by itself; {self._cure()}"
             )
+        # single skips, which may be normal
         count = sum(self._recent)
         if not self._loss_finite:
             return (
@@ -118,7 +127,8 @@ class OverflowMonitor:
             return "without a loss scale each one is a sign of instability"
         if self.scaling.kind == "constant":
             return f"the gradients do not fit; {self._cure()}"
+        # A scale overflows about once after each growth; up to four times as often is normal too.
         expected = 2 + 4 * len(self._recent) // self.scaling.growth_interval
-        if count <= max(expected, 8):
+        if count <= max(expected, FEW_SKIPS):
             return "normal while the scale adapts"
         return "more than an adapting scale explains; watch the gradient norm"

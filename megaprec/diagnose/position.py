@@ -44,8 +44,11 @@ SIZE = 256  # bytes of the shared memory
 
 
 class _Account(NamedTuple):
-    """Seconds computed in steps until `since`, when the rank had waited `waited` seconds in all.
-    since: None where the rank does not compute: outside of steps, and while records are written.
+    """The time that a rank has computed in training steps.
+
+    before: seconds computed until `since`. since: the monotonic time from which on the rank
+        computes; None where it does not: outside of steps, and while records are written.
+    waited: seconds that the rank had waited in all at `since`.
     """
 
     before: float = 0.0
@@ -75,11 +78,11 @@ class Position:
         self.shared = -1
         self.waits = Waits()
         self.begun = 0
-        self._account = _Account()  # replaced as a whole: a reader never sees a half of it
+        self._account = _Account()
         self._memory: mmap.mmap | None = None
-        # what is written: phase and step, then the action
+        # what is written to shared memory: phase and step, then a line by action
         self._head = b""
-        self._texts = dict[object, bytes]()
+        self._texts: dict[object, bytes] = {}
         self.at("start")
         self._since = time.monotonic()
 
@@ -88,12 +91,15 @@ class Position:
         self.doing = doing
         self.count += 1
         if self._memory is not None:
-            data = self._head + (self._texts.get(doing) or self._text(doing))
-            self._memory[: len(data)] = data
+            record = self._head + (self._texts.get(doing) or self._encode(doing))
+            self._memory[: len(record)] = record
 
-    def _text(self, doing: object) -> bytes:
-        text = self._texts[doing] = in_words(doing).encode()[: SIZE // 2] + b"\n"
-        return text
+    def _encode(self, doing: object) -> bytes:
+        """Return the line of an action in shared memory. Kept, because the executor writes the same
+        instructions in each step."""
+        line = in_words(doing).encode()[: SIZE // 2] + b"\n"
+        self._texts[doing] = line
+        return line
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """Note the phase that begins now, and its step; None keeps the step's number."""
@@ -101,13 +107,14 @@ class Position:
         if self.phase is Phase.STEP:
             self.slowest = max(self.slowest, now - self._since)
         if step is not None and phase is Phase.STEP:
-            # a resumed run begins with a later step
+            # Phases of one step may take turns. A resumed run begins with a later step than 1.
             self.begun += max(0, step - self.step) if self.begun else 1
+        if step is not None:
+            self.step = step
         self.phase = phase
         self._since = now
-        self.count = -1
-        self.step = self.step if step is None else step
-        self._keep_account(now, phase is Phase.STEP)
+        self.count = -1  # 0 after the write below
+        self._keep_account(now, computes=phase is Phase.STEP)
         self.entries += 1
         self._head = f"{phase}\t{self.step}\t".encode()
         self.at("")
@@ -132,11 +139,12 @@ class Position:
 
     def _keep_account(self, now: float, computes: bool) -> None:
         since = now if computes else None
+        # replaced as a whole: a reader in another thread never sees a half of it
         self._account = _Account(self._computed_at(now), since, self.waits.seconds(now))
 
     def share(self) -> None:
         """Write to shared memory too, from now on."""
-        if sys.platform == "linux":
+        if sys.platform == "linux":  # other processes read it through /proc
             self.shared = os.memfd_create("position")
             os.truncate(self.shared, SIZE)
             self._memory = mmap.mmap(self.shared, SIZE)
@@ -162,9 +170,8 @@ def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
     None if unreadable."""
     try:
         with open(f"/proc/{pid}/fd/{shared}", "rb") as memory:
-            phase, step, doing = (
-                memory.read(SIZE).decode(errors="replace").partition("\n")[0].split("\t")
-            )
+            line = memory.read(SIZE).decode(errors="replace").partition("\n")[0]
+        phase, step, doing = line.split("\t")
     except (OSError, ValueError):
         return None
     return phase, int(step), doing

@@ -13,9 +13,9 @@ that see it at the same moment, after a sum of their parts, are all named.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.diagnose.bit_digest import hexadecimal
 from megaprec.diagnose.border_trace import BACKWARD, Entry, Moment
@@ -43,21 +43,33 @@ class Testimony:
     messages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     traces: Mapping[str, Trace] = field(default_factory=dict)
 
+    @property
+    def replica(self) -> int:
+        """Return the data-parallel rank."""
+        return self.place[1]
+
+    @property
+    def place_in_replica(self) -> tuple[int, int]:
+        """Return (pp, tp)."""
+        return (self.place[0], self.place[2])
+
     @staticmethod
-    def read(said: Mapping[str, Any]) -> "Testimony":
+    def read(values: Mapping[str, Any]) -> "Testimony":
         """Return the testimony of which `asdict` made JSON values."""
-        traces = {
-            name: tuple(
-                (Moment(*moment), what, module, bits) for moment, what, module, bits in trace
-            )
-            for name, trace in said["traces"].items()
-        }
-        return Testimony(**{**said, "place": tuple(said["place"]), "traces": traces})
+        traces = {name: _parse_trace(trace) for name, trace in values["traces"].items()}
+        return Testimony(**{**values, "place": tuple(values["place"]), "traces": traces})
+
+
+def _parse_trace(trace: Iterable[Sequence[Any]]) -> Trace:
+    """Return the trace of which JSON made lists."""
+    return tuple((Moment(*moment), what, module, bits) for moment, what, module, bits in trace)
 
 
 def rows(entries: Iterable[Entry]) -> Trace:
     """Return the entries of a trace, read from the device."""
-    return tuple((e.moment, e.what, e.module, hexadecimal(e.digest)) for e in entries)
+    return tuple(
+        (entry.moment, entry.what, entry.module, hexadecimal(entry.digest)) for entry in entries
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,9 @@ class Fault:
         names = [
             f"rank {rank} on host {host}" for rank, host in zip(self.ranks, self.hosts, strict=True)
         ]
-        who = (" and " if self.certain and self.kind != "message" else " or ").join(names)
+        # of a lost message, either its sender or its receiver is to blame
+        all_are = self.certain and self.kind != "message"
+        who = (" and " if all_are else " or ").join(names)
         if self.kind == "weights":
             return f"{who} holds wrong bits of {self.what}"
         if self.kind == "message":
@@ -100,39 +114,83 @@ class Fault:
         )
 
 
+class _Disagreement(NamedTuple):
+    """A tensor that ranks hold unequally.
+
+    certain: True if a majority of its holders agrees. blamed: the other holders; without a majority
+    all of them.
+    """
+
+    key: str
+    blamed: Sequence[Testimony]
+    certain: bool
+
+
+class _WrongReplica(NamedTuple):
+    """A replica whose trace of the micro-batch is not the one that is right."""
+
+    replica: int
+    trace: Replica
+    right: Replica
+
+
 def judge(
-    said: Sequence[Testimony], suspect: int | None, comparable: bool, exact: bool
+    testimonies: Sequence[Testimony],
+    suspect: int | None,
+    comparable: bool,
+    exact: bool,
 ) -> Fault | None:
     """Return the verdict; None if the micro-batch cannot be judged, because its computation is not
     deterministic.
 
-    said: the testimonies of all ranks, by rank. suspect: the data-parallel rank whose micro-batch
-    was not computed again as it was; None if there is none. comparable: True if all replicas
-    compute alike. exact: True if a sound rank is known to compute the same bits each time.
+    testimonies: of all ranks, by rank. suspect: the data-parallel rank whose micro-batch was not
+    computed again as it was; None if there is none. comparable: True if all replicas compute alike.
+    exact: True if a sound rank is known to compute the same bits each time.
     """
-    unequal = _unequal(said, [one.weights for one in said])
-    alone = [one for one in said if one.strayed]
-    sound = not unequal and not alone
+    # In order of cause: wrong weights or messages make computations and gradients wrong too.
+    if (fault := _weights_fault(testimonies)) is not None:
+        return fault
+    if (fault := _message_fault(testimonies)) is not None:
+        return fault
+    if suspect is not None:
+        return _computation_fault(testimonies, suspect, comparable, exact)
+    unequal = _first_disagreement(testimonies, [rank.gradients for rank in testimonies])
     if unequal is not None:
-        what, blamed, certain = unequal
-        if not certain and alone:
-            blamed = alone
-            certain = True
-        return _fault("weights", what, blamed, certain, sound)
-    if alone:
+        return _fault(
+            "gradients",
+            unequal.key,
+            unequal.blamed,
+            unequal.certain,
+            sound=True,
+        )
+    return None
+
+
+def _weights_fault(testimonies: Sequence[Testimony]) -> Fault | None:
+    """Return the fault of weights or state that ranks hold unequally, or that stray from their
+    masters."""
+    unequal = _first_disagreement(testimonies, [rank.weights for rank in testimonies])
+    strayed = [rank for rank in testimonies if rank.strayed]
+    if unequal is not None:
+        # Without a majority, ranks whose weights are not their masters are the wrong ones.
+        if not unequal.certain and strayed:
+            return _fault(
+                "weights",
+                unequal.key,
+                strayed,
+                certain=True,
+                sound=False,
+            )
         return _fault(
             "weights",
-            f"weight {alone[0].strayed[0]}, which are not its masters rounded",
-            alone,
-            True,
-            sound,
+            unequal.key,
+            unequal.blamed,
+            unequal.certain,
+            sound=False,
         )
-    if (lost := _lost_message(said)) is not None:
-        return lost
-    if suspect is not None:
-        return _computation(said, suspect, comparable, exact)
-    if (unequal := _unequal(said, [one.gradients for one in said])) is not None:
-        return _fault("gradients", *unequal, sound)
+    if strayed:
+        what = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
+        return _fault("weights", what, strayed, certain=True, sound=False)
     return None
 
 
@@ -143,111 +201,205 @@ def _fault(
     certain: bool,
     sound: bool,
     transient: bool = False,
+    module: str = "",
+    direction: str = "",
 ) -> Fault:
-    hosts = tuple(one.host for one in blamed)
     return Fault(
-        kind, what, "", "", tuple(one.rank for one in blamed), hosts, certain, transient, sound
+        kind=kind,
+        what=what,
+        module=module,
+        direction=direction,
+        ranks=tuple(testimony.rank for testimony in blamed),
+        hosts=tuple(testimony.host for testimony in blamed),
+        certain=certain,
+        transient=transient,
+        sound=sound,
     )
 
 
-def _unequal(
-    said: Sequence[Testimony], digests: Sequence[Mapping[str, str]]
-) -> tuple[str, Sequence[Testimony], bool] | None:
-    """Return the first thing that ranks hold unequally, who is to blame, and True if a majority
-    says so."""
-    for key in dict.fromkeys(key for one in digests for key in one):
-        holders = [(one, held[key]) for one, held in zip(said, digests, strict=True) if key in held]
+def _first_disagreement(
+    testimonies: Sequence[Testimony], digests: Sequence[Mapping[str, str]]
+) -> _Disagreement | None:
+    """Return the first thing that ranks hold unequally. digests: of each rank, by key."""
+    keys: dict[str, None] = {}
+    for of_rank in digests:
+        keys |= dict.fromkeys(of_rank)
+    for key in keys:
+        holders = [
+            (testimony, of_rank[key])
+            for testimony, of_rank in zip(testimonies, digests, strict=True)
+            if key in of_rank
+        ]
         (common, count), *others = Counter(bits for _, bits in holders).most_common()
-        if others:
-            certain = 2 * count > len(holders)
-            return key, [one for one, bits in holders if not certain or bits != common], certain
+        if not others:  # all holders agree, or there is one only
+            continue
+        certain = 2 * count > len(holders)
+        if certain:
+            blamed = [testimony for testimony, bits in holders if bits != common]
+        else:
+            blamed = [testimony for testimony, _ in holders]
+        return _Disagreement(key, blamed, certain)
     return None
 
 
-def _lost_message(said: Sequence[Testimony]) -> Fault | None:
+def _message_fault(testimonies: Sequence[Testimony]) -> Fault | None:
     """Return the fault of the first message that was received with other bits than it was sent
     with."""
-    sent = {
-        (one.place[1:], name): (one, both["sent"])
-        for one in said
-        for name, both in one.messages.items()
-        if "sent" in both
-    }
-    for one in said:
-        for name, both in one.messages.items():
-            sender, bits = sent.get((one.place[1:], name), (one, ""))
-            if "received" in both and bits and both["received"] != bits:
-                return _fault("message", name, [sender, one], False, True, transient=True)
+    sent: dict[tuple[tuple[int, int], str], tuple[Testimony, str]] = {}
+    for sender in testimonies:
+        for name, sides in sender.messages.items():
+            if "sent" in sides:
+                # a message's name is unique within its pipeline, which dp and tp name
+                sent[sender.place[1:], name] = (sender, sides["sent"])
+    for receiver in testimonies:
+        for name, sides in receiver.messages.items():
+            sender, bits = sent.get((receiver.place[1:], name), (receiver, ""))
+            if "received" in sides and bits and sides["received"] != bits:
+                return _fault(
+                    "message",
+                    name,
+                    [sender, receiver],
+                    certain=False,
+                    sound=True,
+                    transient=True,
+                )
     return None
 
 
-def _computation(
-    said: Sequence[Testimony], suspect: int, comparable: bool, exact: bool
+def _computation_fault(
+    testimonies: Sequence[Testimony],
+    suspect: int,
+    comparable: bool,
+    exact: bool,
 ) -> Fault | None:
-    count = 1 + max(one.place[1] for one in said)
-    able = range(count) if comparable else [suspect]
-    first, second = ({r: _replica(said, r, name) for r in able} for name in ("first", "second"))
-    unsteady = [r for r in able if first[r] != second[r]]
+    """Return the fault of the replicas that computed the suspect's micro-batch wrongly, by the
+    order of evidence in the module's docstring."""
+    replicas = 1 + max(testimony.replica for testimony in testimonies)
+    judged = range(replicas) if comparable else [suspect]
+    first = {replica: _replica_traces(testimonies, replica, "first") for replica in judged}
+    second = {replica: _replica_traces(testimonies, replica, "second") for replica in judged}
+
+    unsteady = _find_differing(first, second)
     if unsteady:
-        if not exact and len(unsteady) == len(able):
+        # If none is steady, and none needs to be, the computation is not deterministic.
+        if not exact and len(unsteady) == len(judged):
             return None
-        return _blame(said, [(r, first[r], second[r]) for r in unsteady], transient=True)
-    standing = {r: sum(first[r] == first[other] for other in able) for r in able}
-    judge = max(able, key=lambda r: standing[r])
-    if 2 * standing[judge] <= len(able):
-        one, other, *_ = able
-        return _blame(
-            said,
-            [(one, first[one], first[other]), (other, first[other], first[one])],
-            certain=False,
-        )
-    wrong = [(r, first[r], first[judge]) for r in able if first[r] != first[judge]]
+        return _blame(testimonies, unsteady, transient=True)
+
+    right = _majority(first.values())
+    if right is None:
+        # the first two accuse each other
+        accused, accuser, *_ = judged
+        wrong = [
+            _WrongReplica(accused, first[accused], first[accuser]),
+            _WrongReplica(accuser, first[accuser], first[accused]),
+        ]
+        return _blame(testimonies, wrong, certain=False)
+
+    wrong = _find_differing(first, dict.fromkeys(judged, right))
     if wrong:
-        return _blame(said, wrong)
-    borrower = (suspect + 1) % count if comparable else suspect
-    was = [
-        (suspect, _replica(said, suspect, "real")),
-        (borrower, _replica(said, borrower, "again")),
-    ]
-    erred = [(r, trace, first[judge]) for r, trace in was if trace != first[judge]]
-    return _blame(said, erred, transient=True) if erred else None
+        return _blame(testimonies, wrong)
+
+    borrower = (suspect + 1) % replicas if comparable else suspect
+    return _transient_fault(testimonies, suspect, borrower, right)
 
 
-def _replica(said: Sequence[Testimony], replica: int, name: str) -> Replica:
+def _transient_fault(
+    testimonies: Sequence[Testimony],
+    suspect: int,
+    borrower: int,
+    right: Replica,
+) -> Fault | None:
+    """Return the fault of the replicas that erred in the step, though all agree now.
+
+    borrower: the replica that computed the suspect's micro-batch again in the step.
+    """
+    erred = []
+    for replica, name in ((suspect, "real"), (borrower, "again")):
+        trace = _replica_traces(testimonies, replica, name)
+        if trace != right:
+            erred.append(_WrongReplica(replica, trace, right))
+    if not erred:
+        return None
+    return _blame(testimonies, erred, transient=True)
+
+
+def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -> Replica:
     return {
-        (one.place[0], one.place[2]): one.traces[name] for one in said if one.place[1] == replica
+        testimony.place_in_replica: testimony.traces[name]
+        for testimony in testimonies
+        if testimony.replica == replica
     }
+
+
+def _find_differing(
+    traces: Mapping[int, Replica],
+    right: Mapping[int, Replica],
+) -> list[_WrongReplica]:
+    """Return the replicas whose trace is not the one that is right for it."""
+    return [
+        _WrongReplica(replica, trace, right[replica])
+        for replica, trace in traces.items()
+        if trace != right[replica]
+    ]
+
+
+def _majority(traces: Collection[Replica]) -> Replica | None:
+    """Return the trace that more than half of the replicas have, None if there is none."""
+    for trace in traces:
+        if 2 * sum(trace == other for other in traces) > len(traces):
+            return trace
+    return None
 
 
 def _blame(
-    said: Sequence[Testimony],
-    wrong: Sequence[tuple[int, Replica, Replica]],
+    testimonies: Sequence[Testimony],
+    wrong: Sequence[_WrongReplica],
     certain: bool = True,
     transient: bool = False,
 ) -> Fault:
     """Return the fault of replicas whose trace differs from a right one."""
-    found = [(r, *_first_difference(trace, right)) for r, trace, right in wrong]
-    (_, row, _) = min(found, key=lambda one: one[1][0])
-    places = {(pp, r, tp) for r, _, there in found for pp, tp in there}
-    blamed = [one for one in said if one.place in places]
-    moment, what, module, _ = row
-    direction = "backward" if moment.direction == BACKWARD else "forward"
-    ranks = tuple(one.rank for one in blamed)
-    hosts = tuple(one.host for one in blamed)
-    return Fault("computation", what, module, direction, ranks, hosts, certain, transient, True)
+    first_rows: list[Row] = []
+    places: set[tuple[int, int, int]] = set()
+    for replica, trace, right in wrong:
+        row, places_in_replica = _first_difference(trace, right)
+        first_rows.append(row)
+        places |= {(pp, replica, tp) for pp, tp in places_in_replica}
+    # the earliest of all replicas names the tensor; ranks of each replica are to blame
+    moment, what, module, _ = min(first_rows, key=lambda row: row[0])
+    return _fault(
+        "computation",
+        what,
+        [testimony for testimony in testimonies if testimony.place in places],
+        certain,
+        sound=True,
+        transient=transient,
+        module=module,
+        direction="backward" if moment.direction == BACKWARD else "forward",
+    )
 
 
 def _first_difference(trace: Replica, right: Replica) -> tuple[Row, list[tuple[int, int]]]:
-    """Return the first row in which two replicas differ, and the places of the ranks that differ at
-    that moment."""
-    firsts: dict[tuple[int, int], Row] = {}
-    for place, mine in trace.items():
-        theirs = right[place]
-        differing = (row for row, other in zip(mine, theirs, strict=False) if row != other)
-        longer = mine if len(mine) > len(theirs) else theirs
-        rest = iter(longer[min(len(mine), len(theirs)) :])
-        if (row := next(differing, None) or next(rest, None)) is not None:
-            firsts[place] = row
-    earliest = min(row[0] for row in firsts.values())
-    there = [place for place, row in firsts.items() if row[0] == earliest]
-    return firsts[there[0]], there
+    """Return the first row in which two replicas differ, and the (pp, tp) of the ranks that differ
+    at that moment."""
+    differing: dict[tuple[int, int], Row] = {}
+    for place, rows_of_rank in trace.items():
+        row = _first_differing_row(rows_of_rank, right[place])
+        if row is not None:
+            differing[place] = row
+    # later ranks computed on wrong inputs
+    earliest = min(row[0] for row in differing.values())
+    places = [place for place, row in differing.items() if row[0] == earliest]
+    return differing[places[0]], places
+
+
+def _first_differing_row(trace: Trace, right: Trace) -> Row | None:
+    """Return the first row of `trace` that is not in its place in `right`; of traces of which one
+    begins with the other, the first that only the longer one has. None if they are equal."""
+    for row, right_row in zip(trace, right, strict=False):
+        if row != right_row:
+            return row
+    if len(trace) == len(right):
+        return None
+    common = min(len(trace), len(right))
+    return max(trace, right, key=len)[common]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megaprec.comm.everyones import everyones
 from megaprec.comm.layout import Part
-from megaprec.diagnose.logical_digest import combined, digest_terms
+from megaprec.diagnose.bit_digest import hexadecimal
+from megaprec.diagnose.logical_digest import digest_terms
 from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -38,18 +39,22 @@ class StateDigest:
         device."""
         world = self._optimizer.world
         device = self._optimizer.device
-        own: dict[str, Tensor] = {}
+        local: dict[str, Tensor] = {}
         for name, terms in self._terms():
-            own[name] = own[name] + terms if name in own else terms
+            if name in local:
+                terms = terms + local[name]
+            local[name] = terms
         if self._names is None:
-            self._names = sorted(everyones(dict.fromkeys(own), world, device))
-        nothing = torch.zeros(2, dtype=torch.int64, device=device)
-        sums = world.sum_(torch.stack([own.get(name, nothing) for name in self._names])).cpu()
-        found: Digests = {}
-        for name, made in zip(self._names, sums, strict=True):
+            self._names = sorted(everyones(dict.fromkeys(local), world, device))
+        # zeros where this rank has nothing of a tensor: all ranks sum one table
+        nothing = _zero_terms(device)
+        table = torch.stack([local.get(name, nothing) for name in self._names])
+        sums = world.sum_(table).cpu()
+        digests: Digests = {}
+        for name, sums_of_name in zip(self._names, sums, strict=True):
             kind, _, tensor = name.partition("/")
-            found.setdefault(kind, {})[tensor] = combined(made)
-        return found
+            digests.setdefault(kind, {})[tensor] = hexadecimal(sums_of_name)
+        return digests
 
     def _terms(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ("kind/logical name", int64 [2]) of what this rank counts; a name may occur
@@ -59,13 +64,11 @@ class StateDigest:
                 first = max(piece.start, buffer.share[0])
                 last = min(piece.stop, buffer.share[1])
                 if piece.counts and first < last:
-                    for kind, values in _kept(buffer, first, last):
-                        yield (
-                            f"{kind}/{piece.part.name}",
-                            digest_terms(values, piece.part, first - piece.start),
-                        )
+                    for kind, values in _state_of(buffer, first, last):
+                        terms = digest_terms(values, piece.part, first - piece.start)
+                        yield f"{kind}/{piece.part.name}", terms
                 else:
-                    yield from _not_counted(buffer, piece, self._optimizer.device)
+                    yield from _no_terms(buffer, piece, self._optimizer.device)
         if self._fp8 is not None and self._fp8.names:
             yield from self._fp8_terms(self._fp8)
 
@@ -75,14 +78,23 @@ class StateDigest:
         fp8.roll()
         axis = fp8.dp
         optimizer = self._optimizer
+        # Ranks with equal scales count them once: those of tp, and those of dp unless these differ.
         counts = optimizer.tp.rank == 0 and (axis.size > 1 or optimizer.dp.rank == 0)
         for number, name in enumerate(fp8.names):
-            kept = torch.cat((fp8.bank.scale[number : number + 1], fp8.bank.history[:, number]))
-            part = Part(name, (axis.size, len(kept)), 0, axis.size, axis.rank)
-            yield f"fp8/{name}", digest_terms(kept if counts else kept[:0], part, 0)
+            scale = fp8.bank.scale[number : number + 1]
+            history = fp8.bank.history[:, number]
+            row = torch.cat((scale, history))
+            part = Part(name, (axis.size, len(row)), 0, axis.size, axis.rank)
+            if not counts:
+                row = row[:0]  # the name is there, with terms of zero
+            yield f"fp8/{name}", digest_terms(row, part, 0)
 
 
-def _kept(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+def _state_of(
+    buffer: Buffer,
+    first: int,
+    last: int,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
     low = first - buffer.first
     high = last - buffer.first
@@ -95,14 +107,21 @@ def _kept(buffer: Buffer, first: int, last: int) -> Iterator[tuple[str, Tensor]]
         yield kind, values[low:high]
 
 
-def _not_counted(
-    buffer: Buffer, piece: Piece, device: torch.device
+def _no_terms(
+    buffer: Buffer,
+    piece: Piece,
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
     for kind in buffer.saved_names:
-        yield f"{kind}/{piece.part.name}", torch.zeros(2, dtype=torch.int64, device=device)
+        yield f"{kind}/{piece.part.name}", _zero_terms(device)
 
 
-def folded(found: Digests, *others: Mapping[str, object]) -> str:
+def _zero_terms(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+def folded(digests: Digests, *tables: Mapping[str, object]) -> str:
     """Return one digest of all digests and of JSON tables, as 32 hexadecimal digits."""
-    text = json.dumps([found, *others], sort_keys=True)
+    text = json.dumps([digests, *tables], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()

@@ -2,10 +2,12 @@
 the Booster's plugins.
 
 TORCH     FP32 parameters under torch's autocast to FP16, with torch's gradient scaler.
-APEX      NVIDIA apex's optimization levels. O0 is FP32, O1 autocast as above, O2 FP16 parameters with FP32 masters,
-          O3 FP16 alone; each other key changes one property of its level.
-PARALLEL  FP16 parameters with FP32 masters, Megatron's scaler with a maximal scale, clipping and zero count.
-NAIVE     the later name of PARALLEL, with other defaults: no maximal or minimal scale, or a constant scale.
+APEX      NVIDIA apex's optimization levels. O0 is FP32, O1 autocast as above, O2 FP16 parameters
+          with FP32 masters, O3 FP16 alone; each other key changes one property of its level.
+PARALLEL  FP16 parameters with FP32 masters, Megatron's scaler with a maximal scale, clipping and
+          zero count.
+NAIVE     the later name of PARALLEL, with other defaults: no maximal or minimal scale, or a
+          constant scale.
 
     [precision.colossalai]
     clip_grad_norm = 1.0                default: 0, no clipping
@@ -42,8 +44,8 @@ from megaprec.dialects.scaling import (
     SCALER_KEYS,
     GradScaler,
     cap,
+    express_torch_scaling,
     torch_scaling,
-    torch_words,
 )
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
@@ -150,7 +152,7 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
         "patch_torch_functions": False,
         "keep_batchnorm_fp32": None,
         "master_weights": False,
-        "loss_scale": 1.0,
+        "loss_scale": 1.0,  # none
     },
     "O1": {
         "cast_model_type": None,
@@ -174,6 +176,8 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
         "loss_scale": 1.0,
     },
 }
+UNMIXED = ("compute", "pipeline", "parameters")
+"""Fields of a plan whose dtype is that of the model, if nothing mixes precision."""
 O1_LEAVES_OPEN = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
 
 
@@ -184,76 +188,86 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
-    asked = reading.read(Config, config or {})
-    if asked.plugin is not None:
-        return _plugged(reading, asked)
-    _refuse_stub(reading, asked)
-    fp16: Any = {"mode": "TORCH"} if asked.fp16 is None and asked.mixed_precision else asked.fp16
+    tables = reading.read(Config, config or {})
+    if tables.plugin is not None:
+        return _resolve_with_plugin(reading, tables)
+    _refuse_stub(reading, tables)
+    by_booster = tables.fp16 is None and tables.mixed_precision
+    fp16: Any = {"mode": "TORCH"} if by_booster else tables.fp16
     if not isinstance(fp16, Mapping):
         reading.refuse("fp16", fp16, "must be a table of keys with a mode")
-        reading.done()
+        reading.raise_problems()
     mode = _mode(reading, fp16)
-    if mode == AMP_TYPE.PARALLEL and asked.clip_grad_norm is not None and "clip_grad" in fp16:
+    if mode == AMP_TYPE.PARALLEL and tables.clip_grad_norm is not None and "clip_grad" in fp16:
         reading.refuse(
-            "clip_grad_norm", asked.clip_grad_norm, "fp16.clip_grad is there too: keep one of them"
+            "clip_grad_norm", tables.clip_grad_norm, "fp16.clip_grad is there too: keep one of them"
         )
-    resolved = {
-        AMP_TYPE.TORCH: _torch,
-        AMP_TYPE.APEX: _apex,
-        AMP_TYPE.PARALLEL: _parallel,
-        AMP_TYPE.NAIVE: _naive,
-    }[mode](reading, fp16)
+    # the mode decides which keys the table may have
+    resolve_mode = {
+        AMP_TYPE.TORCH: _resolve_torch,
+        AMP_TYPE.APEX: _resolve_apex,
+        AMP_TYPE.PARALLEL: _resolve_parallel,
+        AMP_TYPE.NAIVE: _resolve_naive,
+    }[mode]
+    resolved = resolve_mode(reading, fp16)
     if "optimizer.clip" in resolved.settings:
         return resolved
-    return _clipped(reading, asked, resolved)
-
-
-def _clipped(reading: Reading, asked: Config, resolved: Resolved) -> Resolved:
-    """Return `resolved` with the engine's clipping, which is off if `clip_grad_norm` is not set."""
-    clip = reading.by(asked.clip_grad_norm or 0.0, "clip_grad_norm")
+    # the engine's clipping, which is off if its key is not set
+    clip = reading.decided_by(tables.clip_grad_norm or 0.0, "clip_grad_norm")
     return replace(resolved, settings={**resolved.settings, "optimizer.clip": clip})
 
 
-def _refuse_stub(reading: Reading, asked: Config) -> None:
-    if asked.mixed_precision not in (None, "fp16"):
+def _refuse_stub(reading: Reading, tables: Config) -> None:
+    if tables.mixed_precision not in (None, "fp16"):
         why = 'Colossal-AI itself has only a stub of it: use "fp16", or a plugin with a precision'
-        reading.refuse("mixed_precision", asked.mixed_precision, why)
+        reading.refuse("mixed_precision", tables.mixed_precision, why)
 
 
-def _plugged(reading: Reading, asked: Config) -> Resolved:
+def _resolve_with_plugin(reading: Reading, tables: Config) -> Resolved:
     """Return a plugin's plan. The Booster's `mixed_precision` is used only if the plugin does not
     decide precision."""
-    plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
-    key = "max_norm is its key" if isinstance(plugin, Plugin) else "which here clips nothing"
-    clipping = reading.idle(asked, ("clip_grad_norm",), f"beside a plugin; {key}")
-    if asked.fp16 is not None and isinstance(plugin, Plugin):
+    plugin = reading.read(plugin_class(reading, tables.plugin), tables.plugin, "plugin")
+    if isinstance(plugin, Plugin):
+        return _resolve_deciding_plugin(reading, tables, plugin)
+    notes: tuple[str, ...] = ()
+    if getattr(plugin, "fp8_communication", False):
+        notes += (FP8_TRAVEL,)
+    notes += reading.idle_note(
+        tables, ("clip_grad_norm",), "beside a plugin; which here clips nothing"
+    )
+    _refuse_stub(reading, tables)
+    # this plugin does not look at the engine's clipping
+    unclipped = {"optimizer.clip": reading.always(0.0)}
+    if tables.fp16 is None and tables.mixed_precision is None:
+        reading.raise_problems()
+        fp32 = reading.decided_by(torch.float32, "mixed_precision")
+        return reading.resolved(all_of(UNMIXED, fp32), unclipped, notes)
+    resolved = _resolve_torch(reading, tables.fp16 or {"mode": "TORCH"})
+    settings = {**resolved.settings, **unclipped}
+    return replace(resolved, settings=settings, notes=(*resolved.notes, *notes))
+
+
+def _resolve_deciding_plugin(reading: Reading, tables: Config, plugin: Plugin) -> Resolved:
+    """Return the plan of a plugin that decides precision, with notes on what it overrides."""
+    clipping = reading.idle_note(
+        tables, ("clip_grad_norm",), "beside a plugin; max_norm is its key"
+    )
+    if tables.fp16 is not None:
         reading.refuse(
             "fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant"
         )
-    if isinstance(plugin, Plugin):
-        resolved = resolve_plugin(reading, plugin)
-        note = (
-            "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
+    resolved = resolve_plugin(reading, plugin)
+    notes = resolved.notes
+    if tables.mixed_precision:
+        notes += (
+            "mixed_precision: the Booster ignores it beside a plugin that decides precision itself",
         )
-        return replace(
-            resolved, notes=(*resolved.notes, *([note] if asked.mixed_precision else []), *clipping)
-        )
-    _refuse_stub(reading, asked)
-    unclipped = {"optimizer.clip": reading.always(0.0)}
-    notes = (*((FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()), *clipping)
-    if asked.fp16 is None and asked.mixed_precision is None:
-        reading.done()
-        plain = all_of(
-            ("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision")
-        )
-        return reading.resolved(plain, unclipped, notes)
-    resolved = _torch(reading, asked.fp16 or {"mode": "TORCH"})
-    return replace(
-        resolved, settings={**resolved.settings, **unclipped}, notes=(*resolved.notes, *notes)
-    )
+    return replace(resolved, notes=notes + clipping)
 
 
 def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
+    """Return the mode, a member or its name with or without the class. Raises UserError if there is
+    none, or another problem."""
     mode = fp16.get("mode")
     modes = AMP_TYPE.__members__
     name = mode.name if isinstance(mode, AMP_TYPE) else str(mode).rpartition(".")[2].upper()
@@ -268,209 +282,241 @@ def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
             mode,
             f"no such mode; there are {', '.join(modes)}{did_you_mean(name, modes)}",
         )
-    reading.done()
+    reading.raise_problems()
     return modes[name]
 
 
-def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
-    asked = reading.read(Torch, fp16, "fp16")
-    reading.done()
-    scaling = reading.by(torch_scaling(asked), *(f"fp16.{key}" for key in SCALER_KEYS))
+def _resolve_torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    config = reading.read(Torch, fp16, "fp16")
+    reading.raise_problems()
+    scaling = reading.decided_by(torch_scaling(config), *(f"fp16.{key}" for key in SCALER_KEYS))
     return reading.resolved(_autocast(reading) | {"scaling": scaling}, {})
 
 
 def _autocast(reading: Reading) -> dict[str, Decision]:
     """Return the decisions of autocast: FP32 parameters and activations between layers, matrix
     products in FP16."""
-    wide = reading.by(torch.float32, "fp16.mode")
-    held = all_of(
-        ("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce"), wide
-    )
-    return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
+    fp32 = reading.decided_by(torch.float32, "fp16.mode")
+    fp16 = reading.decided_by(torch.float16, "fp16.mode")
+    in_fp32 = ("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce")
+    return all_of(in_fp32, fp32) | all_of(("compute", "output"), fp16)
 
 
-def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
-    asked = reading.read(Parallel, fp16, "fp16")
-    if not asked.min_scale <= asked.initial_scale <= asked.max_scale:
-        why = f"must lie between min_scale {asked.min_scale:g} and max_scale {asked.max_scale:g}"
-        reading.refuse("fp16.initial_scale", asked.initial_scale, why)
-    reading.done()
+def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    config = reading.read(Parallel, fp16, "fp16")
+    if not config.min_scale <= config.initial_scale <= config.max_scale:
+        why = f"must lie between min_scale {config.min_scale:g} and max_scale {config.max_scale:g}"
+        reading.refuse("fp16.initial_scale", config.initial_scale, why)
+    reading.raise_problems()
     scaling = LossScaling(
         "dynamic",
-        asked.initial_scale,
-        asked.min_scale,
-        asked.growth_factor,
-        asked.backoff_factor,
-        asked.growth_interval,
-        asked.hysteresis,
-        cap(asked.max_scale),
+        initial=config.initial_scale,
+        minimum=config.min_scale,
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.growth_interval,
+        hysteresis=config.hysteresis,
+        maximum=cap(config.max_scale),
     )
-    decisions = _halved(reading) | {
-        "scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
-    }
-    given = f"{PREFIX}.clip_grad_norm" in reading.given
-    settings = {} if given else {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
-    if asked.log_num_zeros_in_grad:
+    decisions = _fp16_with_masters(reading)
+    decisions["scaling"] = reading.decided_by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
+    settings: dict[str, Decision] = {}
+    if f"{PREFIX}.clip_grad_norm" not in reading.set_keys:  # which decides it otherwise
+        settings["optimizer.clip"] = reading.decided_by(config.clip_grad, "fp16.clip_grad")
+    notes: tuple[str, ...] = ()
+    if config.log_num_zeros_in_grad:
         notes = ("log_num_zeros_in_grad: here every step counts them",)
-    else:
-        notes = ()
     return reading.resolved(decisions, settings, notes)
 
 
-_PARALLEL_SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor")
-_PARALLEL_SCALE += ("growth_interval", "hysteresis", "max_scale")
+_PARALLEL_SCALE = (
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+)
 
 
-def _naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
-    asked = reading.read(Naive, fp16, "fp16")
-    floor = asked.min_scale or FLOOR
-    ceiling = asked.max_scale or CEILING
-    if not floor <= asked.initial_scale <= ceiling:
+def _resolve_naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    config = reading.read(Naive, fp16, "fp16")
+    # none is no limit but that of FP32
+    floor = config.min_scale or FLOOR
+    ceiling = config.max_scale or CEILING
+    if not floor <= config.initial_scale <= ceiling:
         why = f"must lie between min_scale {floor:g} and max_scale {ceiling:g}"
-        reading.refuse("fp16.initial_scale", asked.initial_scale, why)
-    reading.done()
-    factors = (asked.growth_factor, asked.backoff_factor, asked.growth_interval, asked.hysteresis)
-    scaling = LossScaling("dynamic", asked.initial_scale, floor, *factors, cap(ceiling))
-    if not asked.dynamic_grad_scale:
-        scaling = LossScaling("constant", asked.initial_scale)
-    keys = (f"fp16.{key}" for key in ("dynamic_grad_scale", *_PARALLEL_SCALE))
-    return reading.resolved(_halved(reading) | {"scaling": reading.by(scaling, *keys)}, {})
-
-
-def _halved(reading: Reading) -> dict[str, Decision]:
-    """Return the decisions of an FP16 model with FP32 masters."""
-    half = reading.by(torch.float16, "fp16.mode")
-    wide = reading.always(torch.float32)
-    narrow = all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half)
-    return narrow | all_of(("masters", "moments", "output"), wide)
-
-
-def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
-    asked = reading.read(Apex, fp16, "fp16")
-    _apex_contradictions(reading, asked)
-    reading.done()
-    if not asked.enabled:
-        plain = all_of(
-            ("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled")
+        reading.refuse("fp16.initial_scale", config.initial_scale, why)
+    reading.raise_problems()
+    if config.dynamic_grad_scale:
+        scaling = LossScaling(
+            "dynamic",
+            initial=config.initial_scale,
+            minimum=floor,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
+            hysteresis=config.hysteresis,
+            maximum=cap(ceiling),
         )
-        return reading.resolved(plain, {})
-    given = {key: value for key, value in asked if key in LEVELS["O1"] and value is not None}
-    level = {**LEVELS[asked.opt_level], **given}
-    scaling = reading.by(
-        _apex_scaling(asked, level["loss_scale"]),
+    else:
+        scaling = LossScaling("constant", config.initial_scale)
+    keys = [f"fp16.{key}" for key in ("dynamic_grad_scale", *_PARALLEL_SCALE)]
+    decisions = _fp16_with_masters(reading)
+    decisions["scaling"] = reading.decided_by(scaling, *keys)
+    return reading.resolved(decisions, {})
+
+
+def _fp16_with_masters(reading: Reading) -> dict[str, Decision]:
+    """Return the decisions of an FP16 model with FP32 masters."""
+    fp16 = reading.decided_by(torch.float16, "fp16.mode")
+    fp32 = reading.always(torch.float32)
+    in_fp16 = ("compute", "pipeline", "parameters", "gradients", "reduce")
+    return all_of(in_fp16, fp16) | all_of(("masters", "moments", "output"), fp32)
+
+
+def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    config = reading.read(Apex, fp16, "fp16")
+    _refuse_apex_contradictions(reading, config)
+    reading.raise_problems()
+    if not config.enabled:
+        fp32 = reading.decided_by(torch.float32, "fp16.enabled")
+        return reading.resolved(all_of(UNMIXED, fp32), {})
+    # what is set beside the level replaces its value
+    properties = {key: value for key, value in config if key in LEVELS["O1"] and value is not None}
+    level = {**LEVELS[config.opt_level], **properties}
+    scaling = reading.decided_by(
+        _apex_scaling(config, level["loss_scale"]),
         *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE)),
     )
     if level["patch_torch_functions"]:
         decisions = _autocast(reading)
-        decisions |= all_of(("compute", "output"), reading.by(torch.float16, "fp16.opt_level"))
+        decisions |= all_of(
+            ("compute", "output"), reading.decided_by(torch.float16, "fp16.opt_level")
+        )
     else:
-        decisions = _cast(reading, level)
-    if asked.cast_model_outputs is not None:
-        decisions["output"] = reading.by(asked.cast_model_outputs, "fp16.cast_model_outputs")
-    notes = ("num_losses: a run has one loss, so one scaler",) if asked.num_losses > 1 else ()
+        decisions = _cast_model(reading, level)
+    if config.cast_model_outputs is not None:
+        decisions["output"] = reading.decided_by(
+            config.cast_model_outputs, "fp16.cast_model_outputs"
+        )
+    notes = ("num_losses: a run has one loss, so one scaler",) if config.num_losses > 1 else ()
     if level["loss_scale"] != "dynamic":
         bounds = ("min_loss_scale", "max_loss_scale")
-        notes += reading.idle(
-            asked, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16"
+        notes += reading.idle_note(
+            config, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16"
         )
-    return reading.resolved(decisions | {"scaling": scaling}, {}, notes if asked.verbosity else ())
+    return reading.resolved(decisions | {"scaling": scaling}, {}, notes if config.verbosity else ())
 
 
 _APEX_SCALE = ("loss_scale", "min_loss_scale", "max_loss_scale")
 
 
-def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
+def _cast_model(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
     """Return the decisions of a model that is cast as a whole, except for its norms if they stay in
     FP32."""
-    cast: torch.dtype = level["cast_model_type"] or torch.float32
-    held = reading.by(cast, "fp16.opt_level", "fp16.cast_model_type")
-    masters = torch.float32 if level["master_weights"] else cast
+    dtype: torch.dtype = level["cast_model_type"] or torch.float32
+    parameters = reading.decided_by(dtype, "fp16.opt_level", "fp16.cast_model_type")
+    # without masters apex updates the model's own weights
+    masters = torch.float32 if level["master_weights"] else dtype
     moments = masters if masters != torch.float16 else torch.float32
+    keep_fp32 = NORMS if level["keep_batchnorm_fp32"] else ()
+    keys_of_masters = ("fp16.opt_level", "fp16.master_weights")
     return {
-        **all_of(("compute", "pipeline", "parameters", "reduce"), held),
-        "masters": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
-        "gradients": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
-        "moments": reading.by(moments, "fp16.opt_level", "fp16.master_weights"),
-        "keep_fp32": reading.by(
-            NORMS if level["keep_batchnorm_fp32"] else (),
-            "fp16.opt_level",
-            "fp16.keep_batchnorm_fp32",
-        ),
-        "output": reading.by(torch.float32, "fp16.opt_level"),
+        **all_of(("compute", "pipeline", "parameters", "reduce"), parameters),
+        **all_of(("masters", "gradients"), reading.decided_by(masters, *keys_of_masters)),
+        "moments": reading.decided_by(moments, *keys_of_masters),
+        "keep_fp32": reading.decided_by(keep_fp32, "fp16.opt_level", "fp16.keep_batchnorm_fp32"),
+        "output": reading.decided_by(torch.float32, "fp16.opt_level"),
     }
 
 
-def _apex_scaling(asked: Apex, scale: float | str) -> LossScaling:
+def _apex_scaling(config: Apex, scale: float | str) -> LossScaling:
     if scale == "dynamic":
-        initial = min(2.0**16, asked.max_loss_scale)
-        floor = asked.min_loss_scale or FLOOR
         return LossScaling(
             "dynamic",
-            initial,
-            floor,
+            initial=_apex_initial_scale(config),
+            minimum=config.min_loss_scale or FLOOR,
             growth_interval=2000,
             hysteresis=1,
-            maximum=cap(asked.max_loss_scale),
+            maximum=cap(config.max_loss_scale),
         )
-    return LossScaling() if scale == 1.0 else LossScaling("constant", float(scale))
+    if scale == 1.0:  # which changes no gradient
+        return LossScaling()
+    return LossScaling("constant", float(scale))
 
 
-def _apex_contradictions(reading: Reading, asked: Apex) -> None:
+def _apex_initial_scale(config: Apex) -> float:
+    return min(2.0**16, config.max_loss_scale)
+
+
+def _refuse_apex_contradictions(reading: Reading, config: Apex) -> None:
     """Record the contradictions between a level and the properties set beside it, which apex
     refuses."""
-    if asked.opt_level == "O1":
+    if config.opt_level == "O1":
         for key in O1_LEAVES_OPEN:
-            value = getattr(asked, key)
+            value = getattr(config, key)
             if value is not None and value != torch.float32:
                 why = "O1 casts functions, not the model: leave it out, or use opt_level O2 or O3"
                 reading.refuse(f"fp16.{key}", value, why)
-    elif asked.patch_torch_functions:
+    elif config.patch_torch_functions:
         reading.refuse(
-            "fp16.patch_torch_functions", True, f"belongs to opt_level O1, not {asked.opt_level}"
+            "fp16.patch_torch_functions", True, f"belongs to opt_level O1, not {config.opt_level}"
         )
-    lowest = asked.min_loss_scale
-    if lowest is not None and lowest > min(2.0**16, asked.max_loss_scale):
-        why = f"is more than the scale starts with, {min(2.0**16, asked.max_loss_scale):g}"
-        reading.refuse("fp16.min_loss_scale", lowest, why)
+    minimum = config.min_loss_scale
+    initial = _apex_initial_scale(config)
+    if minimum is not None and minimum > initial:
+        why = f"is more than the scale starts with, {initial:g}"
+        reading.refuse("fp16.min_loss_scale", minimum, why)
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return configurations that approximate a plan, one for each mode and level."""
     scaling = plan.scaling
-    torch_mode = {"mode": "TORCH"} | torch_words(scaling)
-    values = (scaling.initial, scaling.minimum, scaling.growth_factor, scaling.backoff_factor)
-    values += (scaling.growth_interval, scaling.hysteresis, scaling.maximum or CEILING)
-    parallel = {"mode": "PARALLEL", "clip_grad": settings.get("optimizer.clip", 0.0)}
-    parallel |= dict(zip(_PARALLEL_SCALE, values, strict=True))
-    words = _apex_scaling_words(scaling)
-    plain = {"mode": "APEX", "opt_level": "O1"} | words
-    cast = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)} | words
-    cast |= {
+    clip = settings.get("optimizer.clip", 0.0)
+    scale = {
+        "initial_scale": scaling.initial,
+        "min_scale": scaling.minimum,
+        "growth_factor": scaling.growth_factor,
+        "backoff_factor": scaling.backoff_factor,
+        "growth_interval": scaling.growth_interval,
+        "hysteresis": scaling.hysteresis,
+        "max_scale": scaling.maximum or CEILING,
+    }
+    parallel = {"mode": "PARALLEL", "clip_grad": clip} | scale
+    apex_scale = _express_apex_scaling(scaling)
+    o1 = {"mode": "APEX", "opt_level": "O1"} | apex_scale
+    o2 = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)}
+    o2 |= apex_scale
+    o2 |= {
         "keep_batchnorm_fp32": bool(plan.keep_fp32),
         "master_weights": plan.masters == torch.float32,
+        "cast_model_outputs": name_of(plan.output),
     }
-    cast |= {"cast_model_outputs": name_of(plan.output)}
-    unpatched = plain | {"patch_torch_functions": False}
     modes = [
-        torch_mode,
-        plain,
-        plain | {"cast_model_outputs": name_of(plan.output)},
-        unpatched,
-        cast,
+        {"mode": "TORCH"} | express_torch_scaling(scaling),
+        o1,
+        o1 | {"cast_model_outputs": name_of(plan.output)},
+        o1 | {"patch_torch_functions": False},
+        o2,
     ]
-    clip = {"clip_grad_norm": settings["optimizer.clip"]} if "optimizer.clip" in settings else {}
-    plugged = dict(zip(_PARALLEL_SCALE, values, strict=True)) | {
-        "max_norm": settings.get("optimizer.clip", 0.0)
-    }
+    # of the engine; PARALLEL has a key of its own
+    clipping = {"clip_grad_norm": clip} if "optimizer.clip" in settings else {}
     sharded = bool(settings.get("parallel.zero", False))
-    plugins = [express_plugin(plugged, half, sharded) for half in ("fp16", "bf16", "fp32")]
-    return [{"fp16": parallel}, *({"fp16": mode} | clip for mode in modes), *plugins]
+    plugins = [
+        express_plugin(scale | {"max_norm": clip}, half, sharded)
+        for half in ("fp16", "bf16", "fp32")
+    ]
+    return [{"fp16": parallel}, *({"fp16": mode} | clipping for mode in modes), *plugins]
 
 
-def _apex_scaling_words(scaling: LossScaling) -> dict[str, Any]:
+def _express_apex_scaling(scaling: LossScaling) -> dict[str, Any]:
     if scaling.kind == "none":
         return {"loss_scale": 1.0}
     if scaling.kind == "constant":
         return {"loss_scale": scaling.initial}
-    words: dict[str, Any] = {"loss_scale": "dynamic", "max_loss_scale": scaling.maximum or CEILING}
-    return words | ({} if scaling.minimum == FLOOR else {"min_loss_scale": scaling.minimum})
+    keys: dict[str, Any] = {"loss_scale": "dynamic", "max_loss_scale": scaling.maximum or CEILING}
+    if scaling.minimum != FLOOR:
+        keys["min_loss_scale"] = scaling.minimum
+    return keys

@@ -29,7 +29,9 @@ TABLE = "plugin"
 FP8_TRAVEL = (
     "plugin.fp8_communication: not supported here; gradients are communicated in precision.reduce"
 )
+# a plugin's name of a dtype
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# keys of the loss scale, which only FP16 has
 SCALE = (
     "initial_scale",
     "min_scale",
@@ -72,7 +74,7 @@ class LowLevelZeroPlugin(Plugin):
 
     stage: Literal[1, 2] = 1
     initial_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
-    norm_type: Literal[2] = 2
+    norm_type: Literal[2] = 2  # of clipping; others are not computed here
     communication_dtype: Dtype | None = None
     master_weights: bool = True
     cast_inputs: bool = True
@@ -108,97 +110,115 @@ def plugin_class(reading: Reading, values: object) -> type[Keys]:
     name."""
     kind = values.get("kind", "") if isinstance(values, Mapping) else ""
     if kind not in PLUGINS:
-        would = f"no such plugin; there are {', '.join(PLUGINS)}{did_you_mean(str(kind), PLUGINS)}"
-        reading.refuse(f"{TABLE}.kind", kind, would)
-        reading.done()
+        hint = did_you_mean(str(kind), PLUGINS)
+        why = f"no such plugin; there are {', '.join(PLUGINS)}{hint}"
+        reading.refuse(f"{TABLE}.kind", kind, why)
+        reading.raise_problems()  # at once: without a class no other key can be read
     return PLUGINS[str(kind)]
 
 
-def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
+def resolve_plugin(reading: Reading, plugin: Plugin) -> Resolved:
     """Return the plan of a plugin that decides precision."""
-    _contradictions(reading, asked)
-    reading.done()
-    half = reading.by(HALVES[asked.precision], f"{TABLE}.precision")
-    masters = reading.by(
-        torch.float32 if getattr(asked, "master_weights", True) else half.value, *_masters(asked)
+    _refuse_contradictions(reading, plugin)
+    reading.raise_problems()
+    half = reading.decided_by(HALVES[plugin.precision], f"{TABLE}.precision")
+    has_masters = getattr(plugin, "master_weights", True)
+    masters = reading.decided_by(
+        torch.float32 if has_masters else half.value, *_keys_of_masters(plugin)
     )
+    # FP16 has too little range for moments: without masters they are FP32 all the same
+    moments = masters if masters.value != torch.float16 else reading.always(torch.float32)
+    cast_inputs = "root" if getattr(plugin, "cast_inputs", True) else "none"
+    # Colossal-AI's FP8 products scale by the tensor itself
+    fp8 = FP8Recipe("current") if plugin.use_fp8 else None
     decisions = {
         **all_of(("compute", "pipeline", "parameters", "gradients"), half),
-        "reduce": _reduce(reading, asked, half),
+        "reduce": _reduce(reading, plugin, half),
         "masters": masters,
-        "moments": masters if masters.value != torch.float16 else reading.always(torch.float32),
-        "output": _output(reading, asked, half),
-        "cast_inputs": reading.by(
-            "root" if getattr(asked, "cast_inputs", True) else "none", f"{TABLE}.cast_inputs"
-        ),
-        "scaling": _scaling(reading, asked),
-        "fp8": reading.by(FP8Recipe("current") if asked.use_fp8 else None, f"{TABLE}.use_fp8"),
+        "moments": moments,
+        "output": _output(reading, plugin, half),
+        "cast_inputs": reading.decided_by(cast_inputs, f"{TABLE}.cast_inputs"),
+        "scaling": _scaling(reading, plugin),
+        "fp8": reading.decided_by(fp8, f"{TABLE}.use_fp8"),
     }
-    notes = (FP8_TRAVEL,) if asked.fp8_communication else ()
-    if asked.precision != "fp16":
-        notes += reading.idle(asked, SCALE, "without FP16, which alone has a loss scale", TABLE)
-    if isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0:
-        notes += reading.idle(
-            asked, ("communication_dtype",), "without ZeRO, zero_stage 1 or 2", TABLE
+    notes = (FP8_TRAVEL,) if plugin.fp8_communication else ()
+    if plugin.precision != "fp16":
+        notes += reading.idle_note(
+            plugin, SCALE, "without FP16, which alone has a loss scale", TABLE
         )
-    return reading.resolved(decisions, _settings(reading, asked), notes)
+    if isinstance(plugin, HybridParallelPlugin) and plugin.zero_stage == 0:
+        notes += reading.idle_note(
+            plugin, ("communication_dtype",), "without ZeRO, zero_stage 1 or 2", TABLE
+        )
+    return reading.resolved(decisions, _settings(reading, plugin), notes)
 
 
-def _masters(asked: Plugin) -> tuple[str, ...]:
-    key = "master_weights" if "master_weights" in type(asked).model_fields else "precision"
+def _keys_of_masters(plugin: Plugin) -> tuple[str, ...]:
+    """Return the keys that decide the dtype of masters."""
+    key = "master_weights" if "master_weights" in type(plugin).model_fields else "precision"
     return (f"{TABLE}.{key}", f"{TABLE}.precision")
 
 
-def _reduce(reading: Reading, asked: Plugin, half: Decision) -> Decision:
+def _reduce(reading: Reading, plugin: Plugin, half: Decision) -> Decision:
     """Return the dtype of gradient reduction: the model's dtype, or `communication_dtype` under
     ZeRO."""
-    told = getattr(asked, "communication_dtype", None)
-    if told is None or (isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0):
+    dtype = getattr(plugin, "communication_dtype", None)
+    # the plugin ignores the key without ZeRO
+    without_zero = isinstance(plugin, HybridParallelPlugin) and plugin.zero_stage == 0
+    if dtype is None or without_zero:
         return half
-    return reading.by(told, f"{TABLE}.communication_dtype")
+    return reading.decided_by(dtype, f"{TABLE}.communication_dtype")
 
 
-def _output(reading: Reading, asked: Plugin, half: Decision) -> Decision:
-    if isinstance(asked, GeminiPlugin):
-        wide = torch.float32 if asked.force_outputs_fp32 else half.value
-        return reading.by(wide, f"{TABLE}.force_outputs_fp32", f"{TABLE}.precision")
+def _output(reading: Reading, plugin: Plugin, half: Decision) -> Decision:
+    if isinstance(plugin, GeminiPlugin):
+        dtype = torch.float32 if plugin.force_outputs_fp32 else half.value
+        return reading.decided_by(dtype, f"{TABLE}.force_outputs_fp32", f"{TABLE}.precision")
     return reading.always(torch.float32)
 
 
-def _scaling(reading: Reading, asked: Plugin) -> Decision:
-    if asked.precision != "fp16":
-        return reading.by(LossScaling(), f"{TABLE}.precision")
-    steps = (asked.growth_factor, asked.backoff_factor, asked.growth_interval, asked.hysteresis)
+def _scaling(reading: Reading, plugin: Plugin) -> Decision:
+    if plugin.precision != "fp16":
+        return reading.decided_by(LossScaling(), f"{TABLE}.precision")
     scaling = LossScaling(
-        "dynamic", asked.initial_scale, asked.min_scale, *steps, cap(asked.max_scale)
+        "dynamic",
+        initial=plugin.initial_scale,
+        minimum=plugin.min_scale,
+        growth_factor=plugin.growth_factor,
+        backoff_factor=plugin.backoff_factor,
+        growth_interval=plugin.growth_interval,
+        hysteresis=plugin.hysteresis,
+        maximum=cap(plugin.max_scale),
     )
-    return reading.by(scaling, *(f"{TABLE}.{key}" for key in SCALE))
+    return reading.decided_by(scaling, *(f"{TABLE}.{key}" for key in SCALE))
 
 
-def _settings(reading: Reading, asked: Plugin) -> dict[str, Decision]:
-    settings = {"optimizer.clip": reading.by(asked.max_norm, f"{TABLE}.max_norm")}
-    if isinstance(asked, HybridParallelPlugin):
-        settings["parallel.zero"] = reading.by(asked.zero_stage > 0, f"{TABLE}.zero_stage")
-    elif isinstance(asked, LowLevelZeroPlugin):
-        settings["parallel.zero"] = reading.by(True, f"{TABLE}.stage")
+def _settings(reading: Reading, plugin: Plugin) -> dict[str, Decision]:
+    settings = {"optimizer.clip": reading.decided_by(plugin.max_norm, f"{TABLE}.max_norm")}
+    if isinstance(plugin, HybridParallelPlugin):
+        settings["parallel.zero"] = reading.decided_by(plugin.zero_stage > 0, f"{TABLE}.zero_stage")
+    elif isinstance(plugin, LowLevelZeroPlugin):
+        settings["parallel.zero"] = reading.decided_by(True, f"{TABLE}.stage")
     else:
         settings["parallel.zero"] = reading.always(True)
     for key, name in (("tp_size", "parallel.tensor"), ("pp_size", "parallel.pipeline")):
-        if getattr(asked, key, None) is not None:
-            settings[name] = reading.by(getattr(asked, key), f"{TABLE}.{key}")
+        size = getattr(plugin, key, None)
+        if size is not None:
+            settings[name] = reading.decided_by(size, f"{TABLE}.{key}")
     return settings
 
 
-def _contradictions(reading: Reading, asked: Plugin) -> None:
-    if not asked.min_scale <= asked.initial_scale <= asked.max_scale:
-        why = f"must lie between min_scale {asked.min_scale:g} and max_scale {asked.max_scale:g}"
-        reading.refuse(f"{TABLE}.initial_scale", asked.initial_scale, why)
-    sharded = getattr(asked, "zero_stage", 0)
-    if asked.precision == "fp32" and (sharded or isinstance(asked, GeminiPlugin)):
+def _refuse_contradictions(reading: Reading, plugin: Plugin) -> None:
+    if not plugin.min_scale <= plugin.initial_scale <= plugin.max_scale:
+        why = f"must lie between min_scale {plugin.min_scale:g} and max_scale {plugin.max_scale:g}"
+        reading.refuse(f"{TABLE}.initial_scale", plugin.initial_scale, why)
+    stage = getattr(plugin, "zero_stage", 0)
+    if plugin.precision == "fp32" and (stage or isinstance(plugin, GeminiPlugin)):
         reading.refuse(
             f"{TABLE}.precision", "fp32", 'this plugin or ZeRO stage needs "fp16" or "bf16"'
         )
-    if sharded == 2 and (getattr(asked, "pp_size", None) or 1) > 1:
+    pipeline_size = getattr(plugin, "pp_size", None) or 1
+    if stage == 2 and pipeline_size > 1:
         why = (
             "Colossal-AI has stages 0 and 1 alone with pipeline parallelism, pp_size above 1: use 1"
         )
@@ -208,6 +228,7 @@ def _contradictions(reading: Reading, asked: Plugin) -> None:
 def express_plugin(values: Mapping[str, Any], half: str, sharded: bool) -> dict[str, Any]:
     """Return HybridParallelPlugin's keys for a precision, with `values` of its scale and
     clipping."""
+    # the plugin has no FP32 with ZeRO
     stage = 1 if sharded and half != "fp32" else 0
     scale = {key: value for key, value in values.items() if half == "fp16" or key == "max_norm"}
     return {

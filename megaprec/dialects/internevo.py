@@ -5,12 +5,15 @@ FP16 and BF16 both have a dynamic loss scale. "torch.tf32" is FP32 whose product
 
     [precision.internevo]                           model = dict(...)
     dtype = "torch.bfloat16"                        default: torch.float16
-    num_layers = 8                                  keys of the model are those of [model] in InternEvo's words
-    [precision.internevo.grad_scaler]               max_scale, hysteresis, growth_factor, backoff_factor
+    num_layers = 8                                  keys of the model are those of [model] in
+                                                    InternEvo's words
+    [precision.internevo.grad_scaler]               max_scale, hysteresis, growth_factor,
+                                                    backoff_factor
     [precision.internevo.grad_scaler.fp16]          initial_scale, min_scale, growth_interval
-    [precision.internevo.hybrid_zero_optimizer]     clip_grad_norm, overlap_sync_grad, overlap_sync_param,
-                                                    reduce_bucket_size
-    [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
+    [precision.internevo.hybrid_zero_optimizer]     clip_grad_norm, overlap_sync_grad,
+                                                    overlap_sync_param, reduce_bucket_size
+    [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is
+                                                    off, -1 all ranks
 
 A dict with a size describes a whole model, see `internevo_model`; without a size the run file
 describes the model. In float32 and tf32, flash attention gets query, key and value in BF16; without
@@ -85,13 +88,15 @@ class Parallel(Keys):
     sequence_parallel: bool = False
 
 
-SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
-SCALE_KEYS += (
+SCALE_KEYS = (
+    "grad_scaler.growth_factor",
+    "grad_scaler.backoff_factor",
+    "grad_scaler.max_scale",
     "grad_scaler.hysteresis",
     "grad_scaler.fp16.initial_scale",
     "grad_scaler.fp16.min_scale",
+    "grad_scaler.fp16.growth_interval",
 )
-SCALE_KEYS += ("grad_scaler.fp16.growth_interval",)
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
@@ -103,45 +108,38 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     reading = Reading(SYSTEM, PREFIX, places)
     model = reading.read(Model, config or {})
     scaling = _scaling(reading, model)
-    settings = {
-        key: said
-        for key, said in _settings(reading, model).items()
-        if not _hangs_on_unknown(reading, key)
-    }
-    reading.done()
-    dtype = reading.by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
-    wide = reading.always(torch.float32)
-    residual = reading.by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
-    # flash attention knows no FP32
-    half = torch.bfloat16 if dtype.value == torch.float32 else dtype.value
-    attention = reading.by(half if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype")
-    scores = reading.by(
-        torch.float32 if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype"
-    )
+    settings = _settings(reading, model)
+    for theirs, ours in DEFAULTED.items():
+        # InternEvo's default decided it only because the actual value is unknown
+        if f"{PREFIX}.{theirs}" in reading.unknown_keys:
+            settings.pop(ours, None)
+    reading.raise_problems()
+    dtype = reading.decided_by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
+    residual = dtype
+    if model.residual_in_fp32:
+        residual = reading.decided_by(torch.float32, "residual_in_fp32")
+    attention: torch.dtype = dtype.value
+    scores: torch.dtype = dtype.value
+    if model.use_flash_attn:
+        # flash attention knows no FP32
+        attention = torch.bfloat16 if dtype.value == torch.float32 else dtype.value
+        scores = torch.float32
+    output = torch.float32 if model.output_to_fp32 else dtype.value
     decisions = {
         **all_of(("compute", "parameters", "gradients", "reduce", "buffers"), dtype),
-        "attention": attention,
-        "scores": scores,
-        **all_of(("masters", "moments", "sensitive"), wide),
-        "output": reading.by(
-            torch.float32 if model.output_to_fp32 else dtype.value, "output_to_fp32"
-        ),
+        "attention": reading.decided_by(attention, "use_flash_attn", "dtype"),
+        "scores": reading.decided_by(scores, "use_flash_attn", "dtype"),
+        **all_of(("masters", "moments", "sensitive"), reading.always(torch.float32)),
+        "output": reading.decided_by(output, "output_to_fp32"),
         **all_of(("residual", "pipeline"), residual),
-        "tf32": reading.by(model.dtype == "tf32", "dtype"),
-        "keep_fp32": reading.by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
+        "tf32": reading.decided_by(model.dtype == "tf32", "dtype"),
+        "keep_fp32": reading.decided_by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
         "scaling": scaling,
     }
     return reading.resolved(decisions, settings, tuple(_notes(reading, model)))
 
 
-def _hangs_on_unknown(reading: Reading, key: str) -> bool:
-    """Return True if a run-file key would follow from InternEvo's default only because its actual
-    value is unknown."""
-    return any(
-        f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key
-    )
-
-
+# keys with a default from which a run-file key follows -> that run-file key
 DEFAULTED = {
     "hybrid_zero_optimizer.clip_grad_norm": "optimizer.clip",
     "parallel.zero1": "parallel.zero",
@@ -149,9 +147,12 @@ DEFAULTED = {
 
 
 def _scaling(reading: Reading, model: Model) -> Decision:
+    """Return the loss scale, of FP16 and of BF16."""
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
-    for key in sorted(key for key in reading.unknown if key.startswith(f"{PREFIX}.grad_scaler")):
+    for key in sorted(
+        key for key in reading.unknown_keys if key.startswith(f"{PREFIX}.grad_scaler")
+    ):
         reading.refuse(
             key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers depend on it: set {key} = ..."
         )
@@ -159,29 +160,29 @@ def _scaling(reading: Reading, model: Model) -> Decision:
         why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
         reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
     if model.dtype in ("float32", "tf32"):
-        return reading.by(LossScaling(), "dtype")
+        return reading.decided_by(LossScaling(), "dtype")
     scaling = LossScaling(
         "dynamic",
-        start.initial_scale,
-        start.min_scale,
-        scaler.growth_factor,
-        scaler.backoff_factor,
-        start.growth_interval,
-        scaler.hysteresis,
-        cap(scaler.max_scale),
+        initial=start.initial_scale,
+        minimum=start.min_scale,
+        growth_factor=scaler.growth_factor,
+        backoff_factor=scaler.backoff_factor,
+        growth_interval=start.growth_interval,
+        hysteresis=scaler.hysteresis,
+        maximum=cap(scaler.max_scale),
     )
-    return reading.by(scaling, *SCALE_KEYS)
+    return reading.decided_by(scaling, *SCALE_KEYS)
 
 
 def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return the other decisions of the configuration, by run-file key."""
     settings = model_settings(reading, model)
     if model.checkpoint:
-        settings["parallel.recompute"] = reading.by("full", "checkpoint")
-        settings["parallel.recompute_fraction"] = reading.by(model.checkpoint, "checkpoint")
+        settings["parallel.recompute"] = reading.decided_by("full", "checkpoint")
+        settings["parallel.recompute_fraction"] = reading.decided_by(model.checkpoint, "checkpoint")
     if model.num_chunks > 1:
-        settings["parallel.schedule"] = reading.by("interleaved", "num_chunks")
-        settings["parallel.chunks"] = reading.by(model.num_chunks, "num_chunks")
+        settings["parallel.schedule"] = reading.decided_by("interleaved", "num_chunks")
+        settings["parallel.chunks"] = reading.decided_by(model.num_chunks, "num_chunks")
     if model.hybrid_zero_optimizer is not None:
         settings |= _optimizer(reading, model.hybrid_zero_optimizer)
     if model.parallel is not None:
@@ -194,68 +195,79 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
 
     Gradient reduction and parameter gathering can only be overlapped both or neither here.
     """
-    here = "hybrid_zero_optimizer"
-    asked = reading.read(HybridZeroOptimizer, table, here)
-    settings = {"optimizer.clip": reading.by(asked.clip_grad_norm, f"{here}.clip_grad_norm")}
-    if (asked.overlap_sync_grad, asked.overlap_sync_param) != (None, None):
-        overlap = bool(asked.overlap_sync_grad or asked.overlap_sync_param)
-        keys = (f"{here}.overlap_sync_grad", f"{here}.overlap_sync_param")
-        settings["parallel.overlap"] = reading.by(overlap, *keys)
-    if asked.reduce_bucket_size is not None:
-        settings["parallel.bucket"] = reading.by(
-            asked.reduce_bucket_size, f"{here}.reduce_bucket_size"
+    prefix = "hybrid_zero_optimizer"
+    optimizer = reading.read(HybridZeroOptimizer, table, prefix)
+    settings = {
+        "optimizer.clip": reading.decided_by(optimizer.clip_grad_norm, f"{prefix}.clip_grad_norm")
+    }
+    overlaps = (optimizer.overlap_sync_grad, optimizer.overlap_sync_param)
+    if overlaps != (None, None):
+        keys = (f"{prefix}.overlap_sync_grad", f"{prefix}.overlap_sync_param")
+        settings["parallel.overlap"] = reading.decided_by(any(overlaps), *keys)
+    if optimizer.reduce_bucket_size is not None:
+        settings["parallel.bucket"] = reading.decided_by(
+            optimizer.reduce_bucket_size, f"{prefix}.reduce_bucket_size"
         )
     return settings
 
 
-def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
+def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
     """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that
     many of them."""
     settings: dict[str, Decision] = {}
-    _require_known(reading, asked)
+    _refuse_unknown_keys(reading, sizes)
     for name in ("tensor", "pipeline"):
-        if (
-            getattr(asked, name) is not None
-            and (size := _size(reading, name, getattr(asked, name))) is not None
-        ):
-            settings[f"parallel.{name}"] = reading.by(
+        value = getattr(sizes, name)
+        size = None if value is None else _read_size(reading, name, value)
+        if size is not None:
+            settings[f"parallel.{name}"] = reading.decided_by(
                 size, f"parallel.{name}", f"parallel.{name}.size"
             )
-    mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
-    if mode is UNKNOWN:
-        reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
-    elif mode not in SEQUENCE:
+    settings |= _sequence(reading, sizes)
+    if sizes.weight is not None and (_read_size(reading, "weight", sizes.weight) or 1) > 1:
         reading.refuse(
-            "parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}"
+            "parallel.weight", sizes.weight, "weight parallelism is not supported: use 1"
         )
-    elif SEQUENCE[mode] or asked.sequence_parallel:
-        if SEQUENCE[mode]:
-            keys = ("parallel.tensor", "parallel.tensor.mode")
-        else:
-            keys = ("parallel.sequence_parallel",)
-        settings["parallel.sequence"] = reading.by(True, *keys)
-    if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
-        reading.refuse(
-            "parallel.weight", asked.weight, "weight parallelism is not supported: use 1"
-        )
-    if (size := _size(reading, "zero1", asked.zero1)) is not None:
-        settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
-        if size > 1:
-            settings["parallel.zero_size"] = reading.by(
-                size, "parallel.zero1", "parallel.zero1.size"
-            )
+    zero = _read_size(reading, "zero1", sizes.zero1)
+    # 1 is off; 0 and less are all data-parallel ranks
+    if zero is not None:
+        keys = ("parallel.zero1", "parallel.zero1.size")
+        settings["parallel.zero"] = reading.decided_by(zero != 1, *keys)
+        if zero > 1:
+            settings["parallel.zero_size"] = reading.decided_by(zero, *keys)
     return settings
 
 
-def _require_known(reading: Reading, asked: Parallel) -> None:
+def _sequence(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
+    """Return sequence parallelism, which a mode of tensor parallelism or an older key turns on."""
+    mode = sizes.tensor.get("mode", "mtp") if isinstance(sizes.tensor, Mapping) else "mtp"
+    if mode is UNKNOWN:
+        reading.unknown_keys.add(f"{PREFIX}.parallel.tensor.mode")
+        return {}
+    if mode not in SEQUENCE:
+        reading.refuse(
+            "parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}"
+        )
+        return {}
+    if SEQUENCE[mode]:
+        keys = ("parallel.tensor", "parallel.tensor.mode")
+        return {"parallel.sequence": reading.decided_by(True, *keys)}
+    if sizes.sequence_parallel:
+        return {"parallel.sequence": reading.decided_by(True, "parallel.sequence_parallel")}
+    return {}
+
+
+def _refuse_unknown_keys(reading: Reading, sizes: Parallel) -> None:
     """Record a problem for each key of the tables in `parallel` that InternEvo does not have."""
-    for name, more in PARALLEL_KEYS.items():
-        table = getattr(asked, name)
-        known = ("size", *more)
-        for key in table if isinstance(table, Mapping) else ():
-            if key not in known:
-                would = did_you_mean(str(key), known) or f"; there are {', '.join(known)}"
-                reading.refuse(f"parallel.{name}.{key}", table[key], f"no such key{would}")
+    for name, other_keys in PARALLEL_KEYS.items():
+        table = getattr(sizes, name)
+        if not isinstance(table, Mapping):
+            continue
+        keys = ("size", *other_keys)
+        for key in table:
+            if key not in keys:
+                hint = did_you_mean(str(key), keys) or f"; there are {', '.join(keys)}"
+                reading.refuse(f"parallel.{name}.{key}", table[key], f"no such key{hint}")
 
 
 # mode of tensor parallelism -> sequence parallelism
@@ -266,10 +278,13 @@ SEQUENCE = {
 }
 
 
-def _size(reading: Reading, name: str, value: Any) -> int | None:
-    size = value.get("size", -1 if name == "zero1" else 1) if isinstance(value, Mapping) else value
+def _read_size(reading: Reading, name: str, value: Any) -> int | None:
+    """Return a number of ranks, which may be in a table; None if it is unknown or no number."""
+    size = value
+    if isinstance(value, Mapping):
+        size = value.get("size", -1 if name == "zero1" else 1)
     if size is UNKNOWN:
-        reading.unknown.add(f"{PREFIX}.parallel.{name}.size")
+        reading.unknown_keys.add(f"{PREFIX}.parallel.{name}.size")
         return None
     if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
         return size
@@ -278,55 +293,62 @@ def _size(reading: Reading, name: str, value: Any) -> int | None:
 
 
 def _notes(reading: Reading, model: Model) -> list[str]:
-    notes = []
-    if f"{PREFIX}.dtype" not in reading.given:
+    notes: list[str] = []
+    # a default that decides all numbers should be seen
+    if f"{PREFIX}.dtype" not in reading.set_keys:
         notes.append("dtype is not given: InternEvo takes torch.float16")
-    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown)):
+    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown_keys)):
         notes.append(
             f"{unknown}: the value is not known, so the run file must set what depends on it"
         )
-    given = {
-        key
-        for key in ("embed_split_hidden", "parallel_output")
-        if f"{PREFIX}.{key}" in reading.given
-    }
-    layout = [
-        key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output
-    ]
-    if layout:
-        notes.append(
-            f"{', '.join(layout)}: the same numbers either way; here the vocabulary of "
-            "embedding and logits "
-            "is sharded over tensor ranks"
-        )
-    if f"{PREFIX}.dropout_selective_checkpoint" in reading.given:
-        notes.append(
-            "dropout_selective_checkpoint: the same numbers either way; here "
-            "parallel.recompute decides what is "
-            "recomputed"
-        )
-    if communication := [*_about_communication(model.parallel)]:
-        notes.append(
-            f"{', '.join(communication)}: how ranks communicate, with the same numbers either way"
-        )
+    notes += _notes_of_layout(reading, model)
     if model.dtype in ("float32", "tf32"):
-        scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
-        why = "in float32 and tf32, which have no loss scale"
-        tops = ("growth_factor", "backoff_factor", "max_scale", "hysteresis")
-        notes += reading.idle(scaler, tops, why, "grad_scaler")
-        start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
-        notes += reading.idle(start, Fp16.model_fields, why, "grad_scaler.fp16")
+        notes += _notes_of_idle_scaler(reading, model)
     return [*notes, *model_notes(reading, model)]
 
 
-def _about_communication(parallel: object) -> Iterator[str]:
+def _notes_of_layout(reading: Reading, model: Model) -> Iterator[str]:
+    """Yield notes on keys that are about where numbers lie and travel, not about which they are."""
+    keys: list[str] = []
+    if f"{PREFIX}.embed_split_hidden" in reading.set_keys:
+        keys.append("embed_split_hidden")
+    if f"{PREFIX}.parallel_output" in reading.set_keys and not model.parallel_output:
+        keys.append("parallel_output")
+    if keys:
+        yield (
+            f"{', '.join(keys)}: the same numbers either way; here the vocabulary of embedding and "
+            "logits is sharded over tensor ranks"
+        )
+    if f"{PREFIX}.dropout_selective_checkpoint" in reading.set_keys:
+        yield (
+            "dropout_selective_checkpoint: the same numbers either way; here parallel.recompute "
+            "decides what is recomputed"
+        )
+    if communication := [*_communication_keys(model.parallel)]:
+        yield f"{', '.join(communication)}: how ranks communicate, with the same numbers either way"
+
+
+def _notes_of_idle_scaler(reading: Reading, model: Model) -> tuple[str, ...]:
+    """Return notes on keys of a loss scaler in a dtype that has none."""
+    why = "in float32 and tf32, which have no loss scale"
+    scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+    own_keys = ("growth_factor", "backoff_factor", "max_scale", "hysteresis")
+    notes = reading.idle_note(scaler, own_keys, why, "grad_scaler")
+    start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    return notes + reading.idle_note(start, Fp16.model_fields, why, "grad_scaler.fp16")
+
+
+def _communication_keys(parallel: object) -> Iterator[str]:
     """Yield the keys in `parallel` that concern only the timing and memory of communication, not
     its content."""
-    for table, keys in COMMUNICATION.items():
-        given = parallel.get(table) if isinstance(parallel, Mapping) else None
-        for key in keys if isinstance(given, Mapping) else ():
-            if key in given:
-                yield f"parallel.{table}.{key}"
+    if not isinstance(parallel, Mapping):
+        return
+    for name, keys in COMMUNICATION.items():
+        table = parallel.get(name)
+        if isinstance(table, Mapping):  # a plain number is the size
+            for key in keys:
+                if key in table:
+                    yield f"parallel.{name}.{key}"
 
 
 COMMUNICATION = {
@@ -356,44 +378,48 @@ _OF_OPTIMIZER = {
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one configuration, the nearest to a plan and to the run-file keys in `settings`."""
     scaling = plan.scaling
-    wide = plan.compute == torch.float32
     names = {torch.float16: "torch.float16", torch.bfloat16: "torch.bfloat16"}
-    config: dict[str, Any] = {
-        "dtype": names.get(plan.compute, "torch.tf32" if plan.tf32 else "torch.float32")
-    }
-    if plan.residual == torch.float32 and not wide:
+    wide_name = "torch.tf32" if plan.tf32 else "torch.float32"
+    config: dict[str, Any] = {"dtype": names.get(plan.compute, wide_name)}
+    if plan.residual == torch.float32 and plan.compute != torch.float32:
         config["residual_in_fp32"] = True
     if plan.keep_fp32:
         config["use_fp32_norm"] = True
-    if not has_flash(plan):
+    if not has_flash(plan):  # the default is true
         config["use_flash_attn"] = False
     if scaling.kind == "dynamic":
-        start = (scaling.initial, scaling.minimum, scaling.growth_interval)
-        fp16 = dict(zip(Fp16.model_fields, start, strict=True))
-        rest = {"growth_factor": scaling.growth_factor, "backoff_factor": scaling.backoff_factor}
-        rest |= {"max_scale": scaling.maximum or CEILING, "hysteresis": scaling.hysteresis}
-        config["grad_scaler"] = {"fp16": fp16} | rest
-    return [config | express_model(plan, settings) | _expressed_settings(settings)]
+        config["grad_scaler"] = {
+            "fp16": {
+                "initial_scale": scaling.initial,
+                "min_scale": scaling.minimum,
+                "growth_interval": scaling.growth_interval,
+            },
+            "growth_factor": scaling.growth_factor,
+            "backoff_factor": scaling.backoff_factor,
+            "max_scale": scaling.maximum or CEILING,
+            "hysteresis": scaling.hysteresis,
+        }
+    return [config | express_model(plan, settings) | _express_settings(settings)]
 
 
-def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _express_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return InternEvo's keys of optimizer and parallelism."""
     config: dict[str, Any] = {}
     for key, name in _SAME.items():
         if settings.get(name):
             config[key] = settings[name]
-    if optimizer := {
-        key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings
-    }:
+    optimizer = {key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings}
+    if optimizer:
         config["hybrid_zero_optimizer"] = optimizer
-    sizes = {
-        name: settings[f"parallel.{name}"]
-        for name in ("tensor", "pipeline")
-        if f"parallel.{name}" in settings
-    }
-    parallel: dict[str, Any] = {name: {"size": size} for name, size in sizes.items()}
+    parallel: dict[str, Any] = {}
+    for name in ("tensor", "pipeline"):
+        if f"parallel.{name}" in settings:
+            parallel[name] = {"size": settings[f"parallel.{name}"]}
     if settings.get("parallel.sequence"):
-        parallel["tensor"] = {"size": sizes.get("tensor", 1), "mode": "msp"}
+        parallel["tensor"] = {"size": settings.get("parallel.tensor", 1), "mode": "msp"}
     if "parallel.zero" in settings:
-        whole = -1 if settings["parallel.zero"] else 1
-        parallel["zero1"] = {"size": settings.get("parallel.zero_size", whole)}
-    return config | ({"parallel": parallel} if parallel else {})
+        all_or_none = -1 if settings["parallel.zero"] else 1
+        parallel["zero1"] = {"size": settings.get("parallel.zero_size", all_or_none)}
+    if parallel:
+        config["parallel"] = parallel
+    return config

@@ -34,8 +34,8 @@ def _dtype(value: object) -> object:
     if isinstance(name, str):
         name = name.removeprefix("torch.")
         if name not in DTYPES:
-            would = ", ".join(f'"torch.{known}"' for known in DTYPES)
-            raise ValueError(f"no such dtype: use {would}{did_you_mean(name, DTYPES, 'torch.{}')}")
+            names = ", ".join(f'"torch.{known}"' for known in DTYPES)
+            raise ValueError(f"no such dtype: use {names}{did_you_mean(name, DTYPES, 'torch.{}')}")
     return name
 
 
@@ -111,6 +111,7 @@ STDS = {
     "ffn_uplayer_init_std": "up",
     "ffn_other_init_std": "down",
 }
+# keys that INTERNLM, the first model type, does not have
 _ONLY_LATER = {"num_kv_attention_heads", "no_bias", "adapt_hf", "deepnorm", "init_type", *STDS}
 LACKS = {
     "INTERNLM": _ONLY_LATER | {"norm_head"},
@@ -125,19 +126,19 @@ DESCRIBING = (
     "norm_type",
     "layer_norm_epsilon",
     "no_bias",
-)
-DESCRIBING += (
     "rope_base",
     "use_dynamic_ntk_rope",
     "max_position_embeddings",
     "adapt_hf",
     "apply_post_layer_norm",
+    "use_scaled_init",
+    *STDS,
+    "init_type",
 )
-DESCRIBING += ("use_scaled_init", *STDS, "init_type")
 """Keys that describe a model, in addition to SIZES."""
 NUMERIC = ("model_type", "dtype", "use_flash_attn", "residual_in_fp32", "use_fp32_norm")
 """Keys whose values must be known to make a plan."""
-# if true
+# key -> why it is refused if it is true
 REFUSED = {
     "norm_head": "a head whose rows are normalised is not supported",
     "output_tf32": "a head in FP32 with TF32 products in a 16-bit model is not supported",
@@ -160,24 +161,32 @@ ALWAYS: Mapping[str, Any] = {
     "init_std": 0.02,
     "factory": "",
 }
-"""Keys of [model] that are fixed in InternEvo; init_std has no effect because `model.init` sets every initial std."""
+"""Keys of [model] that are fixed in InternEvo; init_std has no effect because `model.init` sets
+every initial std."""
 
 
 def model_settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return the keys of [model] that the dict decides. Adds problems to `reading`."""
-    _refuse(reading, model)
-    settings = _trained(reading, model)
-    return settings | _described(reading, model) if describes(reading) else settings
+    _refuse_keys(reading, model)
+    settings = _training_settings(reading, model)
+    if describes(reading):
+        settings |= _architecture_settings(reading, model)
+    return settings
 
 
 def describes(reading: Reading) -> bool:
     """Return True if a size is set, so that the dict describes a whole model."""
-    return any(is_there(reading, key) for key in SIZES)
+    return any(is_set(reading, key) for key in SIZES)
 
 
-def is_there(reading: Reading, key: str) -> bool:
+def is_set(reading: Reading, key: str) -> bool:
     """Return True if the user set a key, to a known or unknown value."""
-    return f"{reading.prefix}.{key}" in reading.given | reading.unknown
+    return f"{reading.prefix}.{key}" in reading.set_keys | reading.unknown_keys
+
+
+def is_unknown(reading: Reading, *keys: str) -> bool:
+    """Return True if the user set one of the keys to an unknown value."""
+    return any(f"{reading.prefix}.{key}" in reading.unknown_keys for key in keys)
 
 
 def gated(model: Model) -> bool:
@@ -186,112 +195,115 @@ def gated(model: Model) -> bool:
     return model.use_swiglu or not model.use_flash_attn
 
 
-def _refuse(reading: Reading, model: Model) -> None:
+def _refuse_keys(reading: Reading, model: Model) -> None:
     """Refuse keys that the model type lacks, that no model here supports, or that describe only
     part of a model."""
-    kind = model.model_type
-    whole = describes(reading)
-    for key in (key for key in NUMERIC if f"{reading.prefix}.{key}" in reading.unknown):
-        reading.refuse(key, UNKNOWN, f"numbers depend on it: set {reading.prefix}.{key} = ...")
-    for key in (key for key in Model.model_fields if is_there(reading, key)):
-        value = getattr(model, key)
-        if key in EXPERTS:
-            reading.refuse(
-                key, value, "mixtures of experts, model type INTERNLM_MoE, are not supported"
-            )
-        elif key in LACKS[kind]:
-            have = ", ".join(name for name, lacks in LACKS.items() if key not in lacks)
-            reading.refuse(
-                key, value, f"model type {kind} has no such key in InternEvo, only {have}"
-            )
-        elif key in DESCRIBING and not whole:
-            why = (
-                f"describes a model, but none of {', '.join(SIZES)} is set beside it: set it in "
-                "[model]"
-            )
-            reading.refuse(key, value, f"{why}, or describe the whole model here")
-        elif key in REFUSED and value:
-            reading.refuse(key, value, REFUSED[key])
-    if model.apply_post_layer_norm and kind != "INTERNLM":
+    for key in NUMERIC:
+        if is_unknown(reading, key):
+            reading.refuse(key, UNKNOWN, f"numbers depend on it: set {reading.prefix}.{key} = ...")
+    for key in Model.model_fields:
+        if is_set(reading, key):
+            why = _why_refused(reading, model, key)
+            if why:
+                reading.refuse(key, getattr(model, key), why)
+    if model.apply_post_layer_norm and model.model_type != "INTERNLM":
         reading.refuse("apply_post_layer_norm", True, "norms after each branch are not supported")
     if model.init_type != "normal":
         reading.refuse("init_type", model.init_type, "initial weights are normal here")
     _refuse_heads(reading, model)
 
 
+def _why_refused(reading: Reading, model: Model, key: str) -> str:
+    """Return why a key that is set cannot be; empty if it can."""
+    if key in EXPERTS:
+        return "mixtures of experts, model type INTERNLM_MoE, are not supported"
+    if key in LACKS[model.model_type]:
+        types = ", ".join(name for name, lacks in LACKS.items() if key not in lacks)
+        return f"model type {model.model_type} has no such key in InternEvo, only {types}"
+    if key in DESCRIBING and not describes(reading):
+        return (
+            f"describes a model, but none of {', '.join(SIZES)} is set beside it: set it in "
+            "[model], or describe the whole model here"
+        )
+    if key in REFUSED and getattr(model, key):
+        return REFUSED[key]
+    return ""
+
+
 def _refuse_heads(reading: Reading, model: Model) -> None:
+    """Refuse numbers of heads that do not divide what they must, if all of them are known."""
     heads = model.num_attention_heads
-    kv_heads = model.num_kv_attention_heads or model.num_attention_heads
-    if any(
-        f"{reading.prefix}.{key}" in reading.unknown for key in (*SIZES, "num_kv_attention_heads")
-    ):
+    kv_heads = model.num_kv_attention_heads or heads
+    if not describes(reading) or is_unknown(reading, *SIZES, "num_kv_attention_heads"):
         return
-    if describes(reading) and model.hidden_size % heads:
+    if model.hidden_size % heads:
         reading.refuse("num_attention_heads", heads, f"must divide hidden_size {model.hidden_size}")
-    if describes(reading) and heads % kv_heads:
+    if heads % kv_heads:
         reading.refuse(
             "num_kv_attention_heads", kv_heads, f"must divide num_attention_heads {heads}"
         )
 
 
-def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
+def _training_settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return the keys of [model] about training, which any dict may set, by run-file key."""
     settings: dict[str, Decision] = {}
     if model.embed_grad_scale != 1:
-        scale = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
+        scale = reading.decided_by(float(model.embed_grad_scale), "embed_grad_scale")
         settings |= {"model.embedding_grad_scale": scale, "model.head_grad_scale": scale}
-    if f"{reading.prefix}.attn_drop_rate" in reading.given:
-        settings["model.attention_dropout"] = reading.by(
+    if f"{reading.prefix}.attn_drop_rate" in reading.set_keys:
+        settings["model.attention_dropout"] = reading.decided_by(
             float(model.attn_drop_rate), "attn_drop_rate"
         )
-    if f"{reading.prefix}.drop_rate" in reading.given:
-        settings["model.dropout"] = reading.by(float(model.drop_rate), "drop_rate")
-        settings["model.dropout_at"] = reading.by("stream", "drop_rate")
+    if f"{reading.prefix}.drop_rate" in reading.set_keys:
+        settings["model.dropout"] = reading.decided_by(float(model.drop_rate), "drop_rate")
+        settings["model.dropout_at"] = reading.decided_by("stream", "drop_rate")
     return settings
 
 
-def _described(reading: Reading, model: Model) -> dict[str, Decision]:
+def _architecture_settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return a whole model, by run-file key, without keys that depend on unknown values; the run
     file sets those."""
     settings = {
         f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()
     }
     for name, (value, keys) in _architecture(model).items():
-        if not any(f"{reading.prefix}.{key}" in reading.unknown for key in keys):
-            settings[f"model.{name}"] = _decided(reading, value, keys)
-    settings["model.dropout_at"] = reading.always("stream")
-    if not any(
-        f"{reading.prefix}.{key}" in reading.unknown
-        for key in ("use_scaled_init", "use_swiglu", *STDS)
-    ):
-        settings["model.init"] = reading.by(initial(model), "use_scaled_init", *STDS)
+        if not is_unknown(reading, *keys):
+            settings[f"model.{name}"] = _decided_by_dict(reading, value, keys)
+    settings["model.dropout_at"] = reading.always("stream")  # where InternEvo drops
+    if not is_unknown(reading, "use_scaled_init", "use_swiglu", *STDS):
+        settings["model.init"] = reading.decided_by(initial(model), "use_scaled_init", *STDS)
     return settings
 
 
-def _decided(reading: Reading, value: Any, keys: tuple[str, ...]) -> Decision:
+def _decided_by_dict(reading: Reading, value: Any, keys: tuple[str, ...]) -> Decision:
     """Return a decision that no key of [model] may contradict.
 
     Its origin also names the first key's default, if only other keys are set.
     """
-    first = reading.by(value, keys[0])
-    said = reading.by(value, *keys)
-    together = said.given and not first.given
-    return Decision(
-        value, f"{first.origin}, {said.origin}" if together else said.origin, given=True
-    )
+    first = reading.decided_by(value, keys[0])
+    decision = reading.decided_by(value, *keys)
+    origin = decision.origin
+    if decision.given and not first.given:
+        origin = f"{first.origin}, {origin}"
+    return Decision(value, origin, given=True)
 
 
 def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return key of [model] -> its value, and the keys that determine it."""
     heads = model.num_attention_heads
-    biased = model.model_type == "INTERNLM" or not model.no_bias
-    width = int(model.hidden_size * model.mlp_ratio)
-    ffn = -(-width // FFN_MULTIPLE) * FFN_MULTIPLE if gated(model) else width
-    longest = {"kind": "dynamic", "original_max_position_embeddings": model.max_position_embeddings}
-    biases = (
-        biased,
-        ("no_bias", "model_type") if model.model_type != "INTERNLM" else ("model_type",),
-    )
+    ffn = int(model.hidden_size * model.mlp_ratio)
+    if gated(model):
+        ffn = -(-ffn // FFN_MULTIPLE) * FFN_MULTIPLE
+    rope_scaling: dict[str, Any] = {}
+    if model.use_dynamic_ntk_rope:
+        rope_scaling = {
+            "kind": "dynamic",
+            "original_max_position_embeddings": model.max_position_embeddings,
+        }
+    if model.model_type == "INTERNLM":
+        biases = (True, ("model_type",))
+    else:
+        biases = (not model.no_bias, ("no_bias", "model_type"))
     return {
         "layers": (model.num_layers, ("num_layers",)),
         "hidden": (model.hidden_size, ("hidden_size",)),
@@ -307,10 +319,7 @@ def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
         "norm": (NORMS[model.norm_type], ("norm_type",)),
         "norm_eps": (float(model.layer_norm_epsilon), ("layer_norm_epsilon",)),
         "rope_base": (float(model.rope_base), ("rope_base",)),
-        "rope_scaling": (
-            longest if model.use_dynamic_ntk_rope else {},
-            ("use_dynamic_ntk_rope", "max_position_embeddings"),
-        ),
+        "rope_scaling": (rope_scaling, ("use_dynamic_ntk_rope", "max_position_embeddings")),
         "qkv_bias": biases,
         "output_bias": biases,
     }
@@ -319,14 +328,14 @@ def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
 def initial(model: Model) -> dict[str, Any]:
     """Return the key model.init that reproduces `reset_parameters` of the model type."""
     if model.model_type == "INTERNLM":
-        closing = 0.006 if model.use_scaled_init else 0.0015
+        last = 0.006 if model.use_scaled_init else 0.0015  # of the last matrix of each branch
         stds = {
             "embedding": 0.0052,
             "head": 0.0052,
             "qkv": 0.006,
-            "output": closing,
+            "output": last,
             "up": 0.006,
-            "down": closing,
+            "down": last,
         }
     else:
         stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
@@ -337,50 +346,52 @@ def initial(model: Model) -> dict[str, Any]:
 
 def model_notes(reading: Reading, model: Model) -> Iterator[str]:
     """Yield notes about ambiguous keys of the model and about differences from InternEvo."""
-    kind = model.model_type
-    whole = describes(reading)
-    if not whole and is_there(reading, "model_type"):
+    described = describes(reading)
+    if not described and is_set(reading, "model_type"):
         yield "model_type: no size is given, so the run file's [model] decides the model"
     if not model.use_flash_attn:
         yield (
             "use_flash_attn: without it InternEvo adds -10000 to masked scores; here they are "
             "excluded exactly"
         )
-    if (
-        kind != "INTERNLM"
-        and whole
-        and not (kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf)
-    ):
-        yield (
-            "adapt_hf is not set: InternEvo rotates neighbouring features of a head, "
-            "megaprec features of its two "
-            "halves; the same model with rows of query and key in another order"
-        )
+    if model.model_type != "INTERNLM":
+        yield from _notes_of_later_types(model, described)
     if model.use_dynamic_ntk_rope:
         yield (
             "use_dynamic_ntk_rope: InternEvo scales by the longest document of a batch, here by "
             "the whole sequence"
         )
-    if gated(model) and not model.use_swiglu and model.use_scaled_init and whole:
+    if gated(model) and not model.use_swiglu and model.use_scaled_init and described:
         yield (
             "use_swiglu: without flash attention InternEvo reduces the initial std of all "
-            "matrices of the feed-forward "
-            "by depth, megaprec only that of the last"
-        )
-    if kind != "INTERNLM" and 0 < model.checkpoint < 1:
-        yield (
-            f"checkpoint: model type {kind} rounds the number of layers up, here down; the same "
-            "numbers either way"
-        )
-    if kind != "INTERNLM" and model.residual_in_fp32 and not model.use_fp32_norm:
-        yield (
-            "residual_in_fp32: InternEvo rounds the residual stream before the norm of "
-            "attention, megaprec does not"
+            "matrices of the feed-forward by depth, megaprec only that of the last"
         )
     if model.apply_post_layer_norm:
         yield (
             "apply_post_layer_norm: InternEvo accepts it and normalises before each layer all "
             "the same"
+        )
+
+
+def _notes_of_later_types(model: Model, described: bool) -> Iterator[str]:
+    """Yield notes about model types other than INTERNLM. described: the dict has sizes."""
+    kind = model.model_type
+    adapts = kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf
+    if described and not adapts:
+        yield (
+            "adapt_hf is not set: InternEvo rotates neighbouring features of a head, "
+            "megaprec features of its two halves; the same model with rows of query and key in "
+            "another order"
+        )
+    if 0 < model.checkpoint < 1:
+        yield (
+            f"checkpoint: model type {kind} rounds the number of layers up, here down; the same "
+            "numbers either way"
+        )
+    if model.residual_in_fp32 and not model.use_fp32_norm:
+        yield (
+            "residual_in_fp32: InternEvo rounds the residual stream before the norm of "
+            "attention, megaprec does not"
         )
 
 
@@ -390,25 +401,30 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
     config = {key: settings[name] for key, name in _TRAINED.items() if name in settings}
     if settings.get("model.embedding_grad_scale", 1) != 1:
         config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
-    m = {
+    model = {
         name.removeprefix("model."): value
         for name, value in settings.items()
         if name.startswith("model.")
     }
-    if not any(m.get(name) for name in ("layers", "hidden", "heads", "vocab")):
+    if not any(model.get(name) for name in ("layers", "hidden", "heads", "vocab")):
         return config
-    config |= {key: m[name] for key, name in _SIZES.items() if m.get(name)}
-    if m.get("norm"):
-        config["norm_type"] = {ours: theirs for theirs, ours in NORMS.items()}[m["norm"]]
-    if m.get("mlp", "swiglu") != "swiglu":
+    config |= {key: model[name] for key, name in _SIZES.items() if model.get(name)}
+    if model.get("norm"):
+        theirs = {ours: theirs for theirs, ours in NORMS.items()}
+        config["norm_type"] = theirs[model["norm"]]
+    if model.get("mlp", "swiglu") != "swiglu":
         config["use_swiglu"] = False
-    if m.get("ffn") and m.get("hidden"):
-        ratio = m["ffn"] / m["hidden"]
-        if int(m["hidden"] * ratio) == m["ffn"]:
-            config["mlp_ratio"] = ratio
-        else:
-            config["mlp_ratio"] = (m["ffn"] + 0.5) / m["hidden"]
-    return config | _typed(m, Model.model_construct(**config, use_flash_attn=has_flash(plan)))
+    if model.get("ffn") and model.get("hidden"):
+        config["mlp_ratio"] = _mlp_ratio(model["ffn"], model["hidden"])
+    sizes = Model.model_construct(**config, use_flash_attn=has_flash(plan))
+    return config | _express_type(model, sizes)
+
+
+def _mlp_ratio(ffn: int, hidden: int) -> float:
+    """Return a ratio of which InternEvo computes this width: it rounds the product down."""
+    ratio = ffn / hidden
+    # rounding may make the product a little less than the width
+    return ratio if int(hidden * ratio) == ffn else (ffn + 0.5) / hidden
 
 
 _TRAINED = {"drop_rate": "model.dropout", "attn_drop_rate": "model.attention_dropout"}
@@ -417,28 +433,33 @@ _SIZES = {
     "hidden_size": "hidden",
     "num_attention_heads": "heads",
     "vocab_size": "vocab",
+    "layer_norm_epsilon": "norm_eps",
+    "rope_base": "rope_base",
 }
-_SIZES |= {"layer_norm_epsilon": "norm_eps", "rope_base": "rope_base"}
 
 
-def _typed(m: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
-    """Return the nearest model type and the keys that depend on it."""
-    scaling = dict(m.get("rope_scaling") or {})
-    init = dict(m.get("init") or {})
+def _express_type(model: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
+    """Return the nearest model type and the keys that depend on it. model: keys of [model]."""
+    rope_scaling = dict(model.get("rope_scaling") or {})
+    init = dict(model.get("init") or {})
     config: dict[str, Any] = {}
-    if scaling.get("kind") == "dynamic":
-        longest = scaling["original_max_position_embeddings"]
-        config = {"use_dynamic_ntk_rope": True, "max_position_embeddings": longest}
-    scaled = init.get("shrink", "model") != "none"
-    config |= {} if scaled else {"use_scaled_init": False}
-    plain = sizes.model_copy(update={"use_scaled_init": scaled})
-    grouped = m.get("kv_heads", m.get("heads")) != m.get("heads")
-    biased = m.get("qkv_bias", True) and m.get("output_bias", True)
-    if biased and not grouped and init in ({}, initial(plain)):
+    if rope_scaling.get("kind") == "dynamic":
+        config["use_dynamic_ntk_rope"] = True
+        config["max_position_embeddings"] = rope_scaling["original_max_position_embeddings"]
+    is_scaled = init.get("shrink", "model") != "none"
+    if not is_scaled:
+        config["use_scaled_init"] = False
+    has_groups = model.get("kv_heads", model.get("heads")) != model.get("heads")
+    has_biases = model.get("qkv_bias", True) and model.get("output_bias", True)
+    # the default type will do if it has these biases, heads and initial weights
+    internlm = sizes.model_copy(update={"use_scaled_init": is_scaled})
+    if has_biases and not has_groups and init in ({}, initial(internlm)):
         return config
-    config |= {"model_type": "INTERNLM2_PUBLIC", "no_bias": not biased}
-    config |= {"num_kv_attention_heads": m["kv_heads"]} if grouped else {}
-    return config | {key: init.get(name) or m.get("init_std", 0.02) for key, name in STDS.items()}
+    config |= {"model_type": "INTERNLM2_PUBLIC", "no_bias": not has_biases}
+    if has_groups:
+        config["num_kv_attention_heads"] = model["kv_heads"]
+    default_std = model.get("init_std", 0.02)
+    return config | {key: init.get(name) or default_std for key, name in STDS.items()}
 
 
 def has_flash(plan: PrecisionPlan) -> bool:

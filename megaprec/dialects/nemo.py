@@ -56,15 +56,15 @@ FP8_KEYS = (
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
-)
-FP8_KEYS += (
     "fp8_margin",
     "fp8_amax_history_len",
     "fp8_amax_compute_algo",
     "fp8_wgrad",
     "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "fp8_params",
+    "fp8_param_gather",
 )
-FP8_KEYS += ("fp8_multi_head_attention", "fp8_params", "fp8_param_gather")
 SCALE_KEYS = (
     "fp16_initial_loss_scale",
     "fp16_min_loss_scale",
@@ -149,6 +149,7 @@ _HALVES: Mapping[str, dict[str, Any]] = {
     "bf16": _BF16 | {"autocast_enabled": False, "grad_reduce_in_fp32": True},
     "fp16": _FP16 | {"autocast_enabled": False, "grad_reduce_in_fp32": False},
 }
+# what recipes with FP8 set besides, by the name in the recipe's
 _FP8: dict[str, dict[str, Any]] = {
     "fp8": {
         "fp8_recipe": "delayed",
@@ -168,29 +169,36 @@ _FP8: dict[str, dict[str, Any]] = {
     "fp8_subchannel_scaling": {"fp8_recipe": "blockwise", "fp8_param_gather": False},
 }
 _FP8["fp8_delayed_scaling"] = _FP8["fp8"]  # its name in Megatron-Bridge
+# two layers at each end stay in BF16
 _TWO_WIDE = _HALVES["bf16"] | {"fp8": "hybrid"} | _FP8["fp8_current_scaling"]
 _TWO_WIDE |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
-RECIPES: Mapping[str, Mapping[str, Any]] = (
-    {f"{half}_mixed": fields for half, fields in _HALVES.items()}
-    | {
-        f"{half}_with_{name}_mixed": fields | {"fp8": "hybrid"} | fp8
-        for half, fields in _HALVES.items()
-        for name, fp8 in _FP8.items()
-    }
-    | {
-        "nemotron_h_bf16_with_fp8_current_scaling_mixed": _TWO_WIDE,
-        "nanov2_bf16_with_fp8_current_scaling_mixed": _TWO_WIDE | {"fp8_recipe": "blockwise"},
-    }
-)
+
+
+def _all_recipes() -> dict[str, dict[str, Any]]:
+    """Return the fields that each of NeMo's recipes sets."""
+    recipes: dict[str, dict[str, Any]] = {}
+    for half, fields in _HALVES.items():
+        recipes[f"{half}_mixed"] = fields
+    for half, fields in _HALVES.items():
+        for name, fp8_fields in _FP8.items():
+            recipes[f"{half}_with_{name}_mixed"] = fields | {"fp8": "hybrid"} | fp8_fields
+    recipes["nemotron_h_bf16_with_fp8_current_scaling_mixed"] = _TWO_WIDE
+    recipes["nanov2_bf16_with_fp8_current_scaling_mixed"] = _TWO_WIDE | {"fp8_recipe": "blockwise"}
+    return recipes
+
+
+RECIPES: Mapping[str, Mapping[str, Any]] = _all_recipes()
 
 
 def _recipe(name: str) -> Callable[..., MegatronMixedPrecision]:
-    def made(**fields: Any) -> MegatronMixedPrecision:
+    """Return a function of NeMo's name for a recipe."""
+
+    def make(**fields: Any) -> MegatronMixedPrecision:
         return MegatronMixedPrecision(recipe=name, **fields)
 
-    made.__name__ = name
-    made.__doc__ = f"NeMo's recipe `{name}`, with some fields of the plugin changed."
-    return made
+    make.__name__ = name
+    make.__doc__ = f"NeMo's recipe `{name}`, with some fields of the plugin changed."
+    return make
 
 
 bf16_mixed = _recipe("bf16_mixed")
@@ -209,179 +217,216 @@ def resolve(
     places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
-    read = reading.read(MegatronMixedPrecision, config or {})
-    if read.v1 is not None:
-        for key in sorted(read.model_fields_set - {"v1"}):
+    set_fields = reading.read(MegatronMixedPrecision, config or {})
+    if set_fields.v1 is not None:
+        for key in sorted(set_fields.model_fields_set - {"v1"}):
             reading.refuse(
                 key,
-                getattr(read, key),
+                getattr(set_fields, key),
                 "v1, NeMo 1's YAML, is there too: keep the one that is meant",
             )
-        return resolve_v1(reading, read.v1)
-    asked = _filled(reading, read)
-    half = HALVES[asked.precision or "32"]
-    _contradictions(reading, asked, half)
-    reading.done()
+        return resolve_v1(reading, set_fields.v1)
+    plugin = _fill_recipe(reading, set_fields)
+    half = HALVES[plugin.precision or "32"]
+    _refuse_contradictions(reading, plugin, half)
+    reading.raise_problems()
+    # the plugin's default, which a recipe replaces
     automatic = torch.bfloat16 if half == torch.bfloat16 else torch.float32
-    held = reading.by(half, "precision", "recipe")
-    if asked.autocast_enabled:
-        compute = reading.by(asked.autocast_dtype or half, "autocast_enabled", "autocast_dtype")
-        held = reading.by(asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled")
-    else:
-        compute = held
+    pipeline = plugin.pipeline_dtype or automatic
+    parameters = reading.decided_by(half, "precision", "recipe")
+    compute = parameters
+    if plugin.autocast_enabled:
+        compute = reading.decided_by(
+            plugin.autocast_dtype or half, "autocast_enabled", "autocast_dtype"
+        )
+        parameters = reading.decided_by(
+            plugin.params_dtype or torch.float32, "params_dtype", "autocast_enabled"
+        )
     # autocast leaves sums as wide as parameters
-    wide = torch.promote_types(held.value, compute.value) == held.value
-    summed = torch.float32 if asked.grad_reduce_in_fp32 else held.value
+    promoted = torch.promote_types(parameters.value, compute.value)
+    gradients = torch.float32 if plugin.grad_reduce_in_fp32 else parameters.value
     decisions = {
         "compute": compute,
-        "parameters": held,
-        "residual": held if wide else compute,
-        "pipeline": reading.by(asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"),
-        **all_of(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
-        **_state_dtypes(reading, asked),
-        "scaling": _scaling(reading, asked, half),
-        "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
+        "parameters": parameters,
+        "residual": parameters if promoted == parameters.value else compute,
+        "pipeline": reading.decided_by(pipeline, "pipeline_dtype", "recipe"),
+        **all_of(
+            ("gradients", "reduce"), reading.decided_by(gradients, "grad_reduce_in_fp32", "recipe")
+        ),
+        **_state_dtypes(reading, plugin),
+        "scaling": _scaling(reading, plugin, half),
+        "fp8": reading.decided_by(_fp8(plugin), "fp8", "recipe", *FP8_KEYS),
     }
     return reading.resolved(
         decisions,
-        _settings(reading, asked),
-        (*_notes(reading, asked), *_idle(reading, asked, half)),
+        _settings(reading, plugin),
+        (*_notes(reading, plugin), *_idle(reading, plugin, half)),
     )
 
 
-def _settings(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
+def _settings(reading: Reading, plugin: MegatronMixedPrecision) -> dict[str, Decision]:
     """Return the run-file keys that fields of OptimizerConfig decide, for the fields that are
     set."""
-    values = {"optimizer.clip": ("clip_grad", asked.clip_grad)}
-    values["parallel.zero"] = ("use_distributed_optimizer", asked.use_distributed_optimizer)
-    return {
-        name: reading.by(value, key) for name, (key, value) in values.items() if value is not None
-    }
+    settings: dict[str, Decision] = {}
+    for name, key in _RUN_FILE_KEYS.items():
+        value = getattr(plugin, key)
+        if value is not None:
+            settings[name] = reading.decided_by(value, key)
+    return settings
 
 
-def _filled(reading: Reading, asked: MegatronMixedPrecision) -> MegatronMixedPrecision:
-    """Return `asked` with the recipe's values for the fields that are not set."""
-    if asked.recipe is None:
-        if asked.precision is None and f"{PREFIX}.precision" not in "".join(reading.problems):
+# run-file key -> field of the same value
+_RUN_FILE_KEYS = {
+    "optimizer.clip": "clip_grad",
+    "parallel.zero": "use_distributed_optimizer",
+}
+
+
+def _fill_recipe(reading: Reading, plugin: MegatronMixedPrecision) -> MegatronMixedPrecision:
+    """Return `plugin` with the recipe's values for the fields that are not set."""
+    if plugin.recipe is None:
+        if plugin.precision is None and f"{PREFIX}.precision" not in "".join(reading.problems):
             reading.refuse(
                 "precision", None, f"must be given, one of {', '.join(HALVES)}, or a recipe instead"
             )
-        return asked
-    if asked.recipe not in RECIPES:
-        would = (
-            f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(asked.recipe, RECIPES)}"
-        )
-        reading.refuse("recipe", asked.recipe, would)
-        return asked
-    given = {name: getattr(asked, name) for name in asked.model_fields_set}
-    under = dict(RECIPES[asked.recipe])
-    if given.get("fp8_params") is not None:
-        under.pop("fp8_param_gather", None)
-    return MegatronMixedPrecision(**{**under, **given})
+        return plugin
+    if plugin.recipe not in RECIPES:
+        names = f"{', '.join(RECIPES)}{did_you_mean(plugin.recipe, RECIPES)}"
+        reading.refuse("recipe", plugin.recipe, f"no such recipe; there are {names}")
+        return plugin
+    set_fields = {name: getattr(plugin, name) for name in plugin.model_fields_set}
+    of_recipe = dict(RECIPES[plugin.recipe])
+    if set_fields.get("fp8_params") is not None:  # the older name of the same field
+        of_recipe.pop("fp8_param_gather", None)
+    return MegatronMixedPrecision(**{**of_recipe, **set_fields})
 
 
-def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> None:
+def _refuse_contradictions(
+    reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype
+) -> None:
+    """Record a problem for each field whose value does not go with another one."""
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
-        dtype = getattr(asked, name)
-        if dtype not in (None, torch.float32, half) and asked.precision:
-            would = "float32" if half == torch.float32 else f"float32 or {name_of(half)}"
-            reading.refuse(name, dtype, f'contradicts precision = "{asked.precision}": use {would}')
-    if (
-        None not in (asked.fp8_params, asked.fp8_param_gather)
-        and asked.fp8_params != asked.fp8_param_gather
-    ):
+        dtype = getattr(plugin, name)
+        if dtype not in (None, torch.float32, half) and plugin.precision:
+            usable = "float32" if half == torch.float32 else f"float32 or {name_of(half)}"
+            reading.refuse(
+                name, dtype, f'contradicts precision = "{plugin.precision}": use {usable}'
+            )
+    _refuse_fp8_contradictions(reading, plugin)
+    _refuse_state_contradictions(reading, plugin)
+    if plugin.fp16_min_loss_scale > plugin.fp16_initial_loss_scale:
+        reading.refuse(
+            "fp16_min_loss_scale",
+            plugin.fp16_min_loss_scale,
+            "is more than fp16_initial_loss_scale",
+        )
+
+
+def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
+    names_differ = plugin.fp8_params != plugin.fp8_param_gather
+    if names_differ and None not in (plugin.fp8_params, plugin.fp8_param_gather):
         reading.refuse(
             "fp8_params",
-            asked.fp8_params,
+            plugin.fp8_params,
             "fp8_param_gather, its newer name, has the opposite value",
         )
-    if asked.fp4 is not None:
-        also = ", and fp8 is given too: at most one of them" if asked.fp8 else ""
-        reading.refuse("fp4", asked.fp4, f"there is no FP4 in megaprec; use fp8{also}")
-    if asked.fp8 and asked.fp8_recipe == "delayed" and asked.first_last_layers_bf16:
-        would = 'not with fp8_recipe = "delayed"; use "tensorwise" or another'
-        reading.refuse("first_last_layers_bf16", True, would)
-    state = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    wide = [key for key in state if getattr(asked, key) not in (None, torch.float32)]
-    if wide and not asked.use_precision_aware_optimizer:
+    if plugin.fp4 is not None:
+        also = ", and fp8 is given too: at most one of them" if plugin.fp8 else ""
+        reading.refuse("fp4", plugin.fp4, f"there is no FP4 in megaprec; use fp8{also}")
+    if plugin.fp8 and plugin.fp8_recipe == "delayed" and plugin.first_last_layers_bf16:
         reading.refuse(
-            wide[0], getattr(asked, wide[0]), "needs use_precision_aware_optimizer = true"
+            "first_last_layers_bf16",
+            True,
+            'not with fp8_recipe = "delayed"; use "tensorwise" or another',
         )
-    if asked.main_params_dtype not in (None, torch.float32):
-        reading.refuse("main_params_dtype", asked.main_params_dtype, "masters are float32 here")
-    if (asked.exp_avg_dtype or torch.float32) != (asked.exp_avg_sq_dtype or torch.float32):
+
+
+def _refuse_state_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
+    """Record a problem for each dtype of the optimizer's state that is not computed."""
+    keys = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    # Megatron's other optimizers have FP32 state only
+    not_fp32 = [key for key in keys if getattr(plugin, key) not in (None, torch.float32)]
+    if not_fp32 and not plugin.use_precision_aware_optimizer:
+        key = not_fp32[0]
+        reading.refuse(key, getattr(plugin, key), "needs use_precision_aware_optimizer = true")
+    if plugin.main_params_dtype not in (None, torch.float32):
+        reading.refuse("main_params_dtype", plugin.main_params_dtype, "masters are float32 here")
+    if (plugin.exp_avg_dtype or torch.float32) != (plugin.exp_avg_sq_dtype or torch.float32):
         why = (
             "both moments have one dtype here: make it that of exp_avg_dtype, "
-            f"{asked.exp_avg_dtype}"
+            f"{plugin.exp_avg_dtype}"
         )
-        reading.refuse("exp_avg_sq_dtype", asked.exp_avg_sq_dtype, why)
-    if asked.fp16_min_loss_scale > asked.fp16_initial_loss_scale:
-        reading.refuse(
-            "fp16_min_loss_scale", asked.fp16_min_loss_scale, "is more than fp16_initial_loss_scale"
-        )
+        reading.refuse("exp_avg_sq_dtype", plugin.exp_avg_sq_dtype, why)
 
 
-def _state_dtypes(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
+def _state_dtypes(reading: Reading, plugin: MegatronMixedPrecision) -> dict[str, Decision]:
     """Return the dtypes of masters, moments and gradients: FP32, unless set for the precision-aware
     optimizer."""
     decisions = all_of(("masters", "moments"), reading.always(torch.float32))
-    if not asked.use_precision_aware_optimizer:
+    if not plugin.use_precision_aware_optimizer:
         return decisions
-    if asked.exp_avg_dtype is not None:
-        decisions["moments"] = reading.by(asked.exp_avg_dtype, "exp_avg_dtype", "exp_avg_sq_dtype")
-    if asked.main_grads_dtype is not None:
-        decisions["gradients"] = reading.by(asked.main_grads_dtype, "main_grads_dtype")
+    if plugin.exp_avg_dtype is not None:
+        decisions["moments"] = reading.decided_by(
+            plugin.exp_avg_dtype, "exp_avg_dtype", "exp_avg_sq_dtype"
+        )
+    if plugin.main_grads_dtype is not None:
+        decisions["gradients"] = reading.decided_by(plugin.main_grads_dtype, "main_grads_dtype")
     return decisions
 
 
-def _scaling(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> Decision:
-    if asked.fp16_loss_scale is not None and half != torch.float32:
-        return reading.by(LossScaling("constant", asked.fp16_loss_scale), "fp16_loss_scale")
+def _scaling(reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype) -> Decision:
+    # a constant scale is for BF16 too
+    if plugin.fp16_loss_scale is not None and half != torch.float32:
+        return reading.decided_by(
+            LossScaling("constant", plugin.fp16_loss_scale), "fp16_loss_scale"
+        )
     if half != torch.float16:
-        return reading.by(LossScaling(), "precision", "recipe")
+        return reading.decided_by(LossScaling(), "precision", "recipe")
     dynamic = LossScaling(
         "dynamic",
-        asked.fp16_initial_loss_scale,
-        asked.fp16_min_loss_scale,
-        growth_interval=asked.fp16_loss_scale_window,
-        hysteresis=asked.fp16_hysteresis,
+        plugin.fp16_initial_loss_scale,
+        plugin.fp16_min_loss_scale,
+        growth_interval=plugin.fp16_loss_scale_window,
+        hysteresis=plugin.fp16_hysteresis,
     )
-    return reading.by(dynamic, "precision", "recipe", *SCALE_KEYS)
+    return reading.decided_by(dynamic, "precision", "recipe", *SCALE_KEYS)
 
 
-def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
-    if asked.fp8 is None:
+def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
+    if plugin.fp8 is None:
         return None
-    wide = asked.first_last_layers_bf16
+    leaves_layers = plugin.first_last_layers_bf16
     return FP8Recipe(
-        kind=KINDS[asked.fp8_recipe],
-        format=asked.fp8,
-        margin=asked.fp8_margin if asked.fp8_recipe == "delayed" else 0,
-        history_length=asked.fp8_amax_history_len,
-        amax_algo=asked.fp8_amax_compute_algo,
+        kind=KINDS[plugin.fp8_recipe],
+        format=plugin.fp8,
+        # other scales have no margin; see NO_MARGIN
+        margin=plugin.fp8_margin if plugin.fp8_recipe == "delayed" else 0,
+        history_length=plugin.fp8_amax_history_len,
+        amax_algo=plugin.fp8_amax_compute_algo,
         reduce_over="stage",
-        power_2_scales=asked.fp8_recipe == "blockwise",
-        parameters=bool(asked.fp8_params or asked.fp8_param_gather),
-        weight_gradients=asked.fp8_wgrad,
-        dot_product_attention=asked.fp8_dot_product_attention,
-        multi_head_attention=asked.fp8_multi_head_attention,
-        first_layers=asked.num_layers_at_start_in_bf16 if wide else 0,
-        last_layers=asked.num_layers_at_end_in_bf16 if wide else 0,
+        power_2_scales=plugin.fp8_recipe == "blockwise",
+        parameters=bool(plugin.fp8_params or plugin.fp8_param_gather),
+        weight_gradients=plugin.fp8_wgrad,
+        dot_product_attention=plugin.fp8_dot_product_attention,
+        multi_head_attention=plugin.fp8_multi_head_attention,
+        first_layers=plugin.num_layers_at_start_in_bf16 if leaves_layers else 0,
+        last_layers=plugin.num_layers_at_end_in_bf16 if leaves_layers else 0,
     )
 
 
-def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
-    defaults = {key: MegatronMixedPrecision.model_fields[key].default for key in FP8_KEYS}
-    changed = [key for key in FP8_KEYS if getattr(asked, key) not in (defaults[key], None, False)]
-    idle = [key for key in changed if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
-    notes = [f"{', '.join(idle)} without fp8: they change nothing"] if idle else []
-    if asked.fp8 and asked.fp8_margin and asked.fp8_recipe != "delayed":
+def _notes(reading: Reading, plugin: MegatronMixedPrecision) -> tuple[str, ...]:
+    notes: list[str] = []
+    if plugin.fp8 is None:
+        idle = [key for key in FP8_KEYS if _is_changed(reading, plugin, key)]
+        if idle:
+            notes.append(f"{', '.join(idle)} without fp8: they change nothing")
+    if plugin.fp8 and plugin.fp8_margin and plugin.fp8_recipe != "delayed":
         notes.append(
-            f'fp8_margin = {asked.fp8_margin} with fp8_recipe = "{asked.fp8_recipe}": {NO_MARGIN}'
+            f'fp8_margin = {plugin.fp8_margin} with fp8_recipe = "{plugin.fp8_recipe}": {NO_MARGIN}'
         )
-    if asked.autocast_enabled:
+    if plugin.autocast_enabled:
         notes.append("autocast_enabled: NeMo accepts it but never uses it; here it takes effect")
-    if asked.reuse_grad_buf_for_mxfp8_param_ag:
+    if plugin.reuse_grad_buf_for_mxfp8_param_ag:
         notes.append(
             "reuse_grad_buf_for_mxfp8_param_ag is about memory: it changes no number and "
             "nothing here"
@@ -389,51 +434,58 @@ def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _idle(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> tuple[str, ...]:
+def _is_changed(reading: Reading, plugin: MegatronMixedPrecision, key: str) -> bool:
+    """Return True if the user set a field to a value that is neither off nor its default."""
+    default = MegatronMixedPrecision.model_fields[key].default
+    is_set = f"{PREFIX}.{key}" in reading.set_keys
+    return is_set and getattr(plugin, key) not in (default, None, False)
+
+
+def _idle(reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype) -> tuple[str, ...]:
     """Return notes on keys that are set and change nothing beside the others."""
     notes: tuple[str, ...] = ()
     if half != torch.float16:
-        notes += reading.idle(
-            asked, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale"
+        notes += reading.idle_note(
+            plugin, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale"
         )
-    elif asked.fp16_loss_scale is not None:
-        notes += reading.idle(asked, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
+    elif plugin.fp16_loss_scale is not None:
+        notes += reading.idle_note(plugin, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
     if half == torch.float32:
-        notes += reading.idle(asked, ("fp16_loss_scale",), "in FP32")
-    if not asked.autocast_enabled:
-        apart = [
-            key
-            for key in ("params_dtype", "autocast_dtype")
-            if getattr(asked, key) not in (None, half)
-        ]
-        notes += reading.idle(
-            asked,
-            apart,
+        notes += reading.idle_note(plugin, ("fp16_loss_scale",), "in FP32")
+    if not plugin.autocast_enabled:
+        dtypes = ("params_dtype", "autocast_dtype")
+        other_dtypes = [key for key in dtypes if getattr(plugin, key) not in (None, half)]
+        notes += reading.idle_note(
+            plugin,
+            other_dtypes,
             "without autocast_enabled: parameters and products are in the precision's dtype",
         )
-    if asked.fp8 and not asked.first_last_layers_bf16:
-        wide = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        notes += reading.idle(asked, wide, "without first_last_layers_bf16")
-    return notes + (
-        reading.idle(asked, ("fp4_recipe",), "without fp4") if asked.fp4 is None else ()
-    )
+    if plugin.fp8 and not plugin.first_last_layers_bf16:
+        counts = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        notes += reading.idle_note(plugin, counts, "without first_last_layers_bf16")
+    if plugin.fp4 is None:
+        notes += reading.idle_note(plugin, ("fp4_recipe",), "without fp4")
+    return notes
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return configurations that approximate a plan and run-file keys in `settings`: plain, and
     under autocast."""
     common: dict[str, Any] = {"pipeline_dtype": name_of(plan.pipeline)}
-    words = (("optimizer.clip", "clip_grad"), ("parallel.zero", "use_distributed_optimizer"))
-    common |= {key: settings[name] for name, key in words if name in settings}
+    common |= {key: settings[name] for name, key in _RUN_FILE_KEYS.items() if name in settings}
     common["grad_reduce_in_fp32"] = plan.gradients == torch.float32
-    common |= _scaling_words(plan.scaling) | _fp8_words(plan.fp8)
-    narrow = {"autocast_enabled": True, "autocast_dtype": name_of(plan.compute)}
-    narrow |= {"params_dtype": name_of(plan.parameters)}
+    common |= _express_scaling(plan.scaling) | _express_fp8(plan.fp8)
+    autocast = {
+        "autocast_enabled": True,
+        "autocast_dtype": name_of(plan.compute),
+        "params_dtype": name_of(plan.parameters),
+    }
+    # which precision is the nearest is found by resolving each
     plain = [{"precision": precision} | common for precision in ("bf16-mixed", "16-mixed", "32")]
-    return plain + [config | narrow for config in plain]
+    return plain + [config | autocast for config in plain]
 
 
-def _scaling_words(scaling: LossScaling) -> dict[str, Any]:
+def _express_scaling(scaling: LossScaling) -> dict[str, Any]:
     if scaling.kind == "constant":
         return {"fp16_loss_scale": scaling.initial}
     if scaling.kind == "none":
@@ -442,14 +494,13 @@ def _scaling_words(scaling: LossScaling) -> dict[str, Any]:
     return dict(zip(SCALE_KEYS, values, strict=True))
 
 
-def _fp8_words(recipe: FP8Recipe | None) -> dict[str, Any]:
+def _express_fp8(recipe: FP8Recipe | None) -> dict[str, Any]:
     if recipe is None:
         return {}
-    words = {
+    names = {kind: name for name, kind in KINDS.items()}
+    fields: dict[str, Any] = {
         "fp8": recipe.format,
-        "fp8_recipe": next(
-            (name for name, kind in KINDS.items() if kind == recipe.kind), "tensorwise"
-        ),
+        "fp8_recipe": names.get(recipe.kind, "tensorwise"),
         "fp8_margin": recipe.margin,
         "fp8_amax_history_len": recipe.history_length,
         "fp8_amax_compute_algo": recipe.amax_algo,
@@ -459,7 +510,9 @@ def _fp8_words(recipe: FP8Recipe | None) -> dict[str, Any]:
         "fp8_param_gather": recipe.parameters,
     }
     if recipe.first_layers or recipe.last_layers:
-        words |= {"first_last_layers_bf16": recipe.kind != "delayed"}
-        words |= {"num_layers_at_start_in_bf16": recipe.first_layers}
-        words |= {"num_layers_at_end_in_bf16": recipe.last_layers}
-    return words
+        fields |= {
+            "first_last_layers_bf16": recipe.kind != "delayed",
+            "num_layers_at_start_in_bf16": recipe.first_layers,
+            "num_layers_at_end_in_bf16": recipe.last_layers,
+        }
+    return fields

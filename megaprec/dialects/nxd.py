@@ -9,7 +9,8 @@ stochastic rounding.
     use_fp32_grad_acc = true            default: true with ZeRO-1
     use_master_weights_in_ckpt = false
     [precision.nxd.optimizer_config]    of the same configuration
-    zero_one_enabled = true             NxD's default is false; in a run file the default is its `parallel.zero`
+    zero_one_enabled = true             NxD's default is false; in a run file the default is its
+                                        `parallel.zero`
     grad_clipping = true
     max_grad_norm = 1.0
     [precision.nxd.environment]         variables that the training script sets, "0" or "1"
@@ -33,6 +34,7 @@ from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM = "NxD"
 PREFIX = "precision.nxd"
+# keys that decide something, as dotted names below PREFIX
 MASTERS = "use_master_weights"
 ACCUMULATE = "use_fp32_grad_acc"
 IN_CHECKPOINT = "use_master_weights_in_ckpt"
@@ -80,9 +82,11 @@ class Environment(Keys):
 STOCHASTIC = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN"
 ALL_BF16 = "environment.XLA_USE_BF16"
 TYPE = "precision_type"
+# types that have masters and FP32 accumulation with ZeRO-1
 FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
 ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
-"""Precision types of neuronx-distributed-training (its model/base.py and training_orchestrator.py)."""
+"""Precision types of neuronx-distributed-training (its model/base.py and
+training_orchestrator.py)."""
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
@@ -95,74 +99,85 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     precision = reading.read(MixedPrecisionConfig, config or {})
     optimizer = reading.read(OptimizerConfig, precision.optimizer_config or {}, "optimizer_config")
     environment = reading.read(Environment, precision.environment or {}, "environment")
-    zero = optimizer.zero_one_enabled
-    masters, accumulates = (_follows(precision, key, zero) for key in (MASTERS, ACCUMULATE))
-    _contradictions(
-        reading, precision, environment, {MASTERS: masters, ACCUMULATE: accumulates}, zero
+    zero = optimizer.zero_one_enabled  # on which the defaults of mixed precision depend
+    has_masters = _is_on(precision, MASTERS, zero)
+    accumulates = _is_on(precision, ACCUMULATE, zero)
+    _refuse_contradictions(
+        reading,
+        precision,
+        environment,
+        {MASTERS: has_masters, ACCUMULATE: accumulates},
+        zero,
     )
-    reading.done()
-    dtype = reading.by(
-        torch.float32 if precision.precision_type == "fp32" else torch.bfloat16, TYPE
-    )
+    reading.raise_problems()
     if precision.precision_type == "manual":
         dtype = reading.always(torch.bfloat16)
+    elif precision.precision_type == "fp32":
+        dtype = reading.decided_by(torch.float32, TYPE)
+    else:
+        dtype = reading.decided_by(torch.bfloat16, TYPE)
+    state = torch.float32 if has_masters else dtype.value
+    gradients = torch.float32 if accumulates else dtype.value
     decisions = {
         **all_of(("compute", "pipeline", "parameters"), dtype),
-        **all_of(("masters", "moments"), reading.by(_wide(masters, dtype.value), MASTERS, TYPE)),
-        **all_of(
-            ("gradients", "reduce"), reading.by(_wide(accumulates, dtype.value), ACCUMULATE, TYPE)
+        **all_of(("masters", "moments"), reading.decided_by(state, MASTERS, TYPE)),
+        **all_of(("gradients", "reduce"), reading.decided_by(gradients, ACCUMULATE, TYPE)),
+        "rounding": _rounding(reading, precision, environment, has_masters or accumulates),
+        "masters_in_checkpoint": reading.decided_by(
+            precision.use_master_weights_in_ckpt, IN_CHECKPOINT
         ),
-        "rounding": _rounding(reading, precision, environment, masters or accumulates),
-        "masters_in_checkpoint": reading.by(precision.use_master_weights_in_ckpt, IN_CHECKPOINT),
         "sensitive": reading.always(torch.float32),
     }
     if optimizer.grad_clipping:
-        norm = "optimizer_config.max_grad_norm"
+        clip = reading.decided_by(optimizer.max_grad_norm, "optimizer_config.max_grad_norm")
     else:
-        norm = "optimizer_config.grad_clipping"
-    settings = {
-        "parallel.zero": reading.by(zero, ZERO),
-        "optimizer.clip": reading.by(
-            optimizer.max_grad_norm if optimizer.grad_clipping else 0.0, norm
-        ),
-    }
+        clip = reading.decided_by(0.0, "optimizer_config.grad_clipping")
+    settings = {"parallel.zero": reading.decided_by(zero, ZERO), "optimizer.clip": clip}
     return reading.resolved(decisions, settings, _notes(reading, precision))
 
 
-def _follows(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
+def _is_on(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
     """Return True if a part of mixed precision is on: by its key, else by the precision type or
     ZeRO-1."""
     if precision.precision_type != "manual":
         return zero and precision.precision_type in FOLLOWS_ZERO
-    given = getattr(precision, key)
-    return zero if given is None else given
+    value = getattr(precision, key)
+    return zero if value is None else value
 
 
-def _contradictions(
+def _refuse_contradictions(
     reading: Reading,
     precision: MixedPrecisionConfig,
     environment: Environment,
-    on: Mapping[str, bool],
+    parts: Mapping[str, bool],
     zero: bool,
 ) -> None:
+    """Record a problem for each key whose value does not go with another one.
+
+    parts: of mixed precision, by key, True for those that are on.
+    """
     in_checkpoint = precision.use_master_weights_in_ckpt
-    for key in (
-        key for key, value in {**on, IN_CHECKPOINT: in_checkpoint}.items() if value and not zero
-    ):
-        reading.refuse(key, True, f"needs ZeRO-1: set {PREFIX}.{ZERO} = true")
-    if zero and in_checkpoint and not on[MASTERS]:
+    if not zero:
+        for key, is_on in {**parts, IN_CHECKPOINT: in_checkpoint}.items():
+            if is_on:
+                reading.refuse(key, True, f"needs ZeRO-1: set {PREFIX}.{ZERO} = true")
+    if zero and in_checkpoint and not parts[MASTERS]:
         reading.refuse(
             IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true"
         )
-    if environment.XLA_USE_BF16 == "1" and any(on.values()):
-        part = next(key for key, value in on.items() if value)
+    # any part of mixed precision needs FP32 tensors
+    on = [key for key, is_on in parts.items() if is_on]
+    if environment.XLA_USE_BF16 == "1" and on:
         reading.refuse(
-            ALL_BF16, "1", f'makes every FP32 tensor BF16, which contradicts {part}: set it to "0"'
+            ALL_BF16, "1", f'makes every FP32 tensor BF16, which contradicts {on[0]}: set it to "0"'
         )
 
 
 def _rounding(
-    reading: Reading, precision: MixedPrecisionConfig, environment: Environment, is_mixed: bool
+    reading: Reading,
+    precision: MixedPrecisionConfig,
+    environment: Environment,
+    is_mixed: bool,
 ) -> Decision:
     """Return the rounding that the precision type or the environment sets.
 
@@ -170,45 +185,44 @@ def _rounding(
     """
     if precision.precision_type != "manual":
         stochastic = precision.precision_type in ROUNDS_STOCHASTICALLY
-        return reading.by("stochastic" if stochastic else "nearest", TYPE)
-    asked = environment.NEURON_RT_STOCHASTIC_ROUNDING_EN
-    if asked is not None:
-        return reading.by("stochastic" if asked == "1" else "nearest", STOCHASTIC)
-    return reading.by("nearest" if is_mixed else "stochastic", MASTERS, ACCUMULATE)
+        return reading.decided_by("stochastic" if stochastic else "nearest", TYPE)
+    switch = environment.NEURON_RT_STOCHASTIC_ROUNDING_EN
+    if switch is not None:
+        return reading.decided_by("stochastic" if switch == "1" else "nearest", STOCHASTIC)
+    return reading.decided_by("nearest" if is_mixed else "stochastic", MASTERS, ACCUMULATE)
 
 
 def _notes(reading: Reading, precision: MixedPrecisionConfig) -> tuple[str, ...]:
     if precision.precision_type == "manual":
         return ()
-    idle = [
-        key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.given
-    ]
+    keys = (MASTERS, ACCUMULATE, "environment")
+    idle = [key for key in keys if f"{PREFIX}.{key}" in reading.set_keys]
+    if not idle:
+        return ()
     why = f'precision_type = "{precision.precision_type}" decides: they are used only with "manual"'
-    return (f"{', '.join(idle)}: {why}",) if idle else ()
-
-
-def _wide(on: bool, otherwise: torch.dtype) -> torch.dtype:
-    return torch.float32 if on else otherwise
+    return (f"{', '.join(idle)}: {why}",)
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return configurations that approximate a plan and the run-file keys in `settings`."""
-    masters = plan.masters == torch.float32
+    has_masters = plan.masters == torch.float32
     accumulates = plan.gradients == torch.float32
-    legacy = plan.rounding == "stochastic" and not masters
-    zero = settings.get("parallel.zero", not legacy)
+    # the legacy mode is the only one without ZeRO-1
+    is_legacy = plan.rounding == "stochastic" and not has_masters
+    zero = settings.get("parallel.zero", not is_legacy)
     optimizer: dict[str, Any] = {"zero_one_enabled": zero}
-    if "optimizer.clip" in settings:
-        clip = settings["optimizer.clip"]
-        optimizer |= (
-            {"grad_clipping": True, "max_grad_norm": clip} if clip else {"grad_clipping": False}
-        )
-    asked = {
-        MASTERS: masters and zero,
+    clip = settings.get("optimizer.clip")
+    if clip:
+        optimizer |= {"grad_clipping": True, "max_grad_norm": clip}
+    elif clip is not None:  # 0: no clipping, while max_grad_norm must be positive
+        optimizer["grad_clipping"] = False
+    manual = {
+        MASTERS: has_masters and zero,
         ACCUMULATE: accumulates and zero,
         "optimizer_config": optimizer,
+        IN_CHECKPOINT: plan.masters_in_checkpoint and has_masters and zero,
     }
-    asked[IN_CHECKPOINT] = plan.masters_in_checkpoint and masters and zero
-    rounding = {STOCHASTIC.partition(".")[2]: "1" if plan.rounding == "stochastic" else "0"}
-    whole = {"precision_type": "fp32", "optimizer_config": optimizer}
-    return [asked, asked | {"environment": rounding}, whole]
+    switch = STOCHASTIC.removeprefix("environment.")
+    rounding = {switch: "1" if plan.rounding == "stochastic" else "0"}
+    fp32 = {"precision_type": "fp32", "optimizer_config": optimizer}
+    return [manual, manual | {"environment": rounding}, fp32]

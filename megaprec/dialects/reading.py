@@ -32,7 +32,11 @@ class Keys(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
     )
 
 
@@ -67,10 +71,9 @@ def member(kind: type[Enum]) -> BeforeValidator:
         if not isinstance(value, str):
             return value
         name = value.rpartition(".")[2].upper()
-        if name not in kind.__members__:
-            raise ValueError(
-                f"use one of {', '.join(kind.__members__)}{did_you_mean(name, kind.__members__)}"
-            )
+        names = kind.__members__
+        if name not in names:
+            raise ValueError(f"use one of {', '.join(names)}{did_you_mean(name, names)}")
         return kind[name]
 
     return BeforeValidator(find)
@@ -135,93 +138,99 @@ class Reading:
         self.system = system
         self.prefix = prefix
         self.places = places or {}
-        self.given: set[str] = set()
-        self.unknown: set[str] = set()
+        self.set_keys: set[str] = set()  # full dotted keys that the user set to a known value
+        self.unknown_keys: set[str] = set()  # those set to UNKNOWN
         self.problems: list[str] = []
 
     def read(self, kind: type[K], values: object, table: str = "") -> K:
         """Return `values`, a mapping or an instance, as `kind`; a problem with a key is recorded,
         and the key left out.
 
-        A key of `kind` whose value is UNKNOWN is recorded in `unknown`, and left out too.
+        A key of `kind` whose value is UNKNOWN is recorded in `unknown_keys`, and left out too.
         """
         if isinstance(values, kind):
-            self.given |= {self._full(table, name) for name in values.model_fields_set}
+            self.set_keys |= {self._full_key(table, name) for name in values.model_fields_set}
             return values
         if not isinstance(values, Mapping):
             self.problems.append(
-                f"{self._said(table, values)}: must be a table of keys ({self.system})"
+                f"{self._describe(table, values)}: must be a table of keys ({self.system})"
             )
             values = {}
-        wrong: set[str] = set()
-        unknown = {
-            name for name, value in values.items() if value is UNKNOWN and name in kind.model_fields
-        }
-        self.unknown |= {self._full(table, name) for name in unknown}
-        values = {name: value for name, value in values.items() if name not in unknown}
+        known: dict[str, Any] = {}  # what pydantic is to check
+        for name, value in values.items():
+            if value is UNKNOWN and name in kind.model_fields:
+                self.unknown_keys.add(self._full_key(table, name))
+            else:
+                known[name] = value
         try:
-            made = kind.model_validate(dict(values))
+            keys = kind.model_validate(dict(known))
         except ValidationError as error:
-            for found in error.errors(include_url=False):
-                self.problems.append(self._explained(kind, table, found))
-                wrong.add(str(found["loc"][0]))
-            made = kind.model_validate(
-                {name: value for name, value in values.items() if name not in wrong}
-            )
-        self.given |= {self._full(table, name) for name in values if name not in wrong}
-        return made
+            for details in error.errors(include_url=False):
+                self.problems.append(self._explain(kind, table, details))
+                known.pop(str(details["loc"][0]), None)
+            # what is left is valid: reading goes on, so that all problems are found at once
+            keys = kind.model_validate(known)
+        self.set_keys |= {self._full_key(table, name) for name in known}
+        return keys
 
-    def _explained(self, kind: type[Keys], table: str, found: ErrorDetails) -> str:
-        name = ".".join(str(part) for part in found["loc"])
-        said = self._said(self._under(table, name), found["input"])
-        whose = f"({self.system})"
-        if found["type"] == "extra_forbidden":
-            known = list(kind.model_fields)
-            return (
-                f"{said}: no such "
-                f"key{did_you_mean(name, known) or '; there are ' + ', '.join(known)} {whose}"
-            )
-        if found["type"] == "is_instance_of":
-            return f"{said}: must be a dtype, one of {', '.join(TORCH_DTYPES)} {whose}"
-        message = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    def _explain(self, kind: type[Keys], table: str, details: ErrorDetails) -> str:
+        """Return pydantic's error as a line of ours."""
+        name = ".".join(str(part) for part in details["loc"])
+        setting = self._describe(self._under(table, name), details["input"])
+        system = f"({self.system})"
+        # pydantic's types of errors, and its messages in our words
+        if details["type"] == "extra_forbidden":
+            names = list(kind.model_fields)
+            hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+            return f"{setting}: no such key{hint} {system}"
+        if details["type"] == "is_instance_of":
+            return f"{setting}: must be a dtype, one of {', '.join(TORCH_DTYPES)} {system}"
+        message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         message = message.replace("must be a valid boolean", "must be true or false")
-        if found["type"] == "literal_error":
-            choices = (
-                str(found.get("ctx", {}).get("expected", ""))
-                .replace("'", "")
-                .replace(" or ", ", ")
-                .split(", ")
-            )
-            message += did_you_mean(str(found["input"]), choices)
-        return f"{said}: {message} {whose}"
+        if details["type"] == "literal_error":
+            # pydantic lists them as "'a', 'b' or 'c'"
+            expected = str(details.get("ctx", {}).get("expected", ""))
+            choices = expected.replace("'", "").replace(" or ", ", ").split(", ")
+            message += did_you_mean(str(details["input"]), choices)
+        return f"{setting}: {message} {system}"
 
     def refuse(self, key: str, value: object, why: str) -> None:
         """Record the problem that `key` cannot have `value`, and why."""
-        self.problems.append(f"{self._said(key, value)}: {why} ({self.system})")
+        self.problems.append(f"{self._describe(key, value)}: {why} ({self.system})")
 
-    def done(self) -> None:
+    def raise_problems(self) -> None:
         """Raise UserError with all recorded problems, if there are any."""
         if self.problems:
             raise UserError(*self.problems)
 
-    def by(self, value: object, *keys: str) -> Decision:
+    def decided_by(self, value: object, *keys: str) -> Decision:
         """Return `value` as decided by those of `keys` that are set; if none is, by the default of
         the first."""
-        full = [self._full("", key) for key in keys]
-        if given := [key for key in full if key in self.given]:
-            return Decision(value, ", ".join(map(self._placed, given)), given=True)
-        return Decision(value, f"{full[0]} ({self.system}'s default)")
+        full_keys = [self._full_key("", key) for key in keys]
+        set_keys = [key for key in full_keys if key in self.set_keys]
+        if set_keys:
+            return Decision(value, ", ".join(map(self._with_place, set_keys)), given=True)
+        return Decision(value, f"{full_keys[0]} ({self.system}'s default)")
 
-    def idle(self, asked: Keys, keys: Iterable[str], why: str, table: str = "") -> tuple[str, ...]:
+    def idle_note(
+        self,
+        values: Keys,
+        keys: Iterable[str],
+        why: str,
+        table: str = "",
+    ) -> tuple[str, ...]:
         """Return a note on those of `keys` that are set, to other values than their defaults, and
         change nothing."""
-        defaults = type(asked).model_fields
-        given = [key for key in keys if self._full("", self._under(table, key)) in self.given]
-        idle = [key for key in given if getattr(asked, key) != defaults[key].default]
-        names = ", ".join(self._under(table, key) for key in idle)
-        if idle:
-            return (f"{names}: {'they change' if len(idle) > 1 else 'it changes'} nothing {why}",)
-        return ()
+        fields_of_table = type(values).model_fields
+        idle: list[str] = []
+        for key in keys:
+            is_set = self._full_key(table, key) in self.set_keys
+            if is_set and getattr(values, key) != fields_of_table[key].default:
+                idle.append(self._under(table, key))
+        if not idle:
+            return ()
+        change = "they change" if len(idle) > 1 else "it changes"
+        return (f"{', '.join(idle)}: {change} nothing {why}",)
 
     def always(self, value: object) -> Decision:
         """Return `value` as a decision that is fixed in this system."""
@@ -239,12 +248,10 @@ class Reading:
         The residual stream and attention are in the compute dtype, unless `decisions` contain them.
         """
         decisions = {**all_of(("residual", "attention"), decisions["compute"]), **decisions}
-        own = {
-            f.name: f"megaprec's own: {self.system} has no key for it"
-            for f in fields(PrecisionPlan)
-        }
-        origin = own | {name: decision.origin for name, decision in decisions.items()}
-        origin.pop("origin")
+        no_key = f"megaprec's own: {self.system} has no key for it"
+        origin = dict.fromkeys((plan_field.name for plan_field in fields(PrecisionPlan)), no_key)
+        origin |= {name: decision.origin for name, decision in decisions.items()}
+        origin.pop("origin")  # a field of the plan itself, which nothing decides
         try:
             plan = PrecisionPlan(**{name: decision.value for name, decision in decisions.items()})
         except UserError as error:
@@ -256,20 +263,26 @@ class Reading:
     def _under(self, table: str, name: str) -> str:
         return f"{table}.{name}" if table else name
 
-    def _full(self, table: str, name: str) -> str:
+    def _full_key(self, table: str, name: str) -> str:
         return f"{self.prefix}.{self._under(table, name)}"
 
-    def _placed(self, full: str) -> str:
-        return f"{full} ({self.places[full]})" if full in self.places else full
+    def _with_place(self, full_key: str) -> str:
+        """Return a full key, and where it was set if that is known."""
+        if full_key in self.places:
+            return f"{full_key} ({self.places[full_key]})"
+        return full_key
 
-    def _said(self, key: str, value: object) -> str:
-        full = f"{self.prefix}.{key}" if key else self.prefix
-        place = f" ({self.places[full]})" if full in self.places else ""
-        return f"{full} = {_shown(value)}{place}"
+    def _describe(self, key: str, value: object) -> str:
+        """Return a setting as an error begins with it: full key, value and place."""
+        full_key = f"{self.prefix}.{key}" if key else self.prefix
+        place = f" ({self.places[full_key]})" if full_key in self.places else ""
+        return f"{full_key} = {_format_value(value)}{place}"
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a value approximately as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value)

@@ -30,27 +30,28 @@ def cap(highest: float) -> float | None:
     return None if highest == CEILING else highest
 
 
-def torch_scaling(asked: GradScaler) -> LossScaling:
+def torch_scaling(scaler: GradScaler) -> LossScaling:
     """Return the LossScaling of a scaler with these keys."""
-    if not asked.enabled:
+    if not scaler.enabled:
         return LossScaling()
     return LossScaling(
         "dynamic",
-        asked.init_scale,
-        FLOOR,
-        asked.growth_factor,
-        asked.backoff_factor,
-        asked.growth_interval,
-        1,
+        initial=scaler.init_scale,
+        minimum=FLOOR,
+        growth_factor=scaler.growth_factor,
+        backoff_factor=scaler.backoff_factor,
+        growth_interval=scaler.growth_interval,
+        hysteresis=1,
     )
 
 
-def torch_words(scaling: LossScaling) -> dict[str, Any]:
+def express_torch_scaling(scaling: LossScaling) -> dict[str, Any]:
     """Return the nearest keys of GradScaler."""
     if scaling.kind == "none":
         return {"enabled": False}
-    words = {"init_scale": scaling.initial, "growth_factor": scaling.growth_factor}
-    return words | {
+    return {
+        "init_scale": scaling.initial,
+        "growth_factor": scaling.growth_factor,
         "backoff_factor": scaling.backoff_factor,
         "growth_interval": scaling.growth_interval,
     }

@@ -7,17 +7,19 @@ masters and moments are FP32, weights and products are in `param_dtype`, gradien
 follow the mixed-precision policy.
 
     [precision.smp]
-    max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip if it is not given,
-                                         no clipping if it is 0
+    max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip
+                                         if it is not given, no clipping if it is 0
     [precision.smp.mixed_precision]      MixedPrecision, argument `mixed_precision` of FSDP; or
     param_dtype = "bfloat16"             default: float32, as the model was built
     reduce_dtype = "float32"             default: param_dtype
     buffer_dtype = "float32"             default: float32, as the model was built
     [precision.smp.mp_policy]            MixedPrecisionPolicy, argument `mp_policy` of fully_shard
-    [precision.smp.grad_scaler]          ShardedGradScaler, for float16; none if the table is not there
+    [precision.smp.grad_scaler]          ShardedGradScaler, for float16; none if the table is not
+                                         there
     [precision.smp.fp8_autocast]         fp8_autocast of Transformer Engine
     [precision.smp.fp8_autocast.fp8_recipe]
-    recipe = "DelayedScaling"            the default; or Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling
+    recipe = "DelayedScaling"            the default; or Float8CurrentScaling, Float8BlockScaling,
+                                         MXFP8BlockScaling
     amax_history_len = 32
 
 In Python the same classes are arguments: `resolve({"mixed_precision":
@@ -43,13 +45,14 @@ from megaprec.dialects.reading import (
     member,
     name_of,
 )
-from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
+from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, express_torch_scaling, torch_scaling
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM = "SageMaker SMP"
 PREFIX = "precision.smp"
+# (cast_forward_inputs, cast_root_forward_inputs) -> PrecisionPlan.cast_inputs
 CAST = {(False, False): "none", (False, True): "root", (True, False): "inner", (True, True): "all"}
 
 
@@ -102,6 +105,7 @@ def _function(value: object) -> object:
 
 def _group(value: object) -> object:
     """Return "world" for a process group of all ranks or a name of it."""
+    # a name is what a run file can give; a group is for Python
     if isinstance(value, dist.ProcessGroup):
         if dist.get_world_size(value) == dist.get_world_size():
             return "world"
@@ -196,12 +200,18 @@ class Smp(Keys):
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
 ) -> Fp8Autocast:
     """Return the arguments of Transformer Engine's function of this name, in its order, as a value
     for `resolve`."""
     return Fp8Autocast(
-        enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group
+        enabled=enabled,
+        calibrating=calibrating,
+        fp8_recipe=fp8_recipe,
+        fp8_group=fp8_group,
     )  # pyright: ignore[reportArgumentType]
 
 
@@ -227,132 +237,145 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         reading.refuse(
             "mp_policy", "{...}", "mixed_precision is there too: FSDP1 and FSDP2 exclude each other"
         )
-    read = _policy if tables.mp_policy is not None else _mixed_precision
-    decisions, notes = read(reading, tables)
+    notes: tuple[str, ...] = ()
+    if tables.mp_policy is not None:
+        decisions, notes = _policy(reading, tables)
+    else:
+        decisions = _mixed_precision(reading, tables)
     if tables.grad_scaler is not None:
         scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
-        decisions["scaling"] = reading.by(
+        decisions["scaling"] = reading.decided_by(
             torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS)
         )
     if tables.fp8_autocast is not None:
-        decisions["fp8"], more = _fp8(reading, tables.fp8_autocast)
-        notes += more
-    reading.done()
-    clip: dict[str, Decision] = {}
+        decisions["fp8"], fp8_notes = _fp8(reading, tables.fp8_autocast)
+        notes += fp8_notes
+    reading.raise_problems()
+    settings: dict[str, Decision] = {}
     if tables.max_grad_norm is not None:
-        clip["optimizer.clip"] = reading.by(tables.max_grad_norm, "max_grad_norm")
+        settings["optimizer.clip"] = reading.decided_by(tables.max_grad_norm, "max_grad_norm")
     if tables.max_grad_norm == 0:
         notes += (
-            (
-                "max_grad_norm = 0: no clipping, as for transformers' Trainer; FSDP's "
-                "clip_grad_norm_(0) erases gradients"
-            ),
+            "max_grad_norm = 0: no clipping, as for transformers' Trainer; FSDP's "
+            "clip_grad_norm_(0) erases gradients",
         )
-    return reading.resolved(decisions, clip, notes)
+    return reading.resolved(decisions, settings, notes)
 
 
-def _mixed_precision(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[str, ...]]:
+def _mixed_precision(reading: Reading, tables: Smp) -> dict[str, Decision]:
+    """Return the decisions of FSDP1's policy."""
     table = "mixed_precision"
-    asked = reading.read(MixedPrecision, tables.mixed_precision or {}, table)
-    decisions = _common(reading, table, asked.param_dtype, asked.reduce_dtype)
+    policy = reading.read(MixedPrecision, tables.mixed_precision or {}, table)
+    decisions = _common(reading, table, policy.param_dtype, policy.reduce_dtype)
     reduce: torch.dtype = decisions["reduce"].value
-    low = asked.keep_low_precision_grads and reduce != torch.float32
-    if low and reduce != decisions["parameters"].value:
+    # gradients that are reduced in FP32 are kept in FP32 anyway
+    keeps_narrow = policy.keep_low_precision_grads and reduce != torch.float32
+    if keeps_narrow and reduce != decisions["parameters"].value:
         reading.refuse(
             f"{table}.keep_low_precision_grads", True, "needs reduce_dtype to be param_dtype"
         )
     decisions |= {
-        "gradients": reading.by(
-            reduce if low else torch.float32, f"{table}.keep_low_precision_grads"
+        "gradients": reading.decided_by(
+            reduce if keeps_narrow else torch.float32, f"{table}.keep_low_precision_grads"
         ),
-        "buffers": reading.by(asked.buffer_dtype or torch.float32, f"{table}.buffer_dtype"),
-        "output": reading.by(decisions["compute"].value, f"{table}.param_dtype"),
-        "cast_inputs": reading.by(
-            CAST[asked.cast_forward_inputs, asked.cast_root_forward_inputs],
+        "buffers": reading.decided_by(
+            policy.buffer_dtype or torch.float32, f"{table}.buffer_dtype"
+        ),
+        "output": reading.decided_by(decisions["compute"].value, f"{table}.param_dtype"),
+        "cast_inputs": reading.decided_by(
+            CAST[policy.cast_forward_inputs, policy.cast_root_forward_inputs],
             f"{table}.cast_forward_inputs",
             f"{table}.cast_root_forward_inputs",
         ),
     }
-    return decisions, ()
+    return decisions
 
 
 def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[str, ...]]:
+    """Return the decisions of FSDP2's policy, and notes."""
     table = "mp_policy"
-    asked = reading.read(MixedPrecisionPolicy, tables.mp_policy, table)
-    decisions = _common(reading, table, asked.param_dtype, asked.reduce_dtype)
-    output = reading.by(asked.output_dtype or decisions["compute"].value, f"{table}.output_dtype")
-    inputs = "all" if asked.cast_forward_inputs else "none"
+    policy = reading.read(MixedPrecisionPolicy, tables.mp_policy, table)
+    decisions = _common(reading, table, policy.param_dtype, policy.reduce_dtype)
+    output = policy.output_dtype or decisions["compute"].value
+    inputs = "all" if policy.cast_forward_inputs else "none"
     decisions |= {
-        "output": output,
-        "cast_inputs": reading.by(inputs, f"{table}.cast_forward_inputs"),
+        "output": reading.decided_by(output, f"{table}.output_dtype"),
+        "cast_inputs": reading.decided_by(inputs, f"{table}.cast_forward_inputs"),
     }
-    doubtful = asked.param_dtype not in (None, torch.float32) and asked.reduce_dtype is None
-    note = (
-        "mp_policy.reduce_dtype is not given: releases of PyTorch differ, here it is "
-        "param_dtype; better give it"
-    )
-    return decisions, (note,) if doubtful else ()
+    notes: tuple[str, ...] = ()
+    if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype is None:
+        notes = (
+            "mp_policy.reduce_dtype is not given: releases of PyTorch differ, here it is "
+            "param_dtype; better give it",
+        )
+    return decisions, notes
 
 
 def _common(
-    reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None
+    reading: Reading,
+    table: str,
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
 ) -> dict[str, Decision]:
     """Return the decisions that are common to FSDP1 and FSDP2."""
-    held = reading.by(param or torch.float32, f"{table}.param_dtype")
-    reduced = reading.by(
-        reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype"
-    )
+    parameters = reading.decided_by(param or torch.float32, f"{table}.param_dtype")
     return {
-        **all_of(("compute", "pipeline", "parameters"), held),
+        **all_of(("compute", "pipeline", "parameters"), parameters),
         **all_of(("masters", "moments", "gradients"), reading.always(torch.float32)),
-        "reduce": reduced,
+        "reduce": reading.decided_by(reduce, f"{table}.reduce_dtype") if reduce else parameters,
     }
 
 
 def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     """Return the FP8 recipe of `fp8_autocast`, None if it neither computes in FP8 nor calibrates;
     and notes."""
-    asked = reading.read(Fp8Autocast, values, "fp8_autocast")
+    autocast = reading.read(Fp8Autocast, values, "fp8_autocast")
     table = "fp8_autocast.fp8_recipe"
-    recipe = asked.fp8_recipe or {}
-    values = {"recipe": recipe} if isinstance(recipe, str) else recipe
-    if isinstance(values, Mapping):
-        name = values.get("recipe", "DelayedScaling")
+    recipe_values = autocast.fp8_recipe or {}
+    if isinstance(recipe_values, str):
+        recipe_values = {"recipe": recipe_values}
+    # a table names its class, an instance is of it
+    if isinstance(recipe_values, Mapping):
+        name = recipe_values.get("recipe", "DelayedScaling")
     else:
-        name = type(values).__name__
+        name = type(recipe_values).__name__
     if name not in RECIPES:
-        would = f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(str(name), RECIPES)}"
-        reading.refuse(f"{table}.recipe", name, would)
+        hint = did_you_mean(str(name), RECIPES)
+        why = f"no such recipe; there are {', '.join(RECIPES)}{hint}"
+        reading.refuse(f"{table}.recipe", name, why)
         return reading.always(None), ()
-    made = reading.read(RECIPES[name], values, table)
-    on = asked.enabled or asked.calibrating
-    keys = [
-        "enabled",
-        "calibrating",
-        "fp8_recipe",
-        *(f"fp8_recipe.{key}" for key in RECIPES[name].model_fields),
-    ]
-    recipe = _recipe(name, dict(made), not asked.enabled) if on else None
-    margin = made.margin if isinstance(made, MXFP8BlockScaling) else 0
-    notes = (f"{table}.margin = {margin} of {name}: {NO_MARGIN}",) if margin else ()
-    return reading.by(recipe, *(f"fp8_autocast.{key}" for key in keys)), notes
+    recipe_keys = reading.read(RECIPES[name], recipe_values, table)
+    recipe = None
+    if autocast.enabled or autocast.calibrating:
+        # calibration alone records amaxes, as with `enabled` off in Transformer Engine
+        recipe = _recipe(name, dict(recipe_keys), calibrating=not autocast.enabled)
+    notes: tuple[str, ...] = ()
+    if isinstance(recipe_keys, MXFP8BlockScaling) and recipe_keys.margin:
+        notes = (f"{table}.margin = {recipe_keys.margin} of {name}: {NO_MARGIN}",)
+    keys = ["enabled", "calibrating", "fp8_recipe"]
+    keys += [f"fp8_recipe.{key}" for key in RECIPES[name].model_fields]
+    return reading.decided_by(recipe, *(f"fp8_autocast.{key}" for key in keys)), notes
 
 
-def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
+def _recipe(name: str, keys: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
+    """Return megaprec's recipe for Transformer Engine's recipe of this name. keys: of its class."""
+    # Each class has some of the keys; the others have the values that its scaling implies.
+    power_2_scales = keys.get("use_power_2_scales", False)
+    if name == "Float8BlockScaling":
+        power_2_scales = not keys["use_f32_scales"]
+    *_, wide_weight_gradients = keys.get("override_linear_precision", (False,))
     return FP8Recipe(
         kind=KINDS[name],
-        format=made["fp8_format"].value,
-        margin=made["margin"] if name == "DelayedScaling" else 0,
-        history_length=made.get("amax_history_len", 1024),
-        amax_algo=made.get("amax_compute_algo", "max"),
-        scale_algo=made.get("scaling_factor_compute_algo"),
-        reduce_amax=made.get("reduce_amax", True),
-        power_2_scales=made.get(
-            "use_power_2_scales", name == "Float8BlockScaling" and not made["use_f32_scales"]
-        ),
-        weight_gradients=not made.get("override_linear_precision", (False,))[-1],
-        dot_product_attention=made["fp8_dpa"],
-        multi_head_attention=made["fp8_mha"],
+        format=keys["fp8_format"].value,
+        margin=keys["margin"] if name == "DelayedScaling" else 0,
+        history_length=keys.get("amax_history_len", 1024),
+        amax_algo=keys.get("amax_compute_algo", "max"),
+        scale_algo=keys.get("scaling_factor_compute_algo"),
+        reduce_amax=keys.get("reduce_amax", True),
+        power_2_scales=power_2_scales,
+        weight_gradients=not wide_weight_gradients,
+        dot_product_attention=keys["fp8_dpa"],
+        multi_head_attention=keys["fp8_mha"],
         calibrating=calibrating,
     )
 
@@ -360,30 +383,32 @@ def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return two configurations that approximate a plan and the run-file keys in `settings`: for
     FSDP1 and FSDP2."""
-    held = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
+    dtypes = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
     inner, root = next(flags for flags, name in CAST.items() if name == plan.cast_inputs)
-    low = plan.gradients != torch.float32 and plan.gradients == plan.reduce
-    first = held | {"buffer_dtype": name_of(plan.buffers), "keep_low_precision_grads": low}
-    first |= {"cast_forward_inputs": inner, "cast_root_forward_inputs": root}
-    second = held | {"output_dtype": name_of(plan.output), "cast_forward_inputs": inner}
-    common: dict[str, Any]
+    fsdp1 = dtypes | {
+        "buffer_dtype": name_of(plan.buffers),
+        "keep_low_precision_grads": (
+            plan.gradients != torch.float32 and plan.gradients == plan.reduce
+        ),
+        "cast_forward_inputs": inner,
+        "cast_root_forward_inputs": root,
+    }
+    fsdp2 = dtypes | {"output_dtype": name_of(plan.output), "cast_forward_inputs": inner}
+    common: dict[str, Any] = {}
     if settings.get("optimizer.clip"):
-        common = {"max_grad_norm": settings["optimizer.clip"]}
-    else:
-        common = {}
+        common["max_grad_norm"] = settings["optimizer.clip"]
     if plan.scaling.kind != "none":
-        common["grad_scaler"] = torch_words(plan.scaling)
+        common["grad_scaler"] = express_torch_scaling(plan.scaling)
     if plan.fp8 is not None:
-        common["fp8_autocast"] = _expressed(plan.fp8)
-    return [{"mixed_precision": first} | common, {"mp_policy": second} | common]
+        common["fp8_autocast"] = _express_fp8(plan.fp8)
+    return [{"mixed_precision": fsdp1} | common, {"mp_policy": fsdp2} | common]
 
 
-def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
+def _express_fp8(recipe: FP8Recipe) -> dict[str, Any]:
     """Return the nearest arguments of `fp8_autocast`."""
-    name = next(
-        (name for name, kind in KINDS.items() if kind == recipe.kind), "Float8CurrentScaling"
-    )
-    words = {
+    names = {kind: name for name, kind in KINDS.items()}
+    name = names.get(recipe.kind, "Float8CurrentScaling")
+    values = {
         "margin": recipe.margin,
         "fp8_format": recipe.format.upper(),
         "amax_history_len": recipe.history_length,
@@ -396,10 +421,9 @@ def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
         "fp8_mha": recipe.multi_head_attention,
         "override_linear_precision": [False, False, not recipe.weight_gradients],
     }
-    known = {
-        k: value
-        for k, value in words.items()
-        if k in RECIPES[name].model_fields and value is not None
+    fields_of_recipe = RECIPES[name].model_fields
+    keys = {
+        key: value for key, value in values.items() if key in fields_of_recipe and value is not None
     }
     enabled = {"enabled": False, "calibrating": True} if recipe.calibrating else {"enabled": True}
-    return enabled | {"fp8_recipe": {"recipe": name} | known}
+    return enabled | {"fp8_recipe": {"recipe": name} | keys}

@@ -39,7 +39,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "internevo": internevo,
     "nemo": nemo,
 }
-FIELDS = tuple(f.name for f in fields(PrecisionPlan) if f.name != "origin")
+FIELDS = tuple(field.name for field in fields(PrecisionPlan) if field.name != "origin")
 BESIDE = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 """Run-file keys that belong to mixed precision in some system."""
 
@@ -65,7 +65,7 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
     Raises UserError if no configuration of that system is valid.
     """
     dialect = DIALECTS[to]
-    tried = list[Translation]()
+    translations: list[Translation] = []
     problems: list[str] = []
     for config in dialect.express(plan, settings):
         try:
@@ -73,41 +73,42 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
         except UserError as error:
             problems += error.problems
         else:
-            tried.append(
-                Translation(
-                    config, (*differences(plan, resolved.plan), *_settings(settings, resolved))
-                )
-            )
-    if not tried:
+            losses = (*differences(plan, resolved.plan), *_lost_settings(settings, resolved))
+            translations.append(Translation(config, losses))
+    if not translations:
         raise UserError(f"{dialect.SYSTEM} cannot express this plan:", *dict.fromkeys(problems))
-    return min(tried, key=lambda translation: len(translation.unsaid))
+    # the nearest one; of equal ones the first
+    return min(translations, key=lambda translation: len(translation.unsaid))
 
 
-def differences(asked: PrecisionPlan, said: PrecisionPlan) -> list[str]:
-    """Return a line for each field in which two plans differ."""
-    pairs = ((name, getattr(asked, name), getattr(said, name)) for name in FIELDS)
-    return [f"{name} = {shown(a)}; it has {shown(b)}" for name, a, b in pairs if a != b]
+def differences(plan: PrecisionPlan, expressed: PrecisionPlan) -> list[str]:
+    """Return a line for each field in which a plan differs from what a system expresses of it."""
+    lines: list[str] = []
+    for name in FIELDS:
+        value = getattr(plan, name)
+        expressed_value = getattr(expressed, name)
+        if value != expressed_value:
+            lines.append(f"{name} = {shown(value)}; it has {shown(expressed_value)}")
+    return lines
 
 
-def _settings(given: Mapping[str, Any], resolved: Resolved) -> list[str]:
-    asked = {key: _keys(value) for key, value in given.items()}
-    said = {key: decision.value for key, decision in resolved.settings.items()}
-    lines = [
-        f"{key} = {shown(value)}; it has no key for it"
-        for key, value in asked.items()
-        if key not in said and key in BESIDE
+def _lost_settings(settings: Mapping[str, Any], resolved: Resolved) -> list[str]:
+    """Return a line for each run-file key that a configuration lacks, changes or adds."""
+    wanted = {key: _without_defaults(value) for key, value in settings.items()}
+    expressed = {key: decision.value for key, decision in resolved.settings.items()}
+    # of keys that a system lacks, only those that it might be expected to have
+    missing = [key for key in wanted if key not in expressed and key in BESIDE]
+    changed = [key for key in expressed if key in wanted and wanted[key] != expressed[key]]
+    # what a configuration decides beyond what was asked for
+    added = [key for key in expressed if key not in wanted]
+    return [
+        *(f"{key} = {shown(wanted[key])}; it has no key for it" for key in missing),
+        *(f"{key} = {shown(wanted[key])}; it has {shown(expressed[key])}" for key in changed),
+        *(f"{key} would become {shown(expressed[key])}" for key in added),
     ]
-    lines += [
-        f"{k} = {shown(asked[k])}; it has {shown(v)}"
-        for k, v in said.items()
-        if k in asked and asked[k] != v
-    ]
-    return lines + [
-        f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked
-    ]
 
 
-def _keys(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """Return a table as the keys in it that are not at their defaults; any other value
     unchanged."""
     if isinstance(value, BaseModel):
@@ -126,17 +127,18 @@ def shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     if hasattr(value, "__dataclass_fields__"):
-        return _changed(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return _format_changes(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
-def _changed(value: Any) -> str:
+def _format_changes(value: Any) -> str:
     """Return the non-default fields of a small frozen value: "dynamic, initial 65536, hysteresis
     1"."""
-    defaults = {f.name: f.default for f in fields(value)}
-    parts = [
-        f"{name} {shown(getattr(value, name))}"
-        for name in defaults
-        if getattr(value, name) != defaults[name]
-    ]
-    return ", ".join([value.kind, *(part for part in parts if not part.startswith("kind "))])
+    parts = [value.kind]
+    for value_field in fields(value):
+        name = value_field.name
+        if name != "kind" and getattr(value, name) != value_field.default:
+            parts.append(f"{name} {shown(getattr(value, name))}")
+    return ", ".join(parts)

@@ -18,15 +18,13 @@ ALIGNMENT: dict[Kind, tuple[int, int]] = {
 def misfit(kind: Kind, outputs: int, inputs: int) -> str:
     """Return why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it
     does."""
-    sizes = {"outputs": outputs, "inputs": inputs}
-    wrong = [
-        f"{size} {name} (dim {dim}) are no multiple of {multiple}"
-        for dim, ((name, size), multiple) in enumerate(
-            zip(sizes.items(), ALIGNMENT[kind], strict=True)
-        )
-        if size % multiple
-    ]
-    return " and ".join(wrong)
+    rows, columns = ALIGNMENT[kind]
+    problems = []
+    if outputs % rows:
+        problems.append(f"{outputs} outputs (dim 0) are no multiple of {rows}")
+    if inputs % columns:
+        problems.append(f"{inputs} inputs (dim 1) are no multiple of {columns}")
+    return " and ".join(problems)
 
 
 def padded(kind: Kind, outputs: int, inputs: int) -> tuple[int, int]:

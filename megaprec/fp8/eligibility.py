@@ -37,15 +37,16 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     """
     name = parts[0].name
     shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
-    asked = {asked_for(recipe, part.name, layers) for part in parts}
-    if "" in asked and len(asked) > 1:
+    reasons = {asked_for(recipe, part.name, layers) for part in parts}
+    if "" in reasons and len(reasons) > 1:
         names = " and ".join(part.name for part in parts)
         raise UserError(
             f"fp8.wide: {names} are one weight, but patterns match only a part of it: match "
             "all or none"
         )
-    if why := next(iter(sorted(asked))):
-        return Eligibility(name, shape, why)
+    if reason := min(reasons):  # any of them, the same one in every run
+        return Eligibility(name, shape, reason)
+    # padding makes any size fit
     unfit = misfit(recipe.kind, *shape)
     if unfit and not recipe.pad:
         return Eligibility(name, shape, f"{unfit}, and fp8.pad = false")
@@ -55,12 +56,15 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
 def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
     """Return the key that keeps the products with this weight in high precision; empty if there is
     none."""
-    if pattern := next((pattern for pattern in recipe.wide if fnmatchcase(name, pattern)), None):
-        return f'fp8.wide has "{pattern}"'
-    found = _LAYER.search(name)
-    if found and int(found[1]) < recipe.first_layers:
+    for pattern in recipe.wide:
+        if fnmatchcase(name, pattern):
+            return f'fp8.wide has "{pattern}"'
+    layer = _LAYER.search(name)
+    if layer is None:  # a weight outside of the layers, such as the head
+        return ""
+    if int(layer[1]) < recipe.first_layers:
         return f"fp8.first_layers = {recipe.first_layers}"
-    if found and int(found[1]) >= layers - recipe.last_layers:
+    if int(layer[1]) >= layers - recipe.last_layers:
         return f"fp8.last_layers = {recipe.last_layers}"
     return ""
 

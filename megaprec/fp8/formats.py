@@ -1,7 +1,8 @@
 """The two eight-bit formats, and the rounding to them.
 
     E4M3   sign, 4 bits of exponent, 3 of mantissa: up to 448, no infinity, one NaN a sign
-    E5M2   sign, 5 bits of exponent, 2 of mantissa: up to 57344, with infinity and NaN as in half precision
+    E5M2   sign, 5 bits of exponent, 2 of mantissa: up to 57344, with infinity and NaN as in half
+           precision
 
 ("FP8 Formats for Deep Learning", Micikevicius et al., 2022.) Rounding is to nearest, ties to even,
 and subnormals are kept. A finite number beyond the largest becomes the largest: only the scale was
@@ -40,8 +41,9 @@ def cast(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
 
     values: fp32, bf16 or fp16. scale: finite, float32, of a shape that broadcasts; None is 1.
     """
-    scaled = values.float() if scale is None else values.float() * scale
+    wide = values.float()
+    scaled = wide if scale is None else wide * scale
+    # finite numbers first; infinities are put back, and NaN passes through clamp
     saturated = scaled.clamp(-limit(dtype), limit(dtype))
-    return torch.where(
-        values.isinf(), values.float() if dtype == E5M2 else torch.nan, saturated
-    ).to(dtype)
+    infinite = wide if dtype == E5M2 else torch.nan  # E4M3 has no infinity
+    return torch.where(values.isinf(), infinite, saturated).to(dtype)

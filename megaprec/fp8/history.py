@@ -26,25 +26,30 @@ class AmaxHistory:
     scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 for steps that
         have not happened yet.
     now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], True for
-    tensors that were inf or NaN in the previous step. Only `scale` and `history` need to be saved.
+        tensors that were inf or NaN in the previous step. Only `scale` and `history` need to be
+        saved.
     """
 
     def __init__(
-        self, recipe: FP8Recipe, formats: Sequence[torch.dtype], device: torch.device | str = "cpu"
+        self,
+        recipe: FP8Recipe,
+        formats: Sequence[torch.dtype],
+        device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the history. formats: of each tensor's codes, from `format_of`."""
-        n = len(formats)
+        count = len(formats)
         self.recipe = recipe
-        self.scale = torch.ones(n, device=device)
-        self.history = torch.zeros(recipe.history_length, n, device=device)
-        self.now = torch.zeros(n, device=device)
-        self.overflowed = torch.zeros(n, dtype=torch.bool, device=device)
+        self.scale = torch.ones(count, device=device)
+        self.history = torch.zeros(recipe.history_length, count, device=device)
+        self.now = torch.zeros(count, device=device)
+        self.overflowed = torch.zeros(count, dtype=torch.bool, device=device)
         self._largest = torch.tensor([limit(dtype) for dtype in formats], device=device)
 
     def record(self, i: int, amax: Tensor) -> None:
         """Record the amax, float32 of one element, of tensor `i` in one of the step's
         micro-batches."""
-        self.now[i] = torch.maximum(self.now[i], amax.squeeze())
+        largest = torch.maximum(self.now[i], amax.squeeze())
+        self.now[i] = largest
 
     def roll(self, agree: Callable[[Tensor], None]) -> None:
         """End a step: advance the history and compute the scales of the next one.
@@ -57,26 +62,30 @@ class AmaxHistory:
         self.now.nan_to_num_(torch.inf, torch.inf)  # an all-reduced maximum may drop a NaN
         agree(self.now)
         self.overflowed.copy_(self.now.isinf())
-        moves = self.now > 0
+        moves = self.now > 0  # all of this is arithmetic on the device: the host reads no number
         if self.recipe.history == "step":
             moves &= ~self.overflowed
-        self.history.copy_(
-            torch.where(moves, torch.cat([self.history[1:], self.now[None]]), self.history)
-        )
-        scale = self._scale(self._amax())
-        self.scale.copy_(torch.where(moves, scale, self.scale))
+        advanced = torch.cat([self.history[1:], self.now[None]])
+        history = torch.where(moves, advanced, self.history)
+        self.history.copy_(history)
+        amax = self._history_amax()
+        scale = torch.where(moves, self._compute_scale(amax), self.scale)
+        self.scale.copy_(scale)
         self.now.zero_()
 
-    def _scale(self, amax: Tensor) -> Tensor:
+    def _compute_scale(self, amax: Tensor) -> Tensor:
+        """Return the scales [n] for amaxes [n], by the recipe's function or formula."""
         recipe = self.recipe
         if recipe.scale_algo is not None:
             return recipe.scale_algo(amax, self.scale, self._largest, recipe)
-        return scale_of(
-            amax, self._largest * 2.0**-recipe.margin, self.scale, recipe.power_2_scales
-        )
+        largest = self._largest * 2.0**-recipe.margin
+        return scale_of(amax, largest, self.scale, recipe.power_2_scales)
 
-    def _amax(self) -> Tensor:
-        algo = self.recipe.amax_algo
-        if callable(algo):
-            return algo(self.history)
-        return self.history.amax(0) if algo == "max" else self.history[-1]
+    def _history_amax(self) -> Tensor:
+        """Return the amax [n] of each history that determines its scale."""
+        amax_algo = self.recipe.amax_algo
+        if callable(amax_algo):
+            return amax_algo(self.history)
+        if amax_algo == "max":
+            return self.history.amax(0)
+        return self.history[-1]

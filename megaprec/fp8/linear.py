@@ -8,8 +8,7 @@
 
 Codes are always summed over their last dim, so every factor has two sets of codes, one of the
 matrix and one of its transpose. The two sets are equal where a tensor has one scale. The codes of
-the transposed x are kept for the backward
-pass: one byte per element.
+the transposed x are kept for the backward pass: one byte per element.
 """
 
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ class FP8Gemm:
 
     cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe
         tokens of its own.
-    held: the codes of a weight that is stored in FP8 only.
+    fp8_param: the codes of a weight that is stored in FP8 only.
     scales, moment: of the forward pass, if scales change within a step. The output and the input's
     gradient have high-precision dtypes.
     """
@@ -48,7 +47,7 @@ class FP8Gemm:
     cut: int | None
     wide: Gemm
     tp: Axis
-    held: FP8Param | None = None
+    fp8_param: FP8Param | None = None
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
     moment: int = 0
@@ -58,32 +57,41 @@ class FP8Gemm:
         them too."""
         if not self.state.by_microbatch:
             return replace(self, scope=self.state.scope)
+        # Scales change before the backward pass: it must see copies of those of this pass.
         roles: tuple[Role, ...] = ("input", "weight")
         scales = {role: self.state.scale(self.reach.name, role).clone() for role in roles}
-        return replace(self, scope=self.state.scope, scales=scales, moment=self.state.moment)
+        return replace(
+            self,
+            scope=self.state.scope,
+            scales=scales,
+            moment=self.state.moment,
+        )
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """Compute x [m, k], weight [n, k] -> y [m, n], and the form of x that `keep` returns."""
         if not self.scope.computes:
+            # calibration, or an autocast that is off: amaxes are recorded at most
             self._record(x, "input")
-            if not self._kept_in_codes(weight):
+            if not self._is_in_codes(weight):
                 self._record(weight, "weight")
-            return self.wide.forward(x, self._widened(weight))
-        codes, turned = self._codes(x, "input")
+            return self.wide.forward(x, self._widen(weight))
+        codes, transposed = self._cast_first(x, "input")
+        weight_codes, _ = self._weight_casts(weight, first=True)
         y = multiply(
             codes,
-            self._weight(weight, first=True)[0],
+            weight_codes,
             self.wide.out,
             fast=True,
             backend=self._recipe.backend,
         )
-        return y, self._kept(x, turned)
+        return y, self._saved(x, transposed)
 
     def keep(self, x: Tensor) -> Factor:
         """Return x.T in codes, or x itself if the gradient of the weight is not computed in FP8."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return (x,)
-        return self._kept(x, self._casts_of(x, "input")[1])
+        _, transposed = self._cast(x, "input")
+        return self._saved(x, transposed)
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
         """Return grad [m, n] in the form for the input's gradient and in the form for the weight's
@@ -91,93 +99,116 @@ class FP8Gemm:
         if not self.scope.computes:
             self._record(grad, "gradient")
             return self.wide.gradient(grad)
-        codes, turned = self._codes(grad, "gradient")
-        return _tensors(codes), self._kept(grad, turned)
+        codes, transposed = self._cast_first(grad, "gradient")
+        return _tensors(codes), self._saved(grad, transposed)
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the gradient of x [m, k], of `dtype`, with weight [n, k]."""
         if not self.scope.computes:
-            return self.wide.input_gradient(grad, self._widened(weight), dtype)
-        return multiply(
-            self._restored(grad, "gradient"),
-            self._weight(weight)[1],
-            dtype,
-            backend=self._recipe.backend,
-        )
+            return self.wide.input_gradient(grad, self._widen(weight), dtype)
+        gradient = self._restore(grad, "gradient")
+        _, weight_transposed = self._weight_casts(weight)
+        return multiply(gradient, weight_transposed, dtype, backend=self._recipe.backend)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """Compute the gradient of the weight [n, k]."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return self.wide.weight_gradient(grad, x)
-        gradient = self._restored(grad, "gradient")
-        kept = self._restored(x, "input")
-        return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
+        gradient = self._restore(grad, "gradient")
+        saved_input = self._restore(x, "input")
+        return multiply(gradient, saved_input, self.wide.dtype, backend=self._recipe.backend)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+    def add_weight_gradient_(
+        self,
+        total: Tensor,
+        grad: Factor,
+        x: Factor,
+        first: bool,
+    ) -> None:
         """Add the weight's gradient to total [n, k], unrounded if `total` is float32. first:
         overwrite it instead."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             self.wide.add_weight_gradient_(total, grad, x, first)
         else:
-            gradient = self._restored(grad, "gradient")
-            kept = self._restored(x, "input")
-            add_product_(total, gradient, kept, self._recipe.backend, first)
+            gradient = self._restore(grad, "gradient")
+            saved_input = self._restore(x, "input")
+            add_product_(
+                total,
+                gradient,
+                saved_input,
+                self._recipe.backend,
+                first,
+            )
 
     @property
     def _recipe(self) -> FP8Recipe:
         assert self.state.recipe is not None
         return self.state.recipe
 
-    def _weight(self, weight: Tensor, first: bool = False) -> Casts:
-        make = partial(self._casts, weight.detach(), first)
-        return self.state.cast_of(
-            f"{self.reach.name} of rank {self.tp.rank}", weight, self.moment, make
-        )
+    def _weight_casts(self, weight: Tensor, first: bool = False) -> Casts:
+        """Return the weight and its transpose in codes, computed once a pass. first: this may be
+        the first use in the pass, in which the amax is recorded."""
+        make = partial(self._cast_weight, weight.detach(), first)
+        # a process may have the slices of several (virtual) tp ranks
+        name = f"{self.reach.name} of rank {self.tp.rank}"
+        return self.state.cast_of(name, weight, self.moment, make)
 
-    def _casts(self, weight: Tensor, first: bool) -> Casts:
-        if self.held is None or not self._kept_in_codes(weight):
-            if first:
-                return self._codes(weight, "weight")
-            return self._casts_of(weight, "weight")
-        codes = self.held.codes(weight)
-        return codes, codes.t()
+    def _cast_weight(self, weight: Tensor, first: bool) -> Casts:
+        if self.fp8_param is not None and self._is_in_codes(weight):
+            codes = self.fp8_param.codes(weight)
+            return codes, codes.t()
+        if first:
+            return self._cast_first(weight, "weight")
+        return self._cast(weight, "weight")
 
-    def _widened(self, weight: Tensor) -> Tensor:
+    def _widen(self, weight: Tensor) -> Tensor:
         """Return the weight in high precision, for a product that is not in FP8."""
-        if self.held is None or not self._kept_in_codes(weight):
-            return weight
-        return self.held.codes(weight.detach()).wide()
+        if self.fp8_param is not None and self._is_in_codes(weight):
+            return self.fp8_param.codes(weight.detach()).wide()
+        return weight
 
-    def _kept_in_codes(self, weight: Tensor) -> bool:
-        return self.held is not None and weight.dtype == self.held.dtype
+    def _is_in_codes(self, weight: Tensor) -> bool:
+        """Return True if the weight is stored in FP8 and a buffer holds its codes already."""
+        return self.fp8_param is not None and weight.dtype == self.fp8_param.dtype
 
-    def _codes(self, x: Tensor, role: Role) -> Casts:
-        """Return `_casts_of` for a tensor that is used for the first time in a pass: its amax is
+    def _cast_first(self, x: Tensor, role: Role) -> Casts:
+        """Return `_cast` of a tensor that is used for the first time in a pass: its amax is
         recorded."""
         if self._recipe.kind == "delayed":
             self._record(x, role)
-        return self._casts_of(x, role)
+        return self._cast(x, role)
 
-    def _casts_of(self, x: Tensor, role: Role) -> Casts:
+    def _cast(self, x: Tensor, role: Role) -> Casts:
         """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe
         says."""
-        recipe = self._recipe
         scale = None
         agree = None
-        if recipe.kind == "delayed":
-            if role in self.scales:
-                scale = self.scales[role]
-            else:
-                scale = self.state.scale(self.reach.name, role)
-        elif {
-            "input": self.cut in (1, None),
-            "gradient": self.cut in (0, None),
-            "weight": self.cut is not None,
-        }[role]:
-            agree = self._agree if self.tp.size > 1 else None
-        casts = quantize_both(x, recipe, role, scale=scale, agree=agree)
-        self.state.note_lost(self.reach.name, role, x, casts[0])
-        return casts
+        if self._recipe.kind != "delayed":
+            if self.tp.size > 1 and self._differs_over_tp(role):
+                agree = self._agree
+        elif role in self.scales:
+            scale = self.scales[role]
+        else:
+            scale = self.state.scale(self.reach.name, role)
+        codes, transposed = quantize_both(
+            x,
+            self._recipe,
+            role,
+            scale=scale,
+            agree=agree,
+        )
+        # counts nothing unless somebody watches
+        self.state.note_lost(self.reach.name, role, x, codes)
+        return codes, transposed
+
+    def _differs_over_tp(self, role: Role) -> bool:
+        """Return True if each tp rank has a part of the tensor only: a slice, or some tokens."""
+        if role == "weight":
+            return self.cut is not None
+        # The weight [n, k] is cut along the dim that it shares with the tensor. If it is not cut,
+        # each rank may have tokens of its own.
+        shared_dim = 1 if role == "input" else 0
+        return self.cut in (shared_dim, None)
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:
@@ -186,11 +217,13 @@ class FP8Gemm:
     def _agree(self, amax: Tensor) -> None:
         self.tp.max_(amax)
 
-    def _kept(self, x: Tensor, turned: Codes) -> Factor:
-        return _tensors(turned) if self._recipe.weight_gradients else (x,)
+    def _saved(self, x: Tensor, transposed: Codes) -> Factor:
+        """Return the form that is saved for the weight's gradient."""
+        return _tensors(transposed) if self._recipe.weight_gradients else (x,)
 
-    def _restored(self, factor: Factor, role: Role) -> Codes:
-        values, inverse = factor
+    def _restore(self, factor: Factor, role: Role) -> Codes:
+        """Return the codes of which `_tensors` made a factor."""
+        values, inverse = factor  # the block is not saved: the shape tells it
         return Codes(values, inverse, block_of(self._recipe, role, values.shape))
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megaprec.errors import UserError
 from megaprec.fp8 import kernels
 from megaprec.fp8.formats import E5M2, Role, format_of
-from megaprec.fp8.quantize import Codes, quantize, quantize_both, spread
+from megaprec.fp8.quantize import Codes, expand_blocks, quantize, quantize_both
 from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
 
 Kernel = Callable[[Codes, Codes, torch.dtype, bool], Tensor]
@@ -38,10 +38,17 @@ EMULATED = "emulated in FP32"
 SLOW = {"cpu": "torch's kernel for CPUs is no faster, and on some far slower"}  # by device type
 REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of kernels that a device lacks
 _TRIED = 256  # rows and columns of a trial product
+# Relative error (Frobenius norm) up to which a kernel is right: rounding to BF16 alone is wrong by
+# 0.3 % at most, another order of scales by far more.
+_KERNEL_TOLERANCE = 0.01
 
 
 def multiply(
-    a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch"
+    a: Codes,
+    b: Codes,
+    out: torch.dtype,
+    fast: bool = False,
+    backend: Backend = "torch",
 ) -> Tensor:
     """Return a @ b.T [m, n] of a [m, k] and b [n, k], accumulated in FP32 and rounded to `out`
     once.
@@ -49,34 +56,55 @@ def multiply(
     fast: a tensor core may accumulate with fewer bits (Hopper's fast accumulation), as Transformer
         Engine does forward.
     """
+    device = a.values.device
     if not a.values.numel() or not b.values.numel():
-        return torch.zeros(len(a.values), len(b.values), dtype=out, device=a.values.device)
+        return torch.zeros(len(a.values), len(b.values), dtype=out, device=device)
+    b_in_squares = b.block[0] == 128
     kernel, _ = chosen(
-        _sharing(a, b), a.values.dtype, b.block[0] == 128, out, a.values.device, backend
+        _sharing(a, b),
+        a.values.dtype,
+        b_in_squares,
+        out,
+        device,
+        backend,
     )
-    return emulated(a, b, out) if kernel is None else kernel(a, b, out, fast)
+    if kernel is None:
+        return emulated(a, b, out)
+    return kernel(a, b, out, fast)
 
 
 def add_product_(
-    total: Tensor, a: Codes, b: Codes, backend: Backend = "torch", first: bool = False
+    total: Tensor,
+    a: Codes,
+    b: Codes,
+    backend: Backend = "torch",
+    first: bool = False,
 ) -> None:
     """Add a [m, k] @ b [n, k].T to total [m, n], for main gradients. first: overwrite `total`
     instead."""
     product = multiply(a, b, total.dtype, backend=backend)
-    total.copy_(product) if first else total.add_(product)
+    if first:
+        total.copy_(product)
+    else:
+        total.add_(product)
 
 
 def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
     """Return `multiply` computed in FP32 on any device: from codes, scaled afterwards, or from the
     scaled numbers."""
-    if min(a.block[1], b.block[1]) < a.values.shape[1]:
+    if _has_blocks_in_rows(a, b):
         return (a.wide() @ b.wide().t()).to(out)
-    rows, columns = (spread(c.inverse.float(), c.block, c.values.shape) for c in (a, b))
-    return (a.values.float() @ b.values.float().t()).mul_(rows).mul_(columns.t()).to(out)
+    row_scales = expand_blocks(a.inverse.float(), a.block, a.values.shape)
+    column_scales = expand_blocks(b.inverse.float(), b.block, b.values.shape)
+    product = a.values.float() @ b.values.float().t()
+    return product.mul_(row_scales).mul_(column_scales.t()).to(out)
 
 
 def ways(
-    recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype
+    recipe: FP8Recipe,
+    device: torch.device,
+    out: torch.dtype,
+    total: torch.dtype,
 ) -> dict[str, str]:
     """Return how a device computes each of a linear layer's PRODUCTS: the kernel, or that it is
     emulated and why.
@@ -85,13 +113,24 @@ def ways(
     Transformer Engine is requested and does not compute them.
     """
     kind: Kind = "current" if recipe.kind == "delayed" else recipe.kind
-    said: dict[str, str] = {}
-    for name, (a, b) in PRODUCTS.items():
+    descriptions: dict[str, str] = {}
+    for name, (a_role, b_role) in PRODUCTS.items():
         dtype = total if name == "weight gradient" else out
-        square = kind == "blockwise" and b == "weight"
-        kernel, why = chosen(kind, format_of(recipe, a), square, dtype, device, recipe.backend)
-        said[name] = f"{EMULATED}: {why}" if kernel is None else f"{kernel.__name__} kernel"
-    return said
+        in_squares = kind == "blockwise" and b_role == "weight"
+        a_format = format_of(recipe, a_role)
+        kernel, why = chosen(
+            kind,
+            a_format,
+            in_squares,
+            dtype,
+            device,
+            recipe.backend,
+        )
+        if kernel is None:
+            descriptions[name] = f"{EMULATED}: {why}"
+        else:
+            descriptions[name] = f"{kernel.__name__} kernel"
+    return descriptions
 
 
 def _sharing(a: Codes, b: Codes) -> Kind:
@@ -99,9 +138,16 @@ def _sharing(a: Codes, b: Codes) -> Kind:
     ones."""
     if a.inverse.dtype == torch.float8_e8m0fnu:
         return "mx"
-    if min(a.block[1], b.block[1]) < a.values.shape[1]:
+    if _has_blocks_in_rows(a, b):
         return "blockwise"
-    return "current" if a.inverse.numel() == b.inverse.numel() == 1 else "rowwise"
+    if a.inverse.numel() == b.inverse.numel() == 1:
+        return "current"
+    return "rowwise"
+
+
+def _has_blocks_in_rows(a: Codes, b: Codes) -> bool:
+    """Return True if a sum over k has terms of several scales: no factor can be taken out of it."""
+    return min(a.block[1], b.block[1]) < a.values.shape[1]
 
 
 @cache
@@ -120,31 +166,39 @@ def chosen(
     are of 128 x 128. On meta tensors, which have no numbers, that is the first one. Raises
     UserError if Transformer Engine's casts or products are wrong.
     """
-    if (
-        device.type == "meta"
-    ):  # tensors without storage, in place of a GPU's: their products cannot be proven
+    # Meta tensors stand for those of a GPU, and no product of theirs can be checked.
+    if device.type == "meta":
         return KERNELS[kind][0], ""
-    with (
-        _disable_current_modes()
-    ):  # a call with fake tensors must not decide for later ones with real tensors
+    # A call with fake tensors must not decide for later ones with real tensors: leave their modes.
+    with _disable_current_modes():
         recipe = FP8Recipe(kind, backend=backend)
         role = "gradient" if a_format == E5M2 else "input"
         if backend == "torch" and device.type in SLOW:
             return None, SLOW[device.type]
         if backend == "torch":
-            return _tried(KERNELS[kind], recipe, role, square, out, device)
-        why = _miscast(recipe, role, device)
-        kernel, refused = _tried(
-            (kernels.transformer_engine_gemm,), recipe, role, square, out, device
+            return _try_kernels(
+                KERNELS[kind],
+                recipe,
+                role,
+                square,
+                out,
+                device,
+            )
+        wrong_casts = _check_casts(recipe, role, device)
+        kernel, refusal = _try_kernels(
+            (kernels.transformer_engine_gemm,),
+            recipe,
+            role,
+            square,
+            out,
+            device,
         )
-    if why or refused:
-        raise UserError(
-            f'fp8.backend = "{backend}" on {device}: {why or refused}; use backend "torch"'
-        )
+    if why := wrong_casts or refusal:
+        raise UserError(f'fp8.backend = "{backend}" on {device}: {why}; use backend "torch"')
     return kernel, ""
 
 
-def _tried(
+def _try_kernels(
     candidates: Sequence[Kernel],
     recipe: FP8Recipe,
     role: Role,
@@ -152,47 +206,49 @@ def _tried(
     out: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, str]:
+    """Return what `chosen` returns, for these kernels. role: of the first factor."""
     a = quantize(_sample(device), recipe, role)
-    b = quantize(
-        _sample(device).flip(0),
-        recipe,
-        "weight" if square or recipe.kind != "blockwise" else "input",
-    )
+    # only blocks depend on the role: those of a weight are square
+    b_role: Role = "weight" if square or recipe.kind != "blockwise" else "input"
+    b = quantize(_sample(device).flip(0), recipe, b_role)
     right = emulated(a, b, torch.float32)
     why = ""
     for kernel in candidates:
         try:
-            made = torch.stack([kernel(a, b, out, fast).float() for fast in (False, True)])
+            products = torch.stack([kernel(a, b, out, fast).float() for fast in (False, True)])
         except REFUSALS as error:
-            why = _said(recipe.backend, error)
-        else:
-            off = (made - right).norm() / right.norm()
-            if off < 0.01:
-                return kernel, ""
-            why = f"its {kernel.__name__} kernel is wrong by {off:.1%}"
+            why = _quote(recipe.backend, error)
+            continue
+        relative_error = (products - right).norm() / right.norm()
+        if relative_error < _KERNEL_TOLERANCE:
+            return kernel, ""
+        why = f"its {kernel.__name__} kernel is wrong by {relative_error:.1%}"
     return None, why
 
 
-def _miscast(recipe: FP8Recipe, role: Role, device: torch.device) -> str:
+def _check_casts(recipe: FP8Recipe, role: Role, device: torch.device) -> str:
     """Return what is wrong with Transformer Engine's codes; empty if they are equal to torch's."""
     x = _sample(device)[:, :48]
     try:
-        made = quantize_both(x, recipe, role)
+        both = quantize_both(x, recipe, role)
     except REFUSALS as error:
-        return _said(recipe.backend, error)
+        return _quote(recipe.backend, error)
     right = quantize_both(x, replace(recipe, backend="torch"), role)
-    alike = all(
-        torch.equal(a.values.float(), b.values.float()) for a, b in zip(made, right, strict=True)
-    )
-    return "" if alike else "its casts are not those of torch"
+    for codes, right_codes in zip(both, right, strict=True):
+        if not torch.equal(codes.values.float(), right_codes.values.float()):
+            return "its casts are not those of torch"
+    return ""
 
 
-def _said(backend: Backend, error: Exception) -> str:
-    return f'{backend} says "{str(error).splitlines()[0].split(". ")[0].rstrip(".")}"'
+def _quote(backend: Backend, error: Exception) -> str:
+    """Return the first sentence of an error, as what the backend says."""
+    sentence = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+    return f'{backend} says "{sentence}"'
 
 
 def _sample(device: torch.device) -> Tensor:
     """Return numbers whose rows and blocks differ in magnitude, drawn from no generator."""
-    grid = torch.arange(_TRIED * _TRIED, device=device, dtype=torch.float32).view(_TRIED, _TRIED)
+    count = _TRIED * _TRIED
+    grid = torch.arange(count, device=device, dtype=torch.float32).view(_TRIED, _TRIED)
     sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # small enough for FP16 sums
     return (grid * 0.7).sin() * sizes * sizes[:, None]

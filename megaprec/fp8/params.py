@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.fp8.eligibility import Eligibility
 from megaprec.fp8.formats import cast, format_of, limit
-from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, spread
+from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, expand_blocks
 from megaprec.fp8.scaling import scale_of
 from megaprec.fp8.state import FP8State
 
@@ -43,15 +43,16 @@ class FP8Param:
         self.shape = torch.Size(reach.shape)
         self.dtype = format_of(state.recipe, "weight")
         self.block = block_of(state.recipe, "weight", self.shape)
-        self.inverse = torch.ones(
-            [-(-size // of) for size, of in zip(self.shape, self.block, strict=True)]
-        )
+        rows, columns = self.shape
+        # on the CPU until a buffer moves it to its device
+        self.inverse = torch.ones(-(-rows // self.block[0]), -(-columns // self.block[1]))
 
     @property
     def in_blocks(self) -> bool:
         """Return True if scales belong to blocks, which no two tp ranks share, and not to a whole
         tensor."""
-        return self.state.recipe is not None and self.state.recipe.kind == "blockwise"
+        recipe = self.state.recipe
+        return recipe is not None and recipe.kind == "blockwise"
 
     def codes(self, weight: Tensor) -> Codes:
         """Return the parameter's values with their scales. Raise RuntimeError if these are older
@@ -69,16 +70,17 @@ class FP8Param:
         recipe = self.state.recipe
         assert recipe is not None
         if recipe.kind != "delayed":
+            # of the masters themselves, whatever the present scales are
             return scale_of(amax, limit(self.dtype), power_2=recipe.power_2_scales)
         if records:
             self.state.record(self.name, "weight", amax)
         return self.state.scale(self.name, "weight").expand_as(amax)
 
 
-def hold(parameter: nn.Parameter, held: FP8Param) -> None:
+def hold(parameter: nn.Parameter, fp8_param: FP8Param) -> None:
     """Mark the parameter to be stored in codes. Until a buffer takes it over it stays in high
     precision."""
-    parameter.megaprec_fp8 = held  # type: ignore[attr-defined]
+    parameter.megaprec_fp8 = fp8_param  # type: ignore[attr-defined]
 
 
 def release(parameter: nn.Parameter) -> None:
@@ -110,37 +112,34 @@ class FP8ParamShard:
 
     def amax(self) -> Tensor:
         """Return the amaxes of the shard in the weight's blocks, 0 for blocks outside the shard."""
-        return amax_of(self._spread_out(), self.param.block)
+        return amax_of(self._padded_masters(), self.param.block)
 
     def encode(self, amax: Tensor, records: bool) -> None:
         """Compute scales from the amaxes of all ranks, and codes of this rank's masters."""
-        scales = self.param.scales(amax, records)
-        end = self.start + len(self.masters)
-        self.param.inverse.copy_(scales.reciprocal())
+        param = self.param
+        scales = param.scales(amax, records)
+        param.inverse.copy_(scales.reciprocal())  # also on ranks without a shard: they multiply too
         if len(self.masters):
-            codes = cast(
-                self._spread_out(),
-                self.param.dtype,
-                spread(scales, self.param.block, self.param.shape),
-            )
-            self.codes[self.start : end] = codes.view(-1)[self.start : end]
+            factors = expand_blocks(scales, param.block, param.shape)
+            codes = cast(self._padded_masters(), param.dtype, factors)
+            shard = slice(self.start, self.start + len(self.masters))
+            self.codes[shard] = codes.view(-1)[shard]
 
     def lost(self) -> Tensor:
         """Return `counts_lost` of this rank's masters."""
         values = self.codes.view(self.param.shape)
-        counts = counts_lost(
-            self._spread_out(), Codes(values, self.param.inverse, self.param.block)
-        )
-        counts[1] = len(self.masters)
+        codes = Codes(values, self.param.inverse, self.param.block)
+        counts = counts_lost(self._padded_masters(), codes)
+        counts[1] = len(self.masters)  # all elements of this rank; the padding loses nothing
         return counts
 
-    def _spread_out(self) -> Tensor:
+    def _padded_masters(self) -> Tensor:
         """Return this rank's masters at their places in [n, k], zeros elsewhere."""
         if self.masters.numel() == self.param.shape.numel():
             return self.masters.view(self.param.shape)
-        whole = self.masters.new_zeros(self.param.shape)
-        whole.view(-1)[self.start : self.start + len(self.masters)] = self.masters
-        return whole
+        padded = self.masters.new_zeros(self.param.shape)
+        padded.view(-1)[self.start : self.start + len(self.masters)] = self.masters
+        return padded
 
 
 def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
@@ -149,20 +148,18 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
     Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole
     tensor.
     """
-    own = [one.amax() for one in owned]
-    packed = torch.cat([amax.view(-1) for amax in own])
+    local = [shard.amax() for shard in owned]
+    packed = torch.cat([amax.view(-1) for amax in local])  # all in one collective
     shards.max_(packed)
-    amaxes = [
-        part.view_as(amax)
-        for part, amax in zip(packed.split([a.numel() for a in own]), own, strict=True)
-    ]
-    if any(one.param.in_blocks for one in owned):
+    unpacked = packed.split([amax.numel() for amax in local])
+    amaxes = [part.view_as(amax) for part, amax in zip(unpacked, local, strict=True)]
+    if any(shard.param.in_blocks for shard in owned):
         return amaxes
-    tp.max_(packed)
-    of_ranks: dict[str, list[Tensor]] = {}  # by logical name: of the virtual ranks of this process
-    for one, amax in zip(owned, amaxes, strict=True):
-        of_ranks.setdefault(one.param.name, []).append(amax)
-    return [torch.stack(of_ranks[one.param.name]).amax(0) for one in owned]
+    tp.max_(packed)  # `amaxes` are views of it
+    by_name: dict[str, list[Tensor]] = {}  # a process may have slices of several (virtual) ranks
+    for shard, amax in zip(owned, amaxes, strict=True):
+        by_name.setdefault(shard.param.name, []).append(amax)
+    return [torch.stack(by_name[shard.param.name]).amax(0) for shard in owned]
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,10 @@ class FP8Group:
     @property
     def owned(self) -> list[FP8ParamShard]:
         """Return the shards of all buffers."""
-        return [one for owned, _ in self.by_buffer for one in owned]
+        shards: list[FP8ParamShard] = []
+        for of_buffer, _ in self.by_buffer:
+            shards += of_buffer
+        return shards
 
 
 class FP8Masters:
@@ -197,9 +197,10 @@ class FP8Masters:
     def __init__(self, groups: Sequence[FP8Group], settle: Callable[[], object]) -> None:
         self._groups = groups
         self._settle = settle
-        self._states = list(
-            dict.fromkeys(one.param.state for group in groups for one in group.owned)
-        )
+        states: dict[FP8State, None] = {}
+        for group in groups:
+            states |= dict.fromkeys(shard.param.state for shard in group.owned)
+        self._states = list(states)
         for state in self._states:
             state.renew = self.renew
 
@@ -216,8 +217,8 @@ class FP8Masters:
         """
         for group in self._groups:
             amaxes = iter(agreed_amaxes(group.owned, group.shards, group.tp))
-            for owned, start_collecting in group.by_buffer:
-                for one in owned:
-                    one.encode(next(amaxes), records)
-                start_collecting()
+            for shards, start_collecting in group.by_buffer:
+                for shard in shards:
+                    shard.encode(next(amaxes), records)
+                start_collecting()  # the codes of this buffer travel while the next are computed
         self._settle()

@@ -12,7 +12,7 @@ twice, each time from the high-precision numbers:
     mx           32 in a row                                     no
 
 `Codes` are always summed over their last dim: a sum over the first dim uses the codes of the
-    transposed matrix.
+transposed matrix.
 """
 
 from collections.abc import Callable
@@ -43,12 +43,15 @@ class Codes:
     def t(self) -> "Codes":
         """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels
         read along rows."""
-        values = self.values.t().contiguous() if self.values.is_cuda else self.values.t()
+        values = self.values.t()
+        if values.is_cuda:
+            values = values.contiguous()
         return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
 
     def wide(self) -> Tensor:
         """Return the dequantized numbers, float32 [m, k]."""
-        return self.values.float() * spread(self.inverse.float(), self.block, self.values.shape)
+        inverse = expand_blocks(self.inverse.float(), self.block, self.values.shape)
+        return self.values.float() * inverse
 
 
 def quantize(
@@ -68,17 +71,20 @@ def quantize(
     block = block_of(recipe, role, x.shape)
     if recipe.kind == "delayed":
         assert scale is not None, "delayed scaling needs the scale of its history"
+        # the scale is that of earlier passes, whatever is in x
         return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
     amax = amax_of(x, block)
     if recipe.kind == "current" and agree is not None:
-        agree(amax)
+        agree(amax)  # before the scale is computed: all ranks then compute the same one
     if recipe.kind == "mx":
+        # E8M0 has only powers of two, whose reciprocals are exact
         inverse = mx_inverse(amax, limit(dtype))
         factors = inverse.float().reciprocal()
     else:
         factors = scale_of(amax, limit(dtype), power_2=recipe.power_2_scales)
         inverse = factors.reciprocal()
-    return Codes(cast(x, dtype, spread(factors, block, x.shape)), inverse, block)
+    codes = cast(x, dtype, expand_blocks(factors, block, x.shape))
+    return Codes(codes, inverse, block)
 
 
 def quantize_both(
@@ -91,41 +97,58 @@ def quantize_both(
     """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
     it can."""
     if recipe.backend == "transformer_engine" and x.numel():
-        scale = _current_scale(x, recipe, role, agree) if scale is None else scale
+        if scale is None:
+            scale = _current_scale(x, recipe, role, agree)
         return _by_transformer_engine(x, recipe, role, scale)
     codes = quantize(x, recipe, role, scale, agree)
-    return codes, codes.t() if serves_both(recipe, role) else quantize(x.t(), recipe, role)
+    if serves_both(recipe, role):
+        return codes, codes.t()
+    return codes, quantize(x.t(), recipe, role)
 
 
 def _by_transformer_engine(
-    x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale: Tensor,
 ) -> tuple[Codes, Codes]:
     m, k = x.shape
-    values, turned, inverse = encode(x, format_of(recipe, role), scale)
-    return Codes(values, inverse, (m, k)), Codes(turned, inverse, (k, m))
+    values, transposed, inverse = encode(x, format_of(recipe, role), scale)
+    return Codes(values, inverse, (m, k)), Codes(transposed, inverse, (k, m))
 
 
 def _current_scale(
-    x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Tensor], None] | None
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    agree: Callable[[Tensor], None] | None,
 ) -> Tensor:
     """Return the scale of all of x: float32 [1, 1]."""
     amax = amax_of(x)
     if agree is not None:
         agree(amax)
-    return scale_of(amax, limit(format_of(recipe, role)), power_2=recipe.power_2_scales)
+    largest = limit(format_of(recipe, role))
+    return scale_of(amax, largest, power_2=recipe.power_2_scales)
 
 
 def serves_both(recipe: FP8Recipe, role: Role) -> bool:
     """Return True if the codes of the transposed matrix are the transposed codes of the matrix."""
-    return recipe.kind in ("delayed", "current") or (recipe.kind, role) == ("blockwise", "weight")
+    if recipe.kind == "blockwise":
+        return role == "weight"
+    return recipe.kind in ("delayed", "current")
 
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
     """Return how many rows and columns of a matrix of this shape share a scale."""
-    m = max(1, shape[0])
-    k = max(1, shape[1])
-    blocks = {"rowwise": (1, k), "blockwise": (128 if role == "weight" else 1, 128), "mx": (1, 32)}
-    return blocks.get(recipe.kind, (m, k))
+    rows = max(1, shape[0])
+    columns = max(1, shape[1])
+    if recipe.kind == "rowwise":
+        return 1, columns
+    if recipe.kind == "blockwise":
+        return 128 if role == "weight" else 1, 128
+    if recipe.kind == "mx":
+        return 1, 32
+    return rows, columns
 
 
 def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
@@ -138,47 +161,45 @@ def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     m, k = x.shape
     if block is None or (block[0] >= m and block[1] >= k):
         return _amax(x).float().view(1, 1)
-    rows = -(-m // block[0])
-    columns = -(-k // block[1])
-    whole = F.pad(x, (0, columns * block[1] - k, 0, rows * block[0] - m))
-    return whole.abs().reshape(rows, block[0], columns, block[1]).amax((1, 3)).float()
+    height, width = block
+    rows = -(-m // height)
+    columns = -(-k // width)
+    padded = F.pad(x, (0, columns * width - k, 0, rows * height - m))
+    blocks = padded.abs().reshape(rows, height, columns, width)
+    return blocks.amax((1, 3)).float()
 
 
 def _amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of x, [], in its dtype."""
     if not x.numel():
         return x.new_zeros(())
-    low, high = x.aminmax()
+    low, high = x.aminmax()  # one pass, without the copy that abs makes
     return torch.maximum(-low, high)
 
 
-def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+def expand_blocks(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """Expand one factor per block to factors that broadcast over a matrix [m, k]."""
     for dim in (0, 1):
+        # A block of one row broadcasts as it is, and so does one that takes the whole dim.
         if 1 < block[dim] < shape[dim]:
-            factors = factors.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
+            repeated = factors.repeat_interleave(block[dim], dim)
+            factors = repeated.narrow(dim, 0, shape[dim])  # the last block may be short
     return factors
 
 
-def lost(x: Tensor, codes: Codes) -> Tensor:
-    """Return the fractions of x [m, k] that its codes lose: float32 [2].
-
-    First the fraction that was more than half a step above the largest number; then the fraction of
-    the nonzero elements that became zero.
-    """
-    saturated, elements, vanished, others = counts_lost(x, codes).unbind()
-    return torch.stack([saturated / elements.clamp(min=1), vanished / others.clamp(min=1)]).float()
-
-
 def counts_lost(x: Tensor, codes: Codes) -> Tensor:
-    """Return the counts behind `lost`, float64 [4]: saturated, all, vanished and nonzero
-    elements."""
+    """Return how many elements of x [m, k] its codes lose, float64 [4]: saturated, all, vanished
+    and nonzero elements.
+
+    saturated: more than half a step above the largest number. vanished: nonzero, and zero in codes.
+    """
     dtype = codes.values.dtype
-    largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)  # 1.75 is the largest mantissa
-    saturated = (
-        x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)
-    ) & x.isfinite()
-    there = x != 0
-    vanished = there & (codes.values.float() == 0)
-    return torch.stack(
-        [part.sum() for part in (saturated, torch.ones_like(there), vanished, there)]
-    ).double()
+    # Above the largest number, 1.75 times a power of two, a step is eps times that power of two:
+    # half a step is eps / 2 / 1.75 of the number.
+    largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)
+    bounds = largest * expand_blocks(codes.inverse.float(), codes.block, x.shape)
+    saturated = (x.float().abs() > bounds) & x.isfinite()
+    nonzero = x != 0
+    vanished = nonzero & (codes.values.float() == 0)
+    counts = [saturated.sum(), torch.ones_like(nonzero).sum(), vanished.sum(), nonzero.sum()]
+    return torch.stack(counts).double()

@@ -12,6 +12,7 @@ host reads no number.
 import torch
 from torch import Tensor
 
+# bits of float32
 _EXPONENT = 0x7F80_0000
 _MANTISSA = 0x007F_FFFF
 _LARGEST = torch.finfo(torch.float32).max
@@ -19,7 +20,10 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def scale_of(
-    amax: Tensor, limit: float | Tensor, before: float | Tensor = 1.0, power_2: bool = False
+    amax: Tensor,
+    limit: float | Tensor,
+    before: float | Tensor = 1.0,
+    power_2: bool = False,
 ) -> Tensor:
     """Return the scale that brings numbers up to `amax` (float32 of any shape) within `limit`.
 
@@ -42,10 +46,11 @@ def mx_inverse(amax: Tensor, limit: float) -> Tensor:
     bits = (amax / _as_tensor(limit, amax)).view(torch.int32)
     exponent = (bits & _EXPONENT) >> 23
     mantissa = bits & _MANTISSA
-    # E8M0's smallest number, 2**-127, is a subnormal of float32
-    halfway = torch.where(exponent == 0, 0x40_0000, 0)
-    code = (exponent + (mantissa > halfway)).clamp(max=254)
-    return torch.where(amax.isnan(), 255, code).to(torch.uint8).view(torch.float8_e8m0fnu)
+    # A power of two has mantissa 0. E8M0's smallest number, 2**-127, is a subnormal of float32.
+    exact = torch.where(exponent == 0, 0x40_0000, 0)
+    code = (exponent + (mantissa > exact)).clamp(max=254)
+    code = torch.where(amax.isnan(), 255, code)  # 255 is NaN
+    return code.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _as_tensor(limit: float | Tensor, like: Tensor) -> Tensor:
@@ -55,4 +60,7 @@ def _as_tensor(limit: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _down_to_power_2(scale: Tensor) -> Tensor:
-    return (scale.clamp(min=_SMALLEST).view(torch.int32) & _EXPONENT).view(torch.float32)
+    """Return the scale without its mantissa. Subnormals, which have no such form, count as the
+    smallest normal number."""
+    bits = scale.clamp(min=_SMALLEST).view(torch.int32)
+    return (bits & _EXPONENT).view(torch.float32)

@@ -39,6 +39,7 @@ from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
 from megaprec.precision.fp8_recipe import FP8Recipe
 
+# the three tensors of a linear layer's products
 ROLES: tuple[Role, ...] = get_args(Role)
 Casts = tuple[Codes, Codes]
 
@@ -91,13 +92,13 @@ class FP8State:
         self.renew: Callable[[bool], None] | None = None
         self.outdated = True  # True if masters have changed since the last call of `renew`
         self.moment = 0  # number of advances of the history within passes
-        self._before: tuple[Tensor, Tensor] | None = (
-            None  # scales and history at the start of the last training pass
-        )
+        # scales and history at the start of the last training pass
+        self._before: tuple[Tensor, Tensor] | None = None
         self._pending = False  # True if amaxes may have been recorded since the last roll
-        self._inside = False
+        self._inside = False  # True within an autocast
+        # of weights in this pass: version and moment for which they were made, and the casts
         self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
-        self._lost: dict[str, Tensor] | None = None
+        self._lost: dict[str, Tensor] | None = None  # inside `watching` only
 
     @staticmethod
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
@@ -114,56 +115,66 @@ class FP8State:
             transformer_engine.require()
         tp = Axis.of(mesh, "tp")
         if recipe is None or recipe.kind != "delayed":
-            return FP8State(recipe, layers, tp, tp, Axis.of(mesh, "dp"), device_of(mesh))
+            return FP8State(
+                recipe,
+                layers,
+                tp,
+                tp,
+                Axis.of(mesh, "dp"),
+                device_of(mesh),
+            )
         if not recipe.reduce_amax:
-            return FP8State(recipe, layers, tp, tp, Axis.replicas(mesh), device_of(mesh))
-        return FP8State(
-            recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh)
-        )
+            return FP8State(
+                recipe,
+                layers,
+                tp,
+                tp,
+                Axis.replicas(mesh),
+                device_of(mesh),
+            )
+        stage = Axis.stage(mesh, own=recipe.history == "te")
+        return FP8State(recipe, layers, tp, stage, device=device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Eligibility:
         """Register the weight that `parts` are stacked in, and return whether its products run in
         FP8."""
-        if "names" in self.__dict__:
+        if "names" in self.__dict__:  # the cached property has been read: the bank has its size
             raise RuntimeError(
                 f"{parts[0].name} was registered after the first pass: build all layers before"
             )
         assert self.recipe is not None
-        reached = eligibility(self.recipe, parts, self.layers)
-        if reached not in self.reached:  # virtual ranks of one process have the same weights
-            self.reached.append(reached)
-        return reached
+        weight = eligibility(self.recipe, parts, self.layers)
+        if weight not in self.reached:  # virtual ranks of one process have the same weights
+            self.reached.append(weight)
+        return weight
 
-    def leave_out(self, reached: Eligibility, why: str) -> None:
+    def leave_out(self, weight: Eligibility, why: str) -> None:
         """Exclude a registered weight's products from FP8, for the reason `why`. To be called
         before the first pass."""
-        self.reached[self.reached.index(reached)] = replace(reached, fallback_reason=why)
+        self.reached[self.reached.index(weight)] = replace(weight, fallback_reason=why)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Return the tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
-        delayed = self.recipe is not None and self.recipe.kind == "delayed"
-        return tuple(
-            f"{one.name}.{role}"
-            for one in self.reached
-            if delayed and not one.fallback_reason
-            for role in ROLES
-        )
+        if self.recipe is None or self.recipe.kind != "delayed":
+            return ()
+        names: list[str] = []
+        for weight in self.reached:
+            if not weight.fallback_reason:
+                names += [f"{weight.name}.{role}" for role in ROLES]
+        return tuple(names)
 
     @cached_property
     def bank(self) -> AmaxHistory:
         """Return the scales and amaxes of the tensors in `names`."""
         assert self.recipe is not None
-        return AmaxHistory(
-            self.recipe,
-            [format_of(self.recipe, role) for role in ROLES] * self.products,
-            self.device,
-        )
+        formats = [format_of(self.recipe, role) for role in ROLES]  # of one weight, as in `names`
+        return AmaxHistory(self.recipe, formats * self.products, self.device)
 
     @property
     def narrow(self) -> set[str]:
         """Return the weights whose products run in FP8, each by its first logical name."""
-        return {one.name for one in self.reached if not one.fallback_reason}
+        return {weight.name for weight in self.reached if not weight.fallback_reason}
 
     @property
     def products(self) -> int:
@@ -171,29 +182,36 @@ class FP8State:
         return len(self.names) // len(ROLES)
 
     @cached_property
-    def _place(self) -> Mapping[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
+    def _columns(self) -> Mapping[str, int]:
+        """Return the index in the bank of each tensor."""
+        return {name: column for column, name in enumerate(self.names)}
 
     def scale(self, name: str, role: Role) -> Tensor:
         """Return the delayed scale of a tensor in this pass: float32 of one element."""
-        return self.bank.scale[self._place[f"{name}.{role}"]]
+        return self.bank.scale[self._columns[f"{name}.{role}"]]
 
     def record(self, name: str, role: Role, amax: Tensor) -> None:
         """Record the amax, of one element, of a tensor in this pass."""
-        self.bank.record(self._place[f"{name}.{role}"], amax)
+        self.bank.record(self._columns[f"{name}.{role}"], amax)
 
-    def cast_of(self, name: str, weight: Tensor, moment: int, make: Callable[[], Casts]) -> Casts:
+    def cast_of(
+        self,
+        name: str,
+        weight: Tensor,
+        moment: int,
+        make: Callable[[], Casts],
+    ) -> Casts:
         """Return the weight's casts of this pass, computed once for each moment and each version of
         the weight.
 
         name: unique among the weights of this process. Every change of a weight must increment its
         version (`Buffer.start_collect` does so for the optimizers of this project).
         """
-        made, casts = self._casts.get(name, ((-1, -1), None))
-        if casts is None or made != (weight._version, moment):
-            made = (weight._version, moment)
+        state = (weight._version, moment)
+        cast_in, casts = self._casts.get(name, (None, None))
+        if casts is None or cast_in != state:
             casts = make()
-            self._casts[name] = made, casts
+            self._casts[name] = (state, casts)
         return casts
 
     @contextmanager
@@ -213,6 +231,7 @@ class FP8State:
         wherever they run. fp8_recipe, fp8_group: those of the state, if given. Raises ValueError
         for others.
         """
+        # arguments of Transformer Engine's function, which may be given again
         if fp8_recipe not in (None, self.recipe) or fp8_group not in (None, self.stage):
             raise ValueError(
                 "recipe and group are fixed when the layers are built: give others to FP8State"
@@ -225,10 +244,9 @@ class FP8State:
         """Repeat the last training pass with its scales. Nothing is recorded, or all of it in the
         same way."""
         if self.by_microbatch and self._before is not None and self.names:
-            for kept, before in zip(
-                (self.bank.scale, self.bank.history), self._before, strict=True
-            ):
-                kept.copy_(before)
+            scale, history = self._before
+            self.bank.scale.copy_(scale)
+            self.bank.history.copy_(history)
         with self._entered(True, self.by_microbatch):
             yield
 
@@ -242,46 +260,61 @@ class FP8State:
         finally:
             self._lost = None
 
-    def note_lost(self, name: str, role: Role, x: Tensor, codes: Codes) -> None:
+    def note_lost(
+        self,
+        name: str,
+        role: Role,
+        x: Tensor,
+        codes: Codes,
+    ) -> None:
         """Count the losses of a cast, inside `watching` only."""
-        if self._lost is not None:
-            counts = counts_lost(x, codes)
-            self._lost[f"{name}.{role}"] = counts + self._lost.get(
-                f"{name}.{role}", torch.zeros_like(counts)
-            )
+        if self._lost is None:
+            return
+        key = f"{name}.{role}"
+        counts = counts_lost(x, codes)
+        if key in self._lost:
+            counts = counts + self._lost[key]
+        self._lost[key] = counts
 
     @contextmanager
     def _entered(self, enabled: bool, records: bool) -> Iterator[None]:
-        outer = self.scope
-        inside = self._inside
-        if not inside:
+        """Enter an autocast; the outermost one begins a pass and, if it records, ends it."""
+        outer_scope = self.scope
+        is_outermost = not self._inside
+        if is_outermost:
             self._begin(records)
-        self._inside, self.scope = True, self._scope(enabled, records)
+        self._inside = True
+        self.scope = self._scope(enabled, records)
         try:
             yield
-            if not inside and records:
+            if is_outermost and records:
                 self.advance()
         finally:
-            self._inside = inside
-            self.scope = outer
+            self._inside = not is_outermost
+            self.scope = outer_scope
 
     def _begin(self, records: bool) -> None:
-        self._casts.clear()
+        """Begin a pass: with scales from the amaxes of the passes before, if it is one that
+        records."""
+        self._casts.clear()  # scales may differ from those of the pass before
         if records and self.by_microbatch:
+            self._before = None
             if self.names:
                 self._before = (self.bank.scale.clone(), self.bank.history.clone())
-            else:
-                self._before = None
         elif records:
             self.roll()
             self._pending = True
         if self.renew is not None and (records or self.outdated):
-            self.renew(records and self.recipe is not None and self.recipe.kind == "delayed")
+            delayed = self.recipe is not None and self.recipe.kind == "delayed"
+            self.renew(records and delayed)
             self.outdated = False
 
     def _scope(self, enabled: bool, records: bool) -> Scope:
+        """Return the settings of an autocast: in the recipe's first steps products are not in
+        FP8."""
         if self.recipe is None:
             return OFF
+        # `rolls` counts training passes: the first `calibrate` of them only record
         calibrated = not self.recipe.calibrating and self.rolls >= self.recipe.calibrate
         return Scope(enabled and calibrated, records and self.recipe.kind == "delayed")
 
@@ -295,7 +328,7 @@ class FP8State:
         if not self._pending:
             return
         self._pending = False
-        self.rolls += 1
+        self.rolls += 1  # on every rank, with or without tensors of its own
         self._casts.clear()
         if self.names:
             self.bank.roll(self._agree)
@@ -316,7 +349,7 @@ class FP8State:
     @property
     def by_microbatch(self) -> bool:
         """Return True if the history advances with each micro-batch."""
-        return self.recipe is not None and self.recipe.history == "te"
+        return self.recipe is not None and not self.recipe.repeatable
 
     @torch.no_grad()
     def advance(self) -> None:

@@ -5,9 +5,10 @@ Only arithmetic is left to Transformer Engine. Scales and histories are computed
 by this project, so their documentation holds for both backends. Three names of its Python interface
 are used, which are equal in releases 2.11 to 2.20:
 
-    Float8Quantizer   x and a scale into codes, their transpose and the amax, in one kernel; public, documented
+    Float8Quantizer   x and a scale into codes, their transpose and the amax, in one kernel;
+                      public, documented
     Float8Tensor      codes and their inverse scale, for a product; public, documented
-    general_gemm      the product of two of them; called by all of its own layers, but not documented
+    general_gemm      the product of two of them; called by all of its own layers, not documented
 
 Its casts turn an infinity into the largest number. So that an overflow still reaches the gradients,
 the inverse scale of a tensor with an infinity is set to NaN here, which makes the whole product
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 
-RELEASES = (2, 11), (2, 20)  # the first and the last supported release: their sources were read
+# the first and the last supported release: their sources were read
+FIRST_RELEASE: tuple[int, int] = (2, 11)
+LAST_RELEASE: tuple[int, int] = (2, 20)
 INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]>={}.{},<{}.{}'".format(
-    *RELEASES[0], RELEASES[1][0], RELEASES[1][1] + 1
+    *FIRST_RELEASE, LAST_RELEASE[0], LAST_RELEASE[1] + 1
 )
 
 
@@ -40,8 +43,9 @@ def require() -> None:
         raise UserError(
             _problem(f"it cannot be imported ({str(error).splitlines()[0]})")
         ) from error
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if not found or not RELEASES[0] <= (int(found[1]), int(found[2])) <= RELEASES[1]:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = tuple(map(int, numbers.groups())) if numbers else (0, 0)
+    if not FIRST_RELEASE <= release <= LAST_RELEASE:
         raise UserError(_problem(f"its release is {version}"))
 
 
@@ -53,18 +57,27 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor
     1]; NaN if something in x is infinite.
     """
     amax = torch.zeros(1, device=x.device)
-    quantizer = _pytorch().Float8Quantizer(scale.reshape(1), amax, _named(dtype))
+    quantizer = _pytorch().Float8Quantizer(scale.reshape(1), amax, _te_dtype(dtype))
     with torch.no_grad():
-        made = quantizer.quantize(x).get_metadata()
-    values = made["data"].view(dtype)
-    turned = made["data_transpose"]
-    # Transformer Engine makes no transpose for GPUs whose kernels read along columns too.
-    turned = values.t().contiguous() if turned is None else turned.view(dtype)
-    return values, turned, scale.reciprocal().where(amax.isfinite(), torch.nan).view(1, 1)
+        tensors = quantizer.quantize(x).get_metadata()
+    values = tensors["data"].view(dtype)
+    transposed = tensors["data_transpose"]
+    if transposed is None:
+        # Transformer Engine makes no transpose for GPUs whose kernels read along columns too.
+        transposed = values.t().contiguous()
+    else:
+        transposed = transposed.view(dtype)
+    inverse = scale.reciprocal().where(amax.isfinite(), torch.nan)
+    return values, transposed, inverse.view(1, 1)
 
 
 def product(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: torch.dtype, fast: bool
+    a: Tensor,
+    a_inverse: Tensor,
+    b: Tensor,
+    b_inverse: Tensor,
+    out: torch.dtype,
+    fast: bool,
 ) -> Tensor:
     """Return a @ b.T [m, n] of `out` from codes a [m, k], b [n, k] and their inverse scales,
     float32 of one element.
@@ -72,27 +85,35 @@ def product(
     m, n and k: multiples of 16. fast: tensor cores may sum with fewer bits.
     """
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    # its operands are column-major
-    first = _wrapped(b, b_inverse, out)
-    second = _wrapped(a, a_inverse, out)
-    return extensions.general_gemm(
-        first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast
-    )[0]
+    # Its operands are column-major, so that b comes first.
+    first = _wrap(b, b_inverse, out)
+    second = _wrap(a, a_inverse, out)
+    product, *_ = extensions.general_gemm(
+        first,
+        second,
+        out_dtype=out,
+        layout="TN",
+        use_split_accumulator=not fast,
+    )
+    return product
 
 
-def _wrapped(values: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+def _wrap(values: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes and their inverse scale as Transformer Engine's tensor. dtype: that it stands
+    for."""
     return _pytorch().Float8Tensor(
         shape=values.shape,
         dtype=dtype,
         data=values.contiguous().view(torch.uint8),
         fp8_scale_inv=inverse.reshape(1),
-        fp8_dtype=_named(values.dtype),
+        fp8_dtype=_te_dtype(values.dtype),
     )
 
 
-def _named(dtype: torch.dtype) -> object:
+def _te_dtype(dtype: torch.dtype) -> object:
     """Return Transformer Engine's name of a format."""
-    return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
+    constants = importlib.import_module("transformer_engine.pytorch.constants")
+    return constants.TE_DType[dtype]
 
 
 def _pytorch() -> ModuleType:

@@ -13,7 +13,7 @@ largest magnitude (amax) is taken from:
     mx         one power of two per 32 elements
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,43 +91,73 @@ class FP8Recipe:
     def __post_init__(self) -> None:
         if wrong := wrong_kinds(self):
             raise UserError(*(f"fp8.{line}" for line in wrong))
-        if broken := [rule for rule, holds in self._rules().items() if not holds]:
-            raise UserError(*(f"fp8.{rule}" for rule in broken))
+        problems = [*self._problems_of_delayed_scaling(), *self._problems_of_history()]
+        problems += self._other_problems()
+        if problems:
+            raise UserError(*(f"fp8.{problem}" for problem in problems))
 
-    def _rules(self) -> dict[str, bool]:
-        """Return rule -> whether this recipe keeps it, for the rules that hold for every recipe."""
-        delayed = self.kind == "delayed"
-        return {
-            f"history_length = {self.history_length}: at least 1, for a scale needs an amax": self.history_length
-            >= 1,
-            f"margin = {self.margin}: only delayed scales need room for an amax to grow; "
-            f"{self.kind} scales are "
-            "computed from the numbers that they scale; use 0": delayed or not self.margin,
-            f"calibrate = {self.calibrate}: only delayed scales are computed from earlier "
-            f"amaxes, not {self.kind} "
-            "scales; use 0": (delayed or not self.calibrate),
-            (
+    @property
+    def repeatable(self) -> bool:
+        """Return True if a pass can be computed again, or in another order, with the same scales.
+
+        With `history = "te"` every micro-batch changes the scales of the next one: what is
+        recomputed, replayed or split into other micro-batches would be cast with other scales.
+        """
+        return self.history == "step"
+
+    def _problems_of_delayed_scaling(self) -> Iterator[str]:
+        """Yield a line for each setting of delayed scaling that is wrong, or set without it."""
+        if self.history_length < 1:
+            yield f"history_length = {self.history_length}: at least 1, for a scale needs an amax"
+        if self.kind == "delayed":
+            return
+        # scales of other kinds take nothing from earlier steps
+        if self.margin:
+            yield (
+                f"margin = {self.margin}: only delayed scales need room for an amax to grow; "
+                f"{self.kind} scales are computed from the numbers that they scale; use 0"
+            )
+        if self.calibrate:
+            yield (
+                f"calibrate = {self.calibrate}: only delayed scales are computed from earlier "
+                f"amaxes, not {self.kind} scales; use 0"
+            )
+        if self.history != "step":
+            yield (
                 f'history = "{self.history}": only delayed scales have a history, not {self.kind} '
                 'scales; use "step"'
-            ): (delayed or self.history == "step"),
-            f'history = "{self.history}": weights are cast for each micro-batch, and amaxes '
-            "are recorded by FP8 "
-            "products only: leave parameters, calibrate and calibrating out": (
-                self.history == "step"
-                or not (self.parameters or self.calibrate or self.calibrating)
-            ),
-            (
+            )
+
+    def _problems_of_history(self) -> Iterator[str]:
+        """Yield a line for each setting that cannot go with a history that advances within a
+        step."""
+        if self.history == "step":
+            return
+        if self.parameters or self.calibrate or self.calibrating:
+            yield (
+                f'history = "{self.history}": weights are cast for each micro-batch, and amaxes '
+                "are recorded by FP8 products only: leave parameters, calibrate and calibrating "
+                "out"
+            )
+        if callable(self.amax_algo):
+            yield (
                 f'history = "{self.history}": amax_algo cannot be a function: use "max" or '
                 '"most_recent"'
-            ): (self.history == "step" or not callable(self.amax_algo)),
-            "parameters = true: calibration steps need weights in the compute dtype: leave "
-            "calibrate and calibrating "
-            "out": (not self.parameters or not (self.calibrate or self.calibrating)),
-            f"first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0": (
-                min(self.first_layers, self.last_layers) >= 0
-            ),
-            f'backend = "{self.backend}": supports only kind "delayed" or "current", one '
-            "scale per tensor, not "
-            f'"{self.kind}"; use backend "torch"': self.backend == "torch"
-            or self.kind in ("delayed", "current"),
-        }
+            )
+
+    def _other_problems(self) -> Iterator[str]:
+        """Yield a line for each wrong setting that any recipe may have."""
+        if self.parameters and (self.calibrate or self.calibrating):
+            yield (
+                "parameters = true: calibration steps need weights in the compute dtype: leave "
+                "calibrate and calibrating out"
+            )
+        if min(self.first_layers, self.last_layers) < 0:
+            yield (
+                f"first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0"
+            )
+        if self.backend != "torch" and self.kind not in ("delayed", "current"):
+            yield (
+                f'backend = "{self.backend}": supports only kind "delayed" or "current", one '
+                f'scale per tensor, not "{self.kind}"; use backend "torch"'
+            )

@@ -22,11 +22,13 @@ from torch import Tensor
 from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
 
-_WIDENED = 1 << 16  # elements that a CPU casts to a wider dtype at a time
+# elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
+_WIDENED = 1 << 16
+# torch's switches that allow a GPU to sum in 16 bits
 _NARROW_SUMS = (
-    "bf16_reduced_precision_reduction",
-    "fp16_reduced_precision_reduction",
-    "fp16_accumulation",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
 )
 
 
@@ -68,10 +70,16 @@ class Gemm:
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """Return the gradient of the weight, [n, k]."""
-        made = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
-        return made if self.grad_scale == 1 else made.mul_(self.grad_scale)
+        weight_grad = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
+        return weight_grad if self.grad_scale == 1 else weight_grad.mul_(self.grad_scale)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+    def add_weight_gradient_(
+        self,
+        total: Tensor,
+        grad: Factor,
+        x: Factor,
+        first: bool,
+    ) -> None:
         """Add grad.T @ x to `total` [n, k], whose dtype may be wider than that of the factors.
 
         first: overwrite `total` instead.
@@ -90,13 +98,28 @@ def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     """Return a @ b, [m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
     if slow_half(a):
         return (a.float() @ b.float()).to(a.dtype)
-    return product_tf32(a, b) if tf32 and lacks_tf32(a) else a @ b
+    if tf32 and lacks_tf32(a):  # a GPU's own switches are set already
+        return product_tf32(a, b)
+    return a @ b
 
 
-def sum_with_product(base: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+def sum_with_product(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    beta: float,
+    alpha: float,
+) -> Tensor:
     """Return beta * base + alpha * a @ b, rounded once to the dtype of the factors."""
     if slow_half(a):
-        return torch.addmm(base.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
+        wide = torch.addmm(
+            base.float(),
+            a.float(),
+            b.float(),
+            beta=beta,
+            alpha=alpha,
+        )
+        return wide.to(a.dtype)
     return torch.addmm(base, a, b, beta=beta, alpha=alpha)
 
 
@@ -105,27 +128,28 @@ def fp32_sums() -> Iterator[None]:
     """Context manager in which a GPU sums 16-bit products in FP32 throughout. Puts torch's switches
     back at the end."""
     switches = torch.backends.cuda.matmul
-    on = [name for name in (f"allow_{kind}" for kind in _NARROW_SUMS) if getattr(switches, name)]
-    for name in on:
+    turned_off = [name for name in _NARROW_SUMS if getattr(switches, name)]
+    for name in turned_off:
         setattr(switches, name, False)
     try:
         yield
     finally:
-        for name in on:
+        for name in turned_off:
             setattr(switches, name, True)
 
 
 def slow_half(tensor: Tensor) -> bool:
     """Return True if products of this tensor are faster in FP32, with the result rounded."""
-    return tensor.device.type == "cpu" and (tensor.dtype == torch.float16 or slow_bf16(tensor))
+    if tensor.device.type != "cpu":
+        return False
+    return tensor.dtype == torch.float16 or slow_bf16(tensor)
 
 
 def slow_bf16(tensor: Tensor) -> bool:
     """Return True for bf16 on a CPU on which torch's product of bf16 is a plain loop: on x86 one
     without AVX512."""
-    return (
-        tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not _has_bf16_products()
-    )
+    on_cpu = tensor.device.type == "cpu"
+    return on_cpu and tensor.dtype == torch.bfloat16 and not _has_bf16_products()
 
 
 @cache
@@ -139,28 +163,42 @@ def lacks_tf32(tensor: Tensor) -> bool:
 
 
 def add_product_(
-    total: Tensor, a: Tensor, b: Tensor, tf32: bool = False, first: bool = False, scale: float = 1.0
+    total: Tensor,
+    a: Tensor,
+    b: Tensor,
+    tf32: bool = False,
+    first: bool = False,
+    scale: float = 1.0,
 ) -> None:
     """Add scale * a @ b to `total`, whose dtype may be wider than that of the factors.
 
     The product is rounded to the dtype of the factors before it is scaled and added, except on a
     device whose product takes a wider total (`adds_unrounded`). first: overwrite `total` instead.
     """
+    beta = 0 if first else 1  # 0 ignores `total`, even inf and NaN
     if adds_unrounded(total, a):
         torch.addmm(
-            total, a, b, beta=0 if first else 1, alpha=scale, out_dtype=total.dtype, out=total
+            total,
+            a,
+            b,
+            beta=beta,
+            alpha=scale,
+            out_dtype=total.dtype,
+            out=total,
         )
         return
-    if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
-        # beta=0 ignores `total`, even inf and NaN
-        total.addmm_(a, b, beta=0 if first else 1, alpha=scale)
+    emulates_tf32 = tf32 and lacks_tf32(a)
+    if total.dtype == a.dtype and not slow_half(a) and not emulates_tf32:
+        total.addmm_(a, b, beta=beta, alpha=scale)
         return
-    made = product(a, b, tf32)
-    made = made if scale == 1 else made.mul_(scale)
+    # No kernel does it in one: multiply, round, then scale and add.
+    rounded = product(a, b, tf32)
+    if scale != 1:
+        rounded.mul_(scale)
     if first:
-        total.copy_(made)
+        total.copy_(rounded)
     else:
-        _add_(total, made)
+        _add_(total, rounded)
 
 
 def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
@@ -170,28 +208,28 @@ def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
     torch does so for 16-bit factors on CUDA (`_addmm_dtype_out_cuda` in
     aten/src/ATen/native/cuda/Blas.cpp), and has no such product for a CPU.
     """
-    halves = factor.dtype in (torch.bfloat16, torch.float16)
-    return halves and total.dtype == torch.float32 and _has_wide_totals(total.device.type)
+    if factor.dtype not in (torch.bfloat16, torch.float16) or total.dtype != torch.float32:
+        return False
+    return _has_wide_totals(total.device.type)
 
 
 @cache
 def _has_wide_totals(device: str) -> bool:
+    """Return True if torch has a kernel for a device that adds a product to a wider total."""
     key = {"cuda": "CUDA", "cpu": "CPU"}.get(device)
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return (
-        key is not None
-        and hasattr(torch.ops.aten.addmm, "dtype_out")
-        and has("aten::addmm.dtype_out", key)
-    )
+    if key is None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 
 
 def _add_(total: Tensor, product: Tensor) -> None:
     """Add `product` to `total`. On a CPU in blocks of rows, because torch casts `product` into a
     temporary tensor first, and a small temporary tensor stays in the cache."""
-    real = type(total) is Tensor  # a fake tensor has a shape but no values
-    if total.dtype == product.dtype or total.device.type != "cpu" or not real:
+    is_fake = type(total) is not Tensor  # a fake tensor has a shape but no values
+    if total.dtype == product.dtype or total.device.type != "cpu" or is_fake:
         total.add_(product)
         return
     rows = max(1, _WIDENED // max(1, product.shape[1]))
-    for some, more in zip(total.split(rows), product.split(rows), strict=True):
-        some.add_(more)
+    blocks = zip(total.split(rows), product.split(rows), strict=True)
+    for total_rows, product_rows in blocks:
+        total_rows.add_(product_rows)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 Factor = tuple[Tensor, ...]
-"""A factor of a product in the form in which a `GemmProvider` uses it and autograd saves it for backward."""
+"""A factor of a product in the form in which a `GemmProvider` uses it and autograd saves it for
+backward."""
 
 
 class GemmProvider(Protocol):
@@ -40,7 +41,13 @@ class GemmProvider(Protocol):
         """Return the gradient of the weight, [n, k]."""
         ...
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+    def add_weight_gradient_(
+        self,
+        total: Tensor,
+        grad: Factor,
+        x: Factor,
+        first: bool,
+    ) -> None:
         """Add the gradient of the weight to `total` [n, k], whose dtype may be wider than that of
         the factors.
 

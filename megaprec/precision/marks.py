@@ -36,9 +36,9 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
     if getattr(module, CAST, False) and not module_has_fp32_attr(module):
         raise UserError(
             f"{type(module).__name__} is part of a model that is already wrapped and cast, so "
-            "a mark would change "
-            "nothing: mark it before NaiveAMPModel(...) or PlannedModel(...)"
+            "a mark would change nothing: mark it before NaiveAMPModel(...) or PlannedModel(...)"
         )
+    # InternEvo's name of the attribute
     module.is_fp32_module = True  # type: ignore[assignment]
 
 
@@ -80,11 +80,19 @@ def _marked_in(module: nn.Module, path: str, within: bool) -> Iterator[tuple[str
 def _is_container(module: nn.Module) -> bool:
     """Return True for a module without a forward pass, whose hooks would never run: it only holds
     other modules."""
-    empty = (
-        next(module.parameters(recurse=False), next(module.buffers(recurse=False), None)) is None
-    )
-    called = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
-    return empty and not called and any(True for _ in module.children())
+    # a module may have got a forward of its own as an attribute, which is no method
+    forward = getattr(module.forward, "__func__", module.forward)
+    if forward is not nn.Module.forward:
+        return False
+    if not (
+        _is_empty(module.parameters(recurse=False)) and _is_empty(module.buffers(recurse=False))
+    ):
+        return False
+    return not _is_empty(module.children())
+
+
+def _is_empty(items: Iterator[object]) -> bool:
+    return next(items, None) is None
 
 
 def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -107,33 +115,45 @@ def compute_in_fp32(
     The input dtype is that of the first floating-point input that is not a scalar; None if there is
     none.
     """
-    leaves = [wide]
+    output_dtype = wide  # of the pass that is under way
 
     def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        floating = (t.dtype for t in tensors((args, kwargs)) if t.is_floating_point() and t.dim())
-        leaves[0] = out(next(floating, None))
-        return mapped((args, kwargs), lambda t: t.to(wide) if t.is_floating_point() else t)
+        nonlocal output_dtype
+        output_dtype = out(_first_floating_dtype((args, kwargs)))
+        return mapped((args, kwargs), lambda x: x.to(wide) if x.is_floating_point() else x)
 
     def narrow(_: nn.Module, __: Any, outputs: Any) -> Any:
-        return mapped(outputs, lambda t: t.to(leaves[0]) if t.dtype == wide else t)
+        return mapped(outputs, lambda x: x.to(output_dtype) if x.dtype == wide else x)
 
     module.register_forward_pre_hook(widen, with_kwargs=True)
     module.register_forward_hook(narrow)
+    # the optimizer looks for it: see `keeping_marked`
     module.computes_in_fp32 = True  # type: ignore[assignment]
+
+
+def _first_floating_dtype(inputs: Any) -> torch.dtype | None:
+    """Return the dtype of the first floating-point input that is not a scalar, None if there is
+    none."""
+    for tensor in tensors(inputs):
+        if tensor.is_floating_point() and tensor.dim():
+            return tensor.dtype
+    return None
 
 
 def parameters_of_marked(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Return all parameters of marked modules."""
-    return {
-        parameter
-        for part in parts
-        for _, module in marked_parts(part)
-        for parameter in module.parameters()
-    }
+    parameters: set[nn.Parameter] = set()
+    for part in parts:
+        for _, module in marked_parts(part):
+            parameters |= set(module.parameters())
+    return parameters
 
 
 def keeping_marked(
-    parts: Sequence[nn.Module], plan: PrecisionPlan, world: Axis, device: torch.device
+    parts: Sequence[nn.Module],
+    plan: PrecisionPlan,
+    world: Axis,
+    device: torch.device,
 ) -> tuple[PrecisionPlan, tuple[str, ...]]:
     """Return the plan that keeps every parameter in FP32 that is marked on any rank, and the names
     of these parameters.
@@ -141,17 +161,21 @@ def keeping_marked(
     A tied parameter may be marked on another rank only. Collective over the world. Raises UserError
     if a marked module would not compute in FP32.
     """
-    for path, module in (found for part in parts for found in marked_parts(part)):
-        if not getattr(module, "computes_in_fp32", False) and plan.compute != plan.sensitive:
-            raise UserError(
-                f"{path} is marked FP32 and would compute in {dtype_name(plan.compute)}: call "
-                "parallel.compute_marked_in_fp32 for the model before its optimizer is made, "
-                "or wrap the model in "
-                "megaprec.NaiveAMPModel"
-            )
-    held = [layout_of(p) for p in parameters_of_marked(parts) if has_layout(p)]
-    mine = sorted({part.name for layout in held for part in layout.parts})
-    if not world.max_(torch.tensor(float(len(mine)), device=device)):
+    for part in parts:
+        for path, module in marked_parts(part):
+            if not getattr(module, "computes_in_fp32", False) and plan.compute != plan.sensitive:
+                raise UserError(
+                    f"{path} is marked FP32 and would compute in {dtype_name(plan.compute)}: call "
+                    "parallel.compute_marked_in_fp32 for the model before its optimizer is made, "
+                    "or wrap the model in megaprec.NaiveAMPModel"
+                )
+    local_names: set[str] = set()
+    for parameter in parameters_of_marked(parts):
+        if has_layout(parameter):
+            local_names |= {part.name for part in layout_of(parameter).parts}
+    # As a rule nothing is marked: one number costs less than an exchange of names.
+    if not world.max_(torch.tensor(float(len(local_names)), device=device)):
         return plan, ()
-    names = tuple(sorted(everyones(dict.fromkeys(mine), world, device)))
-    return replace(plan, keep_fp32=(*plan.keep_fp32, *map(escape, names))), names
+    names = tuple(sorted(everyones(dict.fromkeys(sorted(local_names)), world, device)))
+    patterns = (*plan.keep_fp32, *map(escape, names))  # names are meant literally
+    return replace(plan, keep_fp32=patterns), names

@@ -12,7 +12,7 @@ marked FP32 are never rounded, positional and keyword arguments are cast at any 
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -73,7 +73,7 @@ class NaiveAMPModel(nn.Module):
         self._group = known_group(parallel_mode, mesh)
         self._mesh = mesh
         self.sync_buffer = sync_buffer
-        self._first_eval = False
+        self._first_eval = False  # True from `eval()` to the first forward pass after it
         _cast_tensors(model, self.dtype, self.dtype)
         _cast_borders(model, self.dtype)
         note_cast(self)
@@ -92,11 +92,11 @@ class NaiveAMPModel(nn.Module):
             average_buffers(self.model, *self._axes)
             self._first_eval = False
         args, kwargs = mapped(
-            (args, kwargs), lambda t: t.to(self.dtype) if t.dtype == torch.float32 else t
+            (args, kwargs), lambda x: x.to(self.dtype) if x.dtype == torch.float32 else x
         )
         outputs = self.model(*args, **kwargs)
         if self.output_to_fp32:
-            return mapped(outputs, lambda t: t.float() if t.dtype in HALVES else t)
+            return mapped(outputs, lambda x: x.float() if x.dtype in HALVES else x)
         return outputs
 
     def train(self, mode: bool = True) -> Self:
@@ -130,34 +130,31 @@ class PlannedModel(nn.Module):
         if plan.fp8 is not None and not _has_parallel_layers(model):
             raise UserError(
                 f"fp8 = {plan.fp8.kind}: no layer of this {type(model).__name__} computes in "
-                "FP8, and PlannedModel "
-                "only casts: make its layers parallel ones with parallel.parallelize, or "
-                "leave fp8 out of the plan"
+                "FP8, and PlannedModel only casts: make its layers parallel ones with "
+                "parallel.parallelize, or leave fp8 out of the plan"
             )
         names = [name for name, _ in model.named_parameters()]
-        if unused := list(
-            unmatched("keep_fp32", plan.keep_fp32, matched(plan.keep_fp32, names), names)
-        ):
+        matches = matched(plan.keep_fp32, names)
+        if unused := list(unmatched("keep_fp32", plan.keep_fp32, matches, names)):
             raise UserError(*unused)
         self.model = model
         self.plan = plan
+        # marks first: the casts below leave marked modules in FP32
         mark_fp32(model, plan.keep_fp32)
         _keep_statistics(model, plan)
         _cast_tensors(model, plan.parameters, plan.buffers)
         _cast_borders(model, plan.compute)
         if plan.cast_inputs in ("inner", "all"):
             for module in model.modules():
-                if module is not model and any(True for _ in module.parameters(recurse=False)):
-                    module.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
+                if module is not model and _has_own_parameters(module):
+                    module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         note_cast(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.plan.cast_inputs in ("root", "all"):
-            args, kwargs = mapped(
-                (args, kwargs), lambda t: t.to(self.plan.compute) if t.is_floating_point() else t
-            )
+            args, kwargs = _cast_floating((args, kwargs), self.plan.compute)
         outputs = self.model(*args, **kwargs)
-        return mapped(outputs, lambda t: t.to(self.plan.output) if t.is_floating_point() else t)
+        return _cast_floating(outputs, self.plan.output)
 
 
 @torch.no_grad()
@@ -168,15 +165,21 @@ def average_buffers(module: nn.Module, *axes: Axis) -> None:
     The sum is in FP32, or in FP64 if a buffer is FP64. Collective over each axis; its ranks must
     have the same buffers.
     """
-    kinds = (b for b in module.buffers() if b.is_floating_point() or b.is_complex())
-    buffers = [torch.view_as_real(b) if b.is_complex() else b for b in kinds]
+    buffers: list[Tensor] = []
+    for buffer in module.buffers():
+        if buffer.is_complex():
+            buffers.append(torch.view_as_real(buffer))  # a view: the mean is written through it
+        elif buffer.is_floating_point():
+            buffers.append(buffer)
     if not axes or not buffers:
         return
-    wide = torch.float64 if any(b.dtype == torch.float64 for b in buffers) else torch.float32
-    packed = torch.cat([b.reshape(-1).to(wide) for b in buffers])
+    dtypes = {buffer.dtype for buffer in buffers}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    packed = torch.cat([buffer.reshape(-1).to(wide) for buffer in buffers])
     for axis in axes:
-        axis.sum_(packed.div_(axis.size))
-    for buffer, mean in zip(buffers, packed.split([b.numel() for b in buffers]), strict=True):
+        axis.sum_(packed.div_(axis.size))  # divided first, so that the sum cannot overflow
+    means = packed.split([buffer.numel() for buffer in buffers])
+    for buffer, mean in zip(buffers, means, strict=True):
         buffer.copy_(mean.view_as(buffer))
 
 
@@ -189,10 +192,10 @@ def _use_dtype(dtype: object) -> torch.dtype:
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     known = TORCH_DTYPES.get(name, torch.float32 if name == "tf32" else dtype)
     if known not in (*HALVES, torch.float32):
+        strings = ", ".join(f"torch.{string}" for string in (*TORCH_DTYPES, "tf32"))
         raise UserError(
             f"dtype = {dtype!r}: must be torch.float16, torch.bfloat16 or torch.float32, or "
-            "one of the strings "
-            f"{', '.join(f'torch.{name}' for name in (*TORCH_DTYPES, 'tf32'))}"
+            f"one of the strings {strings}"
         )
     if name == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -205,22 +208,23 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
     are in 16 bits."""
     if plan.parameters == plan.buffers:
         return
-    within = {module for _, part in marked_parts(model) for module in part.modules()}
+    # marked modules already keep weights and statistics together
+    marked: set[nn.Module] = set()
+    for _, part in marked_parts(model):
+        marked |= set(part.modules())
     problems = []
     for path, module in model.named_modules():
-        if not isinstance(module, _NormBase) or module in within or module.running_mean is None:
+        if not isinstance(module, _NormBase) or module.running_mean is None or module in marked:
             continue
-        if not module.affine:
+        if not module.affine:  # without weights a mark changes no parameter's dtype
             set_fp32_attr_to_module(module)
             continue
         pattern = f"{path}.*" if path else "*"
         problems.append(
             f"{path or 'the model'} is a {type(module).__name__} with weights in "
-            f"{dtype_name(plan.parameters)} and "
-            f"statistics in {dtype_name(plan.buffers)}, which torch does not compute "
-            "together: keep it in "
-            f'{dtype_name(plan.sensitive)}, plan(..., keep_fp32=("{pattern}",)), in the plan '
-            "of the optimizer too"
+            f"{dtype_name(plan.parameters)} and statistics in {dtype_name(plan.buffers)}, which "
+            f"torch does not compute together: keep it in {dtype_name(plan.sensitive)}, "
+            f'plan(..., keep_fp32=("{pattern}",)), in the plan of the optimizer too'
         )
     if problems:
         raise UserError(*problems)
@@ -229,25 +233,28 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
 def _has_parallel_layers(model: nn.Module) -> bool:
     """Return True if a module holds a `GemmProvider`, by which the parallel layers compute their
     products."""
-    return any(
-        hasattr(value, "weight_gradient")
-        for module in model.modules()
-        for value in vars(module).values()
-    )
+    for module in model.modules():
+        if any(hasattr(value, "weight_gradient") for value in vars(module).values()):
+            return True
+    return False
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    """Return True if the module itself has a parameter, not only modules in it."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtype) -> None:
     """Cast floating-point parameters and buffers; those of a marked module become FP32, even if
     shared with others."""
-    kept = {
-        id(tensor)
-        for _, module in marked_parts(model)
-        for tensor in (*module.parameters(), *module.buffers())
-    }
+    # by identity: a parameter that is shared with a marked module is listed under other names
+    of_marked: set[int] = set()
+    for _, module in marked_parts(model):
+        of_marked |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for tensors, dtype in ((model.parameters(), parameters), (model.buffers(), buffers)):
         for tensor in tensors:
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(torch.float32 if id(tensor) in kept else dtype)
+                tensor.data = tensor.data.to(torch.float32 if id(tensor) in of_marked else dtype)
 
 
 def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
@@ -257,6 +264,12 @@ def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
     note_cast(model)
 
 
-def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cast the inputs of a module to the dtype of its first parameter, before its forward pass."""
     dtype = next(module.parameters(recurse=False)).dtype
-    return mapped((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return _cast_floating((args, kwargs), dtype)
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with its floating-point tensors, at any depth, cast to `dtype`."""
+    return mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x)

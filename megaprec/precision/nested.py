@@ -28,11 +28,12 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     modified."""
     if isinstance(value, Tensor):
         return change(value)
-    changes = {}
-    for place, item in _items(value).items():
-        if (new := mapped(item, change)) is not item:
-            changes[place] = new
-    return _changed(value, changes) if changes else value
+    changes: dict[Any, Any] = {}
+    for key, item in _items(value).items():
+        new_item = mapped(item, change)
+        if new_item is not item:
+            changes[key] = new_item
+    return _replace_items(value, changes) if changes else value
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -42,23 +43,27 @@ def _items(value: Any) -> dict[Any, Any]:
         return dict(value.items())
     if isinstance(value, tuple | MutableSequence):
         return dict(enumerate(value))
+    # a dataclass itself, not one of its values, is a leaf
     if is_dataclass(value) and not isinstance(value, type | nn.Module):
-        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+        names = [field.name for field in fields(value)]
+        # a field without a value is one that the constructor does not set
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return {}
 
 
-def _changed(value: Any, changes: dict[Any, Any]) -> Any:
+def _replace_items(value: Any, changes: dict[Any, Any]) -> Any:
     """Return a copy of a container with some of its items replaced."""
     if isinstance(value, tuple):
+        items = [changes.get(index, item) for index, item in enumerate(value)]
         # a named tuple's constructor may take other arguments
         make = getattr(value, "_make", type(value))
-        return make([changes.get(n, item) for n, item in enumerate(value)])
+        return make(items)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changes})  # type: ignore[call-arg]
-    new = copy(value)
-    for place, item in changes.items():
+    replaced = copy(value)
+    for key, item in changes.items():
         if isinstance(value, MutableMapping | MutableSequence):
-            new[place] = item
+            replaced[key] = item
         else:
-            object.__setattr__(new, place, item)  # a frozen dataclass too
-    return new
+            object.__setattr__(replaced, key, item)  # a frozen dataclass too
+    return replaced

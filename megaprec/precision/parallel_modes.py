@@ -40,7 +40,8 @@ class ParallelMode(Enum):
 
 
 Group = Axis | dist.ProcessGroup | DeviceMesh | Enum | str
-"""A group of ranks, or the mode that means one: a member of any enumeration with those names, or its name or value."""
+"""A group of ranks, or the mode that means one: a member of any enumeration with those names, or
+its name or value."""
 
 _DIMS = {
     ParallelMode.DATA: (("dp", "data"),),
@@ -76,38 +77,40 @@ def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Ax
     """
     known = known_group(group, mesh)
     if isinstance(known, ParallelMode):
-        axes = _of_mode(known, mesh, model)
+        axes = _axes_of_mode(known, mesh, model)
     elif isinstance(known, DeviceMesh):
-        axes = (_of_one_dim(known),)
+        axes = (_axis_of_mesh(known),)
+    elif isinstance(known, Axis):
+        axes = (known,)
     else:
-        axes = (known if isinstance(known, Axis) else _axis("group", known),)
-    return tuple(axis for axis in axes if axis.size > 1)
+        axes = (_axis_of_group("group", known),)
+    return tuple(axis for axis in axes if axis.size > 1)  # one rank has nobody to average with
 
 
 def mode_of(name: object) -> ParallelMode:
     """Return the mode that a member of any enumeration, or a string, names. Raises UserError if it
     names none."""
+    # a string may have the enumeration before it: "ParallelMode.DATA"
     word = name.name if isinstance(name, Enum) else str(name).rpartition(".")[2]
-    known = {mode.value: mode for mode in ParallelMode} | {
-        mode.name.lower(): mode for mode in ParallelMode
-    }
-    if not isinstance(name, Enum | str) or word.lower() not in known:
-        shown = ", ".join(ParallelMode.__members__)
+    word = word.lower()
+    modes = {mode.value: mode for mode in ParallelMode}
+    modes |= {mode.name.lower(): mode for mode in ParallelMode}
+    if not isinstance(name, Enum | str) or word not in modes:
+        names = ", ".join(ParallelMode.__members__)
         raise UserError(
             f"parallel_mode = {name!r} is no group of ranks: give an Axis, a process group, a "
-            "DeviceMesh of one dim or "
-            f"one of {shown}{did_you_mean(word.lower(), known)}"
+            f"DeviceMesh of one dim or one of {names}{did_you_mean(word, modes)}"
         )
-    return known[word.lower()]
+    return modes[word]
 
 
-def _of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module) -> Sequence[Axis]:
+def _axes_of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module) -> Sequence[Axis]:
+    """Return the axes of a mode, none if there is one process only."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ()
-    if mode is ParallelMode.GLOBAL or (
-        mode is ParallelMode.DATA and mesh is None and _is_plain(model)
-    ):
-        return (_axis("world", dist.group.WORLD),)
+    all_are_replicas = mode is ParallelMode.DATA and mesh is None and _is_plain(model)
+    if mode is ParallelMode.GLOBAL or all_are_replicas:
+        return (_axis_of_group("world", dist.group.WORLD),)
     if mode not in _DIMS:
         raise UserError(f"parallel_mode = {mode}: which ranks these are is not known here: {_GIVE}")
     if mesh is None:
@@ -119,10 +122,11 @@ def _of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module) -> S
             f"parallel_mode = {mode}: {why}, so its ranks are not known: {_GIVE}, or mesh = "
             "the mesh"
         )
-    return [_along(mesh, names, mode) for names in _DIMS[mode]]
+    return [_axis_of_dim(mesh, names, mode) for names in _DIMS[mode]]
 
 
-def _along(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> Axis:
+def _axis_of_dim(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> Axis:
+    """Return the axis of the dim of `mesh` that has one of these names. mode: for the error."""
     for name in mesh.mesh_dim_names or ():
         if name in names:
             return Axis.of(mesh, name)
@@ -133,16 +137,20 @@ def _along(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> Axis:
     )
 
 
-def _of_one_dim(mesh: DeviceMesh) -> Axis:
+def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
+    """Return the axis of a mesh of one dim."""
     if mesh.ndim != 1:
         raise UserError(
             f"parallel_mode is a DeviceMesh of {mesh.ndim} dims: give one of them, as "
             'mesh["dp"], or it as mesh'
         )
-    return _axis((mesh.mesh_dim_names or ("group",))[0], mesh.get_group())
+    (name,) = mesh.mesh_dim_names or ("group",)
+    return _axis_of_group(name, mesh.get_group())
 
 
-def _axis(name: str, group: dist.ProcessGroup | None) -> Axis:
+def _axis_of_group(name: str, group: dist.ProcessGroup | None) -> Axis:
+    """Return the axis of a process group; None is the world. Raises UserError on a rank outside of
+    it."""
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     if rank < 0:
@@ -155,18 +163,20 @@ def _axis(name: str, group: dist.ProcessGroup | None) -> Axis:
 def _is_plain(model: nn.Module) -> bool:
     """Return True if every rank must have a replica: the world was never split into groups, and no
     parameter is sharded."""
-    groups = list(dist.distributed_c10d._world.pg_map)
-    if any(len(dist.get_process_group_ranks(group)) < dist.get_world_size() for group in groups):
-        return False
+    # a smaller group shows that ranks have different tasks; torch has no public list of groups
+    world_size = dist.get_world_size()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if len(dist.get_process_group_ranks(group)) < world_size:
+            return False
     return not any(_is_cut(parameter) for parameter in model.parameters())
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
     """Return True if the parameter's layout shards or replicates it over ranks, or if it is a
     DTensor."""
-    if hasattr(parameter, "placements"):
+    if hasattr(parameter, "placements"):  # a DTensor
         return True
-    layout = layout_of(parameter) if has_layout(parameter) else None
-    return layout is not None and (
-        bool(layout.tied) or any(p.shards * p.copies > 1 for p in layout.parts)
-    )
+    if not has_layout(parameter):
+        return False
+    layout = layout_of(parameter)
+    return bool(layout.tied) or any(part.shards * part.copies > 1 for part in layout.parts)

@@ -20,26 +20,35 @@ def matched(patterns: Sequence[str], names: Collection[str]) -> list[bool]:
 
 
 def unmatched(
-    key: str, patterns: Sequence[str], found: Sequence[bool], names: Sequence[str]
+    key: str,
+    patterns: Sequence[str],
+    matches: Sequence[bool],
+    names: Sequence[str],
 ) -> Iterator[str]:
     """Yield an error line for each pattern of `key` that matches no parameter of the whole model.
 
     The patterns of NORMS count as one: not every norm has a bias, so one match is enough for both.
+
+    matches: for each pattern, True if it matches a parameter. names: of parameters, for the error.
     """
-    norms = any(
-        is_found for pattern, is_found in zip(patterns, found, strict=True) if pattern in NORMS
-    )
-    like = f"; names are like {names[0]} and {names[-1]}" if names else ""
-    for pattern, is_found in zip(patterns, found, strict=True):
-        if not is_found and not (norms and pattern in NORMS):
-            yield (
-                f'{key}: pattern "{pattern}" matches no '
-                f"parameter{like}{did_you_mean(pattern, names)}"
-            )
+    unused = [
+        pattern for pattern, is_matched in zip(patterns, matches, strict=True) if not is_matched
+    ]
+    used = set(patterns) - set(unused)
+    examples = f"; names are like {names[0]} and {names[-1]}" if names else ""
+    for pattern in unused:
+        if pattern in NORMS and not used.isdisjoint(NORMS):
+            continue
+        hint = did_you_mean(pattern, names)
+        yield f'{key}: pattern "{pattern}" matches no parameter{examples}{hint}'
 
 
 def require_used(
-    key: str, patterns: Sequence[str], names: Collection[str], world: Axis, device: torch.device
+    key: str,
+    patterns: Sequence[str],
+    names: Collection[str],
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Raise UserError on every rank if a pattern matches no parameter on any rank. Collective over
     the world.
@@ -48,9 +57,8 @@ def require_used(
     """
     if not patterns:
         return
-    found = world.max_(
-        torch.tensor(matched(patterns, names), dtype=torch.float32, device=device)
-    ).tolist()
-    if list(unmatched(key, patterns, found, [])):
-        everywhere = list(everyones(dict.fromkeys(names), world, device))
-        raise UserError(*unmatched(key, patterns, found, everywhere))
+    local_matches = torch.tensor(matched(patterns, names), dtype=torch.float32, device=device)
+    matches = world.max_(local_matches).tolist()
+    if any(unmatched(key, patterns, matches, [])):
+        all_names = list(everyones(dict.fromkeys(names), world, device))
+        raise UserError(*unmatched(key, patterns, matches, all_names))

@@ -8,7 +8,7 @@ accumulation and the optimizer use a wider dtype, and a few operators (norms, so
 use less than FP32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.kinds import NamedArguments, wrong_kinds
 from megaprec.precision.fp8_recipe import FP8Recipe
 
+# what a step with a non-finite gradient does
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
@@ -130,74 +131,95 @@ class PrecisionPlan:
     def __post_init__(self) -> None:
         if wrong := wrong_kinds(self):
             raise UserError(*(f"precision plan: {line}" for line in wrong))
-        if broken := [rule for rule, holds in self._rules().items() if not holds]:
-            raise UserError(*broken)
+        problems = [*self._problems_of_state(), *self._problems_of_gradients()]
+        problems += self._problems_of_activations()
+        problems += self._problems_of_rounding()
+        problems += self._problems_of_fp8()
+        if problems:
+            raise UserError(*problems)
 
-    def _rules(self) -> dict[str, bool]:
-        """Return rule -> whether this plan keeps it, for the rules that hold for every plan."""
-        named = {
-            name: dtype_name(getattr(self, name))
-            for name in ("parameters", "gradients", "masters", "moments")
-        }
-        return {
-            f"moments = {named['moments']}: use fp32 or bf16, whose range is FP32's": (
-                self.moments in (torch.float64, torch.float32, torch.bfloat16)
-            ),
-            f"masters = {named['masters']} are narrower than parameters = {named['parameters']}": (
-                self.masters.itemsize >= self.parameters.itemsize
-            ),
-            (
-                f"masters = {named['masters']}, parameters = {named['parameters']}: half masters "
-                "must be the weights"
-            ): (self.masters.itemsize > 2 or self.masters == self.parameters),
-            f"parameters = {named['parameters']}, masters = {named['masters']}, moments = "
-            f"{named['moments']}: fp64 "
-            "goes with fp64": len(
-                {d == torch.float64 for d in (self.parameters, self.masters, self.moments)}
+    def _problems_of_state(self) -> Iterator[str]:
+        """Yield a line for each dtype of parameters, masters and moments that does not fit the
+        others."""
+        parameters = dtype_name(self.parameters)
+        masters = dtype_name(self.masters)
+        moments = dtype_name(self.moments)
+        if self.moments not in (torch.float64, torch.float32, torch.bfloat16):
+            yield f"moments = {moments}: use fp32 or bf16, whose range is FP32's"
+        if self.masters.itemsize < self.parameters.itemsize:
+            yield f"masters = {masters} are narrower than parameters = {parameters}"
+        if self.masters.itemsize <= 2 and self.masters != self.parameters:
+            yield (
+                f"masters = {masters}, parameters = {parameters}: half masters must be the weights"
             )
-            == 1,
-            (
-                f"reduce = {dtype_name(self.reduce)}: needs gradients = fp64, not "
-                f"{named['gradients']}"
-            ): (self.reduce != torch.float64 or self.gradients == torch.float64),
-            (
-                f"gradients = {named['gradients']} must be fp32 or the dtype of parameters, "
-                f"{named['parameters']}"
-            ): (self.gradients in (torch.float32, self.parameters)),
-            (
+        # an FP64 run is for proofs: a narrower copy anywhere would make it none
+        in_fp64 = [
+            dtype == torch.float64 for dtype in (self.parameters, self.masters, self.moments)
+        ]
+        if any(in_fp64) and not all(in_fp64):
+            yield (
+                f"parameters = {parameters}, masters = {masters}, moments = {moments}: fp64 "
+                "goes with fp64"
+            )
+
+    def _problems_of_gradients(self) -> Iterator[str]:
+        """Yield a line for each dtype of gradients that does not fit another one."""
+        gradients = dtype_name(self.gradients)
+        if self.reduce == torch.float64 and self.gradients != torch.float64:
+            yield f"reduce = {dtype_name(self.reduce)}: needs gradients = fp64, not {gradients}"
+        if self.gradients not in (torch.float32, self.parameters):
+            yield (
+                f"gradients = {gradients} must be fp32 or the dtype of parameters, "
+                f"{dtype_name(self.parameters)}"
+            )
+
+    def _problems_of_activations(self) -> Iterator[str]:
+        """Yield a line for each dtype of activations that does not fit another one."""
+        if self.residual.itemsize < self.compute.itemsize:
+            yield (
                 f"residual = {dtype_name(self.residual)} is narrower than compute = "
                 f"{dtype_name(self.compute)}"
-            ): (self.residual.itemsize >= self.compute.itemsize),
-            f"scores = {dtype_name(self.scores)} must be the dtype of attention, "
-            f"{dtype_name(self.attention)}, or "
-            f"{dtype_name(self.sensitive)}": self.scores in (self.attention, self.sensitive),
-            (
-                f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} "
-                f"and {named['masters']}"
-            ): (
-                not self.remainders
-                or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
-            ),
-            f"stochastic rounding makes bf16 weights, but parameters = {named['parameters']}": (
-                self.rounding == "nearest" or self.parameters == torch.bfloat16
-            ),
-            (
-                "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or "
-                "fp16"
-            ): (self.fp8 is None or self.compute != torch.float64),
-            f"masters = {named['masters']}, masters_in_checkpoint = "
-            f"{str(self.masters_in_checkpoint).lower()}: with "
-            "fp8.parameters = true masters are the only wide weights, so they must be fp32 "
-            "and in checkpoints": (
-                self.fp8 is None
-                or not self.fp8.parameters
-                or (self.masters == torch.float32 and self.masters_in_checkpoint)
-            ),
-            (
+            )
+        if self.scores not in (self.attention, self.sensitive):
+            yield (
+                f"scores = {dtype_name(self.scores)} must be the dtype of attention, "
+                f"{dtype_name(self.attention)}, or {dtype_name(self.sensitive)}"
+            )
+
+    def _problems_of_rounding(self) -> Iterator[str]:
+        """Yield a line if masters of these dtypes cannot be split or rounded as the plan says."""
+        parameters = dtype_name(self.parameters)
+        # the 16 bits that bf16 lacks are a remainder of FP32 only
+        splittable = self.parameters == torch.bfloat16 and self.masters == torch.float32
+        if self.remainders and not splittable:
+            yield (
+                f"split masters need bf16 parameters and FP32 masters, not {parameters} "
+                f"and {dtype_name(self.masters)}"
+            )
+        if self.rounding == "stochastic" and self.parameters != torch.bfloat16:
+            yield f"stochastic rounding makes bf16 weights, but parameters = {parameters}"
+        if self.rounding == "stochastic" and self.remainders:
+            yield (
                 "stochastic rounding cannot be undone, so masters cannot be split into weight "
                 "and remainder"
-            ): (self.rounding == "nearest" or not self.remainders),
-        }
+            )
+
+    def _problems_of_fp8(self) -> Iterator[str]:
+        """Yield a line for each setting that FP8 products or parameters do not allow."""
+        if self.fp8 is None:
+            return
+        if self.compute == torch.float64:
+            yield (
+                "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or "
+                "fp16"
+            )
+        fp32_saved = self.masters == torch.float32 and self.masters_in_checkpoint
+        if self.fp8.parameters and not fp32_saved:
+            yield (
+                f"masters = {dtype_name(self.masters)}, masters_in_checkpoint = "
+                f"{str(self.masters_in_checkpoint).lower()}: with fp8.parameters = true masters "
+                "are the only wide weights, so they must be fp32 and in checkpoints"
+            )
 
     def param_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the parameter of this logical name."""
@@ -214,16 +236,21 @@ class PrecisionPlan:
         averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its
             scales not counted.
         """
-        held = 1 if in_fp8 else self.parameters.itemsize
-        own = self.masters.itemsize if self.masters.itemsize > held else 0
-        masters = 2 if self.remainders and not in_fp8 else own
-        return held + self.gradients.itemsize, masters + averages * self.moments.itemsize
+        weight = 1 if in_fp8 else self.parameters.itemsize
+        if self.remainders and not in_fp8:
+            master = 2
+        elif self.masters.itemsize > weight:
+            master = self.masters.itemsize
+        else:
+            master = 0  # the weights are the masters
+        return weight + self.gradients.itemsize, master + averages * self.moments.itemsize
 
     def keeps_fp32(self, name: str) -> bool:
         """Return True if a pattern of `keep_fp32` matches this logical name."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 
+# a dtype's name in a run file -> dtype
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -242,10 +269,10 @@ TORCH_DTYPES = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name in DTYPES; torch's own name for any other dtype."""
-    return next(
-        (name for name, known in DTYPES.items() if known == dtype),
-        str(dtype).removeprefix("torch."),
-    )
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    return str(dtype).removeprefix("torch.")
 
 
 def plan(
@@ -269,39 +296,59 @@ def plan(
     others: fields of PrecisionPlan, passed on unchanged. The default of fp16 is a dynamic loss
     scale; with fp64 every field that is FP32 by default is FP64.
     """
-    known = [field.name for field in fields(PrecisionPlan)]
-    if strange := [
-        f"plan has no field {key}{did_you_mean(key, known)}" for key in others if key not in known
-    ]:
-        raise UserError(*strange)
-    wide = "fp64" if compute == "fp64" else "fp32"
-    parameters = parameters or compute
-    gradients, moments = (wide if name == "fp32" else name for name in (gradients, moments))
-    held = {"none": parameters, "split": "fp32", "fp32": wide}
+    _require_fields(others)
     if compute not in DTYPES:
-        raise UserError(_unknown("compute", compute))
-    named = {
+        raise UserError(_unknown_dtype("compute", compute))
+    wide = "fp64" if compute == "fp64" else "fp32"  # of all that is FP32 by default
+    parameters = parameters or compute
+    gradients = _widen_fp32(gradients, wide)
+    dtype_names = {
         "compute": compute,
         "parameters": parameters,
         "gradients": gradients,
         "reduce": reduce or gradients,
+        "moments": _widen_fp32(moments, wide),
+        "masters": {"none": parameters, "split": "fp32", "fp32": wide}.get(masters, masters),
     }
-    named |= {"moments": moments, "masters": held.get(masters, masters)}
-    if unknown := [_unknown(key, name) for key, name in named.items() if name not in DTYPES]:
-        raise UserError(*unknown)
-    values: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
-    values |= dict.fromkeys(
-        ("sensitive", "scores", "buffers", "output"), DTYPES[wide]
-    ) | dict.fromkeys(("residual", "pipeline", "attention"), DTYPES[compute])
-    values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
+    values = _dtypes_of(dtype_names)
+    values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide])
+    values |= dict.fromkeys(("residual", "pipeline", "attention"), DTYPES[compute])
+    values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite}
+    values |= others  # last, so that they win
     values["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**values, origin=dict.fromkeys(values, "precision.compute"))
 
 
-def _unknown(key: str, name: object) -> str:
+def _require_fields(names: Iterable[str]) -> None:
+    """Raise UserError for names that are no fields of PrecisionPlan."""
+    field_names = [field.name for field in fields(PrecisionPlan)]
+    problems = [
+        f"plan has no field {name}{did_you_mean(name, field_names)}"
+        for name in names
+        if name not in field_names
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def _dtypes_of(names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the dtypes of these names, by field. Raises UserError for all that are unknown."""
+    unknown = [key for key, name in names.items() if name not in DTYPES]
+    if unknown:
+        raise UserError(*(_unknown_dtype(key, names[key]) for key in unknown))
+    return {key: DTYPES[name] for key, name in names.items()}
+
+
+def _widen_fp32(name: str, wide: str) -> str:
+    """Return the name of a dtype; that of `wide` if it is fp32."""
+    return wide if name == "fp32" else name
+
+
+def _unknown_dtype(key: str, name: object) -> str:
     """Return a line for a dtype that has another name here, or none."""
     text = str(name).removeprefix("torch.").lower()
-    dtype = TORCH_DTYPES.get(text, {"float64": torch.float64, "double": torch.float64}.get(text))
+    # TORCH_DTYPES has the dtypes of other systems' configurations, none of which is FP64
+    dtype = torch.float64 if text in ("float64", "double") else TORCH_DTYPES.get(text)
     if dtype is not None:
         hint = f'its name here is "{dtype_name(dtype)}"'
     else:

@@ -3,15 +3,15 @@
 A bfloat16 is the upper half of a float32, so rounding removes 16 bits. These can be stored
 separately, or replaced by a random choice:
 
-    split       the BF16 weight and the 16 bits that it lacks: together the FP32 number, bit for bit. The weight is
-                rounded to nearest. A tie (one number in 65,536) goes away from zero, whereas torch
-                rounds it to even, because the remainder has no bit left to record the direction.
-                Every NaN becomes the same NaN
-    stochastic  rounded up with a probability equal to the lost fraction, so that the mean is exact. Small updates then
-                accumulate, whereas rounding to nearest would lose each one: a BF16 moment with a
-                decay of 0.999 would never change, nor would a BF16 weight without an FP32 master.
-                Above the largest finite bfloat16 the upper neighbour is inf, as in rounding to
-                nearest
+    split       the BF16 weight and the 16 bits that it lacks: together the FP32 number, bit for
+                bit. The weight is rounded to nearest. A tie (one number in 65,536) goes away from
+                zero, whereas torch rounds it to even, because the remainder has no bit left to
+                record the direction. Every NaN becomes the same NaN
+    stochastic  rounded up with a probability equal to the lost fraction, so that the mean is exact.
+                Small updates then accumulate, whereas rounding to nearest would lose each one: a
+                BF16 moment with a decay of 0.999 would never change, nor would a BF16 weight
+                without an FP32 master. Above the largest finite bfloat16 the upper neighbour is
+                inf, as in rounding to nearest
 
 A single Python number is rounded without a tensor: where tensors have no storage, they have no
 value either.
@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-_LOW = 0xFFFF
+_LOW = 0xFFFF  # mask of the 16 bits that a bfloat16 lacks
 
 
 def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
@@ -30,7 +30,7 @@ def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
     # All NaNs become one NaN: the upper half of others would round to inf, or past the sign to
     # zero.
     bits = wide.nan_to_num(torch.nan, torch.inf, -torch.inf).view(torch.int32)
-    weight.view(torch.int16).copy_(_upper(bits + 0x8000))
+    weight.view(torch.int16).copy_(_upper(bits + 0x8000))  # half a unit up: to nearest
     remainder.copy_(bits)  # the lower 16 bits: narrowing integers wraps
 
 
@@ -54,13 +54,17 @@ def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
 def nearest(number: float, dtype: torch.dtype) -> float:
     """Return a finite number as `dtype` has it: the nearest, of two that are as near the one whose
     last bit is 0."""
-    kind = torch.finfo(dtype)
+    limits = torch.finfo(dtype)
     # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals
     # share the smallest.
-    unit = max(math.ldexp(kind.eps / 2, math.frexp(number)[1]), kind.smallest_normal * kind.eps)
-    rounded = round(number / unit) * unit
-    return rounded if abs(rounded) <= kind.max else math.copysign(math.inf, number)
+    _, exponent = math.frexp(number)
+    unit = max(math.ldexp(limits.eps / 2, exponent), limits.smallest_normal * limits.eps)
+    rounded = round(number / unit) * unit  # Python rounds ties to even
+    if abs(rounded) > limits.max:
+        return math.copysign(math.inf, number)
+    return rounded
 
 
 def _upper(bits: Tensor) -> Tensor:
+    """Return the upper 16 bits of int32 as int16."""
     return (bits >> 16).to(torch.int16)

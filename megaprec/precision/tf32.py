@@ -25,28 +25,31 @@ def tf32(on: bool) -> Iterator[None]:
     back at the end. On a CPU, FP32 products are in FP32 inside, whatever
     `torch.set_float32_matmul_precision` has allowed.
     """
-    torch_wide: Any = torch.backends
-    cuda = torch_wide.cuda.matmul
-    cudnn = torch_wide.cudnn
-    host = torch_wide.mkldnn.matmul
-    whole = _known(torch.get_float32_matmul_precision)
-    older = _known(lambda: cuda.allow_tf32), _known(lambda: cudnn.allow_tf32)
-    newer = [(switch, switch.fp32_precision) for switch in (cuda, cudnn.conv, cudnn.rnn, host)]
+    backends: Any = torch.backends
+    cuda = backends.cuda.matmul
+    cudnn = backends.cudnn
+    cpu = backends.mkldnn.matmul
+    matmul_precision = _read_switch(torch.get_float32_matmul_precision)
+    cuda_allowed = _read_switch(lambda: cuda.allow_tf32)
+    cudnn_allowed = _read_switch(lambda: cudnn.allow_tf32)
+    newer = [(switch, switch.fp32_precision) for switch in (cuda, cudnn.conv, cudnn.rnn, cpu)]
+    # the older switches first: torch lets them write the newer ones
     cuda.allow_tf32 = cudnn.allow_tf32 = on
     cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if on else "ieee"
-    host.fp32_precision = "ieee"
+    cpu.fp32_precision = "ieee"
     try:
         yield
     finally:
-        cuda.allow_tf32 = older[0] is True
-        cudnn.allow_tf32 = older[1] is not False
-        if whole == "medium":  # which the older switch does not know
-            torch.set_float32_matmul_precision(whole)
+        # Unknown (None) counts as torch's default: TF32 in convolutions only.
+        cuda.allow_tf32 = cuda_allowed is True
+        cudnn.allow_tf32 = cudnn_allowed is not False
+        if matmul_precision == "medium":  # which the older switch does not know
+            torch.set_float32_matmul_precision(matmul_precision)
         for switch, precision in newer:
             switch.fp32_precision = precision
 
 
-def _known(read: Callable[[], Any]) -> Any:
+def _read_switch(read: Callable[[], Any]) -> Any:
     """Return what an older switch says; None if torch refuses, because newer ones were set
     otherwise."""
     try:
@@ -63,7 +66,9 @@ def round_tf32(values: Tensor) -> Tensor:
     beyond the largest TF32 becomes inf; subnormals keep the bits that TF32 has for them.
     """
     bits = values.contiguous().view(torch.int32)
-    rounded = (bits + (1 << (_DROPPED - 1))) & -(1 << _DROPPED)
+    half = 1 << (_DROPPED - 1)
+    mask = -(1 << _DROPPED)
+    rounded = (bits + half) & mask
     return torch.where(values.isfinite(), rounded.view(torch.float32), values)
 
 

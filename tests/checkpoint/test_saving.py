@@ -104,7 +104,7 @@ def save_with_merging_ranks(mesh: DeviceMesh, folder: Path) -> tuple[list[int], 
     """The ranks whose lists this rank reads, of a save in which each second one merges two; then
     one that fails."""
     optimizer = make_engine(mesh, Run(MODEL, "bf16", zero_size=2)).optimizer
-    merge = module._merged
+    merge = module._merge_lists
     read = list[int]()
 
     def noted(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def save_with_merging_ranks(mesh: DeviceMesh, folder: Path) -> tuple[list[int], 
     assert not Saving(folder / "one", 1, optimizer, {}, background=True).finish().problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FAN", 2)
-        patch.setattr(module, "_merged", noted)
+        patch.setattr(module, "_merge_lists", noted)
         assert not Saving(folder / "merged", 1, optimizer, {}, background=True).finish().problem
         if optimizer.world.rank == 2:
-            patch.setattr(module, "_merged", failing)
+            patch.setattr(module, "_merge_lists", failing)
         problem = Saving(folder / "failed", 1, optimizer, {}, background=True).finish().problem
     return read[: len(read) if optimizer.world.rank else 4], problem
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from megaprec.diagnose.logical_digest import BLOCK, combined, digest_terms
+from megaprec.diagnose.bit_digest import hexadecimal
+from megaprec.diagnose.logical_digest import BLOCK, digest_terms
 from tests.flips import INTEGERS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -103,5 +104,5 @@ def test_negative_zero_is_zero_and_nothing_else_is(dtype: torch.dtype) -> None:
 
 
 def test_a_digest_shows_as_digits() -> None:
-    assert combined(torch.tensor([-1, 1])) == "f" * 16 + "0" * 15 + "1"
+    assert hexadecimal(torch.tensor([-1, 1])) == "f" * 16 + "0" * 15 + "1"
     assert prod(whole(torch.zeros(0)).tolist()) == 0

@@ -133,7 +133,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         advance = FP8State.advance
-        casts_of = FP8Gemm._casts_of
+        cast = FP8Gemm._cast
         record = FP8State.record
         watch = self
 
@@ -149,7 +149,7 @@ class Watch:
             else:
                 used = gemm.state.scale(gemm.reach.name, role)
             watch.casts[gemm.reach.name, role][-1].append(used.item())
-            return casts_of(gemm, x, role)
+            return cast(gemm, x, role)
 
         def recording(state: FP8State, name: str, role: Any, amax: Tensor) -> None:
             watch.amaxes[name, role][-1].append(amax.item())
@@ -157,7 +157,7 @@ class Watch:
 
         self.patches = [
             patch.object(FP8State, "advance", advancing),
-            patch.object(FP8Gemm, "_casts_of", casting),
+            patch.object(FP8Gemm, "_cast", casting),
             patch.object(FP8State, "record", recording),
         ]
         for one in self.patches:

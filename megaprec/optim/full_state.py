@@ -5,6 +5,7 @@ Exactly one rank counts each logical element and contributes it; a sum over the 
 tensor.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import everyones
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.optim.flat_buffer import Buffer, OwnedPiece, Piece
 from megaprec.precision.plan import DTYPES, dtype_name
+
+_MAX_PROBLEMS = 5  # lines of an error; a state of another model differs in every tensor
 
 
 def gather_tensors(
@@ -22,35 +25,31 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
     over the world."""
-    mine: dict[str, list[tuple[Buffer, Piece, Tensor]]] = {}
-    described: dict[str, tuple[list[int], str]] = {}
+    counted: dict[str, list[tuple[OwnedPiece, Tensor]]] = defaultdict(list)
+    descriptions: dict[str, tuple[list[int], str]] = {}
     for buffer in buffers:
         for kind, values in buffer.saved().items():
             for piece in buffer.pieces:
-                key = f"{kind}/{piece.part.name}"
-                mine.setdefault(key, []).append((buffer, piece, values))
-                described[key] = list(piece.part.shape), dtype_name(values.dtype)
+                key = _state_key(kind, piece)
+                descriptions[key] = list(piece.part.shape), dtype_name(values.dtype)
+            for owned in buffer.owned_pieces(*buffer.share):
+                if owned.piece.counts:
+                    counted[_state_key(kind, owned.piece)].append((owned, values))
     tensors: dict[str, Tensor] = {}
-    for key, (shape, dtype) in sorted(everyones(described, world, device).items()):
-        whole = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
-        for buffer, piece, values in mine.get(key, ()):
-            _fill(whole, buffer, piece, values)
-        tensors[key] = world.sum_(whole).cpu()
+    for key, (shape, dtype) in sorted(everyones(descriptions, world, device).items()):
+        full = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+        for owned, values in counted.get(key, ()):
+            _add_elements(full, owned, values)
+        tensors[key] = world.sum_(full).cpu()
     return tensors
 
 
-def _fill(whole: Tensor, buffer: Buffer, piece: Piece, values: Tensor) -> None:
-    """Write the elements of `piece` that this rank counts, from this rank's slice `values`, into
-    the logical tensor."""
-    first = max(piece.start, buffer.share[0])
-    last = min(piece.stop, buffer.share[1])
-    if not piece.counts or first >= last:
-        return
-    local = whole.new_zeros(piece.stop - piece.start)
-    local[first - piece.start : last - piece.start] = values[
-        first - buffer.first : last - buffer.first
-    ]
-    piece.part.take(whole).add_(local.view(piece.part.local))
+def _add_elements(full: Tensor, owned: OwnedPiece, values: Tensor) -> None:
+    """Add the elements of a piece, from this rank's slice `values`, to the logical tensor."""
+    piece = owned.piece
+    local = full.new_zeros(piece.stop - piece.start)
+    local[owned.in_part] = values[owned.in_shard]
+    piece.part.take(full).add_(local.view(piece.part.local))
 
 
 def load_tensors(
@@ -58,38 +57,46 @@ def load_tensors(
 ) -> None:
     """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
     tensor does not fit."""
-    needed = list(_needed(buffers))
-    wrong = [
-        f"{key} is {list(piece.part.shape)} in the model, "
-        f"{list(tensors[key].shape) if key in tensors else 'not'} in "
-        "the state"
-        for key, _, piece in needed
-        if key not in tensors or tuple(tensors[key].shape) != piece.part.shape
-    ]
-    wrong += [
-        f"{key} of the state is {tensors[key].dtype}: must be a floating-point tensor"
-        for key in dict.fromkeys(key for key, _, _ in needed)
-        if key in tensors and not tensors[key].is_floating_point()
-    ]
-    known = everyones({key: None for key, _, _ in needed}, world, device)
-    wrong += [f"{key} of the state is not in the model" for key in tensors if key not in known]
-    if world.max_(torch.tensor(float(len(wrong)), device=device)):
-        raise UserError(
-            "the state is of another model",
-            *(wrong[:5] or ["another rank says which tensors differ"]),
-        )
-    for key, buffer, piece in needed:
-        first = max(piece.start, buffer.first)
-        last = min(piece.stop, buffer.last)
-        if first < last:
-            values = piece.part.take(tensors[key]).reshape(-1)[
-                first - piece.start : last - piece.start
-            ]
-            buffer.restore(key.partition("/")[0], first - buffer.first, values)
+    needed = list(_needed_pieces(buffers))
+    problems = list(_shape_problems(tensors, needed))
+    names = dict.fromkeys(key for key, _ in needed)
+    for key in names:
+        if key in tensors and not tensors[key].is_floating_point():
+            problems.append(
+                f"{key} of the state is {tensors[key].dtype}: must be a floating-point tensor"
+            )
+    model_names = everyones(names, world, device)
+    for key in tensors:
+        if key not in model_names:
+            problems.append(f"{key} of the state is not in the model")
+    if world.max_(torch.tensor(float(len(problems)), device=device)):
+        lines = problems[:_MAX_PROBLEMS] or ["another rank says which tensors differ"]
+        raise UserError("the state is of another model", *lines)
+    for buffer in buffers:
+        for kind in buffer.saved_names:
+            for owned in buffer.owned_pieces():
+                full = tensors[_state_key(kind, owned.piece)]
+                values = owned.piece.part.take(full).reshape(-1)[owned.in_part]
+                buffer.restore(kind, owned.in_shard.start, values)
 
 
-def _needed(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Buffer, Piece]]:
+def _shape_problems(
+    tensors: dict[str, Tensor], needed: Sequence[tuple[str, Piece]]
+) -> Iterator[str]:
+    """Yield a line for each piece whose logical tensor the state lacks, or has in another shape."""
+    for key, piece in needed:
+        shape = tuple(tensors[key].shape) if key in tensors else None
+        if shape != piece.part.shape:
+            described = "not" if shape is None else list(shape)
+            yield f"{key} is {list(piece.part.shape)} in the model, {described} in the state"
+
+
+def _needed_pieces(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Piece]]:
     for buffer in buffers:
         for kind in buffer.saved_names:
             for piece in buffer.pieces:
-                yield f"{kind}/{piece.part.name}", buffer, piece
+                yield _state_key(kind, piece), piece
+
+
+def _state_key(kind: str, piece: Piece) -> str:
+    return f"{kind}/{piece.part.name}"

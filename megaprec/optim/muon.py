@@ -5,7 +5,7 @@ This is the rule as settings and formulas, and the moments that it keeps of each
 logical matrices are brought together and updated by `megaprec.optim.matrix_updates`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -60,26 +60,24 @@ class Muon(Stateless):
         object.__setattr__(
             self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients)
         )
-        problems = {
-            f"momentum = {self.momentum!r} must lie from 0 to below 1": is_number(self.momentum)
-            and 0 <= self.momentum < 1,
-            f"nesterov = {self.nesterov!r} must be true or false": isinstance(self.nesterov, bool),
-            f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99": type(self.ns_steps)
-            is int
-            and 1 <= self.ns_steps < 100,
-            f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0": is_number(
-                self.ns_eps
-            )
-            and self.ns_eps > 0,
-            f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64": self.ns_dtype
-            in ("", *_ITERATES),
-            f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}": self.scale
-            in tuple(FACTORS),
-        }
-        if wrong := [
-            f"optimizer.options for 'muon': {said}" for said, right in problems.items() if not right
-        ]:
-            raise UserError(*wrong)
+        problems = [f"optimizer.options for 'muon': {problem}" for problem in self._problems()]
+        if problems:
+            raise UserError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        """Yield a line for each setting that is out of its range."""
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+            yield f"momentum = {self.momentum!r} must lie from 0 to below 1"
+        if not isinstance(self.nesterov, bool):
+            yield f"nesterov = {self.nesterov!r} must be true or false"
+        if type(self.ns_steps) is not int or not 1 <= self.ns_steps < 100:
+            yield f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99"
+        if not is_number(self.ns_eps) or self.ns_eps <= 0:
+            yield f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0"
+        if self.ns_dtype not in ("", *_ITERATES):
+            yield f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64"
+        if self.scale not in tuple(FACTORS):
+            yield f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,8 +96,8 @@ class Muon(Stateless):
 
     def iteration_dtype(self, masters: torch.dtype) -> torch.dtype:
         """Return the dtype to which the products of the iteration are rounded."""
-        usual = torch.float64 if masters == torch.float64 else torch.bfloat16
-        return _ITERATES.get(self.ns_dtype, usual)
+        default = torch.float64 if masters == torch.float64 else torch.bfloat16
+        return _ITERATES.get(self.ns_dtype, default)
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         self.adamw.update_(weights, grads, state, step)
@@ -111,8 +109,9 @@ FACTORS: dict[str, Callable[[int, int], float]] = {
 }
 """Factors of Muon's learning rate for a matrix [rows, columns], by name.
 
-moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has the root mean square of a usual one by
-AdamW, so both have one learning rate. keller-jordan: muon.py of github.com/KellerJordan/Muon.
+moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has the root mean square
+    of a usual one by AdamW, so both have one learning rate.
+keller-jordan: muon.py of github.com/KellerJordan/Muon.
 """
 _ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -143,11 +142,10 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     parts = layout_of(parameter).parts
     by_muon = [part.name for part in parts if rule.updates(part)]
     if by_muon and len(by_muon) < len(parts):
-        others = " and ".join(part.name for part in parts if part.name not in by_muon)
+        by_adamw = [part.name for part in parts if part.name not in by_muon]
         raise UserError(
-            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {others} are one "
-            "parameter, which Muon and AdamW "
-            "would share: match all or none"
+            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {' and '.join(by_adamw)} are "
+            "one parameter, which Muon and AdamW would share: match all or none"
         )
     return rule.names[:1] if by_muon else rule.names[1:]
 

@@ -53,7 +53,7 @@ class Torch:
         self._scalars = {name: torch.tensor(value) for name, value in scalars.items()}
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
-        if bool(step.found):
+        if bool(step.skip):
             return
         grads.div_(step.divisor)
         made = self._step_once(
@@ -63,10 +63,10 @@ class Torch:
             if made[name] is not values:
                 values.copy_(made[name])
 
-    def advance(self, found: Tensor) -> None:
+    def advance(self, skip: Tensor) -> None:
         """Advance the scalars after all elements of a step, once, also on a rank that has no
         elements."""
-        if not bool(found):
+        if not bool(skip):
             weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
             made = self._step_once(weights, grads, self._kept(state, not self._scalars), 1.0, 0.0)
             self._scalars = {name: value for name, value in made.items() if name not in self.names}

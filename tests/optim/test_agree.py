@@ -73,7 +73,7 @@ def norms_of_equal_elements(
     found = []
     for value, p in product(values, norms):
         optimizer = make_optimizer(mesh, Case("fp32", options={"norm": p}))
-        for own in (*optimizer._counted, *optimizer._copies):
+        for own in (*optimizer._counted_grads, *optimizer._copied_grads):
             own.fill_(-value)
         for buffer in optimizer.all_buffers():  # already summed: nothing is to be added to it
             buffer.start_reduce = lambda: lambda: None  # type: ignore[method-assign]

@@ -170,7 +170,7 @@ def momentum_is_forgotten_on_restart(patch: pytest.MonkeyPatch) -> None:
 
     def load_but(self: ParallelAMPOptimizer, state: Any) -> None:
         load(self, state)
-        for tile in chain.from_iterable(one.tiles() for one in self._whole):
+        for tile in chain.from_iterable(one.tiles() for one in self._whole_updates):
             tile.state[0][1].zero_()
 
     patch.setattr(ParallelAMPOptimizer, "load_state_dict", load_but)

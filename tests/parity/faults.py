@@ -254,7 +254,7 @@ def untied(inner: Any) -> Any:
 def numbers_without(pp_rank: int) -> Make:
     def make(inner: Any) -> Any:
         def numbers(self: ParallelAMPOptimizer, loss: Any, counted_tokens: Any = None) -> Tensor:
-            self._counted = [] if self.pp.rank == pp_rank else self._counted
+            self._counted_grads = [] if self.pp.rank == pp_rank else self._counted_grads
             return inner(self, loss, counted_tokens)
 
         return numbers

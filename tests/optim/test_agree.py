@@ -159,11 +159,11 @@ def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
 
 
 def forget_one(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.all_buffers()[-1].parameters[-1].megaprec_given = False  # type: ignore[attr-defined]
+    optimizer.all_buffers()[-1].parameters[-1].megaprec_has_gradient = False  # type: ignore[attr-defined]
 
 
 def forget_first(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.all_buffers()[0].parameters[0].megaprec_given = False  # type: ignore[attr-defined]
+    optimizer.all_buffers()[0].parameters[0].megaprec_has_gradient = False  # type: ignore[attr-defined]
 
 
 def double_scale(optimizer: ParallelAMPOptimizer) -> None:

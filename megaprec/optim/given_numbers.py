@@ -161,7 +161,7 @@ def _scaler_problems(scaler: Mapping[str, Any]) -> list[str]:
         for name, value in scaler.items()
         if not is_number(value)
     ]
-    scale = scaler.get("scale")
+    scale: Any = scaler.get("scale")
     if is_number(scale) and scale <= 0:
         problems.append(f"scale = {scale!r}: must be above 0")
     return problems

@@ -267,8 +267,8 @@ def _require_own_memory(parts: Sequence[nn.Module]) -> None:
     for span in sorted(_memory_spans(parts), key=lambda span: (span.device, span.first)):
         for trained in (True, False):
             before = furthest.get((span.device, trained))
-            overlaps = before is not None and span.first < before.end
-            if overlaps and (span.trained or trained):
+            is_moved = span.trained or trained  # else they stay together
+            if is_moved and before is not None and span.first < before.end:
                 raise UserError(_explain_sharing(before, span))
         before = furthest.setdefault((span.device, span.trained), span)
         if span.end > before.end:

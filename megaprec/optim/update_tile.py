@@ -123,9 +123,11 @@ class Tile:
             split(wide, self.weights, self.remainder)
             return
         masters = self.masters
-        is_stored = masters is not None and masters.dtype == wide.dtype
-        # masters that are `wide` itself were updated in place
-        if is_stored and masters.data_ptr() != wide.data_ptr():
+        if (
+            masters is not None
+            and masters.dtype == wide.dtype  # else they are the weights
+            and masters.data_ptr() != wide.data_ptr()  # else they were updated in place
+        ):
             masters.copy_(wide)
         if self.nearest or steps is None:
             self.weights.copy_(wide)

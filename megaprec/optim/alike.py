@@ -38,21 +38,25 @@ class _Facts:
 
 
 def require_equal_on_all_ranks(
-    parts: Sequence[nn.Module], ranks: Ranks, plan: PrecisionPlan, settings: Mapping[str, object]
+    model_parts: Sequence[nn.Module],
+    ranks: Ranks,
+    plan: PrecisionPlan,
+    settings: Mapping[str, object],
 ) -> None:
     """Raise UserError on every rank if the ranks differ in what they train or how. Collective over
     the world."""
     texts_of_settings = {name: _to_text(value) for name, value in settings.items()}
     texts_of_settings |= {f"plan.{name}": text for name, text in _plan_fields(plan)}
-    local = _Facts(ranks.pp.rank, texts_of_settings, list(_describe_parameters(parts)))
+    local = _Facts(ranks.pp.rank, texts_of_settings, list(_describe_parameters(model_parts)))
     if _differ(local, ranks):
-        texts = everyones_texts(json.dumps(asdict(local)).encode(), ranks.world, ranks.device)
+        text_of_rank = json.dumps(asdict(local))
+        texts = everyones_texts(text_of_rank.encode(), ranks.world, ranks.device)
         raise UserError(*_differences([_Facts(**json.loads(text)) for text in texts]))
-    _require_distinct_names(parts, ranks)
-    require_same_weights(parts, ranks, (ranks.dp, ranks.tp), "begin with")
+    _require_distinct_names(model_parts, ranks)
+    require_same_weights(model_parts, ranks, (ranks.dp, ranks.tp), "begin with")
 
 
-def _require_distinct_names(parts: Sequence[nn.Module], ranks: Ranks) -> None:
+def _require_distinct_names(model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """Raise UserError, on every rank of a pipeline, if stages give one name to different tensors.
 
     A state would hold one of them, or their sum. Tied parameters have one name on purpose.
@@ -60,14 +64,16 @@ def _require_distinct_names(parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """
     if ranks.pp.size == 1:
         return
-    names = _untied_names(parts)
+    names = _untied_names(model_parts)
     # Usually one small sum tells that all is well: equal names of two stages share a slot. So may
     # different ones, and then the names themselves are compared.
     slots = torch.zeros(_NUM_SLOTS, dtype=torch.int32)
     slots[[_slot_of(name) for name in names]] = 1
-    if ranks.pp.sum_(slots.to(ranks.device)).amax() < 2:
+    num_stages = ranks.pp.sum_(slots.to(ranks.device))
+    if num_stages.amax() < 2:
         return
-    texts = everyones_texts(json.dumps([ranks.pp.rank, names]).encode(), ranks.pp, ranks.device)
+    local = json.dumps([ranks.pp.rank, names])
+    texts = everyones_texts(local.encode(), ranks.pp, ranks.device)
     stages: dict[str, int] = {}
     for stage, names_of_stage in map(json.loads, texts):
         for name in names_of_stage:
@@ -80,11 +86,11 @@ def _require_distinct_names(parts: Sequence[nn.Module], ranks: Ranks) -> None:
             stages[name] = stage
 
 
-def _untied_names(parts: Sequence[nn.Module]) -> list[str]:
+def _untied_names(model_parts: Sequence[nn.Module]) -> list[str]:
     """Return the logical names of all parameters that one stage alone has, sorted."""
     names = set[str]()
-    for part in parts:
-        for parameter in filter(has_layout, part.parameters()):
+    for model_part in model_parts:
+        for parameter in filter(has_layout, model_part.parameters()):
             layout = layout_of(parameter)
             if not layout.tied:
                 names.update(logical.name for logical in layout.parts)
@@ -102,16 +108,19 @@ def _differ(local: _Facts, ranks: Ranks) -> bool:
     absent = torch.iinfo(torch.int64).min  # below every digest: of a stage of other ranks
     digests = torch.full((1 + ranks.pp.size,), absent, device=ranks.device)
     digests[0] = _digest(local.settings)
-    digests[1 + ranks.pp.rank] = _digest(local.parameters)
+    digests[1 + local.stage] = _digest(local.parameters)
     # the smallest is the inverse of the largest inverse
     inverse = torch.where(digests == absent, digests, ~digests)
     largest = ranks.world.max_(digests)
     smallest = ~ranks.world.max_(inverse)
-    return bool(((largest != smallest) & (largest != absent)).any())
+    differs = (largest != smallest) & (largest != absent)
+    return bool(differs.any())
 
 
 def _digest(value: object) -> int:
-    return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=7).digest(), "little")
+    text = json.dumps(value)
+    hashed = blake2b(text.encode(), digest_size=7)
+    return int.from_bytes(hashed.digest(), "little")
 
 
 def _to_text(value: object) -> str:
@@ -140,10 +149,10 @@ def _plan_fields(plan: PrecisionPlan) -> Iterator[tuple[str, str]]:
         yield field.name, str(value)
 
 
-def _describe_parameters(parts: Sequence[nn.Module]) -> Iterator[str]:
+def _describe_parameters(model_parts: Sequence[nn.Module]) -> Iterator[str]:
     """Yield name and shape of the logical tensors, in order, that every rank of a pipeline stage
     has."""
-    for layout in map(layout_of, parameters_of(parts)):
+    for layout in map(layout_of, parameters_of(model_parts)):
         if not layout.expert:  # other ranks of the stage have other experts
             yield from (f"{part.name} {list(part.shape)}" for part in layout.parts)
 
@@ -153,6 +162,7 @@ def _differences(facts: Sequence[_Facts]) -> list[str]:
     share."""
     lines: list[str] = []
     for name in facts[0].settings if facts else ():
+        # without repetition, in order
         values = list(dict.fromkeys(of_rank.settings.get(name) for of_rank in facts))
         if len(values) > 1:
             lines.append(
@@ -200,7 +210,8 @@ def require_same_weights(
                 "load the model from the same values on all of them, e.g. after "
                 "torch.manual_seed with one seed"
             )
-    if ranks.world.max_(torch.tensor(float(bool(problem)), device=ranks.device)):
+    has_problem = torch.tensor(float(bool(problem)), device=ranks.device)
+    if ranks.world.max_(has_problem):
         raise UserError(problem or f"other ranks {verb} different weights, and say which")
 
 
@@ -235,5 +246,6 @@ def _sum_of_bits(parameter: nn.Parameter) -> Tensor:
     """Return the sum of the elements' bits as whole numbers: int64 [], the same in any order of
     addition."""
     values = parameter.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.is_complex():
+        values = torch.view_as_real(values)
     return values.view(_BITS[values.itemsize]).sum(dtype=torch.int64)

@@ -104,11 +104,14 @@ class Onset:
     def __init__(
         self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor
     ) -> None:
-        self._watched = [
-            [loss.view(-1)] if offender.name == LOSS else list(_slices_of(offender, buffers))
-            for offender in offenders
-        ]
-        self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
+        self._watched: list[list[Tensor]] = []
+        for offender in offenders:
+            if offender.name == LOSS:
+                self._watched.append([loss.view(-1)])
+            else:
+                self._watched.append(list(_slices_of(offender, buffers)))
+        size = (len(offenders),)
+        self._first = torch.full(size, _NEVER, dtype=torch.int64, device=loss.device)
 
     def look(self, moment: int) -> None:
         """Record `moment`, a number that grows with time, for the offenders that are no longer
@@ -137,7 +140,8 @@ def _slices_of(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor
 def _is_of(piece: Piece, offender: Offender) -> bool:
     """Return True if the piece is of the slice that the offender names, or a copy of it."""
     part = piece.part
-    return part.name == offender.name and part.shard == offender.tp_rank // part.copies
+    shard = offender.tp_rank // part.copies
+    return part.name == offender.name and part.shard == shard
 
 
 def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
@@ -158,13 +162,15 @@ def _gather_findings(
 ) -> list[_Finding]:
     """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as
     fit into _MAX_BYTES."""
-    lines = [
-        json.dumps([finding.start, asdict(finding.offender)]).encode() + b"\n"
-        for finding in findings
-    ]
+    lines: list[bytes] = []
+    for finding in findings:
+        line = json.dumps([finding.start, asdict(finding.offender)])
+        lines.append(line.encode() + b"\n")
+    # the least bad ones, which come last, are left out
     while sum(map(len, lines)) > _MAX_BYTES:
         lines.pop()
-    gathered = b"".join(everyones_texts(b"".join(lines), world, device)).splitlines()
+    texts = everyones_texts(b"".join(lines), world, device)
+    gathered = b"".join(texts).splitlines()
     rows = map(json.loads, gathered)
     return [_Finding(start, Offender(**fields)) for start, fields in rows]
 
@@ -172,9 +178,11 @@ def _gather_findings(
 def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
     """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint
     slices are added."""
+    # by tensor, pipeline rank and tp rank; then by the start of the slice
     slices: dict[tuple[str, int, int], dict[int, Offender]] = defaultdict(dict)
     for start, offender in findings:
-        of_tensor = slices[offender.name, offender.stage, offender.tp_rank]
+        key = (offender.name, offender.stage, offender.tp_rank)
+        of_tensor = slices[key]
         replica = of_tensor.get(start, offender)
         # of two replicas that differ, the one with more bad elements
         of_tensor[start] = offender if offender.bad >= replica.bad else replica

@@ -29,7 +29,7 @@ def conflicts(plan: PrecisionPlan, dp: int) -> Iterator[str]:
 
 
 def require_canonical(
-    parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
+    model_parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
 ) -> None:
     """Raise UserError if the sums over these parameters' gradients would depend on the layout."""
     problems = list(conflicts(plan, dp.size))
@@ -43,7 +43,7 @@ def require_canonical(
             "canonical = True: the average over data-parallel ranks rounds small gradients by "
             "their number: divide each loss by the samples of all ranks, and give average = False"
         )
-    for parameter in parameters_of(parts):
+    for parameter in parameters_of(model_parts):
         layout = layout_of(parameter)
         name = layout.parts[0].name
         if is_dtensor(parameter):

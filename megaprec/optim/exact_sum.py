@@ -63,7 +63,8 @@ class ExactSum:
         """Add the numbers that are not finite, put zeros in their places and return the largest
         that is left."""
         finite = values.abs() < _LIMIT
-        self._infinite += float(values[~finite].mul(math.inf).sum())
+        infinite = values[~finite].mul(math.inf)  # numbers from _LIMIT on too; a NaN stays one
+        self._infinite += float(infinite.sum())
         values.masked_fill_(~finite, 0.0)
         return float(values.abs().amax())
 
@@ -77,8 +78,8 @@ class ExactSum:
             middle = math.ldexp(1.5, position + _LOWEST + 52)
             torch.add(remainder, middle, out=digits).sub_(middle)
             remainder.sub_(digits)
-            units = sum(_in_units(block_sum, position) for block_sum in _block_sums(digits))
-            self._units += units << position
+            for block_sum in _block_sums(digits):
+                self._units += _in_units(block_sum, position) << position
             if digit == 0 or not int(remainder.count_nonzero()):
                 return
             digit -= 1
@@ -91,7 +92,8 @@ class ExactSum:
             limbs.append(float(units & ((1 << _LIMB_BITS) - 1)))
             units >>= _LIMB_BITS
         # the highest limb has the sign
-        numbers = torch.tensor([*limbs, float(units), self._infinite], dtype=torch.float64)
+        limbs.append(float(units))
+        numbers = torch.tensor([*limbs, self._infinite], dtype=torch.float64)
         return numbers.to(self.device)
 
 
@@ -104,7 +106,9 @@ def total(numbers: Tensor) -> float:
     *limbs, infinite = numbers.tolist()
     if infinite:
         return infinite
-    units = sum(int(limb) << (_LIMB_BITS * index) for index, limb in enumerate(limbs) if limb)
+    units = 0
+    for index, limb in enumerate(limbs):
+        units += int(limb) << (_LIMB_BITS * index)
     try:
         return units / (1 << -_LOWEST)  # a quotient of integers is rounded once
     except OverflowError:
@@ -131,7 +135,9 @@ def _block_sums(digits: Tensor) -> list[float]:
     if len(digits) <= BLOCK:
         return [float(digits.sum())]
     end = len(digits) // BLOCK * BLOCK  # of the full blocks
-    return [*digits[:end].view(-1, BLOCK).sum(1).tolist(), float(digits[end:].sum())]
+    full_blocks = digits[:end].view(-1, BLOCK)
+    last_block = digits[end:]
+    return [*full_blocks.sum(1).tolist(), float(last_block.sum())]
 
 
 def _in_units(block_sum: float, position: int) -> int:

@@ -33,13 +33,16 @@ from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.optim.main_grad import collect, has_main_grad
-from megaprec.optim.update_tile import Draw, Tile
+from megaprec.optim.update_tile import Draw, DrawSpan, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
 _COMPARED = 1 << 16  # elements that are compared at a time: they stay in a core's cache
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
+
+
+Range = tuple[int, int]  # first, last + 1
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,16 @@ class OwnedPiece(NamedTuple):
         """Return the positions of the elements in the flattened part, without its padding."""
         start = self.piece.start
         return slice(self.span.start - start, self.span.stop - start)
+
+
+class _Dtypes(NamedTuple):
+    """The dtypes of a buffer. reduce: in which gradients travel over dp."""
+
+    weights: torch.dtype
+    grads: torch.dtype
+    reduce: torch.dtype
+    masters: torch.dtype
+    moments: torch.dtype
 
 
 class Buffer:
@@ -164,33 +177,38 @@ class Buffer:
                 yield OwnedPiece(piece, span, self.first)
 
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
-        plan = self.plan
-        weight_dtype = param_dtype(self.parameters[0], plan)
-        # masters are never narrower than the weights that layers read
-        master_dtype = (
-            plan.masters if plan.masters.itemsize > weight_dtype.itemsize else weight_dtype
-        )
-        # Weights that the plan keeps in another dtype, and counts, accumulate and travel in theirs.
-        is_usual = weight_dtype == plan.parameters and not self.balances
-        as_planned = is_usual or self.in_codes
-        grad_dtype = plan.gradients if as_planned else weight_dtype
-        self.reduce_dtype = plan.reduce if as_planned else weight_dtype
-        self.weights = torch.zeros(self.size, dtype=weight_dtype, device=device)
-        self.grads = torch.zeros(self.size, dtype=grad_dtype, device=device)
-        self._allocate_masters(master_dtype)
-        moment_dtype = plan.moments if as_planned or plan.moments.itemsize > 2 else master_dtype
+        dtypes = self._choose_dtypes()
         local_size = self.last - self.first
+        self.reduce_dtype = dtypes.reduce
+        self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
+        self.grads = torch.zeros(self.size, dtype=dtypes.grads, device=device)
+        self._allocate_masters(dtypes.masters)
         self.state = {
-            name: torch.zeros(local_size, dtype=moment_dtype, device=device) for name in state
+            name: torch.zeros(local_size, dtype=dtypes.moments, device=device) for name in state
         }
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
         # the codes that this rank computes
         self.fp8_shards = tuple(self._fp8_shards()) if self.in_codes else ()
-        is_separate = self.masters is not None and master_dtype != weight_dtype
-        self._is_rounded = is_separate and not self.in_codes
+        has_masters = self.masters is not None and dtypes.masters != dtypes.weights
+        self._is_rounded = has_masters and not self.in_codes
         self._has_changed = False  # True once an update or a state was written to the weights
         self._versions = self._read_versions()
+
+    def _choose_dtypes(self) -> _Dtypes:
+        plan = self.plan
+        weights = param_dtype(self.parameters[0], plan)
+        # masters are never narrower than the weights that layers read
+        masters = weights
+        if plan.masters.itemsize > weights.itemsize:
+            masters = plan.masters
+        is_usual = weights == plan.parameters and not self.balances
+        if is_usual or self.in_codes:
+            return _Dtypes(weights, plan.gradients, plan.reduce, masters, plan.moments)
+        # Weights that the plan keeps in another dtype, and counts, accumulate and travel in theirs;
+        # their moments are not in 16 bits.
+        moments = plan.moments if plan.moments.itemsize > 2 else masters
+        return _Dtypes(weights, weights, weights, masters, moments)
 
     def _allocate_masters(self, dtype: torch.dtype) -> None:
         """Allocate masters, or the remainders that make masters of the weights."""
@@ -228,8 +246,8 @@ class Buffer:
         elif not self.in_codes:
             # Rounded from the masters, as after every update, and not from the values: a value
             # that is wider than the masters would otherwise be rounded once only.
-            wide = parameter.data if self.masters is None else parameter.data.to(self.masters.dtype)
-            view.copy_(wide)
+            assert self.masters is not None
+            view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
         collect(parameter, self.grads[start:stop].view_as(parameter))
         first = max(start, self.first)
@@ -256,7 +274,12 @@ class Buffer:
         low = first + self.first
         high = last + self.first
         spans = [
-            (owned.piece.part, owned.in_part.start, owned.span.start - low, owned.span.stop - low)
+            DrawSpan(
+                part=owned.piece.part,
+                start=owned.in_part.start,
+                first=owned.span.start - low,
+                last=owned.span.stop - low,
+            )
             for owned in self.owned_pieces(low, high)
         ]
         weights = self.masters if self.in_codes else self.own(self.weights)
@@ -300,17 +323,20 @@ class Buffer:
         assert target is not None
         target[first:last].copy_(values)
 
-    def counted(self) -> list[tuple[int, int]]:
+    def counted(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which no other rank
         counts."""
-        spans = [owned.span for owned in self.owned_pieces(*self.share) if owned.piece.counts]
-        return self._ranges((span.start, span.stop) for span in spans)
+        spans: list[Range] = []
+        for owned in self.owned_pieces(*self.share):
+            if owned.piece.counts:
+                spans.append((owned.span.start, owned.span.stop))
+        return self._ranges(spans)
 
-    def copies(self) -> list[tuple[int, int]]:
+    def copies(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which another rank
         counts."""
         first, last = self.share
-        elsewhere: list[tuple[int, int]] = []
+        elsewhere: list[Range] = []
         for piece in self.pieces:
             if piece.counts:
                 elsewhere.append((piece.start, min(piece.stop, first)))
@@ -319,10 +345,10 @@ class Buffer:
                 elsewhere.append((piece.start, piece.stop))
         return self._ranges(sorted(elsewhere))
 
-    def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _ranges(self, spans: Iterable[Range]) -> list[Range]:
         """Return the intersection of the spans with this rank's slice, as positions in it;
         neighbours are joined."""
-        ranges: list[tuple[int, int]] = []
+        ranges: list[Range] = []
         for start, stop in spans:
             first = max(start, self.first) - self.first
             last = min(stop, self.last) - self.first
@@ -347,8 +373,10 @@ class Buffer:
             return start_tree(self.dp, self.grads)
         if self.average and not self.balances:
             self.grads.div_(self.dp.size)
-        # `to` makes a copy only if gradients travel in another dtype than they are accumulated in
-        sent = self.grads if self.dp.size == 1 else self.grads.to(self.reduce_dtype)
+        sent = self.grads
+        if self.dp.size > 1:
+            # a copy only if gradients travel in another dtype than they are accumulated in
+            sent = self.grads.to(self.reduce_dtype)
         start_sum = self.dp.start_scatter_sum_ if is_sharded else self.dp.start_sum_
         wait = start_sum(sent)
 
@@ -467,13 +495,18 @@ class Buffer:
             masters.append(self.remainder)
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             masters.append(self.masters)
-        tensors = {
-            "weights": [self.weights, *(shard.param.inverse for shard in self.fp8_shards)],
-            "gradients": [self.grads],
-            "masters": masters,
-            "moments": [*self.state.values()],
+        weights = [self.weights]
+        weights += [shard.param.inverse for shard in self.fp8_shards]
+        return {
+            "weights": _num_bytes(weights),
+            "gradients": self.grads.nbytes,
+            "masters": _num_bytes(masters),
+            "moments": _num_bytes(self.state.values()),
         }
-        return {kind: sum(tensor.nbytes for tensor in of_kind) for kind, of_kind in tensors.items()}
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:

@@ -7,6 +7,7 @@ tensor.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,36 +21,47 @@ from megaprec.precision.plan import DTYPES, dtype_name
 _MAX_PROBLEMS = 5  # lines of an error; a state of another model differs in every tensor
 
 
+class _Counted(NamedTuple):
+    """Elements of a logical tensor that this rank alone counts. values: this rank's slice."""
+
+    owned: OwnedPiece
+    values: Tensor
+
+    def add_to(self, full: Tensor) -> None:
+        """Add the elements to the logical tensor."""
+        piece = self.owned.piece
+        local = full.new_zeros(piece.stop - piece.start)
+        local[self.owned.in_part] = self.values[self.owned.in_shard]
+        target = piece.part.take(full)
+        target.add_(local.view(piece.part.local))
+
+
 def gather_tensors(
     buffers: Sequence[Buffer], world: Axis, device: torch.device
 ) -> dict[str, Tensor]:
     """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
     over the world."""
-    counted: dict[str, list[tuple[OwnedPiece, Tensor]]] = defaultdict(list)
-    descriptions: dict[str, tuple[list[int], str]] = {}
+    counted: dict[str, list[_Counted]] = defaultdict(list)
+    headers: dict[str, tuple[list[int], str]] = {}
     for buffer in buffers:
         for kind, values in buffer.saved().items():
+            dtype = dtype_name(values.dtype)
             for piece in buffer.pieces:
                 key = _state_key(kind, piece)
-                descriptions[key] = list(piece.part.shape), dtype_name(values.dtype)
+                headers[key] = list(piece.part.shape), dtype
             for owned in buffer.owned_pieces(*buffer.share):
                 if owned.piece.counts:
-                    counted[_state_key(kind, owned.piece)].append((owned, values))
+                    key = _state_key(kind, owned.piece)
+                    counted[key].append(_Counted(owned, values))
     tensors: dict[str, Tensor] = {}
-    for key, (shape, dtype) in sorted(everyones(descriptions, world, device).items()):
+    all_headers = everyones(headers, world, device)
+    # sorted: all ranks sum the same tensor at the same time
+    for key, (shape, dtype) in sorted(all_headers.items()):
         full = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
-        for owned, values in counted.get(key, ()):
-            _add_elements(full, owned, values)
+        for elements in counted.get(key, ()):
+            elements.add_to(full)
         tensors[key] = world.sum_(full).cpu()
     return tensors
-
-
-def _add_elements(full: Tensor, owned: OwnedPiece, values: Tensor) -> None:
-    """Add the elements of a piece, from this rank's slice `values`, to the logical tensor."""
-    piece = owned.piece
-    local = full.new_zeros(piece.stop - piece.start)
-    local[owned.in_part] = values[owned.in_shard]
-    piece.part.take(full).add_(local.view(piece.part.local))
 
 
 def load_tensors(
@@ -59,25 +71,28 @@ def load_tensors(
     tensor does not fit."""
     needed = list(_needed_pieces(buffers))
     problems = list(_shape_problems(tensors, needed))
-    names = dict.fromkeys(key for key, _ in needed)
-    for key in names:
-        if key in tensors and not tensors[key].is_floating_point():
+    local_keys = dict.fromkeys(key for key, _ in needed)
+    for key in local_keys:
+        tensor = tensors.get(key)
+        if tensor is not None and not tensor.is_floating_point():
             problems.append(
-                f"{key} of the state is {tensors[key].dtype}: must be a floating-point tensor"
+                f"{key} of the state is {tensor.dtype}: must be a floating-point tensor"
             )
-    model_names = everyones(names, world, device)
+    keys = everyones(local_keys, world, device)
     for key in tensors:
-        if key not in model_names:
+        if key not in keys:
             problems.append(f"{key} of the state is not in the model")
-    if world.max_(torch.tensor(float(len(problems)), device=device)):
+    # a rank without problems must not go on alone
+    num_problems = torch.tensor(float(len(problems)), device=device)
+    if world.max_(num_problems):
         lines = problems[:_MAX_PROBLEMS] or ["another rank says which tensors differ"]
         raise UserError("the state is of another model", *lines)
     for buffer in buffers:
         for kind in buffer.saved_names:
             for owned in buffer.owned_pieces():
                 full = tensors[_state_key(kind, owned.piece)]
-                values = owned.piece.part.take(full).reshape(-1)[owned.in_part]
-                buffer.restore(kind, owned.in_shard.start, values)
+                flat_part = owned.piece.part.take(full).reshape(-1)
+                buffer.restore(kind, owned.in_shard.start, flat_part[owned.in_part])
 
 
 def _shape_problems(

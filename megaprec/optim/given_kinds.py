@@ -111,16 +111,18 @@ def _is_list_of(values: object, kind: type) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
 
 
-def _require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
+def _require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
     """Raise UserError, naming a module, if layers were built with a context of another plan.
 
     They would compute in dtypes of their own, from weights that the optimizer holds in others.
     Contexts of parts that are marked to stay in FP32 are left out.
     """
-    for part in parts:
-        for path, module in part.named_modules():
+    for model_part in model_parts:
+        for path, module in model_part.named_modules():
             layer_plan = getattr(getattr(module, "context", None), "plan", None)
-            if not isinstance(layer_plan, PrecisionPlan) or layer_plan.keep_fp32 == ("*",):
+            if not isinstance(layer_plan, PrecisionPlan):
+                continue
+            if layer_plan.keep_fp32 == ("*",):  # of a part that is marked to stay in FP32
                 continue
             for name in _LAYER_SETTINGS:
                 of_layer = getattr(layer_plan, name)

@@ -41,6 +41,7 @@ def missing(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
     """
     names: list[str] = []
     parameters = chain.from_iterable(buffer.parameters for buffer in buffers)
+    # by position, because every rank of a stage holds its experts at the same ones
     for number, parameter in enumerate(parameters):
         if has_gradient(parameter):
             continue

@@ -13,7 +13,6 @@ tensors are used, which make no copy.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -43,14 +42,16 @@ def statistics(
     counted = _all_blocks(gradients)
     if counted:
         norms, num_nonzero = _norms_and_nonzero(counted)
+        squares = _squares(norms, counted)
         num_elements = sum(block.numel() for block in counted)
-        num_zeros = (num_elements - num_nonzero.sum()).double()
-        numbers = torch.stack((_squares(norms, counted), num_zeros))
+        num_zeros = num_elements - num_nonzero.sum()
+        numbers = torch.stack((squares, num_zeros.double()))
     else:
         numbers = torch.zeros(2, dtype=torch.float64, device=device)
     copied = _all_blocks(copies)
     if copied:
-        numbers[0] += 0 * _squares(_norms(copied), copied)  # 0, or NaN if they are not finite
+        squares_of_copies = _squares(_norms(copied), copied)
+        numbers[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
     return numbers
 
 
@@ -64,7 +65,8 @@ def _statistics_by_kernels(
     for values in filter(kernels.reads, gradients):
         numbers += kernels.statistics(values)
     for values in filter(kernels.reads, copies):
-        numbers[0] += 0 * kernels.statistics(values)[0]
+        squares, _ = kernels.statistics(values).unbind()
+        numbers[0] += 0 * squares
     return numbers
 
 
@@ -76,11 +78,15 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Sequence[Tensor]:
-    return values.split(_CPU_BLOCK if values.device.type == "cpu" else _GPU_BLOCK)
+    length = _CPU_BLOCK if values.device.type == "cpu" else _GPU_BLOCK
+    return values.split(length)
 
 
 def _all_blocks(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list(chain.from_iterable(map(_blocks, tensors)))
+    blocks: list[Tensor] = []
+    for values in tensors:
+        blocks += _blocks(values)
+    return blocks
 
 
 def _norms_and_nonzero(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -108,14 +114,18 @@ def _num_nonzero(block: Tensor) -> Tensor:
 def _norms(blocks: Sequence[Tensor]) -> Tensor:
     """Return L2 norms [blocks]: on a CPU those of `_norm`, else in float64."""
     if blocks[0].device.type == "cpu":
-        return torch.stack([_norm(block) for block in blocks])
-    return torch.stack(torch._foreach_norm(tuple(blocks), 2, torch.float64))
+        norms = [_norm(block) for block in blocks]
+    else:
+        norms = torch._foreach_norm(tuple(blocks), 2, torch.float64)
+    return torch.stack(norms)
 
 
 def _norm(block: Tensor) -> Tensor:
     """Return the L2 norm of a block on a CPU, in FP32 unless the block is float64; in FP32 it may
     overflow."""
-    return torch.linalg.vector_norm(block if block.dtype == torch.float64 else block.float())
+    if block.dtype != torch.float64:
+        block = block.float()
+    return torch.linalg.vector_norm(block)
 
 
 def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
@@ -123,18 +133,25 @@ def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     squares = norms.double().square().sum()
     # on a CPU only: the norm of a block of finite numbers may have overflowed FP32
     if norms.dtype == torch.float32 and not squares.isfinite():
-        wide_norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-        squares = torch.stack(wide_norms).square().sum()
+        wide_norms = torch.stack([_wide_norm(block) for block in blocks])
+        squares = wide_norms.square().sum()
     return squares
+
+
+def _wide_norm(block: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(block, dtype=torch.float64)
 
 
 def norm_of(tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
     """Return the norm of all flat tensors together, float64 of shape []; its order may be inf. For
     no tensors it is 0."""
-    blocks = [block for block in _all_blocks(tensors) if len(block)]
-    if not blocks:
+    norms: list[Tensor] = []
+    for block in _all_blocks(tensors):
+        if len(block):
+            magnitudes = block.double().abs()
+            norms.append(joined_norm(magnitudes, order))
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [joined_norm(block.double().abs(), order) for block in blocks]
     return joined_norm(torch.stack(norms), order)
 
 

@@ -24,6 +24,7 @@ from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Wait = Callable[[], None]
 WaitFor = Callable[[Sequence[Buffer]], None]
 
 
@@ -67,7 +68,7 @@ class GradReducer:
         self._chunks = [list(reversed(chunk)) for chunk in chunks]
         self._early = early
         # wait functions of the started reductions, by chunk
-        self._waits: dict[int, list[Callable[[], None]]] = {}
+        self._waits: dict[int, list[Wait]] = {}
         self._reduced: set[int] = set()
         # parameters whose gradients are not final, by chunk and buffer; only after `expect`
         self._awaited: dict[int, list[set[nn.Parameter]]] = {}
@@ -76,9 +77,8 @@ class GradReducer:
         if early:
             for chunk, buffers in enumerate(self._chunks):
                 for number, buffer in enumerate(buffers):
-                    self._nodes += [
-                        self._watch(parameter, chunk, number) for parameter in buffer.parameters
-                    ]
+                    for parameter in buffer.parameters:
+                        self._nodes.append(self._watch(parameter, chunk, number))
 
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
         """Start reductions when a backward pass has finished the gradient; return the autograd node
@@ -113,11 +113,14 @@ class GradReducer:
         waits = self._waits.setdefault(chunk, [])
         awaited = self._awaited.get(chunk)  # None: the gradients of all buffers are final
         buffers = self._chunks[chunk]
-        while len(waits) < len(buffers) and not (awaited and awaited[len(waits)]):
-            buffer = buffers[len(waits)]
-            waits.append(self._start_reduce(buffer, in_flight=awaited is not None))
+        while len(waits) < len(buffers):
+            number = len(waits)
+            if awaited and awaited[number]:
+                return
+            wait = self._start_reduce(buffers[number], in_flight=awaited is not None)
+            waits.append(wait)
 
-    def _start_reduce(self, buffer: Buffer, in_flight: bool) -> Callable[[], None]:
+    def _start_reduce(self, buffer: Buffer, in_flight: bool) -> Wait:
         """Start to sum the gradients of a buffer over tp and dp, and return the function that
         waits.
 
@@ -192,12 +195,14 @@ class ParamGatherer:
     read the layer's weights before `wait`.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool) -> None:
+    def __init__(
+        self, model_parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool
+    ) -> None:
         self._waits: dict[Buffer, Callable[[], object]] = {}
         self._early = early
         if early:
-            for part in parts:
-                _add_waiting_hooks(part, buffers, self._wait_for)
+            for model_part in model_parts:
+                _add_waiting_hooks(model_part, buffers, self._wait_for)
 
     def begin(self, buffer: Buffer) -> None:
         """Start to all-gather the weights of a buffer in which this rank's slice has been
@@ -221,18 +226,22 @@ class ParamGatherer:
                 wait()
 
 
-def _add_waiting_hooks(part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
+def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
     """Make the layers of `part`, and `part` itself, wait for their weights when they are called."""
     weights: dict[nn.Module, set[nn.Parameter]] = {}
-    for module in part.modules():
+    for module in model_part.modules():
         if isinstance(module, _CONTAINERS):
-            weights |= {layer: set(layer.parameters()) for layer in module.children()}
-    if isinstance(part, ReadsLate):
-        weights |= {module: set(late) for module, late in part.read_late().items()}
-    weights[part] = set(part.parameters()).difference(*weights.values())
+            for layer in module.children():
+                weights[layer] = set(layer.parameters())
+    if isinstance(model_part, ReadsLate):
+        for module, late_weights in model_part.read_late().items():
+            weights[module] = set(late_weights)
+    in_layers = weights.values()
+    weights[model_part] = set(model_part.parameters()).difference(*in_layers)
     for module, parameters in weights.items():
         needed = [buffer for buffer in buffers if parameters.intersection(buffer.parameters)]
-        module.register_forward_pre_hook(partial(_before_forward, wait_for, needed))
+        hook = partial(_before_forward, wait_for, needed)
+        module.register_forward_pre_hook(hook)
 
 
 def _before_forward(

@@ -71,6 +71,7 @@ class Slice:
 
 def factors(part: Part, groups: Sequence[Group]) -> Factors:
     """Return the factors of learning rate and weight decay for a logical tensor."""
+    # biases, norms and other vectors do not decay
     default_decay = 1.0 if len(part.shape) >= 2 else 0.0
     for group in groups:
         if fnmatchcase(part.name, group.pattern):

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.group_factors import UNSCALED, Factors
-from megaprec.optim.update_rules import Step
+from megaprec.optim.group_factors import UNSCALED
+from megaprec.optim.update_rules import StepOf
 from megaprec.optim.update_tile import Tile
 
 
@@ -36,7 +36,7 @@ class LoadBalance:
         """Yield everything that an update changes."""
         return (tile for tiles in self._tiles for tile, _ in tiles)
 
-    def apply(self, step_of: Callable[[Factors], Step], done: Callable[[Buffer], None]) -> None:
+    def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all parameters, or change nothing if the step's `skip` is 1. done: called with
         each updated buffer.
 
@@ -46,7 +46,8 @@ class LoadBalance:
         for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
             for tile, speed in tiles:
                 weights = tile.wide_weights()
-                updated = weights + corrections(tile.grads).to(weights.dtype) * speed
+                directions = corrections(tile.grads).to(weights.dtype)
+                updated = weights + directions * speed
                 weights.copy_(torch.where(step.skip == 0, updated, weights))
                 tile.keep_masters(weights, step.steps)
             done(buffer)

@@ -46,6 +46,7 @@ class LRSchedule:
 
     def at(self, n: int) -> float:
         """Return the learning rate of the next step after n steps (or samples)."""
+        # "<=": the step after the last of warm-up has the peak itself, as in Megatron
         if self.warmup > 0 and n <= self.warmup:
             return self.peak * n / self.warmup
         if self.kind == "constant":

@@ -67,9 +67,21 @@ class Run(NamedTuple):
         return self.given_last - self.given_first
 
     @property
+    def given(self) -> slice:
+        """Return the positions of the given elements among those that the rank holds."""
+        return slice(self.given_first - self.first, self.given_last - self.first)
+
+    @property
     def slot(self) -> Slot:
         """Return the slice that the elements are of."""
         return Slot(self.matrix, self.dim, self.shards, self.shard)
+
+
+class Elements(NamedTuple):
+    """Flat elements of a matrix that an owner has received, and the run that they are of."""
+
+    run: Run
+    values: Tensor
 
 
 class MatrixExchange:
@@ -101,18 +113,15 @@ class MatrixExchange:
         self._empty = torch.empty(0, dtype=dtype, device=device)
         self.owners = owners_of(costs, stage.size)
         self.owned = [matrix for matrix, owner in enumerate(self.owners) if owner == stage.rank]
-        fingerprint = crc32(json.dumps([dict(shapes), turns]).encode())
-        runs_by_rank = _gather_runs(runs, fingerprint, stage, device)
+        facts = json.dumps([dict(shapes), turns])
+        runs_by_rank = _gather_runs(runs, crc32(facts.encode()), stage, device)
         _require_complete(shapes, runs_by_rank)
         # [turn][rank]: the runs of a rank in an exchange
-        self._turns = [
-            [[run for run in of_rank if run.turn == turn] for of_rank in runs_by_rank]
-            for turn in range(turns)
-        ]
+        self._turns: list[list[list[Run]]] = []
+        for turn in range(turns):
+            self._turns.append([_in_turn(turn, of_rank) for of_rank in runs_by_rank])
 
-    def start_collect(
-        self, turn: int, values: Sequence[Tensor]
-    ) -> Callable[[], list[tuple[Run, Tensor]]]:
+    def start_collect(self, turn: int, values: Sequence[Tensor]) -> Callable[[], list[Elements]]:
         """Start to give the owners their elements. values: flat, of each of this rank's runs of the
         exchange.
 
@@ -122,15 +131,20 @@ class MatrixExchange:
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
         for run, elements in zip(self._turns[turn][local_rank], values, strict=True):
-            given = elements[run.given_first - run.first : run.given_last - run.first]
-            outgoing[self.owners[run.matrix]].append(given)
-        incoming = [self._runs_of(turn, rank, local_rank) for rank in range(self.stage.size)]
-        wait = self._start(outgoing, [[run.num_given for run in runs] for runs in incoming])
+            owner = self.owners[run.matrix]
+            outgoing[owner].append(elements[run.given])
+        incoming: list[list[Run]] = []
+        sizes: list[list[int]] = []
+        for rank in range(self.stage.size):
+            runs = self._runs_of(turn, rank, local_rank)
+            incoming.append(runs)
+            sizes.append([run.num_given for run in runs])
+        wait = self._start(outgoing, sizes)
 
-        def finish() -> list[tuple[Run, Tensor]]:
-            received: list[tuple[Run, Tensor]] = []
+        def finish() -> list[Elements]:
+            received: list[Elements] = []
             for runs, tensors in zip(incoming, wait(), strict=True):
-                received += zip(runs, tensors, strict=True)
+                received += map(Elements, runs, tensors)
             return received
 
         return finish
@@ -146,17 +160,20 @@ class MatrixExchange:
         flat_slices: dict[Slot, Tensor] = {}
 
         def elements(run: Run) -> Tensor:
-            if run.slot not in flat_slices:
-                part = self._part_of(run.slot)
-                flat_slices[run.slot] = part.take(results[run.matrix]).reshape(-1)
-            return flat_slices[run.slot][run.first : run.last]
+            slot = run.slot
+            if slot not in flat_slices:
+                of_slot = self._part_of(slot).take(results[run.matrix])
+                flat_slices[slot] = of_slot.reshape(-1)
+            return flat_slices[slot][run.first : run.last]
 
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
-            outgoing.append([elements(run) for run in self._runs_of(turn, rank, local_rank)])
-            sizes.append([run.size for run in self._runs_of(turn, local_rank, rank)])
+            sent_runs = self._runs_of(turn, rank, local_rank)
+            received_runs = self._runs_of(turn, local_rank, rank)
+            outgoing.append([elements(run) for run in sent_runs])
+            sizes.append([run.size for run in received_runs])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[Tensor]:
@@ -168,12 +185,12 @@ class MatrixExchange:
 
         return finish
 
-    def assemble(self, received: Sequence[tuple[Run, Tensor]]) -> dict[int, Tensor]:
+    def assemble(self, received: Sequence[Elements]) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, by number, from what it received in all
         exchanges of a step."""
-        slices = defaultdict[Slot, list[tuple[Run, Tensor]]](list)
-        for run, values in received:
-            slices[run.slot].append((run, values))
+        slices: dict[Slot, list[Elements]] = defaultdict(list)
+        for elements in received:
+            slices[elements.run.slot].append(elements)
         matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
         for slot, of_slice in slices.items():
             part = self._part_of(slot)
@@ -189,16 +206,21 @@ class MatrixExchange:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
         joined = [torch.cat(tensors) if tensors else self._empty for tensors in outgoing]
-        wait = self.stage.start_uneven_exchange(joined, [sum(of_rank) for of_rank in sizes])
+        wait = self.stage.start_uneven_exchange(joined, list(map(sum, sizes)))
         return lambda: [flat.split(of_rank) for flat, of_rank in zip(wait(), sizes, strict=True)]
 
     def _runs_of(self, turn: int, rank: int, owner: int) -> list[Run]:
         """Return the runs of `rank` in an exchange whose matrices belong to `owner`."""
-        return [run for run in self._turns[turn][rank] if self.owners[run.matrix] == owner]
+        runs = self._turns[turn][rank]
+        return [run for run in runs if self.owners[run.matrix] == owner]
 
     def _part_of(self, slot: Slot) -> Part:
         dim = None if slot.dim < 0 else slot.dim
         return Part("", self.shapes[slot.matrix], dim, slot.shards, slot.shard)
+
+
+def _in_turn(turn: int, runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.turn == turn]
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
@@ -206,10 +228,12 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
     so far."""
     owners = [0] * len(costs)
     loads = [0.0] * ranks
-    # equal costs and equal loads are taken by number, so that all ranks choose alike
-    for matrix in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        owners[matrix] = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[matrix]] += costs[matrix]
+    # `sorted` and `min` keep the order of what is equal, so that all ranks choose alike
+    by_cost = sorted(range(len(costs)), key=lambda matrix: -costs[matrix])
+    for matrix in by_cost:
+        owner = min(range(ranks), key=loads.__getitem__)
+        owners[matrix] = owner
+        loads[owner] += costs[matrix]
     return owners
 
 
@@ -220,8 +244,8 @@ def _gather_runs(
     Collective over `stage`."""
     width = len(Run._fields)
     # the first row has the fingerprint and the number of runs, and is padded like the table
-    header = (fingerprint, len(runs), *[0] * (width - 2))
-    rows = torch.tensor([header, *runs], device=device)
+    padding = [0] * (width - 2)
+    rows = torch.tensor([(fingerprint, len(runs), *padding), *runs], device=device)
     height = int(stage.max_(torch.tensor(len(rows), device=device)))
     table = rows.new_zeros(height, width)
     table[: len(rows)] = rows
@@ -231,9 +255,9 @@ def _gather_runs(
             "the ranks of a stage hold different matrices, or hold them in different buffers"
         )
     runs_by_rank: list[list[Run]] = []
-    for of_rank in tables:
-        num_runs = of_rank[0][1]
-        runs_by_rank.append([Run(*row) for row in of_rank[1 : 1 + num_runs]])
+    for header, *rows_of_rank in tables:
+        num_runs = header[1]
+        runs_by_rank.append([Run(*row) for row in rows_of_rank[:num_runs]])
     return runs_by_rank
 
 

@@ -35,7 +35,7 @@ from megaprec.optim.matrix_exchange import MatrixExchange, Run
 from megaprec.optim.model_intake import Ranks
 from megaprec.optim.muon import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
 from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
-from megaprec.optim.update_rules import Step, UpdateRule
+from megaprec.optim.update_rules import Step, StepOf, UpdateRule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.patterns import matched, require_used
 
@@ -75,7 +75,7 @@ class MatrixUpdates:
         self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
         shapes = self._shapes(stage, device)
         numbers = {name: number for number, name in enumerate(shapes)}
-        # by buffer, whose number is that of its exchange
+        # by buffer, whose number is that of its exchange, its turn
         self._runs = [
             list(self._runs_in(turn, numbers, groups)) for turn in range(len(self.buffers))
         ]
@@ -83,12 +83,12 @@ class MatrixUpdates:
         self._dtype = rule.iteration_dtype(torch.float64 if has_wide else torch.float32)
         self._exchange = MatrixExchange(
             shapes,
-            [iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
-            [local.run for local in chain.from_iterable(self._runs)],
-            len(self.buffers),
-            stage,
-            device,
-            self._dtype,
+            costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
+            runs=[local.run for local in chain.from_iterable(self._runs)],
+            turns=len(self.buffers),
+            stage=stage,
+            device=device,
+            dtype=self._dtype,
         )
 
     @staticmethod
@@ -110,11 +110,13 @@ class MatrixUpdates:
         """Return the shapes of all matrices of the stage, by name."""
         local: dict[str, tuple[int, ...]] = {}
         for buffer in self.buffers:
-            local.update({piece.part.name: piece.part.shape for piece in buffer.pieces})
+            for piece in buffer.pieces:
+                local[piece.part.name] = piece.part.shape
         # Without experts on ranks of their own, all ranks of a stage have the same matrices.
         if not any(buffer.of_experts for buffer in self.buffers):
             return local
-        return {name: tuple(shape) for name, shape in everyones(local, stage, device).items()}
+        of_stage = everyones(local, stage, device)
+        return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
 
     def _runs_in(
         self, turn: int, numbers: dict[str, int], groups: Sequence[Group]
@@ -132,7 +134,7 @@ class MatrixUpdates:
         for local in chain.from_iterable(self._runs):
             yield from local.tiles
 
-    def apply(self, step_of: Callable[[Factors], Step], done: Callable[[Buffer], None]) -> None:
+    def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all matrices.
 
         step_of: numbers of the step, by factors.
@@ -147,13 +149,14 @@ class MatrixUpdates:
                 matrices[number] = orthogonalized(
                     matrix, rule.ns_coefficients, rule.ns_steps, rule.ns_eps
                 )
+        # `done` starts the all-gather of a buffer, which overlaps with the next exchange
         for turn, buffer in enumerate(self.buffers):
             wait = self._exchange.start_return(turn, matrices)
             for local, result in zip(self._runs[turn], wait(), strict=True):
                 _move(local, result, step_of(local.factors))
             done(buffer)
 
-    def _collect_directions(self, step_of: Callable[[Factors], Step]) -> dict[int, Tensor]:
+    def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
         """Update all momenta, and return the complete directions of this rank's own matrices, by
         number."""
         # every exchange starts before the first wait, so that they overlap with the updates
@@ -163,28 +166,28 @@ class MatrixUpdates:
         ]
         return self._exchange.assemble([*chain.from_iterable(wait() for wait in waits)])
 
-    def _directions(self, turn: int, step_of: Callable[[Factors], Step]) -> list[Tensor]:
+    def _directions(self, turn: int, step_of: StepOf) -> list[Tensor]:
         """Update the momentum of a buffer, and return the directions of its runs in the dtype of
         the iteration."""
         directions: list[Tensor] = []
         for local in self._runs[turn]:
             step = step_of(local.factors)
-            of_tiles = [self._direction(tile, step).to(self._dtype) for tile in local.tiles]
+            of_tiles = [self._direction(tile, step) for tile in local.tiles]
             directions.append(torch.cat(of_tiles))
         return directions
 
     def _direction(self, tile: Tile, step: Step) -> Tensor:
-        """Update the momentum of a tile, and return what is orthogonalized. Nothing changes if
-        `step.skip` is 1."""
+        """Update the momentum of a tile, and return what is orthogonalized, in the dtype of the
+        iteration. Nothing changes if `step.skip` is 1."""
         momentum = self.rule.momentum
         (average,) = tile.wide_moments()
         fresh = (tile.wide_gradients() / step.divisor).mul_(1 - momentum)
         new_average = (average * momentum).add_(fresh)
         direction = fresh.add_(new_average * momentum) if self.rule.nesterov else new_average
-        # selected, not multiplied: a NaN of a skipped step would stay
+        # selected, not multiplied by 0: the new average of a skipped step may be NaN
         average.copy_(torch.where(step.skip == 0, new_average, average))
         tile.keep_moments([average], step.steps)
-        return direction
+        return direction.to(self._dtype)
 
 
 def run_of(buffer: Buffer, piece: Piece, matrix: int, turn: int) -> Run:
@@ -192,7 +195,7 @@ def run_of(buffer: Buffer, piece: Piece, matrix: int, turn: int) -> Run:
     gives."""
     part = piece.part
     held = piece.overlap(buffer.first, buffer.last)
-    given = range(max(held.start, buffer.share[0]), min(held.stop, buffer.share[1]))
+    given = piece.overlap(*buffer.share)  # which lies within the slice
     if part.copy or not given:
         given = range(held.start, held.start)
     return Run(
@@ -214,12 +217,13 @@ def _move(local: LocalRun, result: Tensor, step: Step) -> None:
     for tile, direction in zip(local.tiles, results, strict=True):
         weights = tile.wide_weights()
         decayed = weights * (1 - step.lr * step.weight_decay)
-        updated = decayed.sub_(direction.to(weights.dtype) * (step.lr * local.scale))
+        move = direction.to(weights.dtype) * (step.lr * local.scale)
+        updated = decayed.sub_(move)
         weights.copy_(torch.where(step.skip == 0, updated, weights))
         tile.keep_masters(weights, step.steps)
 
 
-def require_understood(rule: UpdateRule, parts: Sequence[nn.Module], ranks: Ranks) -> None:
+def require_understood(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """Raise UserError, on every rank, if Muon's patterns do not fit the model. Collective over the
     world.
 
@@ -232,7 +236,7 @@ def require_understood(rule: UpdateRule, parts: Sequence[nn.Module], ranks: Rank
     key = "optimizer.options by_adamw"
     world = ranks.world
     device = ranks.device
-    layouts = map(layout_of, parameters_of(parts))
+    layouts = map(layout_of, parameters_of(model_parts))
     names = sorted({part.name for layout in layouts for part in layout.parts})
     if rule.by_adamw != NOT_HIDDEN:
         require_used(key, rule.by_adamw, names, world, device)
@@ -244,14 +248,14 @@ def require_understood(rule: UpdateRule, parts: Sequence[nn.Module], ranks: Rank
                 "embeddings and heads, which AdamW should update, from hidden layers: give their "
                 f"patterns, [] for none; names are like {names[0]}"
             )
-    problems = everyones(dict.fromkeys(_split_parameters(rule, parts)), world, device)
+    problems = everyones(dict.fromkeys(_split_parameters(rule, model_parts)), world, device)
     if problems:
         raise UserError(*problems)
 
 
-def _split_parameters(rule: Muon, parts: Sequence[nn.Module]) -> Iterator[str]:
+def _split_parameters(rule: Muon, model_parts: Sequence[nn.Module]) -> Iterator[str]:
     """Yield a line for each parameter whose logical tensors would be updated by two rules."""
-    for parameter in parameters_of(parts):
+    for parameter in parameters_of(model_parts):
         try:
             moments_of(rule, parameter)
         except UserError as error:

@@ -49,7 +49,7 @@ class _Twins(NamedTuple):
 
 
 class ModelBuffers:
-    """The buffers of all parameters of `parts`. Tensors that are not trained are moved to the
+    """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
     shards, average, canonical, seed: as in `Buffer`.
@@ -68,7 +68,7 @@ class ModelBuffers:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         plan: PrecisionPlan,
         *,
         mesh: DeviceMesh | None,
@@ -93,19 +93,19 @@ class ModelBuffers:
         self._moments = moments
         self._seed = seed
         self._average = average
-        self._model = TrainedModel(parts)
+        self._model = TrainedModel(model_parts)
         stand_ins = {
             parameter: StandIn(parameter, plan, ranks.device)
-            for parameter in parameters_of(parts)
+            for parameter in parameters_of(model_parts)
             if is_dtensor(parameter)
         }
         self.stand_ins = tuple(stand_ins.values())
         self._stand_in_parameters = {stand_in.parameter for stand_in in self.stand_ins}
         # collective: every rank makes the groups of all tied parameters
-        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
-        self.chunks = self._lay_out(parts, stand_ins)
+        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(model_parts)))
+        self.chunks = self._lay_out(model_parts, stand_ins)
         self.all = list(chain.from_iterable(self.chunks))
-        self.untrained = Untrained(parts, ranks.pp.rank, self._is_first_replica)
+        self.untrained = Untrained(model_parts, ranks.pp.rank, self._is_first_replica)
         self.twins = self._find_twins()
         with_twin = set(chain.from_iterable(self.twins))
         self.tied = [
@@ -115,14 +115,15 @@ class ModelBuffers:
         ]
 
     def _lay_out(
-        self, parts: Sequence[nn.Module], stand_ins: dict[nn.Parameter, StandIn]
+        self, model_parts: Sequence[nn.Module], stand_ins: dict[nn.Parameter, StandIn]
     ) -> list[list[Buffer]]:
         """Return the buffers of each part. A parameter of several parts is in the first one's."""
         chunks: list[list[Buffer]] = []
-        taken = set[nn.Parameter]()
-        marked = parameters_of_marked(parts)
-        for part in parts:
-            trained = list(parameters_of([part]))
+        taken = set[nn.Parameter]()  # parameters that have a buffer
+        marked = parameters_of_marked(model_parts)
+        for model_part in model_parts:
+            trained = list(parameters_of([model_part]))
+            # torch manages the memory of DTensors, so their stand-ins are in the buffers
             in_buffers = [
                 stand_ins[parameter].parameter if parameter in stand_ins else parameter
                 for parameter in trained
@@ -130,7 +131,7 @@ class ModelBuffers:
             ]
             taken.update(trained)
             chunks.append([self._buffer(bucket) for bucket in self._buckets(in_buffers)])
-            move_rest(part, self._plan, self._ranks.device, marked)
+            move_rest(model_part, self._plan, self._ranks.device, marked)
         return chunks
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -196,9 +197,11 @@ class ModelBuffers:
         tied ones."""
         if self._virtual is not None:
             sum_partial_slices(self.all, self._virtual)
+        # after the sum over dp, of slices only: all holders of tied parameters cut them alike
         for buffer, axis in self.tied:
             axis.sum_(buffer.own(buffer.grads))
         for first, second in self.twins:
+            # both copies are updated by the same sum, so they stay equal
             grads = first.own(first.grads)
             copied = second.own(second.grads)
             grads.add_(copied)

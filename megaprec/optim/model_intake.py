@@ -50,7 +50,7 @@ class Ranks:
 
     @staticmethod
     def of(
-        mesh: DeviceMesh | None, parts: Sequence[nn.Module], experts: ExpertAxes | None = None
+        mesh: DeviceMesh | None, model_parts: Sequence[nn.Module], experts: ExpertAxes | None = None
     ) -> "Ranks":
         """Return the ranks of `mesh`, and those that share the experts of a layer.
 
@@ -62,8 +62,10 @@ class Ranks:
         tp = Axis.of(mesh, "tp")
         device = device_of(mesh)
         if mesh is None:  # the device of the model
-            device = next((parameter.device for parameter in parameters_of(parts)), device)
-        dtensors = [(path, parameter) for path, parameter in named(parts) if is_dtensor(parameter)]
+            device = next((parameter.device for parameter in parameters_of(model_parts)), device)
+        dtensors = [
+            (path, parameter) for path, parameter in named(model_parts) if is_dtensor(parameter)
+        ]
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             if not dtensors:
                 raise UserError(_explain_missing_mesh(device, dist.get_world_size()))
@@ -83,24 +85,26 @@ def _explain_missing_mesh(device: torch.device, ranks: int) -> str:
     )
 
 
-def named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every trained parameter once, with its path in the first part that contains it."""
     seen: set[nn.Parameter] = set()
-    for part in parts:
-        for path, parameter in part.named_parameters():
+    for model_part in model_parts:
+        for path, parameter in model_part.named_parameters():
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
                 yield path, parameter
 
 
-def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | None = None) -> None:
+def require_known(
+    model_parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | None = None
+) -> None:
     """Raise UserError, naming parameters, for parameters that cannot be identified.
 
     These are FSDP1's flat parameters, parameters without a layout, parameters that were laid out
     for another number of tensor-parallel ranks, and experts of ranks of their own, of which the
     optimizer was not told.
     """
-    trained = list(named(parts))
+    trained = list(named(model_parts))
     for path, parameter in trained:
         if _is_flat(parameter):
             raise UserError(
@@ -109,15 +113,15 @@ def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | Non
                 "unwrapped, because the optimizer shards its state over dp by itself"
             )
     everything: dict[str, nn.Parameter] = {}
-    for part in parts:
-        everything.update(part.named_parameters())
+    for model_part in model_parts:
+        everything.update(model_part.named_parameters())
     _require_no_problems(_unusable_memory, everything.items())
     _require_no_problems(_untrainable, trained)
     _require_layouts(trained)
     _require_no_problems(_shape_problem, trained)
-    _require_distinct_names(parts)
-    _require_own_memory(parts)
-    for layout in map(layout_of, parameters_of(parts)):
+    _require_distinct_names(model_parts)
+    _require_own_memory(model_parts)
+    for layout in map(layout_of, parameters_of(model_parts)):
         _require_laid_out_for(layout, tp, experts)
 
 
@@ -206,10 +210,10 @@ def _untrainable(path: str, parameter: nn.Parameter) -> str:
     return ""
 
 
-def _require_distinct_names(parts: Sequence[nn.Module]) -> None:
+def _require_distinct_names(model_parts: Sequence[nn.Module]) -> None:
     """Raise UserError unless each trained parameter has a name of its own."""
     paths: dict[tuple[str, int, bool], str] = {}
-    for path, parameter in named(parts):
+    for path, parameter in named(model_parts):
         layout = layout_of(parameter)
         for part in layout.parts:
             key = part.name, part.rank, layout.again
@@ -233,14 +237,14 @@ class _MemorySpan:
     trained: bool
 
 
-def _memory_spans(parts: Sequence[nn.Module]) -> Iterator[_MemorySpan]:
+def _memory_spans(model_parts: Sequence[nn.Module]) -> Iterator[_MemorySpan]:
     """Yield the memory of all trained parameters, then that of what is not trained: frozen
     parameters and buffers."""
-    trained = dict.fromkeys(parameter for _, parameter in named(parts))
-    for path, parameter in named(parts):
+    trained = dict.fromkeys(parameter for _, parameter in named(model_parts))
+    for path, parameter in named(model_parts):
         yield from _memory_span(path, parameter, trained=True)
-    for part in parts:
-        for path, tensor in (*part.named_parameters(), *part.named_buffers()):
+    for model_part in model_parts:
+        for path, tensor in (*model_part.named_parameters(), *model_part.named_buffers()):
             if tensor not in trained:
                 yield from _memory_span(path, tensor, trained=False)
 
@@ -259,12 +263,12 @@ def _memory_span(path: str, tensor: Tensor, trained: bool) -> Iterator[_MemorySp
     yield _MemorySpan(str(tensor.device), first, end, path, trained)
 
 
-def _require_own_memory(parts: Sequence[nn.Module]) -> None:
+def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
     """Raise UserError unless each trained parameter has a memory that no other tensor of the model
     shares."""
     # the span that reaches furthest so far, of trained and of other tensors of each device
     furthest: dict[tuple[str, bool], _MemorySpan] = {}
-    for span in sorted(_memory_spans(parts), key=lambda span: (span.device, span.first)):
+    for span in sorted(_memory_spans(model_parts), key=lambda span: (span.device, span.first)):
         for trained in (True, False):
             before = furthest.get((span.device, trained))
             is_moved = span.trained or trained  # else they stay together
@@ -295,13 +299,13 @@ def _is_flat(parameter: nn.Parameter) -> bool:
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
 
 
-def averages(parts: Sequence[nn.Module], dp: Axis, choice: bool | None) -> bool:
+def averages(model_parts: Sequence[nn.Module], dp: Axis, choice: bool | None) -> bool:
     """Return True if gradients are averaged over dp.
 
     choice: the user's. Raises UserError if neither the user nor a wrapper decides it.
     """
-    has_dtensors = any(is_dtensor(parameter) for parameter in parameters_of(parts))
-    if choice and any(layout_of(parameter).expert for parameter in parameters_of(parts)):
+    has_dtensors = any(is_dtensor(parameter) for parameter in parameters_of(model_parts))
+    if choice and any(layout_of(parameter).expert for parameter in parameters_of(model_parts)):
         raise UserError(
             "average = True: an expert on ranks of its own has the rows of several dp ranks, and "
             "fewer replicas than there are dp ranks; scale the loss to a share of the mean over "
@@ -315,7 +319,7 @@ def averages(parts: Sequence[nn.Module], dp: Axis, choice: bool | None) -> bool:
         return False  # nothing to divide by
     if choice is not None:
         return choice
-    if has_dtensors or any(True for _ in _ddp_wrappers(parts)):
+    if has_dtensors or any(True for _ in _ddp_wrappers(model_parts)):
         return True
     raise UserError(
         f"the gradients of {dp.size} dp ranks can be averaged or summed: give average=True if each "
@@ -325,24 +329,24 @@ def averages(parts: Sequence[nn.Module], dp: Axis, choice: bool | None) -> bool:
     )
 
 
-def disable_ddp_sync(parts: Sequence[nn.Module]) -> None:
+def disable_ddp_sync(model_parts: Sequence[nn.Module]) -> None:
     """Disable the all-reduce of each DistributedDataParallel among the parts: the optimizer reduces
     gradients."""
-    for wrapper in _ddp_wrappers(parts):
+    for wrapper in _ddp_wrappers(model_parts):
         wrapper.require_backward_grad_sync = False
 
 
-def _ddp_wrappers(parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
-    for part in parts:
-        for module in part.modules():
+def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
+    for model_part in model_parts:
+        for module in model_part.modules():
             if isinstance(module, DistributedDataParallel):
                 yield module
 
 
-def require_nothing_left(parts: Sequence[nn.Module], overlap: bool, zero_size: int) -> None:
+def require_nothing_left(model_parts: Sequence[nn.Module], overlap: bool, zero_size: int) -> None:
     """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard
     manages."""
-    dtensor = next(filter(is_dtensor, parameters_of(parts)), None)
+    dtensor = next(filter(is_dtensor, parameters_of(model_parts)), None)
     if dtensor is None:
         return
     for key, value in {"overlap": overlap, "zero_size": zero_size}.items():
@@ -355,7 +359,7 @@ def require_nothing_left(parts: Sequence[nn.Module], overlap: bool, zero_size: i
 
 
 def with_marked(
-    parts: Sequence[nn.Module],
+    model_parts: Sequence[nn.Module],
     plan: PrecisionPlan,
     groups: Sequence[str],
     world: Axis,
@@ -368,17 +372,20 @@ def with_marked(
     Raises UserError for patterns that match nothing on any rank. Collective over the world.
     """
     names = set[str]()
-    for module in parts:
+    for module in model_parts:
         for parameter in filter(has_layout, module.parameters()):
             names.update(part.name for part in layout_of(parameter).parts)
     sorted_names = sorted(names)
     require_used("precision.keep_fp32", plan.keep_fp32, sorted_names, world, device)
     require_used("optimizer.groups", groups, sorted_names, world, device)
-    return keeping_marked(parts, plan, world, device)
+    return keeping_marked(model_parts, plan, world, device)
 
 
 def move_rest(
-    part: nn.Module, plan: PrecisionPlan, device: torch.device, marked: AbstractSet[nn.Parameter]
+    model_part: nn.Module,
+    plan: PrecisionPlan,
+    device: torch.device,
+    marked: AbstractSet[nn.Parameter],
 ) -> None:
     """Move everything that is not trained to the device: frozen parameters, in their planned dtype,
     and buffers.
@@ -386,7 +393,7 @@ def move_rest(
     marked: parameters that stay in FP32. Raises UserError for a frozen parameter that torch has
     sharded in another dtype.
     """
-    for path, parameter in part.named_parameters():
+    for path, parameter in model_part.named_parameters():
         if parameter.requires_grad:
             continue
         if parameter in marked:
@@ -403,5 +410,5 @@ def move_rest(
                 f"parameters = {dtype_name(planned)}: cast it before fully_shard"
             )
     # only users' models have buffers; those of this project have none
-    for buffer in part.buffers():
+    for buffer in model_part.buffers():
         buffer.data = buffer.data.to(device)

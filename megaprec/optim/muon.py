@@ -56,6 +56,7 @@ class Muon(Stateless):
     adamw: AdamW = AdamW()
 
     def __post_init__(self) -> None:
+        # a frozen dataclass is set like this; a run file has lists where tuples are compared
         object.__setattr__(self, "by_adamw", _texts("by_adamw", self.by_adamw))
         object.__setattr__(
             self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients)
@@ -86,9 +87,9 @@ class Muon(Stateless):
     def updates(self, part: Part) -> bool:
         """Return True if this logical tensor is updated by orthogonalized momentum, False if by
         `adamw`."""
-        return len(part.shape) == 2 and not any(
-            fnmatchcase(part.name, pattern) for pattern in self.by_adamw
-        )
+        if len(part.shape) != 2:
+            return False
+        return not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
 
     def factor(self, shape: Sequence[int]) -> float:
         """Return the factor of the learning rate for a logical matrix of this shape."""
@@ -136,7 +137,7 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     and AdamW others.
     """
     if layout_of(parameter).balancing is not None:
-        return ()
+        return ()  # it moves by a fixed speed
     if not isinstance(rule, Muon):
         return rule.names
     parts = layout_of(parameter).parts
@@ -152,4 +153,5 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
 
 def least_moments(rule: UpdateRule) -> int:
     """Return the smallest number of moments that a rule keeps of a parameter."""
+    # Muon's own matrices have its momentum alone
     return 1 if isinstance(rule, Muon) else len(rule.names)

@@ -229,7 +229,7 @@ class ParallelAMPOptimizer(TorchFace):
         self.kernels = kernels_for(rule, self.device) if native else None
 
         self.scaler = make_scaler(plan.scaling, self.device)
-        self._scale_read = False
+        self._scale_read = False  # True once a loop has asked for the scale
         # number of applied steps
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         cycled = cycled_options(rule)
@@ -278,18 +278,23 @@ class ParallelAMPOptimizer(TorchFace):
         for updates in self._whole_updates:
             others.update(updates.buffers)
         return [
-            _BufferSlices(buffer, [self._cut(buffer, part) for part in slices(buffer, groups)])
+            _BufferSlices(
+                buffer, [self._cut(buffer, buffer_slice) for buffer_slice in slices(buffer, groups)]
+            )
             for buffer in self._memory.all
             if buffer not in others
         ]
 
-    def _cut(self, buffer: Buffer, part: Slice) -> _SliceTiles:
+    def _cut(self, buffer: Buffer, buffer_slice: Slice) -> _SliceTiles:
         """Return the tiles of a slice: a single one if the C kernels support it, else runs that
         suit the device."""
-        single = list(buffer.blocks(part.first, part.last, part.last - part.first))
+        first = buffer_slice.first
+        last = buffer_slice.last
+        single = list(buffer.blocks(first, last, length=last - first))
+        # a C kernel goes through memory once, whatever its length, and on several threads
         if self.kernels is not None and self.kernels.updates(single[0]):
-            return _SliceTiles(part, single)
-        return _SliceTiles(part, list(buffer.blocks(part.first, part.last)))
+            return _SliceTiles(buffer_slice, single)
+        return _SliceTiles(buffer_slice, list(buffer.blocks(first, last)))
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -332,6 +337,7 @@ class ParallelAMPOptimizer(TorchFace):
         self.scaler.load_state_dict(numbers["scaler"])
         self.rule.load_scalars(numbers.get("rule", {}))
         load_groups(numbers.get("param_groups", ()), self._groups)
+        # only masters were loaded: weights are their rounding, as after the step of the checkpoint
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
         self._memory.write_weights()
@@ -479,7 +485,7 @@ class ParallelAMPOptimizer(TorchFace):
         self._update(scale.double() / self._clip_factor(norm), skip)
         for observer in self.observers:
             observer.updated(self.all_buffers())
-        # The device has all work of the update by now, so the host may wait for its numbers.
+        # By now the device has been given all work of the update, so the host may wait for numbers.
         report = self._report(agreed, norm, scale)
         if report.changed and self._fp8_masters is not None:
             self._fp8_masters.outdate()
@@ -494,6 +500,7 @@ class ParallelAMPOptimizer(TorchFace):
     def _update_scale(self, agreed: Consensus) -> None:
         """Update the loss scale. A step in which no token counts says nothing about it, and leaves
         it as it is."""
+        # updated and put back, because the host does not know yet whether a token counts
         saved = [number.clone() for number in self.scaler.tensors()]
         self.scaler.update(agreed.finite.logical_not())
         for number, before in zip(self.scaler.tensors(), saved, strict=True):
@@ -511,9 +518,10 @@ class ParallelAMPOptimizer(TorchFace):
         counted, norm = self._consensus.measure(
             self._counted_grads, self._copied_grads, self.kernels
         )
+        # ranks whose schedulers have gone apart would update replicas by different rates
         rate = torch.full((), self._learning_rate, dtype=torch.float32, device=self.device)
         if loss is not None and self.average:
-            loss = loss / self.dp.size
+            loss = loss / self.dp.size  # so that the sum over dp is the mean
         presence = grad_presence.summarize(self.all_buffers(), self._settings_lines)
         if counted_tokens is not None:
             counted_tokens = torch.as_tensor(
@@ -533,20 +541,21 @@ class ParallelAMPOptimizer(TorchFace):
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan
         ignores overflows."""
-        if self.clip <= 0:
+        if self.clip <= 0:  # no clipping
             return torch.ones_like(norm)
         factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         return torch.where(norm.isfinite(), factor, 1.0)
 
     def _update(self, divisor: Tensor, skip: Tensor) -> None:
         """Apply the rule to gradient / divisor, or change nothing if `skip` is 1."""
-        self.steps += 1 - skip
+        self.steps += 1 - skip  # no read of `skip`, for which the host would wait
         # A GPU does not wait for `skip`: an update that is skipped changes nothing.
         if self.device.type != "cpu" or not skip:
             self._apply(divisor, skip, self._update_tile)
 
     def _apply(self, divisor: Tensor, skip: Tensor, update: Callable[[Tile, Step], None]) -> None:
         """Update all tiles as step number `steps`, and all-gather the weights."""
+        # at least 1: a skipped first step must not divide by 1 - beta**0
         steps = self.steps.clamp(min=1)
 
         def step_of(factors: Factors) -> Step:
@@ -555,8 +564,8 @@ class ParallelAMPOptimizer(TorchFace):
             return Step(rates.lr, rates.weight_decay, divisor, skip, steps, rule)
 
         for buffer, of_buffer in self._buffer_slices:
-            for part, tiles in of_buffer:
-                step = step_of(part.factors)
+            for buffer_slice, tiles in of_buffer:
+                step = step_of(buffer_slice.factors)
                 for tile in tiles:
                     update(tile, step)
             self._gather(buffer)  # overlaps with the update of the next buffer
@@ -580,7 +589,7 @@ class ParallelAMPOptimizer(TorchFace):
             assert isinstance(rule, AdamW)
             self.kernels.adamw_(tile, rule, step)
             return
-        wide = tile.wide()
+        wide = tile.wide()  # views where the stored dtype is wide enough
         self._apply_rule(rule, wide, step)
         tile.keep(wide.weights, wide.moments, self.steps)
 

@@ -56,6 +56,9 @@ class ParamGroup(dict[str, Any]):
         raise KeyError(key)
 
 
+Groups = Mapping[Factors, ParamGroup]
+
+
 def cycled_options(rule: UpdateRule) -> dict[str, Any]:
     """Return the option of a rule that torch's OneCycleLR and CyclicLR cycle, as torch's optimizers
     call it."""
@@ -102,9 +105,7 @@ def param_groups(
     return by_factors
 
 
-def require_unreplaced_groups(
-    current: Sequence[object], built: Mapping[Factors, ParamGroup]
-) -> None:
+def require_unreplaced_groups(current: Sequence[object], built: Groups) -> None:
     """Raise UserError unless `current`, the list that everybody sees, has the optimizer's own
     groups as they were built."""
     if _are_identical(current, list(built.values())) and all(
@@ -123,7 +124,7 @@ def _are_identical(current: Sequence[object], built: Sequence[object]) -> bool:
     return len(current) == len(built) and all(map(is_, current, built))
 
 
-def step_rates(groups: Mapping[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rates]:
+def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
     """Return learning rate and weight decay by factors. lr: of this step, for an optimizer that was
     built without.
 
@@ -138,10 +139,7 @@ def step_rates(groups: Mapping[Factors, ParamGroup], lr: float | None) -> dict[F
     if lr is None:
         for group in groups.values():
             require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
-        return {
-            pair: Rates(float(group["lr"]), float(group["weight_decay"]))
-            for pair, group in groups.items()
-        }
+        return {pair: _rates(group, group["lr"]) for pair, group in groups.items()}
     if any("lr" in group for group in groups.values()):
         raise UserError(
             "step(lr=...) of an optimizer that was built with lr: the rate is that of its "
@@ -150,12 +148,14 @@ def step_rates(groups: Mapping[Factors, ParamGroup], lr: float | None) -> dict[F
     require_rates(lr=lr)
     for group in groups.values():
         require_rates(weight_decay=group["weight_decay"])
-    return {
-        pair: Rates(lr * pair.lr, float(group["weight_decay"])) for pair, group in groups.items()
-    }
+    return {pair: _rates(group, lr * pair.lr) for pair, group in groups.items()}
 
 
-def _require_no_rule_options(groups: Mapping[Factors, ParamGroup]) -> None:
+def _rates(group: ParamGroup, lr: float) -> Rates:
+    return Rates(float(lr), float(group["weight_decay"]))
+
+
+def _require_no_rule_options(groups: Groups) -> None:
     """Raise UserError for an option of torch's optimizers that someone has put into a group."""
     unread: list[str] = []
     for group in groups.values():
@@ -171,7 +171,7 @@ def _require_no_rule_options(groups: Mapping[Factors, ParamGroup]) -> None:
     )
 
 
-def step_rules(groups: Mapping[Factors, ParamGroup], rule: UpdateRule) -> dict[Factors, UpdateRule]:
+def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
     """Return the update rule of each group, with the option that a scheduler has changed. Raises
     UserError for a value that the rule cannot have.
     """
@@ -200,9 +200,7 @@ def _changed_options(group: ParamGroup) -> dict[str, Any]:
     return changed
 
 
-def describe_settings(
-    groups: Mapping[Factors, ParamGroup], rates: Mapping[Factors, Rates], clip: float
-) -> list[str]:
+def describe_settings(groups: Groups, rates: Mapping[Factors, Rates], clip: float) -> list[str]:
     """Return the rates of each group of a step, and the largest norm, as lines of text that all
     ranks of a stage share.
 
@@ -229,7 +227,7 @@ def _options_of_torch() -> frozenset[str]:
     return frozenset(names - {"params", "lr", "weight_decay", "defaults", "args", "kwargs"})
 
 
-def saved_groups(groups: Mapping[Factors, ParamGroup]) -> list[dict[str, Any]]:
+def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     """Return the groups that have a learning rate as plain values, with the factors that identify
     each group.
 
@@ -245,7 +243,7 @@ def saved_groups(groups: Mapping[Factors, ParamGroup]) -> list[dict[str, Any]]:
     return saved
 
 
-def load_groups(saved: Iterable[dict[str, Any]], groups: Mapping[Factors, ParamGroup]) -> None:
+def load_groups(saved: Iterable[dict[str, Any]], groups: Groups) -> None:
     """Load saved rates, by factors. Groups that are new in this run, and groups without "lr", stay
     unchanged."""
     for values in saved:

@@ -34,7 +34,7 @@ def sum_partial(parameters: Sequence[nn.Parameter], tp: Axis) -> None:
     partial_grads: list[_PartialGrad] = []
     for parameter in parameters:
         partial_grads += _partial_grads_of(parameter)
-    if partial_grads:
+    if partial_grads:  # the same on all ranks of the group
         packed = _pack(partial_grads)
         tp.sum_(packed)
         _unpack(packed, partial_grads)
@@ -63,6 +63,7 @@ def sum_partial_slices(buffers: Sequence[Buffer], virtual: VirtualAxis) -> None:
 def _partial_grads_in_shards(buffers: Sequence[Buffer]) -> Iterator[_PartialGrad]:
     """Yield the partial gradients in this rank's slices."""
     for buffer in buffers:
+        # of a parameter with partial gradients; its pieces know only the part
         partial_parts = set[Part]()
         for layout in map(layout_of, buffer.parameters):
             if layout.partial:

@@ -148,6 +148,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         for observer in self.observers:
             observer.decided(self.all_buffers(), self._guessed.scale, no_overflow)
         self.steps += 1
+        # elementwise tiles are copied one by one, just before their update: they are in the cache
         for tile in self._whole_tiles():
             self._copy(tile)
         self._apply(self.scaler.scale.double(), no_overflow, self._update_copied)
@@ -247,6 +248,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         for tile in self._tiles():
             for values, copy in zip(tile.changed(), self._copies_of[id(tile)], strict=True):
                 values.copy_(copy)
+        # other ranks have this rank's weights of the guess
         for buffer in self.all_buffers():
             wait = buffer.start_collect()
             wait()

@@ -26,7 +26,7 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
             return make(**(options or {}))
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
             return Torch(kind, options)
-    except TypeError as error:
+    except TypeError as error:  # of an option that the rule does not have
         raise UserError(f"optimizer.options for {name!r}: {error}") from error
     raise UserError(
         f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of "

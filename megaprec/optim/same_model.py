@@ -21,18 +21,19 @@ _REBUILD = (
 class TrainedModel:
     """The parts of a model, and the parameters that were to be trained when this was made."""
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._parts = parts
-        self._trained = dict.fromkeys(parameters_of(parts))
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        self._model_parts = model_parts
+        self._trained = dict.fromkeys(parameters_of(model_parts))
 
     def require_same(self) -> None:
         """Raise UserError, naming parameters, if others are to be trained now."""
-        current = dict.fromkeys(parameters_of(self._parts))
+        # compared without order: a part may be rebuilt around the same parameters
+        current = dict.fromkeys(parameters_of(self._model_parts))
         if current.keys() == self._trained.keys():
             return
         paths: dict[nn.Parameter, str] = {}
-        for part in self._parts:
-            paths |= {parameter: path for path, parameter in part.named_parameters()}
+        for model_part in self._model_parts:
+            paths |= {parameter: path for path, parameter in model_part.named_parameters()}
         added = [
             path
             for parameter, path in paths.items()

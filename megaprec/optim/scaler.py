@@ -138,6 +138,7 @@ class DynamicGradScaler:
         larger = (self.scale * self.growth_factor).clamp(max=self.max_scale)
         smaller = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
         after_good_step = torch.where(grows, larger, self.scale)
+        # once none is left, every further overflow lowers the scale
         falls = overflowed & (tolerated <= 0)
         self.scale.copy_(torch.where(falls, smaller, after_good_step))
         refills = grows if self.hysteresis_refill == "growth" else ~overflowed
@@ -159,7 +160,9 @@ class DynamicGradScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Load a saved search; nothing changes if `state` is the empty one of a constant scaler."""
         if state:
-            self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
+            # the limits may be others than those of the run that saved it
+            scale = min(max(state["scale"], self.min_scale), self.max_scale)
+            self.scale.fill_(scale)
             self.growth_tracker.fill_(int(state["growth_tracker"]))
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
 

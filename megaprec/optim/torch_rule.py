@@ -55,6 +55,7 @@ class Torch:
             )
         self.kind = kind
         self.options = dict(options or {})
+        # what a step gives, and what the optimizer has already
         of_step = {"lr", "weight_decay", "params"} & self.options.keys()
         if of_step:
             raise UserError(
@@ -88,6 +89,7 @@ class Torch:
         elements."""
         if bool(skip):
             return
+        # one element of zeros, because the scalars depend on no element
         weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
         before = self._state_before(state, is_first=not self._scalars)
         after = self._step_once(weights, grads, before, 1.0, 0.0)
@@ -121,6 +123,8 @@ class Torch:
         options: dict[str, Any] = {"lr": lr, **self.options}
         if self._has_decay:
             options["weight_decay"] = weight_decay
+        # A new optimizer for each slice, with the state of the slice: torch's would find the state
+        # by parameter, and here a parameter is in several slices.
         weights.grad = grads
         optimizer = self.kind([weights], **options)
         if state is not None:

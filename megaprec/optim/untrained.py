@@ -43,7 +43,7 @@ class FrozenSlice:
 
 
 class Untrained:
-    """The state of `parts` that is not trained, as of the moment at which this is made.
+    """The state of `model_parts` that is not trained, as of the moment at which this is made.
 
     pp_rank: of this rank.
     is_first_replica: returns True if this rank is the first replica of a parameter with such a
@@ -51,9 +51,12 @@ class Untrained:
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], pp_rank: int, is_first_replica: Callable[[Layout], bool]
+        self,
+        model_parts: Sequence[nn.Module],
+        pp_rank: int,
+        is_first_replica: Callable[[Layout], bool],
     ) -> None:
-        self._parts = parts
+        self._model_parts = model_parts
         self._pp_rank = pp_rank
         self._is_first_replica = is_first_replica
         # with the buffer itself, because the id of one that is gone may be given again
@@ -93,7 +96,7 @@ class Untrained:
         torch's kernels write to the running statistics of a batch norm without a new version: if it
         has counted a batch, they have changed too.
         """
-        changed = set[str]()
+        changed = set[str]()  # paths
         batch_norms = set[nn.Module]()
         for module, name, buffer in self._buffers():
             if not self._is_unchanged(buffer):
@@ -110,15 +113,15 @@ class Untrained:
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         seen = set[nn.Parameter]()
-        for part in self._parts:
-            for name, parameter in part.named_parameters():
+        for model_part in self._model_parts:
+            for name, parameter in model_part.named_parameters():
                 if not parameter.requires_grad and parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for part in self._parts:
-            for path, module in part.named_modules():
+        for model_part in self._model_parts:
+            for path, module in model_part.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):
                     if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                         yield module, name, buffer

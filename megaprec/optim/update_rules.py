@@ -11,7 +11,7 @@ A rule receives flat tensors of one dtype, FP32 or wider, and changes them in pl
 its moments in the order of `names`, all zero before the first step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from megaprec.kinds import NamedArguments, is_number
+from megaprec.optim.group_factors import Factors
 
 _RATE = "it is an argument of ParallelAMPOptimizer, and in its param_groups"
 _BY_TORCH = "use megaprec.TorchRule(torch.optim.{}, {{'{}': ...}})"
@@ -46,6 +47,9 @@ class Step:
     skip: Tensor
     steps: Tensor
     rule: "UpdateRule | None" = None
+
+
+StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
 
 
 class UpdateRule(Protocol):

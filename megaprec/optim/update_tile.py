@@ -25,28 +25,39 @@ class Wide(NamedTuple):
     moments: list[Tensor]
 
 
+class DrawSpan(NamedTuple):
+    """Elements [first, last) of a tile. start: the first of them in the flattened part."""
+
+    part: Part
+    start: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Draw:
     """Random numbers for stochastic rounding: by logical position and step, so that they are equal
     in all layouts.
 
-    spans: (part, first element of the part in the tile, first and last + 1 as positions in the
-        tile).
+    length: of the tile.
+    spans: of its logical elements; there are none for padding, which stays 0.
     """
 
     seed: int
     length: int
-    spans: Sequence[tuple[Part, int, int, int]]
+    spans: Sequence[DrawSpan]
     device: torch.device
 
     def bits(self, name: str, steps: Tensor) -> Tensor:
         """Return int64 [length]. name: of the rounded tensor. steps: number of steps so far."""
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
-        for part, start, first, last in self.spans:
-            index = places(part, start, start + last - first, self.device)
-            number = key(self.seed, "rounding", name, part.name)
+        for span in self.spans:
+            part = span.part
+            index = places(part, span.start, span.start + span.last - span.first, self.device)
+            stream = key(self.seed, "rounding", name, part.name)
             # the step is above bit 40, so no element of one step has the number of another step
-            drawn[first:last] = bits(number, index + (steps.long() << 40))
+            step = steps.long() << 40
+            drawn[span.first : span.last] = bits(stream, index + step)
         return drawn
 
 
@@ -91,11 +102,12 @@ class Tile:
     def changed(self) -> list[Tensor]:
         """Return views of all tensors that an update changes, each element once."""
         tensors = [self.weights]
-        if self.masters is not None and self.masters.data_ptr() != self.weights.data_ptr():
+        if self.masters is not None and not _share_memory(self.masters, self.weights):
             tensors.append(self.masters)
         if self.remainder is not None:
             tensors.append(self.remainder)
-        return tensors + [values for _, values in self.state]
+        tensors += [values for _, values in self.state]
+        return tensors
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the
@@ -107,14 +119,15 @@ class Tile:
         """Store the masters of `wide` after step number `steps`, and round them to the layers'
         weights."""
         # masters that are the weights were updated in place
-        if weights.data_ptr() != self.weights.data_ptr():
+        if not _share_memory(weights, self.weights):
             self.keep_weights(weights, steps)
 
     def keep_moments(self, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the moments of `wide` after step number `steps`."""
         for (name, stored), values in zip(self.state, state, strict=True):
-            if stored.dtype != values.dtype:
-                stored.copy_(stochastic(values, self.draw.bits(name, steps)))
+            if stored.dtype != values.dtype:  # else they were updated in place
+                drawn = self.draw.bits(name, steps)
+                stored.copy_(stochastic(values, drawn))
 
     def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
         """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded
@@ -126,7 +139,7 @@ class Tile:
         if (
             masters is not None
             and masters.dtype == wide.dtype  # else they are the weights
-            and masters.data_ptr() != wide.data_ptr()  # else they were updated in place
+            and not _share_memory(masters, wide)  # else they were updated in place
         ):
             masters.copy_(wide)
         if self.nearest or steps is None:
@@ -141,11 +154,14 @@ class Tile:
             stochastically are not computed again unless one of them is no neighbour of its master.
         """
         assert self.masters is not None
-        if not self.nearest and not is_written and _are_neighbours(self.weights, self.masters):
+        can_skip = not self.nearest and not is_written
+        if can_skip and _are_neighbours(self.weights, self.masters):
             return
         rounded = self._round(self.masters, steps)
-        if self.weights.device.type == "cpu" and _have_same_bits(rounded, self.weights):
-            return  # a GPU would have to wait for the answer
+        # a GPU would have to wait for the answer
+        is_on_cpu = self.weights.device.type == "cpu"
+        if is_on_cpu and _have_same_bits(rounded, self.weights):
+            return
         is_same = rounded == self.weights
         written = self.weights.to(self.masters.dtype)
         self.masters.copy_(torch.where(is_same, self.masters, written))
@@ -157,6 +173,10 @@ class Tile:
             return wide.to(self.weights.dtype)
         drawn = stochastic(wide, self.draw.bits("weight", steps))
         return torch.where(steps > 0, drawn, wide.bfloat16())
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr()
 
 
 def _have_same_bits(first: Tensor, second: Tensor) -> bool:
@@ -171,9 +191,10 @@ def _are_neighbours(weights: Tensor, masters: Tensor) -> bool:
     """Return True if each bf16 weight is one of the two values between which its FP32 master
     lies."""
     # the upper half of an FP32 number is the bf16 number next to it on the side of zero
-    towards_zero = (masters.view(torch.int32) >> 16).to(torch.int16)
-    distance = weights.view(torch.int16) - towards_zero
-    return bool(((distance == 0) | (distance == 1)).all())
+    upper_halves = masters.view(torch.int32) >> 16
+    distance = weights.view(torch.int16) - upper_halves.to(torch.int16)
+    is_neighbour = (distance == 0) | (distance == 1)
+    return bool(is_neighbour.all())
 
 
 def _widen(values: Tensor) -> Tensor:

@@ -45,8 +45,10 @@ def require_same_copies(
             sums[number] = nan
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)
-    differs = largest[:, 0] - smallest[:, 0] > _MAX_DIFFERENCE * largest[:, 1].sqrt()
-    differs &= largest.isfinite().all(1) & smallest.isfinite().all(1)
+    difference = largest[:, 0] - smallest[:, 0]
+    norms = largest[:, 1].sqrt()
+    are_finite = largest.isfinite().all(1) & smallest.isfinite().all(1)
+    differs = (difference > _MAX_DIFFERENCE * norms) & are_finite
     if world.max_(differs.any().float()).item():
         name = "a parameter"  # of another tensor-parallel group
         for (_, owned), is_different in zip(copies, differs.tolist(), strict=True):

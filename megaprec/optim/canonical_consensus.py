@@ -111,8 +111,9 @@ class CanonicalConsensus(StepConsensus):
         world."""
         largest = self.world.max_(_largest(gradients, self.device)).item()
         if not math.isfinite(largest):
-            return 0
-        return max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, math.frexp(largest)[1]))
+            return 0  # the norm is not finite, whatever the unit
+        _, exponent = math.frexp(largest)
+        return max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, exponent))
 
 
 def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) -> Tensor:
@@ -166,9 +167,11 @@ def _powers(block: Tensor, exponent: int, order: float, length: int) -> Tensor:
 def _largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the largest magnitude, float64 []; NaN if an element is NaN, 0 if there is no
     element."""
-    magnitudes = [
-        torch.stack((values.amax(), -values.amin())).double() for values in gradients if len(values)
-    ]
+    magnitudes: list[Tensor] = []
+    for values in gradients:
+        if len(values):
+            extremes = torch.stack((values.amax(), -values.amin()))
+            magnitudes.append(extremes.double())
     if magnitudes:
         return torch.cat(magnitudes).amax()
     return torch.zeros((), dtype=torch.float64, device=device)

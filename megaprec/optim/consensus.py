@@ -98,8 +98,10 @@ def to_host(agreed: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
         "same_parameters": agreed.same_parameters,
         "nothing_counts": agreed.nothing_counts,
     }
-    on_device = (torch.stack([*numbers.values()]), torch.stack([*flags.values()]).double())
-    on_host = torch.cat((*on_device, agreed.zeros)).tolist()
+    stacked_numbers = torch.stack(list(numbers.values()))
+    stacked_flags = torch.stack(list(flags.values())).double()
+    on_device = torch.cat((stacked_numbers, stacked_flags, agreed.zeros))
+    on_host = on_device.tolist()
     flags_start = len(numbers)
     zeros_start = flags_start + len(flags)
     host_flags = map(bool, on_host[flags_start:zeros_start])
@@ -198,7 +200,8 @@ class StepConsensus:
         of_stages[:, self.pp.rank] = torch.stack(
             _StageNumbers(zeros=zeros, digests=missing, digests_squared=missing.square())
         )
-        norms = torch.zeros(self.lengths[-1], dtype=torch.float64, device=self.device)
+        *_, norm_slots = self.lengths
+        norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
         norms[self.world.rank : self.world.rank + 1] = norm  # no element for the L2 norm
         numbers = _RankNumbers(
             squares=squares,

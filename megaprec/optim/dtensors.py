@@ -3,8 +3,9 @@ updates.
 
 The placements of a DTensor say which slice of a logical tensor this rank holds, which is exactly a
 layout. FSDP all-gathers weights from memory that it manages itself, so the optimizer does not take
-over that memory. Instead a `StandIn` of the slice lies in a buffer, like any other parameter. It
-receives the gradient before a step, and the updated slice is written back after the step.
+over that memory. Instead a `DTensorSlice`, a copy of the slice, lies in a buffer, like any other
+parameter. It receives the gradient before a step, and the updated slice is written back after the
+step.
 
 FSDP has already averaged the gradient over all ranks, accumulated in the dtype of the parameter.
 The optimizer therefore reduces nothing here, and refuses a plan whose dtypes differ from FSDP's.
@@ -51,7 +52,7 @@ def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, w
         )
 
 
-class StandIn:
+class DTensorSlice:
     """A plain parameter for the slice that this rank holds of a DTensor, with the slice's layout.
 
     Raises UserError if the plan's dtypes differ from the DTensor's, or if the DTensor is not on
@@ -105,7 +106,8 @@ class StandIn:
     @torch.no_grad()
     def read_weights(self) -> None:
         """Copy the weights of the DTensor, to which someone may have written, into the buffer."""
-        self._flat_slice(self.parameter.data).copy_(self.dtensor.detach().to_local().reshape(-1))
+        local = self.dtensor.detach().to_local()
+        self._flat_slice(self.parameter.data).copy_(local.reshape(-1))
 
     def forget_gradient(self) -> None:
         """Clear the DTensor's gradient, to begin a new step."""

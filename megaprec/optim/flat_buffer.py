@@ -78,7 +78,8 @@ class OwnedPiece(NamedTuple):
     @property
     def in_shard(self) -> slice:
         """Return the positions of the elements in masters, moments and other tensors [local]."""
-        return slice(self.span.start - self.shard_start, self.span.stop - self.shard_start)
+        start = self.shard_start
+        return slice(self.span.start - start, self.span.stop - start)
 
     @property
     def in_part(self) -> slice:
@@ -242,7 +243,8 @@ class Buffer:
         view = self.weights[start:stop].view_as(parameter)
         if self.remainder is not None:
             # other ranks' slices are rounded here exactly as by their owners
-            split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
+            unused_remainder = torch.empty_like(values, dtype=torch.int16)
+            split(values.float(), view.view(-1), unused_remainder)
         elif not self.in_codes:
             # Rounded from the masters, as after every update, and not from the values: a value
             # that is wider than the masters would otherwise be rounded once only.
@@ -253,7 +255,8 @@ class Buffer:
         first = max(start, self.first)
         last = min(stop, self.last)
         if first < last:
-            self.restore("weight", first - self.first, values[first - start : last - start])
+            in_shard = values[first - start : last - start]
+            self.restore("weight", first - self.first, in_shard)
 
     def own(self, flat: Tensor) -> Tensor:
         """Return a view of this rank's slice of `weights` or `grads`."""
@@ -429,7 +432,7 @@ class Buffer:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             if not self._can_reclaim(parameter, start):
                 lost.add(start)
-            elif parameter.data_ptr() != self._address(self.weights, start) and parameter.numel():
+            elif parameter.numel() and not self._is_view(parameter, start):
                 view = self.weights[start : start + parameter.numel()].view_as(parameter)
                 view.copy_(parameter.data)
                 parameter.data = view
@@ -445,11 +448,14 @@ class Buffer:
             if main_grad.data_ptr() != self._address(self.grads, start):
                 return False
             # codes without the scales that belong to them are no values
-            if self.in_codes and parameter.data_ptr() != self._address(self.weights, start):
+            if self.in_codes and not self._is_view(parameter, start):
                 return False
         same_dtype = parameter.dtype == self.weights.dtype
         same_device = parameter.device == self.weights.device
         return same_dtype and same_device and parameter.shape == main_grad.shape
+
+    def _is_view(self, parameter: nn.Parameter, start: int) -> bool:
+        return parameter.data_ptr() == self._address(self.weights, start)
 
     @staticmethod
     def _address(flat: Tensor, start: int) -> int:

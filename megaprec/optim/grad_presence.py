@@ -85,7 +85,8 @@ def explain(
     if line:
         return line
     here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
-    return disagreement(missing(buffers), ranks.world, ranks.device, here)
+    names = missing(buffers)
+    return disagreement(names, ranks.world, ranks.device, here)
 
 
 def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:

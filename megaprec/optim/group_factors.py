@@ -100,8 +100,10 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
     # spans of equal factors in the whole buffer: the first element, and the factors
     spans: list[tuple[int, Factors]] = []
     for piece in buffer.pieces:
+        if piece.start == piece.stop:
+            continue
         of_piece = factors(piece.part, groups)
-        if piece.start < piece.stop and (not spans or spans[-1][1] != of_piece):
+        if not spans or spans[-1][1] != of_piece:
             spans.append((piece.start, of_piece))
     ends = [start for start, _ in spans[1:]] + [buffer.size]
     # strict=False: a buffer may hold only padding

@@ -101,11 +101,11 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
     if not isinstance(parameter, Guarded):
-        parameter.__class__ = _guarded(type(parameter))
+        parameter.__class__ = _guarded_class(type(parameter))
 
 
 @cache
-def _guarded(kind: type[nn.Parameter]) -> type[Guarded]:
+def _guarded_class(kind: type[nn.Parameter]) -> type[Guarded]:
     """Return the class of guarded parameters of this kind, which may be a user's own."""
     if kind is nn.Parameter:
         return Guarded

@@ -27,8 +27,10 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 
+Shapes = Mapping[str, tuple[int, ...]]
 
-class Slot(NamedTuple):
+
+class MatrixSlice(NamedTuple):
     """What identifies a slice among the slices of all matrices; fields as in `Run`."""
 
     matrix: int
@@ -72,9 +74,9 @@ class Run(NamedTuple):
         return slice(self.given_first - self.first, self.given_last - self.first)
 
     @property
-    def slot(self) -> Slot:
+    def matrix_slice(self) -> MatrixSlice:
         """Return the slice that the elements are of."""
-        return Slot(self.matrix, self.dim, self.shards, self.shard)
+        return MatrixSlice(self.matrix, self.dim, self.shards, self.shard)
 
 
 class Elements(NamedTuple):
@@ -100,7 +102,7 @@ class MatrixExchange:
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
         costs: Sequence[float],
         runs: Sequence[Run],
         turns: int,
@@ -112,7 +114,8 @@ class MatrixExchange:
         self.stage = stage
         self._empty = torch.empty(0, dtype=dtype, device=device)
         self.owners = owners_of(costs, stage.size)
-        self.owned = [matrix for matrix, owner in enumerate(self.owners) if owner == stage.rank]
+        matrices = range(len(shapes))
+        self.owned = [matrix for matrix in matrices if self.owners[matrix] == stage.rank]
         facts = json.dumps([dict(shapes), turns])
         runs_by_rank = _gather_runs(runs, crc32(facts.encode()), stage, device)
         _require_complete(shapes, runs_by_rank)
@@ -157,14 +160,14 @@ class MatrixExchange:
         exchange.
         """
         # several ranks hold elements of one slice, which is made contiguous once
-        flat_slices: dict[Slot, Tensor] = {}
+        flat_slices: dict[MatrixSlice, Tensor] = {}
 
         def elements(run: Run) -> Tensor:
-            slot = run.slot
-            if slot not in flat_slices:
-                of_slot = self._part_of(slot).take(results[run.matrix])
-                flat_slices[slot] = of_slot.reshape(-1)
-            return flat_slices[slot][run.first : run.last]
+            matrix_slice = run.matrix_slice
+            if matrix_slice not in flat_slices:
+                of_slot = self._part_of(matrix_slice).take(results[run.matrix])
+                flat_slices[matrix_slice] = of_slot.reshape(-1)
+            return flat_slices[matrix_slice][run.first : run.last]
 
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = []
@@ -179,25 +182,29 @@ class MatrixExchange:
         def finish() -> list[Tensor]:
             # each owner sends in the order of this rank's runs
             from_owners = [iter(tensors) for tensors in wait()]
-            return [
-                next(from_owners[self.owners[run.matrix]]) for run in self._turns[turn][local_rank]
-            ]
+            in_order: list[Tensor] = []
+            for run in self._turns[turn][local_rank]:
+                owner = self.owners[run.matrix]
+                in_order.append(next(from_owners[owner]))
+            return in_order
 
         return finish
 
     def assemble(self, received: Sequence[Elements]) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, by number, from what it received in all
         exchanges of a step."""
-        slices: dict[Slot, list[Elements]] = defaultdict(list)
+        slices: dict[MatrixSlice, list[Elements]] = defaultdict(list)
         for elements in received:
-            slices[elements.run.slot].append(elements)
+            slices[elements.run.matrix_slice].append(elements)
         matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
-        for slot, of_slice in slices.items():
-            part = self._part_of(slot)
-            flat = self._empty.new_empty(prod(part.local))
+        for matrix_slice, of_slice in slices.items():
+            part = self._part_of(matrix_slice)
+            num_elements = prod(part.local)
+            flat = self._empty.new_empty(num_elements)
             for run, values in of_slice:
                 flat[run.given_first : run.given_last] = values
-            part.take(matrices[slot.matrix]).copy_(flat.view(part.local))
+            target = part.take(matrices[matrix_slice.matrix])
+            target.copy_(flat.view(part.local))
         return matrices
 
     def _start(
@@ -206,17 +213,24 @@ class MatrixExchange:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
         joined = [torch.cat(tensors) if tensors else self._empty for tensors in outgoing]
-        wait = self.stage.start_uneven_exchange(joined, list(map(sum, sizes)))
-        return lambda: [flat.split(of_rank) for flat, of_rank in zip(wait(), sizes, strict=True)]
+        joined_sizes = [sum(of_rank) for of_rank in sizes]
+        wait = self.stage.start_uneven_exchange(joined, joined_sizes)
+
+        def finish() -> list[Sequence[Tensor]]:
+            return [flat.split(of_rank) for flat, of_rank in zip(wait(), sizes, strict=True)]
+
+        return finish
 
     def _runs_of(self, turn: int, rank: int, owner: int) -> list[Run]:
         """Return the runs of `rank` in an exchange whose matrices belong to `owner`."""
         runs = self._turns[turn][rank]
         return [run for run in runs if self.owners[run.matrix] == owner]
 
-    def _part_of(self, slot: Slot) -> Part:
-        dim = None if slot.dim < 0 else slot.dim
-        return Part("", self.shapes[slot.matrix], dim, slot.shards, slot.shard)
+    def _part_of(self, matrix_slice: MatrixSlice) -> Part:
+        dim = None if matrix_slice.dim < 0 else matrix_slice.dim
+        return Part(
+            "", self.shapes[matrix_slice.matrix], dim, matrix_slice.shards, matrix_slice.shard
+        )
 
 
 def _in_turn(turn: int, runs: Sequence[Run]) -> list[Run]:
@@ -246,7 +260,8 @@ def _gather_runs(
     # the first row has the fingerprint and the number of runs, and is padded like the table
     padding = [0] * (width - 2)
     rows = torch.tensor([(fingerprint, len(runs), *padding), *runs], device=device)
-    height = int(stage.max_(torch.tensor(len(rows), device=device)))
+    num_rows = torch.tensor(len(rows), device=device)
+    height = int(stage.max_(num_rows))
     table = rows.new_zeros(height, width)
     table[: len(rows)] = rows
     tables = stage.gather(table).view(stage.size, height, width).tolist()
@@ -261,9 +276,7 @@ def _gather_runs(
     return runs_by_rank
 
 
-def _require_complete(
-    shapes: Mapping[str, tuple[int, ...]], runs_by_rank: Sequence[Sequence[Run]]
-) -> None:
+def _require_complete(shapes: Shapes, runs_by_rank: Sequence[Sequence[Run]]) -> None:
     """Raise RuntimeError unless the elements that all ranks give add up to each matrix."""
     num_given = [0] * len(shapes)
     for run in chain.from_iterable(runs_by_rank):

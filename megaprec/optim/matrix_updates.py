@@ -223,7 +223,7 @@ def _move(local: LocalRun, result: Tensor, step: Step) -> None:
         tile.keep_masters(weights, step.steps)
 
 
-def require_understood(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
+def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """Raise UserError, on every rank, if Muon's patterns do not fit the model. Collective over the
     world.
 

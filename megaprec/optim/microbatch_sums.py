@@ -152,7 +152,7 @@ class MicrobatchSums:
         gradients on both sides of an incomplete end.
         """
         self._expect(microbatch, count)
-        self._take(self._incomplete(self._chunks[chunk]), microbatch, complete)
+        self._take_gradients(self._incomplete(self._chunks[chunk]), microbatch, complete)
 
     def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
         """Complete the sums of these parameters, whose gradients are final; the sums are then in
@@ -166,11 +166,12 @@ class MicrobatchSums:
         incomplete = self._incomplete(parameters)
         if in_flight and incomplete:
             self.count = self.count or 1
+            microbatches = set(range(self.count))
             missing = set[int]()
             for parameter in incomplete:
-                missing.update(set(range(self.count)) - self._trees[parameter].ended)
+                missing |= microbatches - self._trees[parameter].ended
             if len(missing) == 1:  # the micro-batch whose backward pass is under way
-                self._take(incomplete, missing.pop(), True)
+                self._take_gradients(incomplete, missing.pop(), True)
         for parameter in self._incomplete(incomplete):
             num_ended = len(self._trees[parameter].ended)
             # a parameter without any gradient in the step has no sum
@@ -203,7 +204,9 @@ class MicrobatchSums:
             )
         self.count = count
 
-    def _take(self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool) -> None:
+    def _take_gradients(
+        self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool
+    ) -> None:
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
         for parameter in parameters:

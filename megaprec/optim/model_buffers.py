@@ -1,8 +1,8 @@
 """The model chunks of a rank, laid out in flat buffers.
 
 Parameters of one kind (same dtype, same tied ranks, sharded over as many ranks) share buffers. Two
-kinds of weights are not simply views of a buffer: a DTensor is represented by a `StandIn`, and a
-weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
+kinds of weights are not simply views of a buffer: a DTensor is represented by a `DTensorSlice`, and
+a weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
 from megaprec.optim.buckets import Moments, bucket_elements, buckets
-from megaprec.optim.dtensors import StandIn, is_dtensor
+from megaprec.optim.dtensors import DTensorSlice, is_dtensor
 from megaprec.optim.flat_buffer import Buffer, require_in_place
 from megaprec.optim.group_factors import Group, by_factors
 from megaprec.optim.main_grad import reset_accumulation
@@ -29,9 +29,11 @@ from megaprec.optim.model_intake import Ranks, move_rest
 from megaprec.optim.partial_grads import sum_partial_slices
 from megaprec.optim.replicas import Replicas, expert_replicas
 from megaprec.optim.same_model import TrainedModel
-from megaprec.optim.untrained import Untrained
+from megaprec.optim.untrained import FrozenState
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan
+
+SliceNames = tuple[tuple[str, int], ...]  # logical name and tensor-parallel rank of each slice
 
 
 class _TiedBuffer(NamedTuple):
@@ -63,7 +65,7 @@ class ModelBuffers:
     tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
     twins: pairs of buffers of this rank whose gradients are summed.
     untrained: what is in no buffer.
-    stand_ins: for DTensors.
+    dtensor_slices: for DTensors.
     """
 
     def __init__(
@@ -94,18 +96,22 @@ class ModelBuffers:
         self._seed = seed
         self._average = average
         self._model = TrainedModel(model_parts)
-        stand_ins = {
-            parameter: StandIn(parameter, plan, ranks.device)
+        dtensor_slices = {
+            parameter: DTensorSlice(parameter, plan, ranks.device)
             for parameter in parameters_of(model_parts)
             if is_dtensor(parameter)
         }
-        self.stand_ins = tuple(stand_ins.values())
-        self._stand_in_parameters = {stand_in.parameter for stand_in in self.stand_ins}
+        self.dtensor_slices = tuple(dtensor_slices.values())
+        self._dtensor_parameters = {
+            dtensor_slice.parameter for dtensor_slice in self.dtensor_slices
+        }
         # collective: every rank makes the groups of all tied parameters
-        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(model_parts)))
-        self.chunks = self._lay_out(model_parts, stand_ins)
+        axes = tied_axes(
+            mesh, [layout_of(parameter).tied for parameter in parameters_of(model_parts)]
+        )
+        self.chunks = self._lay_out(model_parts, dtensor_slices)
         self.all = list(chain.from_iterable(self.chunks))
-        self.untrained = Untrained(model_parts, ranks.pp.rank, self._is_first_replica)
+        self.untrained = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
         self.twins = self._find_twins()
         with_twin = set(chain.from_iterable(self.twins))
         self.tied = [
@@ -115,7 +121,7 @@ class ModelBuffers:
         ]
 
     def _lay_out(
-        self, model_parts: Sequence[nn.Module], stand_ins: dict[nn.Parameter, StandIn]
+        self, model_parts: Sequence[nn.Module], dtensor_slices: dict[nn.Parameter, DTensorSlice]
     ) -> list[list[Buffer]]:
         """Return the buffers of each part. A parameter of several parts is in the first one's."""
         chunks: list[list[Buffer]] = []
@@ -123,9 +129,9 @@ class ModelBuffers:
         marked = parameters_of_marked(model_parts)
         for model_part in model_parts:
             trained = list(parameters_of([model_part]))
-            # torch manages the memory of DTensors, so their stand-ins are in the buffers
+            # torch manages the memory of DTensors, so copies of their slices are in the buffers
             in_buffers = [
-                stand_ins[parameter].parameter if parameter in stand_ins else parameter
+                dtensor_slices[parameter].parameter if parameter in dtensor_slices else parameter
                 for parameter in trained
                 if parameter not in taken
             ]
@@ -141,7 +147,9 @@ class ModelBuffers:
             return buckets(parameters, self._plan, self._bucket, self._moments)
         by_rank: list[list[list[nn.Parameter]]] = []
         for rank in self._virtual.ranks:
-            of_rank = [p for p in parameters if layout_of(p).parts[0].rank == rank]
+            of_rank = [
+                parameter for parameter in parameters if layout_of(parameter).parts[0].rank == rank
+            ]
             by_rank.append(buckets(of_rank, self._plan, self._bucket, self._moments))
         # the same bucket of all virtual ranks side by side, in the order of a real rank's buckets
         return list(chain.from_iterable(zip(*by_rank, strict=True)))
@@ -152,7 +160,7 @@ class ModelBuffers:
         The slices of DTensors are neither reduced nor sharded again. Counts of loads are complete
         on every rank, because their update needs all counts of a layer.
         """
-        is_dtensor_slice = bucket[0] in self._stand_in_parameters
+        is_dtensor_slice = bucket[0] in self._dtensor_parameters
         if is_dtensor_slice:
             replicas = Replicas(Axis("dp"), Axis("zero"))
         else:
@@ -183,7 +191,7 @@ class ModelBuffers:
 
     def _find_twins(self) -> list[_Twins]:
         """Return the pairs of buffers whose parameters this rank has twice."""
-        firsts: dict[tuple[tuple[str, int], ...], Buffer] = {}
+        firsts: dict[SliceNames, Buffer] = {}
         seconds: list[Buffer] = []
         for buffer in self._tied_buffers():
             if layout_of(buffer.parameters[0]).again:
@@ -275,27 +283,27 @@ class ModelBuffers:
         """
         self._model.require_same()
         require_in_place(self.all)
-        for stand_in in self.stand_ins:
-            stand_in.read_weights()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.read_weights()
         for buffer in self.all:
             buffer.adopt_weights(everything, steps)
 
     def read_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""
-        for stand_in in self.stand_ins:
-            stand_in.read_gradient()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.read_gradient()
 
     def write_weights(self) -> None:
         """Write the updated weights of DTensors to the model."""
-        for stand_in in self.stand_ins:
-            stand_in.write_weights()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.write_weights()
 
     def forget_gradients(self) -> None:
         """Discard all gradients, to begin a new step."""
         for buffer in self.all:
             reset_accumulation(buffer.parameters)
-        for stand_in in self.stand_ins:
-            stand_in.forget_gradient()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.forget_gradient()
 
 
 def _fp8_group(
@@ -305,6 +313,7 @@ def _fp8_group(
     return FP8Group(with_gather, shards, tp)
 
 
-def _slice_names(buffer: Buffer) -> tuple[tuple[str, int], ...]:
+def _slice_names(buffer: Buffer) -> SliceNames:
     """Return the logical slices in the buffer."""
-    return tuple((piece.part.name, piece.part.rank) for piece in buffer.pieces)
+    parts = [piece.part for piece in buffer.pieces]
+    return tuple((part.name, part.rank) for part in parts)

@@ -64,7 +64,9 @@ class Ranks:
         if mesh is None:  # the device of the model
             device = next((parameter.device for parameter in parameters_of(model_parts)), device)
         dtensors = [
-            (path, parameter) for path, parameter in named(model_parts) if is_dtensor(parameter)
+            (path, parameter)
+            for path, parameter in trained_parameters(model_parts)
+            if is_dtensor(parameter)
         ]
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             if not dtensors:
@@ -85,7 +87,7 @@ def _explain_missing_mesh(device: torch.device, ranks: int) -> str:
     )
 
 
-def named(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def trained_parameters(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every trained parameter once, with its path in the first part that contains it."""
     seen: set[nn.Parameter] = set()
     for model_part in model_parts:
@@ -95,7 +97,7 @@ def named(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]
                 yield path, parameter
 
 
-def require_known(
+def require_identifiable(
     model_parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | None = None
 ) -> None:
     """Raise UserError, naming parameters, for parameters that cannot be identified.
@@ -104,7 +106,7 @@ def require_known(
     for another number of tensor-parallel ranks, and experts of ranks of their own, of which the
     optimizer was not told.
     """
-    trained = list(named(model_parts))
+    trained = list(trained_parameters(model_parts))
     for path, parameter in trained:
         if _is_flat(parameter):
             raise UserError(
@@ -185,7 +187,8 @@ def _shape_problem(path: str, parameter: nn.Parameter) -> str:
     parts = layout_of(parameter).parts
     expected: tuple[int, ...] = ()
     if parts[0].padded:  # parts are stacked along their first dim
-        expected = (sum(part.padded[0] for part in parts), *parts[0].padded[1:])
+        num_rows = sum(part.padded[0] for part in parts)
+        expected = (num_rows, *parts[0].padded[1:])
     if is_dtensor(parameter) or tuple(parameter.shape) == expected:
         return ""
     return (
@@ -213,7 +216,7 @@ def _untrainable(path: str, parameter: nn.Parameter) -> str:
 def _require_distinct_names(model_parts: Sequence[nn.Module]) -> None:
     """Raise UserError unless each trained parameter has a name of its own."""
     paths: dict[tuple[str, int, bool], str] = {}
-    for path, parameter in named(model_parts):
+    for path, parameter in trained_parameters(model_parts):
         layout = layout_of(parameter)
         for part in layout.parts:
             key = part.name, part.rank, layout.again
@@ -240,8 +243,8 @@ class _MemorySpan:
 def _memory_spans(model_parts: Sequence[nn.Module]) -> Iterator[_MemorySpan]:
     """Yield the memory of all trained parameters, then that of what is not trained: frozen
     parameters and buffers."""
-    trained = dict.fromkeys(parameter for _, parameter in named(model_parts))
-    for path, parameter in named(model_parts):
+    trained = dict.fromkeys(parameter for _, parameter in trained_parameters(model_parts))
+    for path, parameter in trained_parameters(model_parts):
         yield from _memory_span(path, parameter, trained=True)
     for model_part in model_parts:
         for path, tensor in (*model_part.named_parameters(), *model_part.named_buffers()):
@@ -251,7 +254,8 @@ def _memory_spans(model_parts: Sequence[nn.Module]) -> Iterator[_MemorySpan]:
 
 def _memory_span(path: str, tensor: Tensor, trained: bool) -> Iterator[_MemorySpan]:
     """Yield the memory of a tensor, if it has an address."""
-    is_plain = tensor.layout == torch.strided and not (is_dtensor(tensor) or tensor.is_nested)
+    is_special = is_dtensor(tensor) or tensor.is_nested
+    is_plain = tensor.layout == torch.strided and not is_special
     # a tensor without elements has no memory, nor has one on the device meta
     if not is_plain or not tensor.numel() or not tensor.data_ptr():
         return
@@ -343,7 +347,9 @@ def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataP
                 yield module
 
 
-def require_nothing_left(model_parts: Sequence[nn.Module], overlap: bool, zero_size: int) -> None:
+def require_no_double_sharding(
+    model_parts: Sequence[nn.Module], overlap: bool, zero_size: int
+) -> None:
     """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard
     manages."""
     dtensor = next(filter(is_dtensor, parameters_of(model_parts)), None)
@@ -358,7 +364,7 @@ def require_nothing_left(model_parts: Sequence[nn.Module], overlap: bool, zero_s
             )
 
 
-def with_marked(
+def plan_with_marked(
     model_parts: Sequence[nn.Module],
     plan: PrecisionPlan,
     groups: Sequence[str],

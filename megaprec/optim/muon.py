@@ -57,9 +57,9 @@ class Muon(Stateless):
 
     def __post_init__(self) -> None:
         # a frozen dataclass is set like this; a run file has lists where tuples are compared
-        object.__setattr__(self, "by_adamw", _texts("by_adamw", self.by_adamw))
+        object.__setattr__(self, "by_adamw", _require_texts("by_adamw", self.by_adamw))
         object.__setattr__(
-            self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients)
+            self, "ns_coefficients", _require_three_numbers("ns_coefficients", self.ns_coefficients)
         )
         problems = [f"optimizer.options for 'muon': {problem}" for problem in self._problems()]
         if problems:
@@ -117,13 +117,13 @@ keller-jordan: muon.py of github.com/KellerJordan/Muon.
 _ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def _texts(key: str, values: object) -> tuple[str, ...]:
+def _require_texts(key: str, values: object) -> tuple[str, ...]:
     if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
         return tuple(values)
     raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be a list of patterns")
 
 
-def _numbers(key: str, values: object) -> Coefficients:
+def _require_three_numbers(key: str, values: object) -> Coefficients:
     if isinstance(values, list | tuple) and len(values) == 3 and all(map(is_number, values)):
         first, second, third = map(float, values)
         return first, second, third

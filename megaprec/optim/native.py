@@ -101,7 +101,8 @@ class Kernels:
         if tile.masters is None or len(tile.state) != 2:
             return False
         weights = tile.weights
-        for values in (tile.masters, tile.grads, *(moment for _, moment in tile.state)):
+        moments = [moment for _, moment in tile.state]
+        for values in (tile.masters, tile.grads, *moments):
             if not self.reads(values) or values.numel() != weights.numel():
                 return False
         if weights.data_ptr() == tile.masters.data_ptr():
@@ -113,7 +114,8 @@ class Kernels:
         """Update all elements of the tile, without reading `skip`. The gradients are not
         changed."""
         assert self.updates(tile) and tile.masters is not None
-        tensors = (tile.masters, tile.grads, *(moment for _, moment in tile.state))
+        (_, first_moment), (_, second_moment) = tile.state
+        tensors = (tile.masters, tile.grads, first_moment, second_moment)
         weights = tile.weights.data_ptr()
         is_separate = weights != tile.masters.data_ptr()
         self._adamw(

@@ -55,16 +55,16 @@ from megaprec.optim.given_numbers import (
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import UNSCALED, Factors, Group, Slice, slices
 from megaprec.optim.loss_check import require_loss_of_one_stage, require_same_loss
-from megaprec.optim.matrix_updates import require_understood
+from megaprec.optim.matrix_updates import require_muon_patterns
 from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_intake import (
     Ranks,
     averages,
     disable_ddp_sync,
-    require_known,
-    require_nothing_left,
-    with_marked,
+    plan_with_marked,
+    require_identifiable,
+    require_no_double_sharding,
 )
 from megaprec.optim.muon import moments_of
 from megaprec.optim.native import kernels_for
@@ -81,7 +81,7 @@ from megaprec.optim.param_groups import (
 )
 from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, Offender, Outcome, StepReport
-from megaprec.optim.torch_face import TorchFace, require_no_others
+from megaprec.optim.torch_face import TorchOptimizerApi, require_no_others
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Tile, Wide
 from megaprec.optim.whole_copies import require_same_copies
@@ -106,7 +106,7 @@ class _BufferSlices(NamedTuple):
     slices: list[_SliceTiles]
 
 
-class ParallelAMPOptimizer(TorchFace):
+class ParallelAMPOptimizer(TorchOptimizerApi):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat
@@ -211,14 +211,14 @@ class ParallelAMPOptimizer(TorchFace):
         self.device = ranks.device
 
         # Checks of the model and of its agreement on all ranks, before anything is taken over.
-        require_known(parts, virtual.size if virtual else self.tp.size, experts)
+        require_identifiable(parts, virtual.size if virtual else self.tp.size, experts)
         self.average = averages(parts, self.dp, average)
         self.canonical = canonical
         patterns = [group.pattern for group in groups]
-        plan, self.marked = with_marked(parts, plan, patterns, self.world, self.device)
+        plan, self.marked = plan_with_marked(parts, plan, patterns, self.world, self.device)
         self.plan = plan
         self._parts = parts
-        require_understood(rule, parts, ranks)
+        require_muon_patterns(rule, parts, ranks)
         rates = {"lr": lr, "weight_decay": weight_decay, "groups": groups}
         settings = {**numbers, **rates, **switches, "rule": rule}
         require_equal_on_all_ranks(parts, ranks, plan, settings)
@@ -239,7 +239,7 @@ class ParallelAMPOptimizer(TorchFace):
 
         # From here on the optimizer takes over the parameters' memory and their gradients.
         disable_ddp_sync(parts)
-        require_nothing_left(parts, overlap, zero_size)
+        require_no_double_sharding(parts, overlap, zero_size)
         self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
         self._memory = ModelBuffers(
             parts,
@@ -256,7 +256,7 @@ class ParallelAMPOptimizer(TorchFace):
             virtual=virtual,
         )
         self._virtual = virtual
-        # with the attribute `buffers` the optimizer is complete for `TorchFace`
+        # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
         self.buffers = self._memory.chunks
         self.untrained = self._memory.untrained
         buffers = self._memory.all

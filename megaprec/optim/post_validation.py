@@ -230,8 +230,9 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         changed."""
         self._copy(tile)
         # the C kernels do not write to the gradients
-        keeps_grads = self.kernels is not None and self.kernels.updates(tile)
-        self._update_tile(tile if keeps_grads else replace(tile, grads=tile.grads.clone()), step)
+        if self.kernels is None or not self.kernels.updates(tile):
+            tile = replace(tile, grads=tile.grads.clone())
+        self._update_tile(tile, step)
 
     def _copy(self, tile: Tile) -> None:
         changed = tile.changed()
@@ -246,7 +247,8 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         others."""
         self.wait()
         for tile in self._tiles():
-            for values, copy in zip(tile.changed(), self._copies_of[id(tile)], strict=True):
+            copies = self._copies_of[id(tile)]
+            for values, copy in zip(tile.changed(), copies, strict=True):
                 values.copy_(copy)
         # other ranks have this rank's weights of the guess
         for buffer in self.all_buffers():

@@ -140,14 +140,14 @@ def _describe_offender(offender: Offender) -> str:
 def to_json(record: dict[str, object]) -> str:
     """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf",
     "-inf" and "nan"."""
-    return json.dumps(_strict(record), allow_nan=False)
+    return json.dumps(_spell_nonfinite(record), allow_nan=False)
 
 
-def _strict(value: object) -> object:
+def _spell_nonfinite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _strict(nested) for key, nested in value.items()}
+        return {key: _spell_nonfinite(nested) for key, nested in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(nested) for nested in value]
+        return [_spell_nonfinite(nested) for nested in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -103,7 +103,7 @@ def require_no_others(others: dict[str, Any], known: Iterable[str]) -> None:
         raise UserError(*problems)
 
 
-class TorchFace(torch.optim.Optimizer):
+class TorchOptimizerApi(torch.optim.Optimizer):
     """The part of an optimizer that only loops for torch's optimizers look at.
 
     An optimizer is complete, and no longer in torch's constructor, when it has the attribute

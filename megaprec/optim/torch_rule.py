@@ -93,7 +93,7 @@ class Torch:
         weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
         before = self._state_before(state, is_first=not self._scalars)
         after = self._step_once(weights, grads, before, 1.0, 0.0)
-        self._scalars = {name: value for name, value in after.items() if name not in self.names}
+        self._scalars = {name: after[name] for name in after if name not in self.names}
 
     def _state_before(self, state: Sequence[Tensor], is_first: bool) -> dict[str, Tensor] | None:
         """Return all state from before this step; the scalars are copies, because other slices need
@@ -147,7 +147,8 @@ class Torch:
                 f"{self._title} cannot step a flat slice of a parameter: {error}"
             ) from error
         # close, not equal: vectorized functions differ in the last bits at the end of a tensor
-        if not torch.allclose(trial.full, torch.cat(trial.parts), rtol=1e-12, atol=1e-14):
+        joined = torch.cat(trial.parts)
+        if not torch.allclose(trial.full, joined, rtol=1e-12, atol=1e-14):
             raise UserError(
                 f"{self._title} is not elementwise: a slice updated alone differs from the same "
                 "slice of the whole, so its state cannot be sharded over ranks; use one like "
@@ -158,7 +159,8 @@ class Torch:
                 f"{self._title} moves weights of 0 whose gradients are 0, so padding would not "
                 "stay zero"
             )
-        moments = [name for name, value in trial.state.items() if value.shape == trial.full.shape]
+        shape = trial.full.shape
+        moments = [name for name, value in trial.state.items() if value.shape == shape]
         scalars = trial.state.keys() - set(moments)
         for name in sorted(scalars):
             if not torch.equal(trial.state[name], trial.idle_state[name]):
@@ -179,12 +181,20 @@ class Torch:
         for size in (1.0, 1e-3, 1e3):
             grads = torch.randn(12, dtype=torch.float64, generator=generator) * size
             of_parts = [part.clone() for part in grads.split(_CUT)]
-            for number, grad in enumerate([grads, *of_parts]):
+            for number, of_tensor in enumerate([grads, *of_parts]):
                 states[number] = self._step_once(
-                    tensors[number], grad, states[number], _LEARNING_RATE, _WEIGHT_DECAY
+                    tensors[number],
+                    of_tensor,
+                    states[number],
+                    lr=_LEARNING_RATE,
+                    weight_decay=_WEIGHT_DECAY,
                 )
             states[-1] = self._step_once(
-                padding, torch.zeros_like(padding), states[-1], lr=1.0, weight_decay=0.0
+                padding,
+                torch.zeros_like(padding),
+                states[-1],
+                lr=1.0,
+                weight_decay=0.0,
             )
         return _Trial(full, parts, padding, states[0] or {}, states[-1] or {})
 

@@ -42,7 +42,7 @@ class FrozenSlice:
     saved: bool
 
 
-class Untrained:
+class FrozenState:
     """The state of `model_parts` that is not trained, as of the moment at which this is made.
 
     pp_rank: of this rank.
@@ -60,7 +60,9 @@ class Untrained:
         self._pp_rank = pp_rank
         self._is_first_replica = is_first_replica
         # with the buffer itself, because the id of one that is gone may be given again
-        self._versions = {id(buffer): (buffer, buffer._version) for _, _, buffer in self._buffers()}
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+        for _, _, buffer in self._buffers():
+            self._versions[id(buffer)] = (buffer, buffer._version)
 
     def slices(self) -> Iterator[FrozenSlice]:
         """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint
@@ -85,8 +87,11 @@ class Untrained:
             if not has_layout(parameter) or is_dtensor(parameter):
                 continue
             layout = layout_of(parameter)
-            if self._counts(layout):
-                num_elements += sum(prod(part.local) for part in layout.parts if part.copy == 0)
+            if not self._counts(layout):
+                continue
+            for part in layout.parts:
+                if part.copy == 0:
+                    num_elements += prod(part.local)
         return num_elements
 
     def changed_buffers(self) -> list[str]:

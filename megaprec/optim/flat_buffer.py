@@ -180,7 +180,7 @@ class Buffer:
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
         dtypes = self._choose_dtypes()
         local_size = self.last - self.first
-        self.reduce_dtype = dtypes.reduce
+        self.travels = dtypes.reduce
         self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
         self.grads = torch.zeros(self.size, dtype=dtypes.grads, device=device)
         self._allocate_masters(dtypes.masters)
@@ -190,7 +190,7 @@ class Buffer:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
         # the codes that this rank computes
-        self.fp8_shards = tuple(self._fp8_shards()) if self.in_codes else ()
+        self.owned = tuple(self._fp8_shards()) if self.in_codes else ()
         has_masters = self.masters is not None and dtypes.masters != dtypes.weights
         self._is_rounded = has_masters and not self.in_codes
         self._has_changed = False  # True once an update or a state was written to the weights
@@ -379,7 +379,7 @@ class Buffer:
         sent = self.grads
         if self.dp.size > 1:
             # a copy only if gradients travel in another dtype than they are accumulated in
-            sent = self.grads.to(self.reduce_dtype)
+            sent = self.grads.to(self.travels)
         start_sum = self.dp.start_scatter_sum_ if is_sharded else self.dp.start_sum_
         wait = start_sum(sent)
 
@@ -502,7 +502,7 @@ class Buffer:
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             masters.append(self.masters)
         weights = [self.weights]
-        weights += [shard.param.inverse for shard in self.fp8_shards]
+        weights += [shard.param.inverse for shard in self.owned]
         return {
             "weights": _num_bytes(weights),
             "gradients": self.grads.nbytes,

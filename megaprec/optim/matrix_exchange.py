@@ -64,12 +64,12 @@ class Run(NamedTuple):
         return self.last - self.first
 
     @property
-    def num_given(self) -> int:
+    def given(self) -> int:
         """Return the number of elements that are given to the owner."""
         return self.given_last - self.given_first
 
     @property
-    def given(self) -> slice:
+    def given_span(self) -> slice:
         """Return the positions of the given elements among those that the rank holds."""
         return slice(self.given_first - self.first, self.given_last - self.first)
 
@@ -135,13 +135,13 @@ class MatrixExchange:
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
         for run, elements in zip(self._turns[turn][local_rank], values, strict=True):
             owner = self.owners[run.matrix]
-            outgoing[owner].append(elements[run.given])
+            outgoing[owner].append(elements[run.given_span])
         incoming: list[list[Run]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
             runs = self._runs_of(turn, rank, local_rank)
             incoming.append(runs)
-            sizes.append([run.num_given for run in runs])
+            sizes.append([run.given for run in runs])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[Elements]:
@@ -165,8 +165,8 @@ class MatrixExchange:
         def elements(run: Run) -> Tensor:
             matrix_slice = run.matrix_slice
             if matrix_slice not in flat_slices:
-                of_slot = self._part_of(matrix_slice).take(results[run.matrix])
-                flat_slices[matrix_slice] = of_slot.reshape(-1)
+                elements_of_slice = self._part_of(matrix_slice).take(results[run.matrix])
+                flat_slices[matrix_slice] = elements_of_slice.reshape(-1)
             return flat_slices[matrix_slice][run.first : run.last]
 
         local_rank = self.stage.rank
@@ -280,7 +280,7 @@ def _require_complete(shapes: Shapes, runs_by_rank: Sequence[Sequence[Run]]) -> 
     """Raise RuntimeError unless the elements that all ranks give add up to each matrix."""
     num_given = [0] * len(shapes)
     for run in chain.from_iterable(runs_by_rank):
-        num_given[run.matrix] += run.num_given
+        num_given[run.matrix] += run.given
     for (name, shape), count in zip(shapes.items(), num_given, strict=True):
         if count != prod(shape):
             raise RuntimeError(

@@ -309,7 +309,7 @@ class ModelBuffers:
 def _fp8_group(
     buffers: Sequence[Buffer], begin: Callable[[Buffer], None], shards: Axis, tp: Axis
 ) -> FP8Group:
-    with_gather = [(buffer.fp8_shards, partial(begin, buffer)) for buffer in buffers]
+    with_gather = [(buffer.owned, partial(begin, buffer)) for buffer in buffers]
     return FP8Group(with_gather, shards, tp)
 
 

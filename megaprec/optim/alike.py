@@ -233,6 +233,7 @@ def _replicated_parameters(stages: Sequence[nn.Module], only_uncut: bool) -> lis
 def _first_differing(parameters: Sequence[nn.Parameter], axis: Axis, device: torch.device) -> str:
     """Return the name of the first parameter that ranks of `axis` do not have alike; empty if there
     is none. Collective over `axis`."""
+    # of bits, not of values: NaNs are compared too, and a sum of them is no NaN
     sums = torch.stack([_sum_of_bits(parameter).to(device) for parameter in parameters])
     largest = axis.max_(sums.clone())
     smallest = ~axis.max_(~sums)

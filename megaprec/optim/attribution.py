@@ -61,6 +61,7 @@ def attribute_nonfinite(
         for buffer in buffers
         for finding in _findings(buffer, *buffer.share, pp.rank, tp_rank)
     ]
+    # first the parts that are counted once: a replica's copy is read only if these are finite
     offenders = _merge(_gather_findings(_worst(in_shares, most), world, device), most)
     if offenders:
         return offenders
@@ -82,7 +83,7 @@ def _findings(
     """Yield a finding for each piece with non-finite gradients among elements [first, last)."""
     for owned in buffer.owned_pieces(first, last):
         values = buffer.grads[owned.in_buffer]
-        if sum_of_squares(values).isfinite():
+        if sum_of_squares(values).isfinite():  # exactly if every element is
             continue
         part = owned.piece.part
         start = part.shard * prod(part.padded) + owned.in_part.start

@@ -10,8 +10,8 @@ from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import param_dtype
 from megaprec.precision.plan import PrecisionPlan
 
-_MIN_ELEMENTS = 40_000_000
-_ELEMENTS_PER_RANK = 1_000_000
+_MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
+_ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
 
 # the names of the moments that are kept of a parameter
 Moments = Callable[[nn.Parameter], Sequence[str]]
@@ -39,6 +39,7 @@ def buckets(
         layout = layout_of(parameter)
         part = layout.parts[0]
         num_ranks = part.shards * part.copies
+        # what a reduction, an all-gather or an update treats in its own way
         marks = (layout.tied, layout.again, layout.expert, layout.balancing)
         kind = (*marks, param_dtype(parameter, plan), num_ranks, moments(parameter))
         if kind not in open_buckets or elements[kind] >= size:

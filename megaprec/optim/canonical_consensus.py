@@ -56,6 +56,7 @@ class CanonicalConsensus(StepConsensus):
             return Measured(counted, _largest(gradients, self.device))
         exponent = 0 if self.exact_order == 2 else self._exponent(gradients)
         powers = ExactSum(self.device)
+        # blocks of one length: a power has other last bits at the end of a shorter tensor
         for block in _blocks(gradients, powers.length):
             powers.add_(_powers(block, exponent, self.exact_order, powers.length))
         numbers = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
@@ -122,6 +123,7 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
 
     Raises UserError for another number of losses.
     """
+    # a row for each rank: the sum over ranks then adds zeros only, in any order
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
     if loss is not None:
         if loss.numel() != count:

@@ -85,7 +85,7 @@ class DTensorSlice:
         Raises RuntimeError if the placements of the gradient differ from those of the parameter.
         """
         grad = self.dtensor.grad
-        if grad is None:
+        if grad is None:  # then the parameter counts as one without a gradient
             return
         placements = getattr(grad, "placements", "a plain tensor")
         if placements != self.dtensor.placements:
@@ -93,6 +93,7 @@ class DTensorSlice:
                 f"{self.name}: the gradient is placed as {placements}, its parameter as "
                 f"{self.dtensor.placements}; nothing was changed"
             )
+        # FSDP has accumulated over the micro-batches already: the copy overwrites
         set_gradient(self.parameter, True)
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         self._flat_slice(main_grad).copy_(grad.to_local().reshape(-1))
@@ -100,6 +101,7 @@ class DTensorSlice:
     @torch.no_grad()
     def write_weights(self) -> None:
         """Write the updated weights to the DTensor of the model."""
+        # into FSDP's own memory, from which it all-gathers
         local = self.dtensor.detach().to_local()
         local.copy_(self._flat_slice(self.parameter.data).view_as(local))
 

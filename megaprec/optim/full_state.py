@@ -49,6 +49,7 @@ def gather_tensors(
             for piece in buffer.pieces:
                 key = _state_key(kind, piece)
                 headers[key] = list(piece.part.shape), dtype
+            # this rank's share: replicas and ranks of ZeRO-1 divide the elements among them
             for owned in buffer.owned_pieces(*buffer.share):
                 if owned.piece.counts:
                     key = _state_key(kind, owned.piece)

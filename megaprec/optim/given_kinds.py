@@ -59,6 +59,7 @@ def require_kinds(
     is_module_list = isinstance(parts, list | tuple | nn.ModuleList) and all(
         isinstance(part, nn.Module) for part in parts
     )
+    # a class of rules, without parentheses, has the same attributes
     is_rule = not isinstance(rule, type) and hasattr(rule, "names") and hasattr(rule, "update_")
     is_virtual = isinstance(virtual, VirtualAxis | None)
     is_experts = isinstance(experts, ExpertAxes | None)

@@ -45,7 +45,7 @@ def statistics(
         squares = _squares(norms, counted)
         num_elements = sum(block.numel() for block in counted)
         num_zeros = num_elements - num_nonzero.sum()
-        numbers = torch.stack((squares, num_zeros.double()))
+        numbers = torch.stack((squares, num_zeros.double()))  # no wait of the host
     else:
         numbers = torch.zeros(2, dtype=torch.float64, device=device)
     copied = _all_blocks(copies)

@@ -145,7 +145,7 @@ class GradReducer:
                 "summed twice"
             )
         self._reduced.add(chunk)
-        self._awaited.pop(chunk, None)
+        self._awaited.pop(chunk, None)  # nothing more is expected of a backward pass
         self._start_ready(chunk)
         if not self._early:
             self._wait(chunk)
@@ -236,6 +236,7 @@ def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_fo
     if isinstance(model_part, ReadsLate):
         for module, late_weights in model_part.read_late().items():
             weights[module] = set(late_weights)
+    # the part's own forward begins before those of its layers
     in_layers = weights.values()
     weights[model_part] = set(model_part.parameters()).difference(*in_layers)
     for module, parameters in weights.items():

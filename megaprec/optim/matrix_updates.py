@@ -172,6 +172,7 @@ class MatrixUpdates:
         directions: list[Tensor] = []
         for local in self._runs[turn]:
             step = step_of(local.factors)
+            # joined: an exchange sends one flat tensor for each run
             of_tiles = [self._direction(tile, step) for tile in local.tiles]
             directions.append(torch.cat(of_tiles))
         return directions

@@ -214,7 +214,7 @@ class MicrobatchSums:
             if not complete and not has_value:
                 continue  # it may get one in the second pass of the micro-batch
             tree = self._trees[parameter]
-            if not tree.ended:
+            if not tree.ended:  # the first micro-batch of the step for this parameter
                 tree.begin(self.count)
             if microbatch in tree.ended:
                 if has_value:

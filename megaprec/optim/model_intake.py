@@ -272,6 +272,7 @@ def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
     shares."""
     # the span that reaches furthest so far, of trained and of other tensors of each device
     furthest: dict[tuple[str, bool], _MemorySpan] = {}
+    # in the order of addresses a span can overlap only those that reach beyond its start
     for span in sorted(_memory_spans(model_parts), key=lambda span: (span.device, span.first)):
         for trained in (True, False):
             before = furthest.get((span.device, trained))
@@ -337,7 +338,7 @@ def disable_ddp_sync(model_parts: Sequence[nn.Module]) -> None:
     """Disable the all-reduce of each DistributedDataParallel among the parts: the optimizer reduces
     gradients."""
     for wrapper in _ddp_wrappers(model_parts):
-        wrapper.require_backward_grad_sync = False
+        wrapper.require_backward_grad_sync = False  # as within torch's no_sync
 
 
 def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:

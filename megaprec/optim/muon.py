@@ -148,6 +148,7 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
             f"optimizer.options by_adamw: {' and '.join(by_muon)} and {' and '.join(by_adamw)} are "
             "one parameter, which Muon and AdamW would share: match all or none"
         )
+    # Muon's momentum is the first name, and AdamW's moments are the others
     return rule.names[:1] if by_muon else rule.names[1:]
 
 

@@ -140,6 +140,7 @@ def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
 def _step_numbers(rule: AdamW, step: Step) -> _StepNumbers:
     beta1, beta2 = rule.betas
     steps = float(step.steps)
+    # computed in FP64 and rounded to FP32 once
     return _StepNumbers(
         divisor=min(float(step.divisor), torch.finfo(torch.float32).max),
         decay=1 - step.lr * step.weight_decay,

@@ -230,7 +230,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
         self.scaler = make_scaler(plan.scaling, self.device)
         self._scale_read = False  # True once a loop has asked for the scale
-        # number of applied steps
+        # number of applied steps, on the device: only it knows whether a step was applied
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         cycled = cycled_options(rule)
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay, cycled)
@@ -262,14 +262,17 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         buffers = self._memory.all
         self._whole_updates = whole_updates(claim_rule(rule), buffers, groups, mesh, ranks)
         self._buffer_slices = self._cut_into_slices(groups)
+        # without it, gradients are added to each other as micro-batches end
         tree = MicrobatchSums(self.buffers) if canonical else None
         self._reducer = GradReducer(self.buffers, tp, overlap, tree)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
+        # views, made once: the memory of the gradients is the same in every step
         self._counted_grads = list(self._memory.counted())
         self._copied_grads = list(self._memory.copies())
         self._fp8_masters = self._memory.fp8_masters(self._gatherer.begin, self._gatherer.settle)
         consensus = CanonicalConsensus if canonical else StepConsensus
         self._consensus = consensus(self.pp, self.world, norm, self.device)
+        # of the whole model, on all ranks
         self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
 
     def _cut_into_slices(self, groups: Sequence[Group]) -> list[_BufferSlices]:
@@ -277,13 +280,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         others: set[Buffer] = set()
         for updates in self._whole_updates:
             others.update(updates.buffers)
-        return [
-            _BufferSlices(
-                buffer, [self._cut(buffer, buffer_slice) for buffer_slice in slices(buffer, groups)]
-            )
-            for buffer in self._memory.all
-            if buffer not in others
-        ]
+        cut_buffers: list[_BufferSlices] = []
+        for buffer in self._memory.all:
+            if buffer not in others:
+                of_buffer = [self._cut(buffer, part) for part in slices(buffer, groups)]
+                cut_buffers.append(_BufferSlices(buffer, of_buffer))
+        return cut_buffers
 
     def _cut(self, buffer: Buffer, buffer_slice: Slice) -> _SliceTiles:
         """Return the tiles of a slice: a single one if the C kernels support it, else runs that
@@ -482,17 +484,19 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         skip = agreed.forbids(self.plan.on_nonfinite)
         for observer in self.observers:
             observer.decided(self.all_buffers(), scale, skip)
+        # one divisor undoes the loss scale and clips
         self._update(scale.double() / self._clip_factor(norm), skip)
         for observer in self.observers:
             observer.updated(self.all_buffers())
         # By now the device has been given all work of the update, so the host may wait for numbers.
         report = self._report(agreed, norm, scale)
         if report.changed and self._fp8_masters is not None:
-            self._fp8_masters.outdate()
+            self._fp8_masters.outdate()  # the next pass computes the codes
         self._update_scale(agreed)
         self._memory.forget_gradients()
         for observer in self.observers:
             observer.outcome(report)
+        # last, so that a caller who catches it has an optimizer that is ready for the next step
         if report.overflowed and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report

@@ -94,7 +94,7 @@ def param_groups(
             by_factors[pair] = group
         return by_factors[pair]
 
-    group_of(UNSCALED)
+    group_of(UNSCALED)  # the first, whose rate is that of the step
     for parameter in parameters:
         pairs = [factors(part, groups) for part in layout_of(parameter).parts]
         for pair in pairs:
@@ -136,7 +136,7 @@ def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
             "step takes a learning rate, not a closure: run forward and backward before step"
         )
     _require_no_rule_options(groups)
-    if lr is None:
+    if lr is None:  # the groups have it
         for group in groups.values():
             require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
         return {pair: _rates(group, group["lr"]) for pair, group in groups.items()}

@@ -101,5 +101,6 @@ def _pack(partial_grads: Sequence[_PartialGrad]) -> Tensor:
 def _unpack(summed: Tensor, partial_grads: Sequence[_PartialGrad]) -> None:
     """Replace the partial gradients by their sums, which stand in this rank's slots of `summed`."""
     lengths = [part.shards * values.numel() for part, values in partial_grads]
+    # `split` and `chunk` are views: nothing is copied but the sums themselves
     for (part, values), slots in zip(partial_grads, summed.split(lengths), strict=True):
         values.copy_(slots.chunk(part.shards)[part.shard])

@@ -20,7 +20,7 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
     makers = {"adamw": AdamW, "sgd": SGD, "muon": _muon}
     make = makers.get(name.lower())
     kind = getattr(torch.optim, name, None)
-    base = torch.optim.Optimizer
+    base = torch.optim.Optimizer  # itself no rule
     try:
         if make is not None:
             return make(**(options or {}))

@@ -148,6 +148,7 @@ def _spell_nonfinite(value: object) -> object:
         return {key: _spell_nonfinite(nested) for key, nested in value.items()}
     if isinstance(value, list | tuple):
         return [_spell_nonfinite(nested) for nested in value]
+    # Python would write NaN and Infinity, which other readers of JSON refuse
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -158,6 +158,7 @@ class TorchOptimizerApi(torch.optim.Optimizer):
                 "optimizer.load_state_dict, or build a new optimizer to reset them"
             )
 
+    # torch's own method, called by copy and pickle
     def __getstate__(self) -> NoReturn:
         """Raise UserError for a copy or a pickle of the optimizer."""
         raise UserError(

@@ -74,6 +74,7 @@ class FrozenState:
             layout = layout_of(parameter)
             values = parameter.data.view(-1)
             counts = self._counts(layout)
+            # without padding, and each logical element is saved by one rank
             for part, first, last in layout.spans():
                 yield FrozenSlice(part, values[first:last], counts and part.copy == 0)
 
@@ -128,6 +129,7 @@ class FrozenState:
         for model_part in self._model_parts:
             for path, module in model_part.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):
+                    # torch saves no others either
                     if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                         yield module, name, buffer
 

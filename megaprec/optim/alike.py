@@ -30,7 +30,11 @@ _NUM_SLOTS = 2**16  # for digests of names: a sum of 256 KiB, in which chance hi
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a rank says of itself. settings: by name, as text. parameters: names and shapes."""
+    """The facts of a rank that are compared.
+
+    settings: by name, as text.
+    parameters: names and shapes.
+    """
 
     stage: int
     settings: dict[str, str]

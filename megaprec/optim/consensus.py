@@ -113,7 +113,7 @@ def to_host(agreed: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
 
 
 class Measured(NamedTuple):
-    """What a rank measures of its gradients, on the device.
+    """The measures of a rank's gradients, on the device.
 
     counted: float64 [2], the sum of squares and the number of zeros.
     norm: the norm as `pack` takes it.

@@ -26,8 +26,8 @@ _MAX_NAMES = 3  # that the error line gives for each rank
 
 
 class Presence(NamedTuple):
-    """What a rank sends about its gradients: a digest of the parameters that have none, and the
-    number of those that have one."""
+    """The numbers that a rank sends about its gradients: a digest of the parameters that have none,
+    and the number of those that have one."""
 
     digest: float
     num_gradients: int

@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class MatrixSlice(NamedTuple):
-    """What identifies a slice among the slices of all matrices; fields as in `Run`."""
+    """The identity of a slice among the slices of all matrices; fields as in `Run`."""
 
     matrix: int
     dim: int
@@ -119,7 +119,8 @@ class MatrixExchange:
         facts = json.dumps([dict(shapes), turns])
         runs_by_rank = _gather_runs(runs, crc32(facts.encode()), stage, device)
         _require_complete(shapes, runs_by_rank)
-        # known once, so that a step exchanges elements only; [turn][rank]: the runs of a rank in an exchange
+        # known once, so that a step exchanges elements only
+        # [turn][rank]: the runs of a rank in an exchange
         self._turns: list[list[list[Run]]] = []
         for turn in range(turns):
             self._turns.append([_in_turn(turn, of_rank) for of_rank in runs_by_rank])

@@ -21,7 +21,7 @@ _CUT = [5, 7]  # odd lengths, which vectorized functions treat in two ways
 
 
 class _Trial(NamedTuple):
-    """What steps on a few numbers have shown.
+    """The results of steps on a few numbers.
 
     full: twelve weights that were updated together; parts: the same, updated in two slices.
     padding: weights of 0 with gradients of 0.

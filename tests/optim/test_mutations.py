@@ -361,9 +361,9 @@ def gradients_travel_as_they_are_kept() -> None:
     inner = Buffer.__init__
 
     def init(
-        self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, *others: Any
+        self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, **others: Any
     ) -> None:
-        inner(self, parameters, replace(plan, reduce=plan.gradients), *others)
+        inner(self, parameters, replace(plan, reduce=plan.gradients), **others)
 
     setattr(Buffer, "__init__", init)  # noqa: B010  # its arguments are only passed on
 

@@ -138,7 +138,7 @@ class Recording(ParallelAMPOptimizer):
         self, lr: float, loss: Tensor | None = None, counted_tokens: Tensor | float | None = None
     ) -> StepReport:
         if self.plant is not None and self.plant[:2] == (self.world.rank, self.count):
-            counted = [values for values in self._counted if len(values)]
+            counted = [values for values in self._counted_grads if len(values)]
             counted[self.count % len(counted)][-1] = self.plant[2]
         self.count += 1
         return super().step(lr, loss, counted_tokens)

@@ -279,11 +279,8 @@ def _require_same_rule(
 def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces that overlap this rank's shard, with the overlap: elements [first, last) of
     the buffer."""
-    for piece in buffer.pieces:
-        first = max(piece.start, buffer.first)
-        last = min(piece.stop, buffer.last)
-        if first < last:
-            yield piece, first, last
+    for owned in buffer.owned_pieces():
+        yield owned.piece, owned.span.start, owned.span.stop
 
 
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:

@@ -8,9 +8,9 @@ No later check sees it: gradients, scales and norms are then equal on all ranks.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
-from typing import Any
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +25,42 @@ from megaprec.precision.plan import PrecisionPlan
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_PLACES = 2**16  # for digests of names
+_NUM_SLOTS = 2**16  # for digests of names: a sum of 256 KiB, in which chance hits are rare
 
 
-def require_alike(
-    parts: Sequence[nn.Module], ranks: Ranks, plan: PrecisionPlan, settings: Mapping[str, object]
+@dataclass(frozen=True)
+class _Facts:
+    """The facts of a rank that are compared.
+
+    settings: by name, as text.
+    parameters: names and shapes.
+    """
+
+    stage: int
+    settings: dict[str, str]
+    parameters: list[str]
+
+
+def require_equal_on_all_ranks(
+    model_parts: Sequence[nn.Module],
+    ranks: Ranks,
+    plan: PrecisionPlan,
+    settings: Mapping[str, object],
 ) -> None:
     """Raise UserError on every rank if the ranks differ in what they train or how. Collective over
     the world."""
-    said = {name: _said(value) for name, value in settings.items()} | {
-        f"plan.{n}": v for n, v in _fields(plan)
-    }
-    own = {"settings": said, "stage": ranks.pp.rank, "parameters": list(_parameters(parts))}
-    if _differ(own["settings"], own["parameters"], ranks):
-        texts = everyones_texts(json.dumps(own).encode(), ranks.world, ranks.device)
-        raise UserError(*_differences([json.loads(text) for text in texts]))
-    _require_apart(parts, ranks)
-    require_same_weights(parts, ranks, (ranks.dp, ranks.tp), "begin with")
+    texts_of_settings = {name: _to_text(value) for name, value in settings.items()}
+    texts_of_settings |= {f"plan.{name}": text for name, text in _plan_fields(plan)}
+    local = _Facts(ranks.pp.rank, texts_of_settings, list(_describe_parameters(model_parts)))
+    if _differ(local, ranks):
+        text_of_rank = json.dumps(asdict(local))
+        texts = everyones_texts(text_of_rank.encode(), ranks.world, ranks.device)
+        raise UserError(*_differences([_Facts(**json.loads(text)) for text in texts]))
+    _require_distinct_names(model_parts, ranks)
+    require_same_weights(model_parts, ranks, (ranks.dp, ranks.tp), "begin with")
 
 
-def _require_apart(parts: Sequence[nn.Module], ranks: Ranks) -> None:
+def _require_distinct_names(model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """Raise UserError, on every rank of a pipeline, if stages give one name to different tensors.
 
     A state would hold one of them, or their sum. Tied parameters have one name on purpose.
@@ -52,101 +68,127 @@ def _require_apart(parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """
     if ranks.pp.size == 1:
         return
-    laid = (layout_of(p) for part in parts for p in part.parameters() if has_layout(p))
-    names = sorted({part.name for layout in laid if not layout.tied for part in layout.parts})
-    places = torch.zeros(_PLACES, dtype=torch.int32)
-    places[
-        [int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) % _PLACES for name in names]
-    ] = 1
-    if (
-        ranks.pp.sum_(places.to(ranks.device)).amax() < 2
-    ):  # names of two stages may share a place, equal ones do
+    names = _untied_names(model_parts)
+    # Usually one small sum tells that all is well: equal names of two stages share a slot. So may
+    # different ones, and then the names themselves are compared.
+    slots = torch.zeros(_NUM_SLOTS, dtype=torch.int32)
+    slots[[_slot_of(name) for name in names]] = 1
+    num_stages = ranks.pp.sum_(slots.to(ranks.device))
+    if num_stages.amax() < 2:
         return
-    texts = everyones_texts(json.dumps([ranks.pp.rank, names]).encode(), ranks.pp, ranks.device)
-    seen: dict[str, int] = {}
-    for stage, of_stage in map(json.loads, texts):
-        for name in of_stage:
-            if name in seen:
+    local = json.dumps([ranks.pp.rank, names])
+    texts = everyones_texts(local.encode(), ranks.pp, ranks.device)
+    stages: dict[str, int] = {}
+    for stage, names_of_stage in map(json.loads, texts):
+        for name in names_of_stage:
+            if name in stages:
                 raise UserError(
                     f"{name} is the logical name of two parameters, of pipeline ranks "
-                    f"{seen[name]} and {stage}: give "
-                    "each stage a prefix of its own, megaprec.attach_whole(stage, prefix=...) or "
-                    "parallelize(..., prefix=...)"
+                    f"{stages[name]} and {stage}: give each stage a prefix of its own, "
+                    "megaprec.attach_whole(stage, prefix=...) or parallelize(..., prefix=...)"
                 )
-            seen[name] = stage
+            stages[name] = stage
 
 
-def _differ(settings: Mapping[str, str], parameters: Sequence[str], ranks: Ranks) -> bool:
+def _untied_names(model_parts: Sequence[nn.Module]) -> list[str]:
+    """Return the logical names of all parameters that one stage alone has, sorted."""
+    names = set[str]()
+    for model_part in model_parts:
+        for parameter in filter(has_layout, model_part.parameters()):
+            layout = layout_of(parameter)
+            if not layout.tied:
+                names.update(logical.name for logical in layout.parts)
+    return sorted(names)
+
+
+def _slot_of(name: str) -> int:
+    digest = blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % _NUM_SLOTS
+
+
+def _differ(local: _Facts, ranks: Ranks) -> bool:
     """Return True on all ranks if two differ in their settings, or two of a stage in their
     parameters."""
-    lowest = torch.iinfo(torch.int64).min
-    # lowest: of a stage of other ranks
-    own = torch.full((1 + ranks.pp.size,), lowest, device=ranks.device)
-    own[0], own[1 + ranks.pp.rank] = _digest(settings), _digest(parameters)
-    inverse = torch.where(own == lowest, own, ~own)
-    largest = ranks.world.max_(own)
+    absent = torch.iinfo(torch.int64).min  # below every digest: of a stage of other ranks
+    digests = torch.full((1 + ranks.pp.size,), absent, device=ranks.device)
+    digests[0] = _digest(local.settings)
+    digests[1 + local.stage] = _digest(local.parameters)
+    # the smallest is the inverse of the largest inverse
+    inverse = torch.where(digests == absent, digests, ~digests)
+    largest = ranks.world.max_(digests)
     smallest = ~ranks.world.max_(inverse)
-    return bool(((largest != smallest) & (largest != lowest)).any())
+    differs = (largest != smallest) & (largest != absent)
+    return bool(differs.any())
 
 
 def _digest(value: object) -> int:
-    return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=7).digest(), "little")
+    text = json.dumps(value)
+    hashed = blake2b(text.encode(), digest_size=7)
+    return int.from_bytes(hashed.digest(), "little")
 
 
-def _said(value: object) -> str:
-    """Return a value as text. An object that has none but its address is told by its class and its
-    plain attributes."""
+def _to_text(value: object) -> str:
+    """Return a value as text. An object that has none but its address is described by its class and
+    its plain attributes."""
     if type(value).__repr__ is not object.__repr__:
         return repr(value)
     plain = {
-        name: one for name, one in vars(value).items() if isinstance(one, str | int | float | bool)
+        name: attribute
+        for name, attribute in vars(value).items()
+        if isinstance(attribute, str | int | float | bool)
     }
     return f"{type(value).__name__} {plain}"
 
 
-def _fields(plan: PrecisionPlan) -> Iterator[tuple[str, str]]:
+def _plan_fields(plan: PrecisionPlan) -> Iterator[tuple[str, str]]:
     """Yield the fields of a plan as text, without functions, whose text differs from process to
     process."""
     for field in fields(plan):
+        if field.name == "origin":
+            continue
         value = getattr(plan, field.name)
         if field.name == "fp8" and value is not None:
-            kept = {one.name: getattr(value, one.name) for one in fields(value)}
-            value = {name: one for name, one in kept.items() if not callable(one)}
-        if field.name != "origin":
-            yield field.name, str(value)
+            settings = {setting.name: getattr(value, setting.name) for setting in fields(value)}
+            value = {name: setting for name, setting in settings.items() if not callable(setting)}
+        yield field.name, str(value)
 
 
-def _parameters(parts: Sequence[nn.Module]) -> Iterator[str]:
+def _describe_parameters(model_parts: Sequence[nn.Module]) -> Iterator[str]:
     """Yield name and shape of the logical tensors, in order, that every rank of a pipeline stage
     has."""
-    for layout in map(layout_of, parameters_of(parts)):
-        yield from (f"{part.name} {list(part.shape)}" for part in layout.parts if not layout.expert)
+    for layout in map(layout_of, parameters_of(model_parts)):
+        if not layout.expert:  # other ranks of the stage have other experts
+            yield from (f"{part.name} {list(part.shape)}" for part in layout.parts)
 
 
-def _differences(said: Sequence[dict[str, Any]]) -> list[str]:
+def _differences(facts: Sequence[_Facts]) -> list[str]:
     """Return a line for each setting, and for the parameters of each stage, that ranks do not
     share."""
-    wrong = []
-    for name in said[0]["settings"] if said else ():
-        values = list(dict.fromkeys(one["settings"].get(name) for one in said))
+    lines: list[str] = []
+    for name in facts[0].settings if facts else ():
+        # without repetition, in order
+        values = list(dict.fromkeys(of_rank.settings.get(name) for of_rank in facts))
         if len(values) > 1:
-            wrong.append(
+            lines.append(
                 f"{name} = {values[0]} on some ranks and {values[1]} on others: build all "
                 "optimizers alike"
             )
-    for stage in sorted({one["stage"] for one in said}):
-        first, *others = [one["parameters"] for one in said if one["stage"] == stage]
-        other = next((one for one in others if one != first), None)
-        if other is not None:
-            mine, theirs = next(
-                (a, b) for a, b in zip([*first, "none"], [*other, "none"], strict=False) if a != b
-            )
-            wrong.append(
+    for stage in sorted({of_rank.stage for of_rank in facts}):
+        first, *others = [of_rank.parameters for of_rank in facts if of_rank.stage == stage]
+        different = [parameters for parameters in others if parameters != first]
+        if different:
+            mine, theirs = _first_difference(first, different[0])
+            lines.append(
                 f"the ranks of stage {stage} hold different parameters: {mine} on some, "
-                f"{theirs} on others; build the "
-                "same modules, in the same order, on all of them"
+                f"{theirs} on others; build the same modules, in the same order, on all of them"
             )
-    return wrong
+    return lines
+
+
+def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """Return the first entries in which two different lists differ; "none" past the end of one."""
+    pairs = zip_longest(first, second, fillvalue="none")
+    return next((mine, theirs) for mine, theirs in pairs if mine != theirs)
 
 
 def require_same_weights(
@@ -160,36 +202,55 @@ def require_same_weights(
     """
     if ranks.world.size == 1:
         return
-    every = dict.fromkeys(
-        p for stage in stages for p in stage.parameters() if has_layout(p) and not is_dtensor(p)
-    )
-    whole = [p for p in every if not layout_of(p).expert]
-    wrong: list[str] = []
+    problem = ""
     for axis in axes:
-        mine = [
-            p
-            for p in whole
-            if axis is ranks.dp or all(part.dim is None for part in layout_of(p).parts)
-        ]
-        if axis.size == 1 or not mine:
+        parameters = _replicated_parameters(stages, only_uncut=axis is not ranks.dp)
+        if axis.size == 1 or not parameters:
             continue
-        sums = torch.stack([_bits(p).to(ranks.device) for p in mine])
-        apart = (axis.max_(sums.clone()) != ~axis.max_(~sums)).tolist()
-        wrong += [
-            f"the ranks of axis {axis.name} {verb} different weights, "
-            f"{layout_of(p).parts[0].name} first: build or "
-            "load the model from the same values on all of them, e.g. after "
-            "torch.manual_seed with one seed"
-            for p, differs in zip(mine, apart, strict=True)
-            if differs
-        ][:1]
-    if ranks.world.max_(torch.tensor(float(bool(wrong)), device=ranks.device)):
-        raise UserError(*(wrong[:1] or [f"other ranks {verb} different weights, and say which"]))
+        name = _first_differing(parameters, axis, ranks.device)
+        if name and not problem:
+            problem = (
+                f"the ranks of axis {axis.name} {verb} different weights, {name} first: build or "
+                "load the model from the same values on all of them, e.g. after "
+                "torch.manual_seed with one seed"
+            )
+    has_problem = torch.tensor(float(bool(problem)), device=ranks.device)
+    if ranks.world.max_(has_problem):
+        raise UserError(problem or f"other ranks {verb} different weights, and say which")
 
 
-def _bits(parameter: nn.Parameter) -> Tensor:
+def _replicated_parameters(stages: Sequence[nn.Module], only_uncut: bool) -> list[nn.Parameter]:
+    """Return the parameters that dp ranks have alike, trained and frozen ones. only_uncut: without
+    those that are cut over tp."""
+    every = dict.fromkeys(chain.from_iterable(stage.parameters() for stage in stages))
+    replicated: list[nn.Parameter] = []
+    for parameter in every:
+        if not has_layout(parameter) or is_dtensor(parameter):
+            continue
+        layout = layout_of(parameter)
+        is_cut = any(part.dim is not None for part in layout.parts)
+        if not layout.expert and not (only_uncut and is_cut):
+            replicated.append(parameter)
+    return replicated
+
+
+def _first_differing(parameters: Sequence[nn.Parameter], axis: Axis, device: torch.device) -> str:
+    """Return the name of the first parameter that ranks of `axis` do not have alike; empty if there
+    is none. Collective over `axis`."""
+    # of bits, not of values: NaNs are compared too, and a sum of them is no NaN
+    sums = torch.stack([_sum_of_bits(parameter).to(device) for parameter in parameters])
+    largest = axis.max_(sums.clone())
+    smallest = ~axis.max_(~sums)
+    for parameter, differs in zip(parameters, (largest != smallest).tolist(), strict=True):
+        if differs:
+            return layout_of(parameter).parts[0].name
+    return ""
+
+
+def _sum_of_bits(parameter: nn.Parameter) -> Tensor:
     """Return the sum of the elements' bits as whole numbers: int64 [], the same in any order of
     addition."""
     values = parameter.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.is_complex():
+        values = torch.view_as_real(values)
     return values.view(_BITS[values.itemsize]).sum(dtype=torch.int64)

@@ -11,21 +11,31 @@ micro-batch.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import everyones_texts
-from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.grad_stats import sum_of_squares
 from megaprec.optim.step_report import LOSS, Offender
 
-_LINE = 4096  # bytes of JSON that each rank may send
+_MAX_BYTES = 4096  # of JSON that each rank may send: this is a report, not a dump
 _NEVER = 1 << 60  # later than any moment
+
+
+class _Finding(NamedTuple):
+    """Non-finite elements that one rank has found. start: the first examined element of the logical
+    tensor's padded slices, which identifies what was examined."""
+
+    start: int
+    offender: Offender
 
 
 def attribute_nonfinite(
@@ -42,39 +52,44 @@ def attribute_nonfinite(
     The gradients still include the loss scale. Each dp rank first reads the part of the gradients
     that it alone counts, with ZeRO-1 or without it. Only if all these parts are finite does each
     rank read all the gradients that it holds, because then a replica's copy is the bad one.
-    tp_rank: of this process; None: a slice's virtual rank is named instead. Collective over the
-    whole mesh.
+    tp_rank: of this process; None: a slice's virtual rank is named instead.
+    most: the number of tensors that are named.
+    Collective over the whole mesh.
     """
-    shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp_rank, most)
-    if found := _merge(_everyones(shares, world, device), most):
-        return found
-    copies = _worst([(b, b.first, b.last) for b in buffers], pp.rank, tp_rank, most)
-    return _merge(_everyones(copies, world, device), most)
+    in_shares = [
+        finding
+        for buffer in buffers
+        for finding in _findings(buffer, *buffer.share, pp.rank, tp_rank)
+    ]
+    # first the parts that are counted once: a replica's copy is read only if these are finite
+    offenders = _merge(_gather_findings(_worst(in_shares, most), world, device), most)
+    if offenders:
+        return offenders
+    in_shards = [
+        finding
+        for buffer in buffers
+        for finding in _findings(buffer, buffer.first, buffer.last, pp.rank, tp_rank)
+    ]
+    return _merge(_gather_findings(_worst(in_shards, most), world, device), most)
 
 
-Found = tuple[int, Offender]  # the number identifies the examined slice of the tensor
+def _worst(findings: Iterable[_Finding], most: int) -> list[_Finding]:
+    return sorted(findings, key=lambda finding: -finding.offender.bad)[:most]
 
 
-def _worst(
-    ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None, most: int
-) -> list[Found]:
-    return sorted(_bad(ranges, stage, tp_rank), key=lambda found: -found[1].bad)[:most]
-
-
-def _bad(
-    ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None
-) -> Iterator[Found]:
-    for buffer, low, high in ranges:
-        for piece in buffer.pieces:
-            first = max(piece.start, low)
-            last = min(piece.stop, high)
-            values = buffer.own(buffer.grads)[
-                first - buffer.first : max(first, last) - buffer.first
-            ]
-            if len(values) and not sum_of_squares(values).isfinite():
-                place = piece.part.shard * prod(piece.part.padded) + first - piece.start
-                rank = piece.part.rank if tp_rank is None or buffer.of_experts else tp_rank
-                yield place, _describe(piece.part.name, stage, rank, values)
+def _findings(
+    buffer: Buffer, first: int, last: int, stage: int, tp_rank: int | None
+) -> Iterator[_Finding]:
+    """Yield a finding for each piece with non-finite gradients among elements [first, last)."""
+    for owned in buffer.owned_pieces(first, last):
+        values = buffer.grads[owned.in_buffer]
+        if sum_of_squares(values).isfinite():  # exactly if every element is
+            continue
+        part = owned.piece.part
+        start = part.shard * prod(part.padded) + owned.in_part.start
+        # experts lie on ranks of their own, so the tensor-parallel rank does not name their slice
+        rank = part.rank if tp_rank is None or buffer.of_experts else tp_rank
+        yield _Finding(start, _describe(part.name, stage, rank, values))
 
 
 class Onset:
@@ -90,20 +105,23 @@ class Onset:
     def __init__(
         self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor
     ) -> None:
-        self._watched = [
-            [loss.view(-1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders
-        ]
-        self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
+        self._watched: list[list[Tensor]] = []
+        for offender in offenders:
+            if offender.name == LOSS:
+                self._watched.append([loss.view(-1)])
+            else:
+                self._watched.append(list(_slices_of(offender, buffers)))
+        size = (len(offenders),)
+        self._first = torch.full(size, _NEVER, dtype=torch.int64, device=loss.device)
 
     def look(self, moment: int) -> None:
         """Record `moment`, a number that grows with time, for the offenders that are no longer
         finite."""
         for number, slices in enumerate(self._watched):
+            first = self._first[number]
             for values in slices:
-                first = self._first[number]
-                first.copy_(
-                    torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment))
-                )
+                is_finite = sum_of_squares(values).isfinite()
+                first.copy_(torch.where(is_finite, first, first.clamp(max=moment)))
 
     def agreed(self, world: Axis) -> list[int | None]:
         """Return the earliest moment that any rank recorded for each offender, or None if there is
@@ -112,58 +130,74 @@ class Onset:
         return [None if moment == _NEVER else moment for moment in first.tolist()]
 
 
-def _held(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor]:
+def _slices_of(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor]:
+    """Yield this rank's gradients of the offender, before they are reduced."""
     for buffer in buffers:
         for piece in buffer.pieces:
-            part = piece.part
-            if (
-                part.name == offender.name
-                and part.shard == offender.tp_rank // part.copies
-                and piece.start < piece.stop
-            ):
+            if piece.start < piece.stop and _is_of(piece, offender):
                 yield buffer.grads[piece.start : piece.stop]
+
+
+def _is_of(piece: Piece, offender: Offender) -> bool:
+    """Return True if the piece is of the slice that the offender names, or a copy of it."""
+    part = piece.part
+    shard = offender.tp_rank // part.copies
+    return part.name == offender.name and part.shard == shard
 
 
 def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
     finite = values[values.isfinite()]
-    largest = finite.abs().max().item() if len(finite) else 0.0
     return Offender(
-        name,
-        stage,
-        tp_rank,
-        int(values.isinf().sum()),
-        int(values.isnan().sum()),
-        values.numel(),
-        largest,
+        name=name,
+        stage=stage,
+        tp_rank=tp_rank,
+        infs=int(values.isinf().sum()),
+        nans=int(values.isnan().sum()),
+        elements=values.numel(),
+        largest_finite=finite.abs().max().item() if len(finite) else 0.0,
     )
 
 
-def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list[Found]:
+def _gather_findings(
+    findings: Sequence[_Finding], world: Axis, device: torch.device
+) -> list[_Finding]:
     """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as
-    fit into _LINE."""
-    lines = [json.dumps([first, asdict(offender)]).encode() + b"\n" for first, offender in mine]
-    while sum(map(len, lines)) > _LINE:
+    fit into _MAX_BYTES."""
+    lines: list[bytes] = []
+    for finding in findings:
+        line = json.dumps([finding.start, asdict(finding.offender)])
+        lines.append(line.encode() + b"\n")
+    # the least bad ones, which come last, are left out
+    while sum(map(len, lines)) > _MAX_BYTES:
         lines.pop()
-    rows = b"".join(everyones_texts(b"".join(lines), world, device)).splitlines()
-    return [(first, Offender(**fields)) for first, fields in json.loads(b"[%b]" % b",".join(rows))]
+    texts = everyones_texts(b"".join(lines), world, device)
+    gathered = b"".join(texts).splitlines()
+    rows = map(json.loads, gathered)
+    return [_Finding(start, Offender(**fields)) for start, fields in rows]
 
 
-def _merge(found: Iterable[Found], most: int) -> tuple[Offender, ...]:
+def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
     """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint
     slices are added."""
-    slices: dict[tuple[str, int, int], dict[int, Offender]] = {}
-    for first, o in found:
-        known = slices.setdefault((o.name, o.stage, o.tp_rank), {})
-        known[first] = max(o, known.get(first, o), key=lambda offender: offender.bad)
-    merged = [_sum(list(parts.values())) for parts in slices.values()]
-    return tuple(sorted(merged, key=lambda o: (-o.bad, o.name, o.tp_rank))[:most])
+    # by tensor, pipeline rank and tp rank; then by the start of the slice
+    slices: dict[tuple[str, int, int], dict[int, Offender]] = defaultdict(dict)
+    for start, offender in findings:
+        key = (offender.name, offender.stage, offender.tp_rank)
+        of_tensor = slices[key]
+        replica = of_tensor.get(start, offender)
+        # of two replicas that differ, the one with more bad elements
+        of_tensor[start] = offender if offender.bad >= replica.bad else replica
+    merged = [_add(list(of_tensor.values())) for of_tensor in slices.values()]
+    merged.sort(key=lambda offender: (-offender.bad, offender.name, offender.tp_rank))
+    return tuple(merged[:most])
 
 
-def _sum(parts: Sequence[Offender]) -> Offender:
+def _add(slices: Sequence[Offender]) -> Offender:
+    """Return one offender for disjoint slices of a tensor."""
     return replace(
-        parts[0],
-        infs=sum(o.infs for o in parts),
-        nans=sum(o.nans for o in parts),
-        elements=sum(o.elements for o in parts),
-        largest_finite=max(o.largest_finite for o in parts),
+        slices[0],
+        infs=sum(offender.infs for offender in slices),
+        nans=sum(offender.nans for offender in slices),
+        elements=sum(offender.elements for offender in slices),
+        largest_finite=max(offender.largest_finite for offender in slices),
     )

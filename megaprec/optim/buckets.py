@@ -10,6 +10,9 @@ from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import param_dtype
 from megaprec.precision.plan import PrecisionPlan
 
+_MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
+_ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
+
 # the names of the moments that are kept of a parameter
 Moments = Callable[[nn.Parameter], Sequence[str]]
 
@@ -28,32 +31,31 @@ def buckets(
     ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
     ones, and parameters that balance loads.
     """
-    last: dict[
-        tuple[object, ...], list[nn.Parameter]
-    ] = {}  # the bucket of each kind that is being filled
+    # the bucket of each kind that is being filled, and its number of elements
+    open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
     elements = Counter[tuple[object, ...]]()
-    found = []
+    in_order: list[list[nn.Parameter]] = []
     for parameter in parameters:
         layout = layout_of(parameter)
-        first = layout_of(parameter).parts[0]
-        kept = moments(parameter)
-        ranks = first.shards * first.copies
-        marks = layout.tied, layout.again, layout.expert, layout.balancing
-        kind = (*marks, param_dtype(parameter, plan), ranks, kept)
-        if kind not in last or elements[kind] >= size:
-            last[kind] = []
+        part = layout.parts[0]
+        num_ranks = part.shards * part.copies
+        # what a reduction, an all-gather or an update treats in its own way
+        marks = (layout.tied, layout.again, layout.expert, layout.balancing)
+        kind = (*marks, param_dtype(parameter, plan), num_ranks, moments(parameter))
+        if kind not in open_buckets or elements[kind] >= size:
+            open_buckets[kind] = []
             elements[kind] = 0
-            found.append(last[kind])
-        last[kind].append(parameter)
+            in_order.append(open_buckets[kind])
+        open_buckets[kind].append(parameter)
         elements[kind] += parameter.numel()
-    return found
+    return in_order
 
 
-def bucket_elements(asked: int, dp: int) -> int:
-    """Return the elements of a bucket: `asked`, or for 0 as many as keep its messages large over
-    `dp` ranks.
+def bucket_elements(requested: int, dp: int) -> int:
+    """Return the elements of a bucket: `requested`, or for 0 as many as keep its messages large
+    over `dp` ranks.
 
     Each of them sends and receives a part of a bucket, so buckets grow with dp, as in Megatron-LM
     (megatron/core/distributed/distributed_data_parallel.py).
     """
-    return asked or max(40_000_000, 1_000_000 * dp)
+    return requested or max(_MIN_ELEMENTS, _ELEMENTS_PER_RANK * dp)

@@ -15,25 +15,24 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 def conflicts(plan: PrecisionPlan, dp: int) -> Iterator[str]:
     """Yield a line for each setting that is incompatible with canonical sums. dp: number of
     data-parallel ranks."""
-    if dp & (dp - 1):
+    if dp & (dp - 1):  # no power of two
         yield (
-            "canonical numerics add gradients by a binary tree, so the number of "
-            "data-parallel ranks must be a power "
-            f"of two, not {dp}"
+            "canonical numerics add gradients by a binary tree, so the number of data-parallel "
+            f"ranks must be a power of two, not {dp}"
         )
     if plan.reduce != plan.gradients:
         yield (
-            "canonical numerics add gradients over data-parallel ranks in the dtype in which "
-            "they are accumulated, "
-            f"{dtype_name(plan.gradients)}: leave precision.reduce = {dtype_name(plan.reduce)} out"
+            "canonical numerics add gradients over data-parallel ranks in the dtype in which they "
+            f"are accumulated, {dtype_name(plan.gradients)}: leave precision.reduce = "
+            f"{dtype_name(plan.reduce)} out"
         )
 
 
 def require_canonical(
-    parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
+    model_parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
 ) -> None:
     """Raise UserError if the sums over these parameters' gradients would depend on the layout."""
-    problems = [*conflicts(plan, dp.size)]
+    problems = list(conflicts(plan, dp.size))
     if tp.size > 1:
         problems.append(
             f"canonical = True: the sums over {tp.size} tensor-parallel ranks depend on their "
@@ -41,19 +40,19 @@ def require_canonical(
         )
     if average:
         problems.append(
-            "canonical = True: the average over data-parallel ranks rounds small gradients "
-            "by their number: divide "
-            "each loss by the samples of all ranks, and give average = False"
+            "canonical = True: the average over data-parallel ranks rounds small gradients by "
+            "their number: divide each loss by the samples of all ranks, and give average = False"
         )
-    for name, parameter in ((layout_of(p).parts[0].name, p) for p in parameters_of(parts)):
+    for parameter in parameters_of(model_parts):
+        layout = layout_of(parameter)
+        name = layout.parts[0].name
         if is_dtensor(parameter):
             problems.append(
                 f"canonical = True: the gradients of {name} are summed by fully_shard: leave "
-                "fully_shard out, because "
-                "the optimizer shards its state over dp by itself"
+                "fully_shard out, because the optimizer shards its state over dp by itself"
             )
             break
-        if len(layout_of(parameter).tied) > 2:
+        if len(layout.tied) > 2:  # a sum of two is the same in any order
             problems.append(f"canonical = True: {name} is tied over more than two pipeline ranks")
     if problems:
         raise UserError(*problems)

@@ -12,7 +12,7 @@ too.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from megaprec.optim.consensus import Consensus, StepConsensus
+from megaprec.optim.consensus import Consensus, Measured, StepConsensus
 from megaprec.optim.exact_sum import LENGTH, ExactSum, total
 from megaprec.optim.grad_stats import statistics
 from megaprec.optim.native import Kernels
@@ -32,14 +32,17 @@ class CanonicalConsensus(StepConsensus):
     """A StepConsensus whose norm and loss do not depend on the layout. Losses are given in slots,
     see `in_slots`."""
 
-    def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
-        super().__init__(pp, world, p if p == math.inf else 2.0, device)
-        self.order = p
-        self._exact = 0 if p == math.inf else LENGTH + 1  # exchanged numbers of the norm
+    def __init__(self, pp: Axis, world: Axis, order: float, device: torch.device) -> None:
+        # A largest magnitude is exact as it is. Every other norm is computed here, from exact sums
+        # of powers, and the base class exchanges no norm.
+        super().__init__(pp, world, order if order == math.inf else 2.0, device)
+        self.exact_order = order
+        # exchanged numbers of the norm: an exact sum, and the exponent of its unit
+        self._num_exact = 0 if order == math.inf else LENGTH + 1
 
-    def measured(
+    def measure(
         self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Measured:
         """Return two arguments of `pack`; the sum of squares is 0, or not finite if an element or a
         copy is not.
 
@@ -47,17 +50,19 @@ class CanonicalConsensus(StepConsensus):
         unit. Collective for a norm that needs the largest of all ranks.
         """
         counted = statistics(gradients, copies, self.device, kernels)
-        if self.order == math.inf:
-            numbers = _largest(gradients, self.device)
+        # 0 * x is 0 for a finite x, else NaN: only whether the sum of squares is finite is used
+        if self.exact_order == math.inf:
             counted[0] *= 0
-            return counted, numbers
-        exponent = 0 if self.order == 2 else self._exponent(gradients)
+            return Measured(counted, _largest(gradients, self.device))
+        exponent = 0 if self.exact_order == 2 else self._exponent(gradients)
         powers = ExactSum(self.device)
+        # blocks of one length: a power has other last bits at the end of a shorter tensor
         for block in _blocks(gradients, powers.length):
-            powers.add_(_powers(block, exponent, self.order, powers.length))
+            powers.add_(_powers(block, exponent, self.exact_order, powers.length))
         numbers = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
-        counted[0] = 0 * counted[0] + 0 * numbers[LENGTH - 1]
-        return counted, numbers
+        infinite = numbers[LENGTH - 1]  # the last of an exact sum, 0 if every term is finite
+        counted[0] = 0 * counted[0] + 0 * infinite
+        return Measured(counted, numbers)
 
     def pack(
         self,
@@ -74,38 +79,53 @@ class CanonicalConsensus(StepConsensus):
         """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global
         batch]."""
         assert loss is not None
-        powers, largest = (norm, norm[:0]) if self._exact else (norm.view(-1)[:0], norm)
-        told = stop, gradients, counted_tokens, gave_loss
-        usual = super().pack(counted, loss.sum(), scaler, parameters, largest, *told)
-        return torch.cat((usual, powers, loss))
+        empty = norm.view(-1)[:0]
+        if self._num_exact:
+            powers = norm
+            largest = empty
+        else:
+            powers = empty
+            largest = norm
+        of_base = super().pack(
+            counted,
+            loss.sum(),
+            scaler,
+            parameters,
+            largest,
+            stop,
+            gradients,
+            counted_tokens,
+            gave_loss,
+        )
+        return torch.cat((of_base, powers, loss))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains. The host waits for it."""
-        usual, powers, losses = summed.tensor_split(
-            (sum(self.lengths), sum(self.lengths) + self._exact)
-        )
-        agreed = super().read(usual)
+        powers_start = sum(self.lengths)
+        losses_start = powers_start + self._num_exact
+        of_base, powers, losses = summed.tensor_split((powers_start, losses_start))
+        agreed = super().read(of_base)
         loss = self._scalar(total_loss(losses))
         agreed = replace(agreed, loss=loss.where(agreed.gave_loss, math.nan))
-        if not self._exact:
+        if not self._num_exact:
             return agreed
+        # the exponent is the same on all ranks, and here it is the sum of theirs
         exponent = powers[-1].item() / self.world.size
-        if self.order != 2:
-            root = total(powers[:-1]) ** (1 / self.order)
+        sum_of_powers = total(powers[:-1])
+        if self.exact_order == 2:
+            root = math.sqrt(sum_of_powers)  # correctly rounded, unlike a power
         else:
-            root = math.sqrt(total(powers[:-1]))
+            root = sum_of_powers ** (1 / self.exact_order)
         return replace(agreed, norm=self._scalar(root * 2.0**exponent))
 
-    def _scalar(self, value: float) -> Tensor:
-        return torch.full((), value, dtype=torch.float64, device=self.device)
-
     def _exponent(self, gradients: Sequence[Tensor]) -> int:
-        """Return n such that all gradients of all ranks are less than 2^n. Collective over the
+        """Return e such that all gradients of all ranks are less than 2^e. Collective over the
         world."""
         largest = self.world.max_(_largest(gradients, self.device)).item()
         if not math.isfinite(largest):
-            return 0
-        return max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, math.frexp(largest)[1]))
+            return 0  # the norm is not finite, whatever the unit
+        _, exponent = math.frexp(largest)
+        return max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, exponent))
 
 
 def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) -> Tensor:
@@ -114,13 +134,13 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
 
     Raises UserError for another number of losses.
     """
+    # a row for each rank: the sum over ranks then adds zeros only, in any order
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
     if loss is not None:
         if loss.numel() != count:
             raise UserError(
                 f"canonical sums: {loss.numel()} losses were given for {count} micro-batches: "
-                "give the loss of each "
-                "micro-batch, in their order, as one tensor"
+                "give the loss of each micro-batch, in their order, as one tensor"
             )
         slots[dp.rank] = loss.detach().reshape(-1)
     return slots.view(-1)
@@ -128,9 +148,9 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
 
 def total_loss(slots: Tensor) -> float:
     """Return the exact sum of losses, rounded once; inf or NaN if one of them is."""
-    losses = ExactSum(slots.device)
-    losses.add(slots)
-    return total(losses.numbers())
+    exact = ExactSum(slots.device)
+    exact.add(slots)
+    return total(exact.numbers())
 
 
 def summed_loss(loss: Tensor, dp: Axis, world: Axis) -> float:
@@ -141,25 +161,30 @@ def summed_loss(loss: Tensor, dp: Axis, world: Axis) -> float:
     return total_loss(world.sum_(in_slots(loss, len(loss), dp, loss.device)))
 
 
-def _blocks(gradients: Iterable[Tensor], length: int) -> Iterable[Tensor]:
-    return (block for values in gradients for block in values.split(length) if len(block))
+def _blocks(gradients: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    for values in gradients:
+        if len(values):
+            yield from values.split(length)
 
 
-def _powers(block: Tensor, exponent: int, p: float, length: int) -> Tensor:
-    """Return |gradient / 2^exponent| ** p, float64, followed by zeros up to `length` elements."""
-    if p == 2:
+def _powers(block: Tensor, exponent: int, order: float, length: int) -> Tensor:
+    """Return |gradient / 2^exponent| ** order, float64, followed by zeros up to `length`
+    elements."""
+    if order == 2:  # a product, which has no padding: its bits are the same in every slice
         return block.to(torch.float64, copy=True).square_()
     padded = torch.zeros(length, dtype=torch.float64, device=block.device)
     padded[: len(block)] = block
-    return padded.abs_().mul_(2.0**-exponent).pow_(p)
+    return padded.abs_().mul_(2.0**-exponent).pow_(order)
 
 
 def _largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the largest magnitude, float64 []; NaN if an element is NaN, 0 if there is no
     element."""
-    found = [
-        torch.stack((values.amax(), -values.amin())).double() for values in gradients if len(values)
-    ]
-    if found:
-        return torch.cat(found).amax()
+    magnitudes: list[Tensor] = []
+    for values in gradients:
+        if len(values):
+            extremes = torch.stack((values.amax(), -values.amin()))
+            magnitudes.append(extremes.double())
+    if magnitudes:
+        return torch.cat(magnitudes).amax()
     return torch.zeros((), dtype=torch.float64, device=device)

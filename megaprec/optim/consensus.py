@@ -11,6 +11,7 @@ every rank computes the same global norm from the slots.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from megaprec.optim.grad_stats import joined_norm, norm_of, statistics
 from megaprec.optim.native import Kernels
 
 DIGEST_BITS = 18  # a sum of squares over 2**17 ranks is then less than 2**53: exact in float64
-_ODD = tuple(
-    v - 2**64
-    for v in (
+# Odd multipliers of a multiplicative hash, as signed 64-bit integers: one for each number of a
+# digest, so that the digest depends on their order.
+_MULTIPLIERS = tuple(
+    multiplier - 2**64
+    for multiplier in (
         0x9E3779B97F4A7C15,
         0xD1B54A32D192ED03,
         0xABC98388FB8FAC03,
@@ -36,11 +39,12 @@ _ODD = tuple(
 class Consensus:
     """The reduced numbers of a step: tensors on the device, equal on every rank.
 
-    norm: of the gradients, including the loss scale. zeros: zero elements by pipeline rank, [pp].
-    finite: True if gradients and loss are finite. same_scaler, same_parameters: True if all ranks
-        sent equal ones.
-    stops: number of ranks that were asked to stop. gradients: number of parameters that have one,
-        over all ranks.
+    norm: of the gradients, including the loss scale.
+    zeros: zero elements by pipeline rank, [pp].
+    finite: True if gradients and loss are finite.
+    same_scaler, same_parameters: True if all ranks sent equal ones.
+    stops: number of ranks that were asked to stop.
+    gradients: number of parameters that have one, over all ranks.
     nothing_counts: True if some rank has said that no token of the batch counts in the loss.
     gave_loss: True if some rank has given a loss. loss: NaN if none has.
     """
@@ -59,36 +63,119 @@ class Consensus:
     def forbids(self, on_nonfinite: str) -> Tensor:
         """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
         plan."""
-        allowed = (
-            self.same_scaler & self.same_parameters & (self.gradients > 0) & ~self.nothing_counts
-        )
+        ranks_agree = self.same_scaler & self.same_parameters
+        allowed = ranks_agree & (self.gradients > 0) & ~self.nothing_counts
         if on_nonfinite != "ignore":
             allowed = allowed & self.finite
         return allowed.logical_not().float()
 
 
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of a step on the host: those of `Consensus`, the norm without the loss scale."""
+
+    loss: float
+    norm: float
+    loss_scale: float
+    stops: float
+    gradients: float
+    finite: bool
+    same_scaler: bool
+    same_parameters: bool
+    nothing_counts: bool
+    gave_loss: bool
+    zeros: tuple[int, ...]
+
+
+def to_host(agreed: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
+    """Return the numbers of a step in one copy from the device, for which the host waits."""
+    numbers = {
+        "loss": agreed.loss,
+        "norm": norm,
+        "loss_scale": loss_scale.double(),
+        "stops": agreed.stops,
+        "gradients": agreed.gradients,
+    }
+    flags = {
+        "finite": agreed.finite,
+        "same_scaler": agreed.same_scaler,
+        "same_parameters": agreed.same_parameters,
+        "nothing_counts": agreed.nothing_counts,
+        "gave_loss": agreed.gave_loss,
+    }
+    stacked_numbers = torch.stack(list(numbers.values()))
+    stacked_flags = torch.stack(list(flags.values())).double()
+    on_device = torch.cat((stacked_numbers, stacked_flags, agreed.zeros))
+    on_host = on_device.tolist()
+    flags_start = len(numbers)
+    zeros_start = flags_start + len(flags)
+    host_flags = map(bool, on_host[flags_start:zeros_start])
+    return StepNumbers(
+        **dict(zip(numbers, on_host[:flags_start], strict=True)),
+        **dict(zip(flags, host_flags, strict=True)),
+        zeros=tuple(int(count) for count in on_host[zeros_start:]),
+    )
+
+
+class Measured(NamedTuple):
+    """The measures of a rank's gradients, on the device.
+
+    counted: float64 [2], the sum of squares and the number of zeros.
+    norm: the norm as `pack` takes it.
+    """
+
+    counted: Tensor
+    norm: Tensor
+
+
+class _RankNumbers(NamedTuple):
+    """Numbers that are summed over all ranks, in the order in which they are exchanged."""
+
+    squares: Tensor
+    loss: Tensor
+    scaler: Tensor
+    scaler_squared: Tensor
+    stops: Tensor
+    gradients: Tensor
+    nothing_counts: Tensor
+    losses: Tensor
+
+
+class _StageNumbers(NamedTuple):
+    """Numbers that are summed over the ranks of each pipeline stage, in the order in which they are
+    exchanged: [pp] each."""
+
+    zeros: Tensor
+    digests: Tensor
+    digests_squared: Tensor
+
+
 class StepConsensus:
-    """Packs the numbers of a rank into one tensor and reads the sum. p: order of the gradient
+    """Packs the numbers of a rank into one tensor and reads the sum. order: of the gradient
     norm."""
 
-    def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
+    def __init__(self, pp: Axis, world: Axis, order: float, device: torch.device) -> None:
         self.pp = pp
         self.world = world
-        self.p = p
+        self.order = order
         self.device = device
-        slots = 0 if p == 2 else world.size
-        self.lengths = (8, 3 * pp.size, slots)
+        # only the L2 norm comes from sums of squares; any other takes a slot for each rank
+        norm_slots = 0 if order == 2 else world.size
+        stage_slots = len(_StageNumbers._fields) * pp.size
+        self.lengths = (len(_RankNumbers._fields), stage_slots, norm_slots)
 
-    def measured(
+    def measure(
         self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Measured:
         """Return two arguments of `pack`: sum of squares and number of zeros; the norm of this
         rank's gradients.
 
         gradients, copies, kernels: as in `grad_stats.statistics`.
         """
         counted = statistics(gradients, copies, self.device, kernels)
-        return counted, counted[0] if self.p == 2 else norm_of(gradients, self.p, self.device)
+        if self.order == 2:
+            return Measured(counted, counted[0])
+        return Measured(counted, norm_of(gradients, self.order, self.device))
 
     def pack(
         self,
@@ -104,59 +191,69 @@ class StepConsensus:
     ) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64.
 
-        counted: sum of squares and number of zeros. loss: this rank's share. scaler, parameters:
-        digests. norm: of this rank's gradients, read only for a norm other than L2. stop: True if
-        this rank was asked to stop.
-        gradients: number of this rank's parameters that have one. counted_tokens: of the batch, in
-        the loss; None or NaN if this rank does not know it. gave_loss: False if this rank knows no
-        loss.
+        counted: sum of squares and number of zeros.
+        loss: this rank's share.
+        scaler, parameters: digests.
+        norm: of this rank's gradients, read only for a norm other than L2.
+        stop: True if this rank was asked to stop.
+        gradients: number of this rank's parameters that have one.
+        counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
+        gave_loss: False if this rank knows no loss.
         """
         squares, zeros = counted.unbind()
-        lacking = torch.full((), parameters, dtype=torch.float64, device=self.device)
-        stage = torch.zeros(3, self.pp.size, dtype=torch.float64, device=self.device)
-        stage[:, self.pp.rank] = torch.stack((zeros, lacking, lacking.square()))
-        slots = torch.zeros(self.lengths[-1], dtype=torch.float64, device=self.device)
-        slots[self.world.rank : self.world.rank + 1] = norm
-        if loss is None:
-            own = torch.zeros((), dtype=torch.float64, device=self.device)
-        else:
-            own = loss.double().reshape(())
-        counts = (float(stop), gradients, float(gave_loss))
-        told, number, losses = (
-            torch.full((), n, dtype=torch.float64, device=self.device) for n in counts
+        missing = self._scalar(parameters)
+        of_stages = torch.zeros(
+            len(_StageNumbers._fields), self.pp.size, dtype=torch.float64, device=self.device
         )
-        if counted_tokens is None:
-            nothing_counts = torch.zeros_like(told)
-        else:
-            nothing_counts = (counted_tokens <= 0).double()
-        numbers = torch.stack(
-            (squares, own, scaler, scaler.square(), told, number, nothing_counts, losses)
+        of_stages[:, self.pp.rank] = torch.stack(
+            _StageNumbers(zeros=zeros, digests=missing, digests_squared=missing.square())
         )
-        return torch.cat((numbers, stage.view(-1), slots))
+        *_, norm_slots = self.lengths
+        norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
+        norms[self.world.rank : self.world.rank + 1] = norm  # no element for the L2 norm
+        numbers = _RankNumbers(
+            squares=squares,
+            loss=self._scalar(0.0) if loss is None else loss.double().reshape(()),
+            scaler=scaler,
+            scaler_squared=scaler.square(),
+            stops=self._scalar(float(stop)),
+            gradients=self._scalar(gradients),
+            nothing_counts=self._nothing_counts(counted_tokens),
+            losses=self._scalar(float(gave_loss)),
+        )
+        return torch.cat((torch.stack(numbers), of_stages.view(-1), norms))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains."""
-        numbers, stages, slots = summed.split(self.lengths)
-        squares, loss, scaler, scaler_squared, stops, gradients, nothing_counts, losses = (
-            numbers.unbind()
-        )
-        zeros, digests, digests_squared = stages.view(3, -1).unbind()
+        of_ranks, of_stages, norms = summed.split(self.lengths)
+        ranks = _RankNumbers(*of_ranks.unbind())
+        stages = _StageNumbers(*of_stages.view(len(_StageNumbers._fields), -1).unbind())
         ranks_of_stage = self.world.size // self.pp.size
+        same_parameters = _are_equal(stages.digests, stages.digests_squared, ranks_of_stage)
         return Consensus(
-            norm=squares.sqrt() if self.p == 2 else joined_norm(slots, self.p),
-            loss=loss.where(losses > 0, math.nan),
-            zeros=zeros,
-            finite=numbers[:2].isfinite().all(),
-            same_scaler=_equal(scaler, scaler_squared, self.world.size),
-            same_parameters=_equal(digests, digests_squared, ranks_of_stage).all(),
-            stops=stops,
-            gradients=gradients,
-            nothing_counts=nothing_counts > 0,
-            gave_loss=losses > 0,
+            norm=ranks.squares.sqrt() if self.order == 2 else joined_norm(norms, self.order),
+            loss=ranks.loss.where(ranks.losses > 0, math.nan),
+            zeros=stages.zeros,
+            finite=of_ranks[:2].isfinite().all(),  # squares and loss
+            same_scaler=_are_equal(ranks.scaler, ranks.scaler_squared, self.world.size),
+            same_parameters=same_parameters.all(),
+            stops=ranks.stops,
+            gradients=ranks.gradients,
+            nothing_counts=ranks.nothing_counts > 0,
+            gave_loss=ranks.losses > 0,
         )
 
+    def _nothing_counts(self, counted_tokens: Tensor | None) -> Tensor:
+        """Return 1 if this rank knows that no token counts, else 0; a NaN compares as unknown."""
+        if counted_tokens is None:
+            return self._scalar(0.0)
+        return (counted_tokens <= 0).double()
 
-def _equal(total: Tensor, squares: Tensor, ranks: int) -> Tensor:
+    def _scalar(self, value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float64, device=self.device)
+
+
+def _are_equal(total: Tensor, squares: Tensor, ranks: int) -> Tensor:
     """Return True where all `ranks` digests are equal. total, squares: sums of the digests and of
     their squares.
 
@@ -170,11 +267,10 @@ def _equal(total: Tensor, squares: Tensor, ranks: int) -> Tensor:
 def digest(numbers: Iterable[Tensor]) -> Tensor:
     """Return a digest of DIGEST_BITS bits of at most five numbers, read as FP32: float64 of shape
     []."""
-    values = torch.stack([number.float() for number in numbers]).view(torch.int32)
-    total = torch.stack(
-        [
-            value * odd
-            for value, odd in zip(values.long().unbind(), _ODD[: len(values)], strict=True)
-        ]
-    ).sum()
+    floats = torch.stack([number.float() for number in numbers])
+    values = floats.view(torch.int32).long().unbind()
+    multipliers = _MULTIPLIERS[: len(values)]
+    products = [value * multiplier for value, multiplier in zip(values, multipliers, strict=True)]
+    total = torch.stack(products).sum()
+    # the upper bits of a product depend on all bits of its factors
     return ((total >> 40) & ((1 << DIGEST_BITS) - 1)).double()

@@ -21,15 +21,13 @@ from megaprec.comm.axis import Axis
 
 # numbers whose digits are added in float64 without rounding; they stay in a core's cache
 BLOCK = 1 << 15
-# bits of a digit; exponent of the lowest unit, the smallest number of float64
-_WIDTH = 37
-_LOWEST = -1074
+_DIGIT_BITS = 37  # 2^15 digits add up to 2^52 units, which float64 holds
+_LOWEST = -1074  # exponent of the lowest unit, the smallest number of float64
 _LIMIT = 2.0**998  # the end of the highest digit; numbers from here on count as infinite
-# bits and number of the limbs that are exchanged: sums over 2^20 ranks are exact in float64
-_LIMB = 32
-_LIMBS = 68
-LENGTH = _LIMBS + 1  # numbers in the exchanged form of a sum
-_ROWS = 256  # blocks that a GPU processes together, because each launch has a cost
+_LIMB_BITS = 32  # of the limbs that are exchanged: sums over 2^20 ranks are exact in float64
+_NUM_LIMBS = 68  # 2176 bits: all digits, and room for a sum of 2^100 numbers
+LENGTH = _NUM_LIMBS + 1  # numbers in the exchanged form of a sum
+_GPU_BLOCKS = 256  # that a GPU processes together, because each launch has a cost
 
 
 class ExactSum:
@@ -41,10 +39,10 @@ class ExactSum:
 
     def __init__(self, device: torch.device, length: int = 0) -> None:
         self.device = device
-        self.length = length or (BLOCK if device.type == "cpu" else _ROWS * BLOCK)
+        self.length = length or (BLOCK if device.type == "cpu" else _GPU_BLOCKS * BLOCK)
         self._units = 0  # of 2^_LOWEST
         self._infinite = 0.0  # the sum of the numbers that are not finite
-        self._taken = torch.empty(self.length, dtype=torch.float64, device=device)
+        self._digits = torch.empty(self.length, dtype=torch.float64, device=device)
 
     def add(self, values: Tensor) -> None:
         """Add all numbers of a tensor of any floating dtype."""
@@ -59,40 +57,44 @@ class ExactSum:
         if not largest < _LIMIT:  # also for NaN
             largest = self._set_aside(values)
         if largest > 0:
-            self._cut(values, _digit_of(largest))
+            self._take_digits(values, _digit_of(largest))
 
     def _set_aside(self, values: Tensor) -> float:
         """Add the numbers that are not finite, put zeros in their places and return the largest
         that is left."""
         finite = values.abs() < _LIMIT
-        self._infinite += float(values[~finite].mul(math.inf).sum())
+        infinite = values[~finite].mul(math.inf)  # numbers from _LIMIT on too; a NaN stays one
+        self._infinite += float(infinite.sum())
         values.masked_fill_(~finite, 0.0)
         return float(values.abs().amax())
 
-    def _cut(self, rest: Tensor, digit: int) -> None:
-        """Take digits away from `rest`, from this one downwards, until nothing is left."""
-        taken = self._taken[: len(rest)]
+    def _take_digits(self, remainder: Tensor, digit: int) -> None:
+        """Take digits away from `remainder`, from this one downwards, until nothing is left."""
+        digits = self._digits[: len(remainder)]
         while True:
-            place = _WIDTH * digit
-            # numbers of this size are multiples of the digit's unit
-            middle = math.ldexp(1.5, place + _LOWEST + 52)
-            torch.add(rest, middle, out=taken).sub_(middle)
-            rest.sub_(taken)
-            self._units += sum(_units(block, place) for block in _blocks(taken)) << place
-            if digit == 0 or not int(rest.count_nonzero()):
+            position = _DIGIT_BITS * digit
+            # Numbers of this size are multiples of the digit's unit: adding one rounds to the
+            # nearest multiple, and taking it away leaves the multiple.
+            middle = math.ldexp(1.5, position + _LOWEST + 52)
+            torch.add(remainder, middle, out=digits).sub_(middle)
+            remainder.sub_(digits)
+            for block_sum in _block_sums(digits):
+                self._units += _in_units(block_sum, position) << position
+            if digit == 0 or not int(remainder.count_nonzero()):
                 return
             digit -= 1
 
     def numbers(self) -> Tensor:
         """Return the sum as float64 [LENGTH], to be summed over ranks in any order."""
-        limbs = []
-        left = self._units
-        for _ in range(_LIMBS - 1):
-            limbs.append(float(left & ((1 << _LIMB) - 1)))
-            left >>= _LIMB
-        return torch.tensor([*limbs, float(left), self._infinite], dtype=torch.float64).to(
-            self.device
-        )
+        limbs: list[float] = []
+        units = self._units
+        for _ in range(_NUM_LIMBS - 1):
+            limbs.append(float(units & ((1 << _LIMB_BITS) - 1)))
+            units >>= _LIMB_BITS
+        # the highest limb has the sign
+        limbs.append(float(units))
+        numbers = torch.tensor([*limbs, self._infinite], dtype=torch.float64)
+        return numbers.to(self.device)
 
 
 def total(numbers: Tensor) -> float:
@@ -104,7 +106,9 @@ def total(numbers: Tensor) -> float:
     *limbs, infinite = numbers.tolist()
     if infinite:
         return infinite
-    units = sum(int(limb) << (_LIMB * n) for n, limb in enumerate(limbs) if limb)
+    units = 0
+    for index, limb in enumerate(limbs):
+        units += int(limb) << (_LIMB_BITS * index)
     try:
         return units / (1 << -_LOWEST)  # a quotient of integers is rounded once
     except OverflowError:
@@ -114,28 +118,31 @@ def total(numbers: Tensor) -> float:
 def exact_total(values: Tensor, axis: Axis) -> Tensor:
     """Return the exact sum of the numbers of each rank, rounded once: float64 []. Collective over
     `axis`."""
-    own = ExactSum(values.device)
-    own.add(values)
-    return torch.full(
-        (), total(axis.sum_(own.numbers())), dtype=torch.float64, device=values.device
-    )
+    local = ExactSum(values.device)
+    local.add(values)
+    rounded = total(axis.sum_(local.numbers()))
+    return torch.full((), rounded, dtype=torch.float64, device=values.device)
 
 
 def _digit_of(largest: float) -> int:
     """Return the lowest digit that can hold numbers of this size."""
-    return max(0, -(-(math.frexp(largest)[1] - _WIDTH - _LOWEST) // _WIDTH))
+    _, exponent = math.frexp(largest)
+    return max(0, -(-(exponent - _DIGIT_BITS - _LOWEST) // _DIGIT_BITS))
 
 
-def _blocks(taken: Tensor) -> list[float]:
+def _block_sums(digits: Tensor) -> list[float]:
     """Return the sums of the blocks of a flat tensor."""
-    if len(taken) <= BLOCK:
-        return [float(taken.sum())]
-    whole = len(taken) // BLOCK * BLOCK
-    return [*taken[:whole].view(-1, BLOCK).sum(1).tolist(), float(taken[whole:].sum())]
+    if len(digits) <= BLOCK:
+        return [float(digits.sum())]
+    end = len(digits) // BLOCK * BLOCK  # of the full blocks
+    full_blocks = digits[:end].view(-1, BLOCK)
+    last_block = digits[end:]
+    return [*full_blocks.sum(1).tolist(), float(last_block.sum())]
 
 
-def _units(sum_of_block: float, place: int) -> int:
+def _in_units(block_sum: float, position: int) -> int:
     """Return a sum of multiples of a digit's unit as an integer. One factor for both steps could
     overflow."""
-    exponent = -(place + _LOWEST)
-    return int(math.ldexp(math.ldexp(sum_of_block, exponent // 2), exponent - exponent // 2))
+    exponent = -(position + _LOWEST)
+    half = exponent // 2
+    return int(math.ldexp(math.ldexp(block_sum, half), exponent - half))

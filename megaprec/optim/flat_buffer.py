@@ -6,12 +6,14 @@ flat gradient tensor (`parameter.main_grad`), and the optimizer updates one cont
 both: a shard under ZeRO-1, the whole otherwise. Reducing gradients and gathering weights is then
 one collective on one tensor, and the statistics and the update read memory once, in order.
 
-    weights    [size]  as the plan holds them    the weights that layers read
-    grads      [size]  plan.gradients            accumulated over micro-batches
-    masters    [own]   plan.masters              the optimizer's weights; the same memory as `weights` if the dtypes
-                                                 agree, and absent if the plan keeps remainders
-    remainder  [own]   int16                     with remainders only: the bits that `weights` lacks to be FP32 masters
-    state      [own]   plan.moments, by name     the optimizer's moments
+    weights    [size]   as the plan holds them   the weights that layers read
+    grads      [size]   plan.gradients           accumulated over micro-batches
+    masters    [local]  plan.masters             the optimizer's weights; the same memory as
+                                                 `weights` if the dtypes agree, and absent if the
+                                                 plan keeps remainders
+    remainder  [local]  int16                    with remainders only: the bits that `weights`
+                                                 lacks to be FP32 masters
+    state      [local]  plan.moments, by name    the optimizer's moments
 
 Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes only the masters; the codes
 are computed later.
@@ -19,6 +21,7 @@ are computed later.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +33,7 @@ from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.optim.main_grad import collect, has_main_grad
-from megaprec.optim.update_tile import Draw, Tile
+from megaprec.optim.update_tile import Draw, DrawSpan, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
@@ -39,9 +42,12 @@ _COMPARED = 1 << 16  # elements that are compared at a time: they stay in a core
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
+Range = tuple[int, int]  # first, last + 1
+
+
 @dataclass(frozen=True)
 class Piece:
-    """The place of a part of a parameter in the buffer: elements [start, stop), row-major, without
+    """The span of a part of a parameter in the buffer: elements [start, stop), row-major, without
     padding."""
 
     part: Part
@@ -49,17 +55,60 @@ class Piece:
     stop: int
     counts: bool  # True if this rank's copy is the one that is counted and saved
 
+    def overlap(self, first: int, last: int) -> range:
+        """Return those of the elements [first, last) of the buffer that are in this piece."""
+        return range(max(self.start, first), min(self.stop, last))
+
+
+class OwnedPiece(NamedTuple):
+    """The elements of a piece that a rank owns: `span` of the buffer, never empty.
+
+    shard_start: the first element of the buffer in the rank's own slice.
+    """
+
+    piece: Piece
+    span: range
+    shard_start: int
+
+    @property
+    def in_buffer(self) -> slice:
+        """Return the positions of the elements in `weights` and `grads`."""
+        return slice(self.span.start, self.span.stop)
+
+    @property
+    def in_shard(self) -> slice:
+        """Return the positions of the elements in masters, moments and other tensors [local]."""
+        start = self.shard_start
+        return slice(self.span.start - start, self.span.stop - start)
+
+    @property
+    def in_part(self) -> slice:
+        """Return the positions of the elements in the flattened part, without its padding."""
+        start = self.piece.start
+        return slice(self.span.start - start, self.span.stop - start)
+
+
+class _Dtypes(NamedTuple):
+    """The dtypes of a buffer. reduce: in which gradients travel over dp."""
+
+    weights: torch.dtype
+    grads: torch.dtype
+    reduce: torch.dtype
+    masters: torch.dtype
+    moments: torch.dtype
+
 
 class Buffer:
     """The memory of `parameters`: they become views of `weights`, and their gradients accumulate in
     `grads`.
 
-    dp: the ranks over which gradients are reduced. shards: the ranks over which masters and state
-    are sharded; of size one without ZeRO-1.
-    state: names of the optimizer's moments. seed: of stochastic rounding. average: True if the sum
-    over dp is divided by the number of dp ranks. canonical: True if the sum over dp is the upper
-    part of a tree over micro-batches. The masters are initialised from the original values of the
-    parameters, before rounding.
+    dp: the ranks over which gradients are reduced.
+    shards: the ranks over which masters and state are sharded; of size one without ZeRO-1.
+    state: names of the optimizer's moments.
+    seed: of stochastic rounding.
+    average: True if the sum over dp is divided by the number of dp ranks.
+    canonical: True if the sum over dp is the upper part of a tree over micro-batches.
+    The masters are initialised from the original values of the parameters, before rounding.
     """
 
     def __init__(
@@ -82,29 +131,28 @@ class Buffer:
         self.seed = seed
         self.average = average
         self.canonical = canonical
+        layout = layout_of(self.parameters[0])
         # True if the weights are FP8 codes
         self.in_codes = fp8_param_of(self.parameters[0]) is not None
         # True if the gradients are counts
-        self.balances = layout_of(self.parameters[0]).balancing is not None
-        self.of_experts = layout_of(
-            self.parameters[0]
-        ).expert  # True if other ranks of the stage hold other experts
-        self.starts = []
+        self.balances = layout.balancing is not None
+        # True if other ranks of the stage hold other experts
+        self.of_experts = layout.expert
+        self.starts: list[int] = []
         end = 0
         for parameter in self.parameters:
             self.starts.append(end)
-            end += _up(parameter.numel(), _ALIGNMENT)
-        self.size = _up(end, dp.size * _ALIGNMENT)
-        length = self.size // shards.size
-        counted = self.size // dp.size
-        self.first = length * shards.rank
-        self.last = length * (shards.rank + 1)
-        replica = self.first + counted * (dp.rank // shards.size)
-        # the part of this rank's slice that no other replica counts
-        self.share = (
-            replica,
-            replica + counted,
-        )
+            end += _round_up(parameter.numel(), _ALIGNMENT)
+        # padded so that every dp rank has a slice of the same, aligned length
+        self.size = _round_up(end, dp.size * _ALIGNMENT)
+        shard_size = self.size // shards.size
+        self.first = shard_size * shards.rank
+        self.last = shard_size * (shards.rank + 1)
+        # The part of this rank's slice that no other replica counts. Without ZeRO-1, or with fewer
+        # shards than dp ranks, several replicas hold one slice, and each counts a part of it.
+        share_size = self.size // dp.size
+        share_start = self.first + share_size * (dp.rank // shards.size)
+        self.share = (share_start, share_start + share_size)
         self.pieces = tuple(self._pieces(pp_rank))
         self._allocate(device, state)
 
@@ -112,67 +160,103 @@ class Buffer:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             layout = layout_of(parameter)
             for part, first, last in layout.spans():
-                yield Piece(
-                    part, start + first, start + last, part.copy == 0 and layout.counts(pp_rank)
-                )
+                counts = part.copy == 0 and layout.counts(pp_rank)
+                yield Piece(part, start + first, start + last, counts)
+
+    def owned_pieces(
+        self, first: int | None = None, last: int | None = None
+    ) -> Iterator[OwnedPiece]:
+        """Yield the non-empty pieces of this rank's slice, in order.
+
+        first, last: elements of the buffer to which they are restricted, in place of the slice.
+        """
+        low = self.first if first is None else first
+        high = self.last if last is None else last
+        for piece in self.pieces:
+            span = piece.overlap(low, high)
+            if span:
+                yield OwnedPiece(piece, span, self.first)
 
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
-        plan = self.plan
-        held = param_dtype(self.parameters[0], self.plan)
-        own = self.last - self.first
-        wide = plan.masters if plan.masters.itemsize > held.itemsize else held
-        as_planned = (held == plan.parameters and not self.balances) or self.in_codes
-        self.weights = torch.zeros(self.size, dtype=held, device=device)
-        self.grads = torch.zeros(
-            self.size, dtype=plan.gradients if as_planned else held, device=device
-        )
-        self.travels = plan.reduce if as_planned else held
-        self.remainder: Tensor | None = None
-        self.masters: Tensor | None = None
-        if wide == held:
-            self.masters = self.own(self.weights)
-        elif plan.remainders and not self.in_codes:
-            self.remainder = torch.zeros(own, dtype=torch.int16, device=device)
-        else:
-            self.masters = torch.zeros(own, dtype=wide, device=device)
-        moments = plan.moments if as_planned or plan.moments.itemsize > 2 else wide
-        self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
+        dtypes = self._choose_dtypes()
+        local_size = self.last - self.first
+        self.travels = dtypes.reduce
+        self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
+        self.grads = torch.zeros(self.size, dtype=dtypes.grads, device=device)
+        self._allocate_masters(dtypes.masters)
+        self.state = {
+            name: torch.zeros(local_size, dtype=dtypes.moments, device=device) for name in state
+        }
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
         # the codes that this rank computes
-        self.owned = tuple(self._owned()) if self.in_codes else ()
-        self._rounded = self.masters is not None and wide != held and not self.in_codes
+        self.owned = tuple(self._fp8_shards()) if self.in_codes else ()
+        has_masters = self.masters is not None and dtypes.masters != dtypes.weights
+        self._is_rounded = has_masters and not self.in_codes
         self._has_changed = False  # True once an update or a state was written to the weights
-        self._versions = [p._version for p in self.parameters]
+        self._versions = self._read_versions()
 
-    def _owned(self) -> Iterator[FP8ParamShard]:
+    def _choose_dtypes(self) -> _Dtypes:
+        plan = self.plan
+        weights = param_dtype(self.parameters[0], plan)
+        # masters are never narrower than the weights that layers read
+        masters = weights
+        if plan.masters.itemsize > weights.itemsize:
+            masters = plan.masters
+        is_usual = weights == plan.parameters and not self.balances
+        if is_usual or self.in_codes:
+            return _Dtypes(weights, plan.gradients, plan.reduce, masters, plan.moments)
+        # Weights that the plan keeps in another dtype, and counts, accumulate and travel in theirs;
+        # their moments are not in 16 bits.
+        moments = plan.moments if plan.moments.itemsize > 2 else masters
+        return _Dtypes(weights, weights, weights, masters, moments)
+
+    def _allocate_masters(self, dtype: torch.dtype) -> None:
+        """Allocate masters, or the remainders that make masters of the weights."""
+        device = self.weights.device
+        local_size = self.last - self.first
+        self.remainder: Tensor | None = None
+        self.masters: Tensor | None = None
+        if dtype == self.weights.dtype:
+            self.masters = self.own(self.weights)
+        elif self.plan.remainders and not self.in_codes:
+            self.remainder = torch.zeros(local_size, dtype=torch.int16, device=device)
+        else:
+            self.masters = torch.zeros(local_size, dtype=dtype, device=device)
+
+    def _fp8_shards(self) -> Iterator[FP8ParamShard]:
+        """Yield this rank's part of each parameter, an empty one too: all ranks have as many."""
         assert self.masters is not None
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            held = fp8_param_of(parameter)
-            assert held is not None
-            held.inverse = held.inverse.to(self.weights.device)
+            fp8_param = fp8_param_of(parameter)
+            assert fp8_param is not None
+            fp8_param.inverse = fp8_param.inverse.to(self.weights.device)
             first = max(start, self.first)
-            last = max(start, self.first, min(start + parameter.numel(), self.last))
+            last = max(first, min(start + parameter.numel(), self.last))
             masters = self.masters[first - self.first : last - self.first]
-            yield FP8ParamShard(held, parameter.data.view(-1), masters, first - start)
+            yield FP8ParamShard(fp8_param, parameter.data.view(-1), masters, first - start)
 
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
+        """Make the parameter a view of `weights`, and its values this rank's masters."""
         values = parameter.data.reshape(-1)
-        view = self.weights[start : start + values.numel()].view_as(parameter)
-        if self.remainder is None and not self.in_codes:
-            view.copy_(
-                parameter.data if self.masters is None else parameter.data.to(self.masters.dtype)
-            )
-        elif (
-            self.remainder is not None
-        ):  # other ranks' slices are rounded here exactly as by their owners
-            split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
+        stop = start + values.numel()
+        view = self.weights[start:stop].view_as(parameter)
+        if self.remainder is not None:
+            # other ranks' slices are rounded here exactly as by their owners
+            unused_remainder = torch.empty_like(values, dtype=torch.int16)
+            split(values.float(), view.view(-1), unused_remainder)
+        elif not self.in_codes:
+            # Rounded from the masters, as after every update, and not from the values: a value
+            # that is wider than the masters would otherwise be rounded once only.
+            assert self.masters is not None
+            view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
-        collect(parameter, self.grads[start : start + values.numel()].view_as(parameter))
+        collect(parameter, self.grads[start:stop].view_as(parameter))
         first = max(start, self.first)
-        last = min(start + values.numel(), self.last)
+        last = min(stop, self.last)
         if first < last:
-            self.restore("weight", first - self.first, values[first - start : last - start])
+            in_shard = values[first - start : last - start]
+            self.restore("weight", first - self.first, in_shard)
 
     def own(self, flat: Tensor) -> Tensor:
         """Return a view of this rank's slice of `weights` or `grads`."""
@@ -181,17 +265,26 @@ class Buffer:
     def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Tile]:
         """Yield elements [first, last) of this rank's slice, in runs of `length`. 0: a length that
         suits the device."""
-        # random numbers take at least 8 bytes per element
-        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)
-        length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
+        if not length and self.weights.device.type == "cpu":
+            length = BLOCK
+        elif not length:
+            # shorter runs for stochastic rounding, whose random numbers take 8 bytes per element
+            length = BLOCK << (8 if self.plan.rounding == "nearest" else 4)
         for start in range(first, last, length):
-            yield self._block(start, min(start + length, last))
+            yield self._tile(start, min(start + length, last))
 
-    def _block(self, first: int, last: int) -> Tile:
+    def _tile(self, first: int, last: int) -> Tile:
         low = first + self.first
         high = last + self.first
-        overlaps = [(p, max(p.start, low), min(p.stop, high)) for p in self.pieces]
-        spans = [(p.part, a - p.start, a - low, b - low) for p, a, b in overlaps if a < b]
+        spans = [
+            DrawSpan(
+                part=owned.piece.part,
+                start=owned.in_part.start,
+                first=owned.span.start - low,
+                last=owned.span.stop - low,
+            )
+            for owned in self.owned_pieces(low, high)
+        ]
         weights = self.masters if self.in_codes else self.own(self.weights)
         assert weights is not None
         return Tile(
@@ -208,13 +301,13 @@ class Buffer:
         """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as
         "weight", and of the moments.
         """
-        kept = self.own(self.weights)
+        weight = self.own(self.weights)
         if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
             if self.masters is not None:
-                kept = self.masters
+                weight = self.masters
             else:
-                kept = self._block(0, len(kept)).wide_weights()
-        return {"weight": kept, **self.state}
+                weight = self._tile(0, len(weight)).wide_weights()
+        return {"weight": weight, **self.state}
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -226,36 +319,39 @@ class Buffer:
         `publish` afterwards."""
         last = first + len(values)
         if name == "weight" and self.masters is None:
-            self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
+            wide = values.to(self.weights.device, torch.float32)
+            self._tile(first, last).keep_weights(wide)
             return
-        kept = self.masters if name == "weight" else self.state[name]
-        assert kept is not None
-        kept[first:last].copy_(values)
+        target = self.masters if name == "weight" else self.state[name]
+        assert target is not None
+        target[first:last].copy_(values)
 
-    def counted(self) -> list[tuple[int, int]]:
+    def counted(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which no other rank
         counts."""
-        first, last = self.share
-        return self._ranges(
-            (max(p.start, first), min(p.stop, last)) for p in self.pieces if p.counts
-        )
+        spans: list[Range] = []
+        for owned in self.owned_pieces(*self.share):
+            if owned.piece.counts:
+                spans.append((owned.span.start, owned.span.stop))
+        return self._ranges(spans)
 
-    def copies(self) -> list[tuple[int, int]]:
+    def copies(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which another rank
         counts."""
         first, last = self.share
-        counted = [p for p in self.pieces if p.counts]
-        outside = [(p.start, min(p.stop, first)) for p in counted] + [
-            (max(p.start, last), p.stop) for p in counted
-        ]
-        return self._ranges(
-            sorted([(p.start, p.stop) for p in self.pieces if not p.counts] + outside)
-        )
+        elsewhere: list[Range] = []
+        for piece in self.pieces:
+            if piece.counts:
+                elsewhere.append((piece.start, min(piece.stop, first)))
+                elsewhere.append((max(piece.start, last), piece.stop))
+            else:
+                elsewhere.append((piece.start, piece.stop))
+        return self._ranges(sorted(elsewhere))
 
-    def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _ranges(self, spans: Iterable[Range]) -> list[Range]:
         """Return the intersection of the spans with this rank's slice, as positions in it;
         neighbours are joined."""
-        ranges: list[tuple[int, int]] = []
+        ranges: list[Range] = []
         for start, stop in spans:
             first = max(start, self.first) - self.first
             last = min(stop, self.last) - self.first
@@ -274,19 +370,23 @@ class Buffer:
         average, the gradients are divided before the sum, because a half-precision sum could
         overflow.
         """
-        sharded = self.shards.size == self.dp.size
+        is_sharded = self.shards.size == self.dp.size
         if self.canonical:
-            return (start_tree_scatter_sum_ if sharded else start_tree_sum_)(self.dp, self.grads)
+            start_tree = start_tree_scatter_sum_ if is_sharded else start_tree_sum_
+            return start_tree(self.dp, self.grads)
         if self.average and not self.balances:
             self.grads.div_(self.dp.size)
-        travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
-        start = self.dp.start_scatter_sum_ if sharded else self.dp.start_sum_
-        wait = start(travelling)
+        sent = self.grads
+        if self.dp.size > 1:
+            # a copy only if gradients travel in another dtype than they are accumulated in
+            sent = self.grads.to(self.travels)
+        start_sum = self.dp.start_scatter_sum_ if is_sharded else self.dp.start_sum_
+        wait = start_sum(sent)
 
         def finish() -> None:
             wait()
-            if travelling is not self.grads:
-                self.own(self.grads).copy_(self.own(travelling))
+            if sent is not self.grads:
+                self.own(self.grads).copy_(self.own(sent))
 
         return finish
 
@@ -299,9 +399,10 @@ class Buffer:
         if self.in_codes:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            for block in self.blocks(0, self.last - self.first):
-                block.keep_weights(block.wide_weights(), steps)
-        self.start_collect()()
+            for tile in self.blocks(0, self.last - self.first):
+                tile.keep_weights(tile.wide_weights(), steps)
+        wait = self.start_collect()
+        wait()
 
     def start_collect(self) -> Callable[[], object]:
         """Under ZeRO-1, start to all-gather the weights over `shards`, and return a function that
@@ -313,12 +414,12 @@ class Buffer:
         """
         increment_version(self.parameters)
         self._has_changed = True
-        self._versions = [p._version for p in self.parameters]
-        return self.shards.start_gather_(
-            self.weights.view(torch.uint8) if self.in_codes else self.weights
-        )
+        self._versions = self._read_versions()
+        # collectives know no FP8: its codes travel as bytes
+        sent = self.weights.view(torch.uint8) if self.in_codes else self.weights
+        return self.shards.start_gather_(sent)
 
-    def strayed(self) -> list[str]:
+    def reclaim_parameters(self) -> list[str]:
         """Return the names of parameters that are no longer views of `weights`, for instance after
         a cast.
 
@@ -327,40 +428,45 @@ class Buffer:
         (`torch.utils.swap_tensors`), which then has lost its `main_grad`, and another optimizer can
         have taken it over.
         """
-        away = set[int]()
+        lost = set[int]()
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            if not self._is_ours(parameter, start):
-                away.add(start)
-            elif parameter.data_ptr() != self._address(self.weights, start) and parameter.numel():
+            if not self._can_reclaim(parameter, start):
+                lost.add(start)
+            elif parameter.numel() and not self._is_view(parameter, start):
                 view = self.weights[start : start + parameter.numel()].view_as(parameter)
                 view.copy_(parameter.data)
                 parameter.data = view
-        return [piece.part.name for piece in self.pieces if piece.start in away]
+        return [piece.part.name for piece in self.pieces if piece.start in lost]
 
-    def _is_ours(self, parameter: nn.Parameter, start: int) -> bool:
+    def _can_reclaim(self, parameter: nn.Parameter, start: int) -> bool:
         """Return True if gradients of the parameter come here, and its values are of a kind that
         can be kept here."""
         if not has_main_grad(parameter):
             return False
-        main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        if parameter.numel() and main.data_ptr() != self._address(self.grads, start):
-            return False
-        if (
-            self.in_codes
-            and parameter.numel()
-            and parameter.data_ptr() != self._address(self.weights, start)
-        ):
-            return False
-        same_kind = (
-            parameter.dtype == self.weights.dtype and parameter.device == self.weights.device
-        )
-        return same_kind and parameter.shape == main.shape
+        main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if parameter.numel():  # a tensor without elements has no address
+            if main_grad.data_ptr() != self._address(self.grads, start):
+                return False
+            # codes without the scales that belong to them are no values
+            if self.in_codes and not self._is_view(parameter, start):
+                return False
+        same_dtype = parameter.dtype == self.weights.dtype
+        same_device = parameter.device == self.weights.device
+        return same_dtype and same_device and parameter.shape == main_grad.shape
+
+    def _is_view(self, parameter: nn.Parameter, start: int) -> bool:
+        return parameter.data_ptr() == self._address(self.weights, start)
 
     @staticmethod
     def _address(flat: Tensor, start: int) -> int:
         return flat.data_ptr() + start * flat.itemsize
 
-    def take_up(self, everything: bool, steps: Tensor) -> None:
+    def _read_versions(self) -> list[int]:
+        """Return torch's counters of writes to the parameters; writes through `data` are not in
+        them."""
+        return [parameter._version for parameter in self.parameters]
+
+    def adopt_weights(self, everything: bool, steps: Tensor) -> None:
         """Make masters of weights that someone else has written to, if the weights are rounded from
         masters.
 
@@ -369,15 +475,16 @@ class Buffer:
         everything: compare all weights, because what was written through `data` has left no
             version; else only after a version has changed, and before the first update.
         """
-        if not self._rounded:
+        if not self._is_rounded:
             return
-        versions = [p._version for p in self.parameters]
-        has_version = versions != self._versions
+        versions = self._read_versions()
+        is_written = versions != self._versions
         self._versions = versions
-        if everything or has_version or not self._has_changed:
+        if everything or is_written or not self._has_changed:
+            # a GPU compares longer runs, because each launch has a cost
             length = _COMPARED if self.weights.device.type == "cpu" else _COMPARED << 6
             for tile in self.blocks(0, self.last - self.first, length):
-                tile.take_up(has_version, steps)
+                tile.adopt_weights(is_written, steps)
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""
@@ -389,52 +496,56 @@ class Buffer:
         Scales of weights in FP8 belong to the weights, remainders to the masters. Masters that are
         the weights take no memory of their own.
         """
-        own = [] if self.remainder is None else [self.remainder]
+        masters: list[Tensor] = []
+        if self.remainder is not None:
+            masters.append(self.remainder)
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            own.append(self.masters)
-        kept = {
-            "weights": [self.weights, *(one.param.inverse for one in self.owned)],
-            "gradients": [self.grads],
-            "masters": own,
-            "moments": [*self.state.values()],
+            masters.append(self.masters)
+        weights = [self.weights]
+        weights += [shard.param.inverse for shard in self.owned]
+        return {
+            "weights": _num_bytes(weights),
+            "gradients": self.grads.nbytes,
+            "masters": _num_bytes(masters),
+            "moments": _num_bytes(self.state.values()),
         }
-        return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kept.items()}
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     """Return the dtype in which a parameter is held. Raise UserError if its parts would need
     different dtypes."""
-    if layout_of(parameter).balancing is not None:
+    layout = layout_of(parameter)
+    if layout.balancing is not None:
         return plan.sensitive
-    if (held := fp8_param_of(parameter)) is not None:
-        return held.dtype
-    parts = layout_of(parameter).parts
-    wanted = {plan.param_dtype(part.name) for part in parts}
-    if len(wanted) > 1:
-        names, dtypes = (
-            " and ".join(some)
-            for some in ((p.name for p in parts), sorted(map(dtype_name, wanted)))
-        )
+    fp8_param = fp8_param_of(parameter)
+    if fp8_param is not None:
+        return fp8_param.dtype
+    names = [part.name for part in layout.parts]
+    dtypes = {plan.param_dtype(name) for name in names}
+    if len(dtypes) > 1:
         raise UserError(
-            f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all "
-            "or none"
+            f"keep_fp32: {' and '.join(names)} are one parameter, whose parts would be "
+            f"{' and '.join(sorted(map(dtype_name, dtypes)))}: match all or none"
         )
-    return wanted.pop()
+    return dtypes.pop()
 
 
-def require_in_place(among: Iterable[Buffer]) -> None:
+def require_in_place(buffers: Iterable[Buffer]) -> None:
     """Raise RuntimeError if a parameter no longer lies in its buffer: a step would not update the
     model."""
-    if strayed := [name for buffer in among for name in buffer.strayed()]:
-        more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
+    lost = [name for buffer in buffers for name in buffer.reclaim_parameters()]
+    if lost:
+        others = f" (and {len(lost) - 1} others)" if len(lost) > 1 else ""
         raise RuntimeError(
-            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its "
-            "memory, or is another "
-            "optimizer's by now, so no step would update it: cast and move a model (to, "
-            "half, cuda) before building "
-            "its only optimizer; nothing was changed"
+            f"{lost[0]}{others} was cast or moved after the optimizer had taken over its memory, "
+            "or is another optimizer's by now, so no step would update it: cast and move a model "
+            "(to, half, cuda) before building its only optimizer; nothing was changed"
         )
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -5,7 +5,9 @@ Exactly one rank counts each logical element and contributes it; a sum over the 
 tensor.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +15,25 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import everyones
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.optim.flat_buffer import Buffer, OwnedPiece, Piece
 from megaprec.precision.plan import DTYPES, dtype_name
+
+_MAX_PROBLEMS = 5  # lines of an error; a state of another model differs in every tensor
+
+
+class _Counted(NamedTuple):
+    """Elements of a logical tensor that this rank alone counts. values: this rank's slice."""
+
+    owned: OwnedPiece
+    values: Tensor
+
+    def add_to(self, full: Tensor) -> None:
+        """Add the elements to the logical tensor."""
+        piece = self.owned.piece
+        local = full.new_zeros(piece.stop - piece.start)
+        local[self.owned.in_part] = self.values[self.owned.in_shard]
+        target = piece.part.take(full)
+        target.add_(local.view(piece.part.local))
 
 
 def gather_tensors(
@@ -22,35 +41,28 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
     over the world."""
-    mine: dict[str, list[tuple[Buffer, Piece, Tensor]]] = {}
-    described: dict[str, tuple[list[int], str]] = {}
+    counted: dict[str, list[_Counted]] = defaultdict(list)
+    headers: dict[str, tuple[list[int], str]] = {}
     for buffer in buffers:
         for kind, values in buffer.saved().items():
+            dtype = dtype_name(values.dtype)
             for piece in buffer.pieces:
-                key = f"{kind}/{piece.part.name}"
-                mine.setdefault(key, []).append((buffer, piece, values))
-                described[key] = list(piece.part.shape), dtype_name(values.dtype)
+                key = _state_key(kind, piece)
+                headers[key] = list(piece.part.shape), dtype
+            # this rank's share: replicas and ranks of ZeRO-1 divide the elements among them
+            for owned in buffer.owned_pieces(*buffer.share):
+                if owned.piece.counts:
+                    key = _state_key(kind, owned.piece)
+                    counted[key].append(_Counted(owned, values))
     tensors: dict[str, Tensor] = {}
-    for key, (shape, dtype) in sorted(everyones(described, world, device).items()):
-        whole = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
-        for buffer, piece, values in mine.get(key, ()):
-            _fill(whole, buffer, piece, values)
-        tensors[key] = world.sum_(whole).cpu()
+    all_headers = everyones(headers, world, device)
+    # sorted: all ranks sum the same tensor at the same time
+    for key, (shape, dtype) in sorted(all_headers.items()):
+        full = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+        for elements in counted.get(key, ()):
+            elements.add_to(full)
+        tensors[key] = world.sum_(full).cpu()
     return tensors
-
-
-def _fill(whole: Tensor, buffer: Buffer, piece: Piece, values: Tensor) -> None:
-    """Write the elements of `piece` that this rank counts, from this rank's slice `values`, into
-    the logical tensor."""
-    first = max(piece.start, buffer.share[0])
-    last = min(piece.stop, buffer.share[1])
-    if not piece.counts or first >= last:
-        return
-    local = whole.new_zeros(piece.stop - piece.start)
-    local[first - piece.start : last - piece.start] = values[
-        first - buffer.first : last - buffer.first
-    ]
-    piece.part.take(whole).add_(local.view(piece.part.local))
 
 
 def load_tensors(
@@ -58,38 +70,49 @@ def load_tensors(
 ) -> None:
     """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
     tensor does not fit."""
-    needed = list(_needed(buffers))
-    wrong = [
-        f"{key} is {list(piece.part.shape)} in the model, "
-        f"{list(tensors[key].shape) if key in tensors else 'not'} in "
-        "the state"
-        for key, _, piece in needed
-        if key not in tensors or tuple(tensors[key].shape) != piece.part.shape
-    ]
-    wrong += [
-        f"{key} of the state is {tensors[key].dtype}: must be a floating-point tensor"
-        for key in dict.fromkeys(key for key, _, _ in needed)
-        if key in tensors and not tensors[key].is_floating_point()
-    ]
-    known = everyones({key: None for key, _, _ in needed}, world, device)
-    wrong += [f"{key} of the state is not in the model" for key in tensors if key not in known]
-    if world.max_(torch.tensor(float(len(wrong)), device=device)):
-        raise UserError(
-            "the state is of another model",
-            *(wrong[:5] or ["another rank says which tensors differ"]),
-        )
-    for key, buffer, piece in needed:
-        first = max(piece.start, buffer.first)
-        last = min(piece.stop, buffer.last)
-        if first < last:
-            values = piece.part.take(tensors[key]).reshape(-1)[
-                first - piece.start : last - piece.start
-            ]
-            buffer.restore(key.partition("/")[0], first - buffer.first, values)
+    needed = list(_needed_pieces(buffers))
+    problems = list(_shape_problems(tensors, needed))
+    local_keys = dict.fromkeys(key for key, _ in needed)
+    for key in local_keys:
+        tensor = tensors.get(key)
+        if tensor is not None and not tensor.is_floating_point():
+            problems.append(
+                f"{key} of the state is {tensor.dtype}: must be a floating-point tensor"
+            )
+    keys = everyones(local_keys, world, device)
+    for key in tensors:
+        if key not in keys:
+            problems.append(f"{key} of the state is not in the model")
+    # a rank without problems must not go on alone
+    num_problems = torch.tensor(float(len(problems)), device=device)
+    if world.max_(num_problems):
+        lines = problems[:_MAX_PROBLEMS] or ["another rank says which tensors differ"]
+        raise UserError("the state is of another model", *lines)
+    for buffer in buffers:
+        for kind in buffer.saved_names:
+            for owned in buffer.owned_pieces():
+                full = tensors[_state_key(kind, owned.piece)]
+                flat_part = owned.piece.part.take(full).reshape(-1)
+                buffer.restore(kind, owned.in_shard.start, flat_part[owned.in_part])
 
 
-def _needed(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Buffer, Piece]]:
+def _shape_problems(
+    tensors: dict[str, Tensor], needed: Sequence[tuple[str, Piece]]
+) -> Iterator[str]:
+    """Yield a line for each piece whose logical tensor the state lacks, or has in another shape."""
+    for key, piece in needed:
+        shape = tuple(tensors[key].shape) if key in tensors else None
+        if shape != piece.part.shape:
+            described = "not" if shape is None else list(shape)
+            yield f"{key} is {list(piece.part.shape)} in the model, {described} in the state"
+
+
+def _needed_pieces(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Piece]]:
     for buffer in buffers:
         for kind in buffer.saved_names:
             for piece in buffer.pieces:
-                yield f"{kind}/{piece.part.name}", buffer, piece
+                yield _state_key(kind, piece), piece
+
+
+def _state_key(kind: str, piece: Piece) -> str:
+    return f"{kind}/{piece.part.name}"

@@ -20,7 +20,8 @@ from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
 from megaprec.precision.plan import PrecisionPlan
 
-_BY_LAYERS = (
+# settings of a plan that layers read, in which theirs must agree with the optimizer's
+_LAYER_SETTINGS = (
     "compute",
     "residual",
     "pipeline",
@@ -55,64 +56,81 @@ def require_kinds(
             "the optimizer is built under torch.inference_mode, whose tensors no backward "
             "pass can use"
         )
-    listed = isinstance(parts, list | tuple | nn.ModuleList) and all(
+    is_module_list = isinstance(parts, list | tuple | nn.ModuleList) and all(
         isinstance(part, nn.Module) for part in parts
     )
+    # a class of rules, without parentheses, has the same attributes
     is_rule = not isinstance(rule, type) and hasattr(rule, "names") and hasattr(rule, "update_")
-    rules = {
+    is_virtual = isinstance(virtual, VirtualAxis | None)
+    is_experts = isinstance(experts, ExpertAxes | None)
+    # name, value, what it must be, whether it is that
+    rules = [
         (
-            f"parts = {quoted(parts)}: must be a list of torch modules, like [model]; parameters "
-            "are found in them"
-        ): listed,
-        f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(
-            plan, PrecisionPlan
+            "parts",
+            parts,
+            "a list of torch modules, like [model]; parameters are found in them",
+            is_module_list,
         ),
-        f"mesh = {quoted(mesh)}: must be a DeviceMesh or None": isinstance(mesh, DeviceMesh | None),
-        f"rule = {quoted(rule)}: must be an update rule, like megaprec.AdamW(betas=(0.9, 0.95)) or "
-        "megaprec.TorchRule(torch.optim.RAdam)": is_rule,
         (
-            f"groups = {quoted(groups)}: must be a list of megaprec.Group(pattern, lr=..., "
-            "weight_decay=...)"
-        ): _are(groups, Group),
-        f"observers = {quoted(observers)}: must be a list of StepObservers": _are(
-            observers, StepObserver
+            "plan",
+            plan,
+            "a PrecisionPlan, like megaprec.plan('bf16')",
+            isinstance(plan, PrecisionPlan),
         ),
-        f"virtual = {quoted(virtual)}: must be a VirtualAxis or None": isinstance(
-            virtual, VirtualAxis | None
+        ("mesh", mesh, "a DeviceMesh or None", isinstance(mesh, DeviceMesh | None)),
+        (
+            "rule",
+            rule,
+            "an update rule, like megaprec.AdamW(betas=(0.9, 0.95)) or "
+            "megaprec.TorchRule(torch.optim.RAdam)",
+            is_rule,
         ),
-        f"experts = {quoted(experts)}: must be the experts= of a Context, or None": isinstance(
-            experts, ExpertAxes | None
+        (
+            "groups",
+            groups,
+            "a list of megaprec.Group(pattern, lr=..., weight_decay=...)",
+            _is_list_of(groups, Group),
         ),
-    }
-    rules |= {
-        f"{name} = {quoted(value)}: must be True or False": isinstance(value, bool)
-        for name, value in switches.items()
-        if name != "average" or value is not None
-    }
-    if broken := [line for line, holds in rules.items() if not holds]:
-        raise UserError(*broken)
+        ("observers", observers, "a list of StepObservers", _is_list_of(observers, StepObserver)),
+        ("virtual", virtual, "a VirtualAxis or None", is_virtual),
+        ("experts", experts, "the experts= of a Context, or None", is_experts),
+    ]
+    for name, value in switches.items():
+        is_left_open = name == "average" and value is None
+        rules.append((name, value, "True or False", is_left_open or isinstance(value, bool)))
+    problems = [
+        f"{name} = {quoted(value)}: must be {kind}"
+        for name, value, kind, holds in rules
+        if not holds
+    ]
+    if problems:
+        raise UserError(*problems)
     _require_same_plan(parts, plan)  # type: ignore[arg-type]
 
 
-def _are(values: object, kind: type) -> bool:
+def _is_list_of(values: object, kind: type) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
 
 
-def _require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
+def _require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
     """Raise UserError, naming a module, if layers were built with a context of another plan.
 
     They would compute in dtypes of their own, from weights that the optimizer holds in others.
     Contexts of parts that are marked to stay in FP32 are left out.
     """
-    for part in parts:
-        for path, module in part.named_modules():
-            own = getattr(getattr(module, "context", None), "plan", None)
-            if not isinstance(own, PrecisionPlan) or own.keep_fp32 == ("*",):
+    for model_part in model_parts:
+        for path, module in model_part.named_modules():
+            layer_plan = getattr(getattr(module, "context", None), "plan", None)
+            if not isinstance(layer_plan, PrecisionPlan):
                 continue
-            for name in _BY_LAYERS:
-                if (theirs := getattr(own, name)) != (mine := getattr(plan, name)):
+            if layer_plan.keep_fp32 == ("*",):  # of a part that is marked to stay in FP32
+                continue
+            for name in _LAYER_SETTINGS:
+                of_layer = getattr(layer_plan, name)
+                of_optimizer = getattr(plan, name)
+                if of_layer != of_optimizer:
                     raise UserError(
                         f"{path or type(module).__name__} was built with a plan that has "
-                        f"{name} = {theirs}, but the "
-                        f"optimizer's has {mine}: give Context and optimizer the same plan"
+                        f"{name} = {of_layer}, but the optimizer's has {of_optimizer}: give "
+                        "Context and optimizer the same plan"
                     )

@@ -20,34 +20,39 @@ from megaprec.precision.plan import LossScaling
 CLAIMED = "_has_optimizer"  # attribute of a rule
 
 
+_SCALER_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
+
+
 def require_settings(
     *, clip: float, norm: float, bucket: int, zero_size: int, seed: int, **rates: float | None
 ) -> None:
     """Raise UserError, naming all that are wrong, for settings that are not numbers or out of their
     range."""
-    whole = {"bucket": bucket, "zero_size": zero_size}
     rules = {
-        f"{name} = {value!r}: must be a whole number from 0 on": _counts(value)
-        for name, value in whole.items()
+        f"{name} = {value!r}: must be a whole number from 0 on": _is_count(value)
+        for name, value in {"bucket": bucket, "zero_size": zero_size}.items()
     }
-    rules |= {
-        f"seed = {seed!r}: must be a whole number": is_number(seed, whole=True),
-        f"norm = {norm!r}: must be 2, inf or another number of at least 1": (
-            (is_number(norm) and norm >= 1) or norm == math.inf
-        ),
-    }
+    is_seed = is_number(seed, whole=True)
+    is_order = (is_number(norm) and norm >= 1) or norm == math.inf
+    rules[f"seed = {seed!r}: must be a whole number"] = is_seed
+    rules[f"norm = {norm!r}: must be 2, inf or another number of at least 1"] = is_order
     rules |= _rule_of_clip(clip)
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise UserError(*broken)
-    require_rates(
-        **{name: rate for name, rate in rates.items() if rate is not None or name != "lr"}
-    )  # type: ignore[arg-type]
+    _require_all(rules)
+    # a learning rate may be left out, because each step can have its own
+    given = {name: rate for name, rate in rates.items() if rate is not None or name != "lr"}
+    require_rates(**given)  # type: ignore[arg-type]
 
 
 def require_clip(clip: float) -> None:
     """Raise UserError for a largest norm that someone has set to none. NaN would make every weight
     NaN."""
-    if broken := [rule for rule, holds in _rule_of_clip(clip).items() if not holds]:
+    _require_all(_rule_of_clip(clip))
+
+
+def _require_all(rules: Mapping[str, bool]) -> None:
+    """Raise UserError with the lines whose rule does not hold."""
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
         raise UserError(*broken)
 
 
@@ -58,18 +63,23 @@ def _rule_of_clip(clip: float) -> dict[str, bool]:
     }
 
 
+def _is_rate(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
 def require_rates(**rates: float) -> None:
     """Raise UserError for a learning rate or a weight decay that is not a finite number from 0
     on."""
-    if wrong := [
-        f"{name} = {rate!r}" for name, rate in rates.items() if not (is_number(rate) and rate >= 0)
-    ]:
-        raise UserError(
-            *(f"{said}: must be a finite number from 0 on, an int or a float" for said in wrong)
-        )
+    problems = [
+        f"{name} = {rate!r}: must be a finite number from 0 on, an int or a float"
+        for name, rate in rates.items()
+        if not _is_rate(rate)
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
-def claimed(rule: Any) -> Any:
+def claim_rule(rule: Any) -> Any:
     """Return a rule, marked as that of one optimizer. Raises UserError if it is another's, whose
     numbers it may hold.
 
@@ -80,10 +90,9 @@ def claimed(rule: Any) -> Any:
     if getattr(rule, CLAIMED, False):
         raise UserError(
             f"rule = {type(rule).__name__}: it belongs to another optimizer, whose steps it "
-            "counts: make one for each, "
-            "rule(name, options)"
+            "counts: make one for each, rule(name, options)"
         )
-    with suppress(AttributeError):
+    with suppress(AttributeError):  # of a class with slots
         setattr(rule, CLAIMED, True)
     return rule
 
@@ -93,27 +102,26 @@ def require_loss(loss: Tensor | None, any_shape: bool) -> None:
     micro-batch."""
     if loss is None:
         return
-    is_real = isinstance(loss, Tensor) and not loss.is_complex()
-    if not is_real or not (any_shape or loss.numel() == 1):
-        if isinstance(loss, Tensor):
-            said = f"of shape {list(loss.shape)}, {loss.dtype}"
-        else:
-            said = repr(loss)
-        raise UserError(
-            f"loss {said}: step takes a real tensor of one element, the detached loss of this "
-            "rank; take the mean of "
-            "several, as for backward"
-        )
+    if not isinstance(loss, Tensor):
+        described = repr(loss)
+    elif loss.is_complex() or not (any_shape or loss.numel() == 1):
+        described = f"of shape {list(loss.shape)}, {loss.dtype}"
+    else:
+        return
+    raise UserError(
+        f"loss {described}: step takes a real tensor of one element, the detached loss of this "
+        "rank; take the mean of several, as for backward"
+    )
 
 
-def require_scaled(read: bool, scaling: LossScaling) -> None:
-    """Raise UserError if no loss can have been multiplied by a dynamic scale. read: True if the
+def require_scaled(was_read: bool, scaling: LossScaling) -> None:
+    """Raise UserError if no loss can have been multiplied by a dynamic scale. was_read: True if the
     scale was ever read."""
-    if not read and scaling.kind == "dynamic":
+    if not was_read and scaling.kind == "dynamic":
         raise UserError(
             "optimizer.scale was never read, so no loss was multiplied by it, and gradients "
-            "would be divided by it all "
-            "the same: call (loss * optimizer.scale).backward(); nothing was changed"
+            "would be divided by it all the same: call (loss * optimizer.scale).backward(); "
+            "nothing was changed"
         )
 
 
@@ -128,62 +136,46 @@ def require_saved(numbers: Mapping[str, Any], keys: Sequence[str] = ("steps", "s
             f"this is not an optimizer state but a {type(numbers).__name__}: give what "
             "state_dict returned"
         )
-    if lacking := [key for key in keys if key not in numbers]:
-        raise UserError(f"this is not an optimizer state: it has no {' and no '.join(lacking)}")
-    if wrong := _wrong_kinds(numbers):
-        raise UserError(*(f"the state is not one of an optimizer: {line}" for line in wrong))
-    if _counts(numbers["steps"]):
-        wrong = []
-    else:
-        wrong = [f"steps = {numbers['steps']!r}: must be a whole number from 0 on"]
-    kept: Mapping[str, Any] = numbers["scaler"]
-    if kept:  # that of a constant scaler is empty
-        lacking = [
-            name for name in ("scale", "growth_tracker", "hysteresis_tracker") if name not in kept
-        ]
-        wrong += [f"the scaler of the state has no {name}" for name in lacking]
-    wrong += [
-        f"{name} = {value!r} of the scaler: must be a number"
-        for name, value in kept.items()
-        if not is_number(value)
-    ]
-    wrong += (
-        [f"scale = {kept['scale']!r}: must be above 0"]
-        if is_number(kept.get("scale")) and kept["scale"] <= 0
-        else []
-    )
+    missing_keys = [key for key in keys if key not in numbers]
+    if missing_keys:
+        raise UserError(
+            f"this is not an optimizer state: it has no {' and no '.join(missing_keys)}"
+        )
+    # values can be looked into only where all parts are of their kinds
+    if wrong_kinds := _kind_problems(numbers):
+        raise UserError(*(f"the state is not one of an optimizer: {line}" for line in wrong_kinds))
+    problems: list[str] = []
+    if not _is_count(numbers["steps"]):
+        problems.append(f"steps = {numbers['steps']!r}: must be a whole number from 0 on")
+    problems += _scaler_problems(numbers["scaler"])
     for group in numbers.get("param_groups", ()):
-        rates = {key: group[key] for key in ("lr", "weight_decay") if key in group}
-        wrong += [
-            f"{key} = {rate!r} of param_groups: must be a number from 0 on"
-            for key, rate in rates.items()
-            if not (is_number(rate) and rate >= 0)
+        problems += [
+            f"{key} = {group[key]!r} of param_groups: must be a number from 0 on"
+            for key in ("lr", "weight_decay")
+            if key in group and not _is_rate(group[key])
         ]
-    if wrong:
-        raise UserError(*(f"the state is not one of an optimizer: {line}" for line in wrong))
+    if problems:
+        raise UserError(*(f"the state is not one of an optimizer: {line}" for line in problems))
 
 
-def _wrong_kinds(numbers: Mapping[str, Any]) -> list[str]:
+def _kind_problems(numbers: Mapping[str, Any]) -> list[str]:
     """Return a line for each part of a saved state that is no dict, list or tensor, as it must
     be."""
-    wrong = []
+    problems: list[str] = []
     tables = {name: numbers[name] for name in ("scaler", "tensors") if name in numbers}
     for name, table in tables.items():
         if not isinstance(table, Mapping):
-            wrong.append(f"{name} = {quoted(table)}: must be a dict")
+            problems.append(f"{name} = {quoted(table)}: must be a dict")
     tensors = tables.get("tensors", {})
     if isinstance(tensors, Mapping):
-        others = {name: value for name, value in tensors.items() if not isinstance(value, Tensor)}
-        wrong += [
-            f"tensors: {name} = {quoted(value)}: must be a tensor" for name, value in others.items()
-        ]
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor):
+                problems.append(f"tensors: {name} = {quoted(value)}: must be a tensor")
     groups = numbers.get("param_groups", ())
-    listed = isinstance(groups, list | tuple) and all(
-        isinstance(group, Mapping) for group in groups
-    )
-    if not listed:
-        wrong.append(f"param_groups = {quoted(groups)}: must be a list of dicts")
-    return wrong
+    is_list = isinstance(groups, list | tuple)
+    if not is_list or not all(isinstance(group, Mapping) for group in groups):
+        problems.append(f"param_groups = {quoted(groups)}: must be a list of dicts")
+    return problems
 
 
 def require_count(counted_tokens: Tensor | float | None) -> None:
@@ -191,22 +183,39 @@ def require_count(counted_tokens: Tensor | float | None) -> None:
     is not known."""
     if counted_tokens is None:
         return
-    given = counted_tokens
-    if isinstance(given, Tensor):
-        fits = given.numel() == 1 and not given.is_complex() and given.dtype != torch.bool
-        said = f"of shape {list(given.shape)}, {given.dtype}"
+    if isinstance(counted_tokens, Tensor):
+        is_real = not counted_tokens.is_complex() and counted_tokens.dtype != torch.bool
+        fits = counted_tokens.numel() == 1 and is_real
+        description = f"of shape {list(counted_tokens.shape)}, {counted_tokens.dtype}"
     else:
-        is_unknown = isinstance(given, float) and math.isnan(given)
-        fits = is_unknown or (is_number(given) and given >= 0)
-        said = f"= {given!r}"
+        is_unknown = isinstance(counted_tokens, float) and math.isnan(counted_tokens)
+        fits = is_unknown or (is_number(counted_tokens) and counted_tokens >= 0)
+        description = f"= {counted_tokens!r}"
     if not fits:
         raise UserError(
-            f"counted_tokens {said}: must be a number from 0 on or a tensor of one, the "
-            "tokens of the whole batch that "
-            "count in the loss"
+            f"counted_tokens {description}: must be a number from 0 on or a tensor of one, the "
+            "tokens of the whole batch that count in the loss"
         )
 
 
-def _counts(value: object) -> bool:
+def _scaler_problems(scaler: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the saved state of a scaler; that of a constant one is empty."""
+    if not scaler:
+        return []
+    problems = [
+        f"the scaler of the state has no {name}" for name in _SCALER_KEYS if name not in scaler
+    ]
+    problems += [
+        f"{name} = {value!r} of the scaler: must be a number"
+        for name, value in scaler.items()
+        if not is_number(value)
+    ]
+    scale: Any = scaler.get("scale")
+    if is_number(scale) and scale <= 0:
+        problems.append(f"scale = {scale!r}: must be above 0")
+    return problems
+
+
+def _is_count(value: object) -> bool:
     """Return True for a whole number from 0 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

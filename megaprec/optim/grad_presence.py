@@ -9,6 +9,8 @@ digest among the numbers that a step exchanges anyhow.
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -20,72 +22,85 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import has_gradient
 from megaprec.optim.model_intake import Ranks
 
-_MOST = 3  # number of names that the error line gives for each rank
+_MAX_NAMES = 3  # that the error line gives for each rank
+
+
+class Presence(NamedTuple):
+    """The numbers that a rank sends about its gradients: a digest of the parameters that have none,
+    and the number of those that have one."""
+
+    digest: float
+    num_gradients: int
 
 
 def missing(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
     """Return the logical names of the parameters that received no gradient in this step.
 
-    by_place: experts are numbered by their places on this rank, so that ranks with other experts
+    by_place: experts are numbered by their positions on this rank, so that ranks with other experts
         have the same names.
     """
-    lacking = [
-        (number, p)
-        for number, p in enumerate(p for b in buffers for p in b.parameters)
-        if not has_gradient(p)
-    ]
-    return [
-        f"expert {n}" if by_place and layout_of(p).expert else layout_of(p).parts[0].name
-        for n, p in lacking
-    ]
+    names: list[str] = []
+    parameters = chain.from_iterable(buffer.parameters for buffer in buffers)
+    # by position, because every rank of a stage holds its experts at the same ones
+    for number, parameter in enumerate(parameters):
+        if has_gradient(parameter):
+            continue
+        layout = layout_of(parameter)
+        if by_place and layout.expert:
+            names.append(f"expert {number}")
+        else:
+            names.append(layout.parts[0].name)
+    return names
 
 
-def summary(buffers: Sequence[Buffer], said: Sequence[str] = ()) -> tuple[float, int]:
-    """Return a digest of the parameters of this rank without a gradient, and the number of those
-    with one.
-
-    said: lines that all ranks of a stage must share too.
-    """
+def summarize(buffers: Sequence[Buffer], settings: Sequence[str] = ()) -> Presence:
+    """Return what this rank sends about its gradients. settings: lines that all ranks of a stage
+    must share too."""
     names = missing(buffers, by_place=True)
-    return digest([*names, *said]), sum(len(buffer.parameters) for buffer in buffers) - len(names)
+    num_parameters = sum(len(buffer.parameters) for buffer in buffers)
+    return Presence(digest([*names, *settings]), num_parameters - len(names))
 
 
 def digest(names: Sequence[str]) -> float:
     """Return a number that identifies the list of names."""
-    return int.from_bytes(blake2b("\n".join(names).encode(), digest_size=4).digest(), "little") % (
-        1 << DIGEST_BITS
-    )
+    hashed = blake2b("\n".join(names).encode(), digest_size=4).digest()
+    return int.from_bytes(hashed, "little") % (1 << DIGEST_BITS)
 
 
-def why(buffers: Sequence[Buffer], ranks: Ranks, any_given: bool, said: Sequence[str] = ()) -> str:
+def explain(
+    buffers: Sequence[Buffer], ranks: Ranks, any_gradient: bool, settings: Sequence[str] = ()
+) -> str:
     """Return a line that says why no step can be made of the gradients. Collective over the world.
 
-    any_given: True if a parameter of some rank has a gradient. said: as for `summary`.
+    any_gradient: True if a parameter of some rank has one.
+    settings: as for `summarize`.
     """
-    if any_given and (line := _said_apart(said, ranks)):
+    if not any_gradient:
+        return (
+            "no parameter of the model has a gradient in this step, and moments and weight decay "
+            "alone would move the weights: run backward before each step, and step once for it; "
+            "nothing was changed"
+        )
+    line = _settings_difference(settings, ranks)
+    if line:
         return line
-    if any_given:
-        here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
-        return disagreement(missing(buffers), ranks.world, ranks.device, here)
-    return (
-        "no parameter of the model has a gradient in this step, and moments and weight decay "
-        "alone would move the "
-        "weights: run backward before each step, and step once for it; nothing was changed"
-    )
+    here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
+    names = missing(buffers)
+    return disagreement(names, ranks.world, ranks.device, here)
 
 
-def _said_apart(said: Sequence[str], ranks: Ranks) -> str:
+def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:
     """Return which of the lines differ between ranks of a stage; empty if none do. Collective over
     the world."""
-    of_all = everyones({f"{ranks.world.rank}": [ranks.pp.rank, *said]}, ranks.world, ranks.device)
-    first: dict[int, list[str]] = {}
-    for stage, *lines in of_all.values():
-        for mine, theirs in zip(first.setdefault(stage, lines), lines, strict=False):
+    local = {f"{ranks.world.rank}": [ranks.pp.rank, *settings]}
+    of_stages: dict[int, list[str]] = {}
+    for stage, *lines in everyones(local, ranks.world, ranks.device).values():
+        of_stage = of_stages.setdefault(stage, lines)
+        for mine, theirs in zip(of_stage, lines, strict=False):
             if mine != theirs:
                 return (
-                    f"{mine} on some ranks and {theirs} on others: set the same in "
-                    "param_groups and optimizer on "
-                    "all of them; nothing was changed"
+                    f"{mine} on some ranks and {theirs} on others: set the same in param_groups "
+                    "and optimizer on all of them; nothing was changed"
                 )
     return ""
 
@@ -94,17 +109,20 @@ def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: 
     """Return a line that says which ranks lack which gradients. Collective over the world, called
     by all ranks.
 
-    here: this rank's place, in words.
+    here: this rank's coordinates, in words.
     """
-    said = everyones({here: list(names)}, world, device)
-    ranks = Counter(name for lacking in said.values() for name in lacking)
-    lacks = []
-    for place, lacking in said.items():
-        # a gradient that all ranks of a stage lack is no disagreement
-        rarest = sorted(lacking, key=ranks.__getitem__)
-        more = [f"{len(lacking) - _MOST} more"] if len(lacking) > _MOST else []
-        lacks += [f"{place} has none for {', '.join(rarest[:_MOST] + more)}"] if lacking else []
+    by_rank = everyones({here: list(names)}, world, device)
+    num_ranks = Counter(chain.from_iterable(by_rank.values()))
+    clauses: list[str] = []
+    for rank, missing_names in by_rank.items():
+        if not missing_names:
+            continue
+        # a gradient that all ranks of a stage lack is no disagreement: the rarest come first
+        shown = sorted(missing_names, key=num_ranks.__getitem__)[:_MAX_NAMES]
+        if len(missing_names) > _MAX_NAMES:
+            shown.append(f"{len(missing_names) - _MAX_NAMES} more")
+        clauses.append(f"{rank} has none for {', '.join(shown)}")
     return (
         "gradients are missing on some ranks of a stage only, so nothing was changed: "
-        f"{'; '.join(lacks)}; every rank must run the same parts of the model in a step"
+        f"{'; '.join(clauses)}; every rank must run the same parts of the model in a step"
     )

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megaprec.optim.native import Kernels
 
-_BLOCK = 1 << 17  # elements: a block is still in a core's cache when it is read for the second time
-_COUNTED = 1 << 24  # elements: the largest count that is exact in FP32
+# elements: a block is still in a core's cache when it is read for the second time
+_CPU_BLOCK = 1 << 17
+_GPU_BLOCK = 1 << 24  # elements: the largest count that is exact in FP32
 
 
 def statistics(
@@ -37,25 +38,35 @@ def statistics(
     kernels: C kernels for the tensors that they support; torch's operators read the others.
     """
     if kernels is not None:
-        left, copies_left = (
-            [v for v in values if not kernels.reads(v)] for values in (gradients, copies)
-        )
-        numbers = statistics(left, copies_left, device)
-        for values in filter(kernels.reads, gradients):
-            numbers += kernels.statistics(values)
-        for values in filter(kernels.reads, copies):
-            numbers[0] += 0 * kernels.statistics(values)[0]
-        return numbers
-    counted = [block for values in gradients for block in _blocks(values)]
-    if not counted:
-        numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        return _statistics_by_kernels(gradients, copies, device, kernels)
+    counted = _all_blocks(gradients)
+    if counted:
+        norms, num_nonzero = _norms_and_nonzero(counted)
+        squares = _squares(norms, counted)
+        num_elements = sum(block.numel() for block in counted)
+        num_zeros = num_elements - num_nonzero.sum()
+        numbers = torch.stack((squares, num_zeros.double()))  # no wait of the host
     else:
-        norms, filled = _looked_at(counted)
-        total = sum(block.numel() for block in counted)
-        numbers = torch.stack((_squares(norms, counted), (total - filled.sum()).double()))
-    others = [block for values in copies for block in _blocks(values)]
-    if others:
-        numbers[0] += 0 * _squares(_norms(others), others)
+        numbers = torch.zeros(2, dtype=torch.float64, device=device)
+    copied = _all_blocks(copies)
+    if copied:
+        squares_of_copies = _squares(_norms(copied), copied)
+        numbers[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
+    return numbers
+
+
+def _statistics_by_kernels(
+    gradients: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device, kernels: Kernels
+) -> Tensor:
+    """Return what `statistics` returns, by C kernels where they support a tensor."""
+    by_torch = [values for values in gradients if not kernels.reads(values)]
+    copies_by_torch = [values for values in copies if not kernels.reads(values)]
+    numbers = statistics(by_torch, copies_by_torch, device)
+    for values in filter(kernels.reads, gradients):
+        numbers += kernels.statistics(values)
+    for values in filter(kernels.reads, copies):
+        squares, _ = kernels.statistics(values).unbind()
+        numbers[0] += 0 * squares
     return numbers
 
 
@@ -67,73 +78,89 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Sequence[Tensor]:
-    return values.split(_BLOCK if values.device.type == "cpu" else _COUNTED)
+    length = _CPU_BLOCK if values.device.type == "cpu" else _GPU_BLOCK
+    return values.split(length)
 
 
-def _looked_at(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _all_blocks(tensors: Iterable[Tensor]) -> list[Tensor]:
+    blocks: list[Tensor] = []
+    for values in tensors:
+        blocks += _blocks(values)
+    return blocks
+
+
+def _norms_and_nonzero(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the norms of `_norms` and the numbers of nonzero elements, both [blocks].
 
     A CPU computes both for one block after the other, while the block is in the cache.
     """
     if blocks[0].device.type == "cpu":
-        looked = [(_norm(block), block.count_nonzero()) for block in blocks]
-        norms, filled = (torch.stack(column) for column in zip(*looked, strict=True))
-        return norms, filled
-    return _norms(blocks), torch.stack([_num_filled(block) for block in blocks])
+        norms: list[Tensor] = []
+        num_nonzero: list[Tensor] = []
+        for block in blocks:
+            norms.append(_norm(block))
+            num_nonzero.append(block.count_nonzero())
+        return torch.stack(norms), torch.stack(num_nonzero)
+    return _norms(blocks), torch.stack([_num_nonzero(block) for block in blocks])
 
 
-def _num_filled(block: Tensor) -> Tensor:
+def _num_nonzero(block: Tensor) -> Tensor:
     """Return the number of nonzero elements with one read; a GPU's `count_nonzero` writes their
     positions."""
-    return torch.linalg.vector_norm(
-        block, 0, dtype=torch.promote_types(block.dtype, torch.float32)
-    ).double()
+    dtype = torch.promote_types(block.dtype, torch.float32)
+    return torch.linalg.vector_norm(block, 0, dtype=dtype).double()
 
 
 def _norms(blocks: Sequence[Tensor]) -> Tensor:
     """Return L2 norms [blocks]: on a CPU those of `_norm`, else in float64."""
     if blocks[0].device.type == "cpu":
-        return torch.stack([_norm(block) for block in blocks])
-    return torch.stack(torch._foreach_norm(tuple(blocks), 2, torch.float64))
+        norms = [_norm(block) for block in blocks]
+    else:
+        norms = torch._foreach_norm(tuple(blocks), 2, torch.float64)
+    return torch.stack(norms)
 
 
 def _norm(block: Tensor) -> Tensor:
     """Return the L2 norm of a block on a CPU, in FP32 unless the block is float64; in FP32 it may
     overflow."""
-    return torch.linalg.vector_norm(block if block.dtype == torch.float64 else block.float())
+    if block.dtype != torch.float64:
+        block = block.float()
+    return torch.linalg.vector_norm(block)
 
 
 def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of blocks with these norms."""
     squares = norms.double().square().sum()
+    # on a CPU only: the norm of a block of finite numbers may have overflowed FP32
     if norms.dtype == torch.float32 and not squares.isfinite():
-        norms = torch.stack(
-            [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-        )
-        squares = norms.square().sum()
+        wide_norms = torch.stack([_wide_norm(block) for block in blocks])
+        squares = wide_norms.square().sum()
     return squares
 
 
-def norm_of(values: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return the p-norm of all flat tensors together, float64 of shape []; p may be inf. For no
-    tensors it is 0."""
-    parts = [
-        joined_norm(block.double().abs(), p)
-        for one in values
-        for block in _blocks(one)
-        if len(block)
-    ]
-    if parts:
-        return joined_norm(torch.stack(parts), p)
-    return torch.zeros((), dtype=torch.float64, device=device)
+def _wide_norm(block: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(block, dtype=torch.float64)
 
 
-def joined_norm(norms: Tensor, p: float) -> Tensor:
-    """Return the p-norm of a whole from the p-norms [n] of its parts.
+def norm_of(tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
+    """Return the norm of all flat tensors together, float64 of shape []; its order may be inf. For
+    no tensors it is 0."""
+    norms: list[Tensor] = []
+    for block in _all_blocks(tensors):
+        if len(block):
+            magnitudes = block.double().abs()
+            norms.append(joined_norm(magnitudes, order))
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return joined_norm(torch.stack(norms), order)
 
-    The sum is relative to the largest norm, because p-th powers overflow. The result is not finite
-    if one of the norms is not.
+
+def joined_norm(norms: Tensor, order: float) -> Tensor:
+    """Return the norm of all parts together from the norms [n] of the parts.
+
+    The sum is relative to the largest norm, because powers overflow. The result is not finite if
+    one of the norms is not.
     """
     largest = norms.max()
     safe = torch.where(largest > 0, largest, 1.0)
-    return torch.linalg.vector_norm(norms / safe, p) * safe
+    return torch.linalg.vector_norm(norms / safe, order) * safe

@@ -24,6 +24,7 @@ from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Wait = Callable[[], None]
 WaitFor = Callable[[Sequence[Buffer]], None]
 
 
@@ -43,10 +44,13 @@ class ReadsLate(Protocol):
 class GradReducer:
     """The reduction of gradients over tp and dp, by model chunk.
 
-    chunks: the buffers of each model chunk, in the order of the forward pass. early: True to start
-    the reduction during the last backward pass, so that it overlaps with later work; otherwise it
-    is complete when `reduce` returns.
+    chunks: the buffers of each model chunk, in the order of the forward pass.
+    early: True to start the reduction during the last backward pass, so that it overlaps with later
+        work; otherwise it is complete when `reduce` returns.
     microbatches: the sums over micro-batches, if they are by a tree, which are completed first.
+
+    before_reduce: called with a buffer that is about to be reduced.
+    num_microbatches: of the last step that was reduced, if they are summed by a tree.
     """
 
     def __init__(
@@ -57,41 +61,42 @@ class GradReducer:
         microbatches: MicrobatchSums | None = None,
     ) -> None:
         self.microbatches = microbatches
-        self.num_microbatches = 0  # of the last step that was reduced, if they are summed by a tree
-        self._chunks = [list(reversed(chunk)) for chunk in chunks]
+        self.num_microbatches = 0
         self.tp = tp
+        self.before_reduce: Callable[[Buffer], None] | None = None
+        # in the order in which a backward pass completes them
+        self._chunks = [list(reversed(chunk)) for chunk in chunks]
         self._early = early
-        self._ends: dict[
-            int, list[Callable[[], None]]
-        ] = {}  # wait functions of the started reductions, by chunk
+        # wait functions of the started reductions, by chunk
+        self._waits: dict[int, list[Wait]] = {}
         self._reduced: set[int] = set()
-        self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: not final
-        self.before: Callable[[Buffer], None] | None = (
-            None  # called with a buffer that is about to be reduced
-        )
-        self._nodes: list[
-            object
-        ] = []  # autograd does not keep the nodes alive, and the hooks die with them
-        for n, buffers in enumerate(self._chunks) if early else ():
-            self._nodes += [
-                self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters
-            ]
+        # parameters whose gradients are not final, by chunk and buffer; only after `expect`
+        self._awaited: dict[int, list[set[nn.Parameter]]] = {}
+        # autograd does not keep the nodes alive, and the hooks die with them
+        self._nodes: list[object] = []
+        if early:
+            for chunk, buffers in enumerate(self._chunks):
+                for number, buffer in enumerate(buffers):
+                    for parameter in buffer.parameters:
+                        self._nodes.append(self._watch(parameter, chunk, number))
 
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
-        """Call `arrived` when a backward pass has finished the gradient; return the autograd node
+        """Start reductions when a backward pass has finished the gradient; return the autograd node
         to keep."""
+        # The node that accumulates a leaf's gradient is found behind any use of the leaf. A hook of
+        # the parameter itself is not called where a layer adds to `main_grad` by itself.
         with torch.enable_grad():
-            used = parameter.view_as(parameter).grad_fn
-        assert used is not None
-        node = used.next_functions[0][0]
+            use = parameter.view_as(parameter).grad_fn
+        assert use is not None
+        node = use.next_functions[0][0]
         assert node is not None
 
-        def arrived(*_: Tensor | tuple[Tensor, ...]) -> None:
+        def on_gradient(*_: Tensor | tuple[Tensor, ...]) -> None:
             if chunk in self._awaited:
                 self._awaited[chunk][buffer].discard(parameter)
-                self._begin_ready(chunk)
+                self._start_ready(chunk)
 
-        node.register_hook(arrived)
+        node.register_hook(on_gradient)
         return node
 
     def expect(self, chunk: int) -> None:
@@ -99,24 +104,37 @@ class GradReducer:
         `chunk`."""
         if self._early:
             self._awaited[chunk] = [set(buffer.parameters) for buffer in self._chunks[chunk]]
-            self._begin_ready(chunk)
+            self._start_ready(chunk)
 
     @torch.no_grad()
-    def _begin_ready(self, chunk: int) -> None:
+    def _start_ready(self, chunk: int) -> None:
         """Start the reductions of all buffers whose gradients are final and whose predecessors have
         started."""
-        ends = self._ends.setdefault(chunk, [])
-        awaited = self._awaited.get(chunk)
-        while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
-            buffer = self._chunks[chunk][len(ends)]
-            if self.microbatches is not None:
-                self.microbatches.finish(buffer.parameters, in_flight=awaited is not None)
-            zero_missing_grads(buffer.parameters)
-            if self.before is not None:
-                self.before(buffer)
-            close_accumulation(buffer.parameters, True)
-            sum_partial(buffer.parameters, self.tp)
-            ends.append(buffer.start_reduce())
+        waits = self._waits.setdefault(chunk, [])
+        awaited = self._awaited.get(chunk)  # None: the gradients of all buffers are final
+        buffers = self._chunks[chunk]
+        while len(waits) < len(buffers):
+            number = len(waits)
+            if awaited and awaited[number]:
+                return
+            wait = self._start_reduce(buffers[number], in_flight=awaited is not None)
+            waits.append(wait)
+
+    def _start_reduce(self, buffer: Buffer, in_flight: bool) -> Wait:
+        """Start to sum the gradients of a buffer over tp and dp, and return the function that
+        waits.
+
+        in_flight: True during the backward pass of the last micro-batch.
+        """
+        if self.microbatches is not None:
+            self.microbatches.finish(buffer.parameters, in_flight=in_flight)
+        zero_missing_grads(buffer.parameters)
+        if self.before_reduce is not None:
+            self.before_reduce(buffer)
+        # from here on a gradient of this rank alone would be lost on the others
+        close_accumulation(buffer.parameters, True)
+        sum_partial(buffer.parameters, self.tp)
+        return buffer.start_reduce()
 
     def reduce(self, chunk: int) -> None:
         """Start the remaining reductions of `chunk`, whose gradients are final. To be called once
@@ -127,71 +145,73 @@ class GradReducer:
                 "summed twice"
             )
         self._reduced.add(chunk)
-        self._awaited.pop(chunk, None)
-        self._begin_ready(chunk)
+        self._awaited.pop(chunk, None)  # nothing more is expected of a backward pass
+        self._start_ready(chunk)
         if not self._early:
-            self._end(chunk)
+            self._wait(chunk)
 
     def finish(self) -> None:
         """Reduce the chunks that were not reduced yet, and wait for all reductions."""
         for chunk in range(len(self._chunks)):
             if chunk not in self._reduced:
                 self.reduce(chunk)
-            self._end(chunk)
-        self._ends.clear()
-        self._reduced.clear()
-        self._open()
+            self._wait(chunk)
+        self._begin_step()
 
     def drop(self) -> None:
         """Wait for all running reductions, discard their results and begin a new step."""
-        for chunk in self._ends:
-            self._end(chunk)
-        self._ends.clear()
-        self._reduced.clear()
+        for chunk in self._waits:
+            self._wait(chunk)
         self._awaited.clear()
-        self._open()
+        self._begin_step()
 
-    def _open(self) -> None:
+    def _begin_step(self) -> None:
         """Let gradients be accumulated again, for another step."""
+        self._waits.clear()
+        self._reduced.clear()
         for buffer in chain.from_iterable(self._chunks):
             close_accumulation(buffer.parameters, False)
         if self.microbatches is not None:
             self.num_microbatches = self.microbatches.count
             self.microbatches.forget()
 
-    def _end(self, chunk: int) -> None:
-        for k, end in enumerate(self._ends[chunk]):
-            end()
-            self._ends[chunk][k] = _over
+    def _wait(self, chunk: int) -> None:
+        """Wait for the started reductions of a chunk, for each only once."""
+        for number, wait in enumerate(self._waits[chunk]):
+            wait()
+            self._waits[chunk][number] = _do_nothing
 
 
-def _over() -> None:
-    """Do nothing: this replaces the wait function of a reduction that is complete."""
+def _do_nothing() -> None:
+    """Replace the wait function of a reduction that is complete."""
 
 
 class ParamGatherer:
     """The running all-gathers of weights, and the modules that wait for them.
 
     A layer, which is a module in a list or dict of modules, waits for the weights of itself and its
-    submodules. The model part as a whole, whose forward runs before, waits for all other weights,
+    submodules. The complete model part, whose forward runs before, waits for all other weights,
     except those that it reads late (`ReadsLate`). Code outside a layer's forward must therefore not
     read the layer's weights before `wait`.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool) -> None:
-        self._under_way: dict[Buffer, Callable[[], object]] = {}
+    def __init__(
+        self, model_parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool
+    ) -> None:
+        self._waits: dict[Buffer, Callable[[], object]] = {}
         self._early = early
-        for part in parts if early else ():
-            _follow(part, buffers, self._wait_for)
+        if early:
+            for model_part in model_parts:
+                _add_waiting_hooks(model_part, buffers, self._wait_for)
 
     def begin(self, buffer: Buffer) -> None:
         """Start to all-gather the weights of a buffer in which this rank's slice has been
         updated."""
-        self._under_way[buffer] = buffer.start_collect()
+        self._waits[buffer] = buffer.start_collect()
 
     def wait(self) -> None:
         """Wait until all weights have arrived."""
-        self._wait_for(list(self._under_way))
+        self._wait_for(list(self._waits))
 
     def settle(self) -> None:
         """End an update: wait for all weights, unless the next forward pass waits layer by
@@ -201,23 +221,28 @@ class ParamGatherer:
 
     def _wait_for(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
-            if buffer in self._under_way:
-                self._under_way.pop(buffer)()
+            wait = self._waits.pop(buffer, None)
+            if wait is not None:
+                wait()
 
 
-def _follow(part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
+def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
     """Make the layers of `part`, and `part` itself, wait for their weights when they are called."""
-    layers = [layer for m in part.modules() if isinstance(m, _CONTAINERS) for layer in m.children()]
-    waits = {layer: set(layer.parameters()) for layer in layers}
-    waits |= (
-        {module: set(late) for module, late in part.read_late().items()}
-        if isinstance(part, ReadsLate)
-        else {}
-    )
-    waits[part] = set(part.parameters()).difference(*waits.values())
-    for module, parameters in waits.items():
+    weights: dict[nn.Module, set[nn.Parameter]] = {}
+    for module in model_part.modules():
+        if isinstance(module, _CONTAINERS):
+            for layer in module.children():
+                weights[layer] = set(layer.parameters())
+    if isinstance(model_part, ReadsLate):
+        for module, late_weights in model_part.read_late().items():
+            weights[module] = set(late_weights)
+    # the part's own forward begins before those of its layers
+    in_layers = weights.values()
+    weights[model_part] = set(model_part.parameters()).difference(*in_layers)
+    for module, parameters in weights.items():
         needed = [buffer for buffer in buffers if parameters.intersection(buffer.parameters)]
-        module.register_forward_pre_hook(partial(_before_forward, wait_for, needed))
+        hook = partial(_before_forward, wait_for, needed)
+        module.register_forward_pre_hook(hook)
 
 
 def _before_forward(

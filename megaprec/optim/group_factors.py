@@ -9,9 +9,12 @@ fewer than two dims do not decay. Groups belong to the run and not to a checkpoi
 state by logical name: a resumed run may have other groups.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
+from typing import NamedTuple
 
 from torch import nn
 
@@ -25,8 +28,8 @@ from megaprec.optim.flat_buffer import Buffer
 class Group:
     """Factors for the logical tensors that match a pattern.
 
-    pattern: of logical names, with `fnmatch`'s wildcards. lr, weight_decay: factors; None for the
-        default.
+    pattern: of logical names, with `fnmatch`'s wildcards.
+    lr, weight_decay: factors; None for the default.
     """
 
     pattern: str
@@ -47,38 +50,46 @@ class Group:
                 )
 
 
+class Factors(NamedTuple):
+    """Factors of learning rate and weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
+UNSCALED = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values apply to
+
+
 @dataclass(frozen=True)
 class Slice:
     """Elements [first, last) of a buffer's own slice, and the factors that they share."""
 
     first: int
     last: int
-    lr: float
-    weight_decay: float
-
-
-Factors = tuple[float, float]  # factors of learning rate and weight decay
+    factors: Factors
 
 
 def factors(part: Part, groups: Sequence[Group]) -> Factors:
     """Return the factors of learning rate and weight decay for a logical tensor."""
-    usual = 1.0 if len(part.shape) >= 2 else 0.0
+    # biases, norms and other vectors do not decay
+    default_decay = 1.0 if len(part.shape) >= 2 else 0.0
     for group in groups:
         if fnmatchcase(part.name, group.pattern):
-            decay = usual if group.weight_decay is None else group.weight_decay
-            return 1.0 if group.lr is None else group.lr, decay
-    return 1.0, usual
+            return Factors(
+                lr=1.0 if group.lr is None else group.lr,
+                weight_decay=default_decay if group.weight_decay is None else group.weight_decay,
+            )
+    return Factors(1.0, default_decay)
 
 
 def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
     """Return the parameters, those with equal factors side by side, so that a buffer has few
     slices."""
-    kinds: dict[tuple[Factors, ...], list[nn.Parameter]] = {}
+    with_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        kinds.setdefault(
-            tuple(factors(part, groups) for part in layout_of(parameter).parts), []
-        ).append(parameter)
-    return [parameter for alike in kinds.values() for parameter in alike]
+        of_parts = tuple(factors(part, groups) for part in layout_of(parameter).parts)
+        with_factors[of_parts].append(parameter)
+    return list(chain.from_iterable(with_factors.values()))
 
 
 def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
@@ -86,16 +97,18 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
 
     Padding belongs to the slice before it, because it holds only zeros.
     """
-    pieces = [
-        (piece.start, factors(piece.part, groups))
-        for piece in buffer.pieces
-        if piece.start < piece.stop
-    ]
-    borders = [n for n in range(len(pieces)) if n == 0 or pieces[n][1] != pieces[n - 1][1]]
-    for border, following in zip(
-        borders, [*borders[1:], None], strict=False
-    ):  # a rank may hold only padding
-        first = max(pieces[border][0], buffer.first)
-        last = min(buffer.size if following is None else pieces[following][0], buffer.last)
+    # spans of equal factors in the whole buffer: the first element, and the factors
+    spans: list[tuple[int, Factors]] = []
+    for piece in buffer.pieces:
+        if piece.start == piece.stop:
+            continue
+        of_piece = factors(piece.part, groups)
+        if not spans or spans[-1][1] != of_piece:
+            spans.append((piece.start, of_piece))
+    ends = [start for start, _ in spans[1:]] + [buffer.size]
+    # strict=False: a buffer may hold only padding
+    for (start, of_span), end in zip(spans, ends, strict=False):
+        first = max(start, buffer.first)
+        last = min(end, buffer.last)
         if first < last:
-            yield Slice(first - buffer.first, last - buffer.first, *pieces[border][1])
+            yield Slice(first - buffer.first, last - buffer.first, of_span)

@@ -9,7 +9,7 @@ its count is below the mean of its layer, down if above, and not at all if equal
 
 Counts are whole numbers, which FP32 sums exactly up to 2^24 of one expert in one step, and they are
 compared with their mean exactly. So the result has the same bits in every layout. A skipped step
-leaves the parameter as it was. (DeepSeek- V3, arXiv 2412.19437, section 2.1.2; Megatron-core
+leaves the parameter as it was. (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Megatron-core
 updates the bias in a skipped step too: `finalize_model_grads.py`.)
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.group_factors import Factors
-from megaprec.optim.update_rules import Step
+from megaprec.optim.group_factors import UNSCALED
+from megaprec.optim.update_rules import StepOf
 from megaprec.optim.update_tile import Tile
 
 
@@ -36,24 +36,25 @@ class LoadBalance:
         """Yield everything that an update changes."""
         return (tile for tiles in self._tiles for tile, _ in tiles)
 
-    def apply(self, step_of: Callable[[Factors], Step], done: Callable[[Buffer], None]) -> None:
-        """Update all parameters, or change nothing if the step's `found` is 1. done: called with
+    def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
+        """Update all parameters, or change nothing if the step's `skip` is 1. done: called with
         each updated buffer.
 
         step_of: as for `MatrixUpdates`; neither learning rate nor weight decay applies here.
         """
-        step = step_of((1.0, 1.0))
+        step = step_of(UNSCALED)
         for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
             for tile, speed in tiles:
-                old = tile.wide_weights()
-                new = old + corrections(tile.grads).to(old.dtype) * speed
-                old.copy_(torch.where(step.found == 0, new, old))
-                tile.keep_masters(old, step.steps)
+                weights = tile.wide_weights()
+                directions = corrections(tile.grads).to(weights.dtype)
+                updated = weights + directions * speed
+                weights.copy_(torch.where(step.skip == 0, updated, weights))
+                tile.keep_masters(weights, step.steps)
             done(buffer)
 
 
 def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
-    """Yield a tile for each parameter of a buffer, with its speed."""
+    """Yield a tile for each parameter of a buffer, with its speed. Such a buffer is not sharded."""
     for parameter, start in zip(buffer.parameters, buffer.starts, strict=True):
         (tile,) = buffer.blocks(start, start + parameter.numel(), parameter.numel())
         yield tile, layout_of(parameter).balancing or 0.0
@@ -62,5 +63,6 @@ def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
 def corrections(counts: Tensor) -> Tensor:
     """Return 1 where a count is below the mean, -1 where above, 0 where equal. counts: whole
     numbers, [n]."""
+    # multiplied by their number, because a mean would be rounded
     wide = counts.double()
     return (wide.sum() - wide * len(wide)).sign()

@@ -14,10 +14,10 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 
-_ROUNDING = 1e-3  # a share of a loss, by which ranks may differ
-_SMALLEST = (
-    1e-6  # a difference that rounding may leave of a loss whose terms cancel, as those of a policy
-)
+# the share of a loss by which ranks may differ: products are rounded to bf16 or FP16
+_RELATIVE_TOLERANCE = 1e-3
+# what rounding may leave of a loss whose terms cancel, as those of a policy
+_ABSOLUTE_TOLERANCE = 1e-6
 
 
 def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.device) -> None:
@@ -29,28 +29,27 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     """
     if tp.size == 1:
         return
-    share = _whole(loss, device)
-    absent = loss is None or bool(tp.rank > 0 and share == 0)
-    compared = torch.full_like(share, nan) if absent else share
-    given_first = tp.rank == 0 and loss is not None
-    first = tp.max_(share.clone() if given_first else torch.full_like(share, -inf))
-    allowed = _ROUNDING
+    total = _total(loss, device)
+    is_absent = loss is None or bool(tp.rank > 0 and total == 0)
+    compared = torch.full_like(total, nan) if is_absent else total
+    # the loss of the first rank on all of them: -inf is below every loss of the others
+    is_first = tp.rank == 0 and loss is not None
+    first = tp.max_(total.clone() if is_first else torch.full_like(total, -inf))
+    tolerance = _RELATIVE_TOLERANCE
     if loss is not None and loss.is_floating_point():
-        allowed = max(allowed, 4 * torch.finfo(loss.dtype).eps)
+        tolerance = max(tolerance, 4 * torch.finfo(loss.dtype).eps)
     difference = (compared - first).abs()
-    apart = difference > (allowed * first.abs()).clamp(min=_SMALLEST)
+    differs = difference > (tolerance * first.abs()).clamp(min=_ABSOLUTE_TOLERANCE)
     lacks_first = first.isneginf()
-    apart |= lacks_first
-    apart &= compared.isfinite() & (first.isfinite() | lacks_first)
-    if world.max_(apart.double()):
+    differs |= lacks_first
+    differs &= compared.isfinite() & (first.isfinite() | lacks_first)
+    if world.max_(differs.double()):
         raise UserError(
             "the losses of a tensor-parallel group's ranks differ, as of a head of style "
-            "'column', each of whose ranks "
-            "has a part of the outputs: use parallel.vocab_parallel_loss(head) or "
-            "parallel.join(output, tp, -1), and "
-            "random numbers that are the same on all ranks of the group; give step the whole "
-            "loss on each of them, or "
-            "on the first; nothing was changed"
+            "'column', each of whose ranks has a part of the outputs: use "
+            "parallel.vocab_parallel_loss(head) or parallel.join(output, tp, -1), and random "
+            "numbers that are the same on all ranks of the group; give step the whole loss on each "
+            "of them, or on the first; nothing was changed"
         )
 
 
@@ -65,14 +64,15 @@ def require_loss_of_one_stage(
     if pp.size == 1:
         return
     slots = torch.zeros(pp.size, dtype=torch.float64, device=device)
-    slots[pp.rank] = _whole(loss, device)
+    slots[pp.rank] = _total(loss, device)
     of_stages = pp.sum_(slots)
-    repeated = of_stages[0].isfinite() & (of_stages[0] != 0) & (of_stages == of_stages[0]).all()
-    if world.max_(repeated.double()):
+    first = of_stages[0]
+    is_repeated = first.isfinite() & (first != 0) & (of_stages == first).all()
+    if world.max_(is_repeated.double()):
         raise UserError(
-            "all stages of a pipeline gave step the same loss, which would be counted once "
-            "for each: give it on "
-            "the ranks of the last stage, and None on the others; nothing was changed"
+            "all stages of a pipeline gave step the same loss, which would be counted once for "
+            "each: give it on the ranks of the last stage, and None on the others; nothing was "
+            "changed"
         )
 
 
@@ -85,18 +85,17 @@ def require_loss_of_all_replicas(
     """
     if dp.size == 1:
         return
-    given = torch.zeros(dp.size, dtype=torch.float64, device=device)
-    given[dp.rank] = float(loss is not None)
-    num_given = int((world.sum_(given) > 0).sum())
+    gave_loss = torch.zeros(dp.size, dtype=torch.float64, device=device)
+    gave_loss[dp.rank] = float(loss is not None)
+    num_given = int((world.sum_(gave_loss) > 0).sum())
     if 0 < num_given < dp.size:
         raise UserError(
             f"{num_given} of {dp.size} replicas gave step a loss, and their mean is to be "
-            "reported: give it on all "
-            "replicas, or on none; nothing was changed"
+            "reported: give it on all replicas, or on none; nothing was changed"
         )
 
 
-def _whole(loss: Tensor | None, device: torch.device) -> Tensor:
+def _total(loss: Tensor | None, device: torch.device) -> Tensor:
     """Return a loss, or the sum of those of micro-batches, as float64 []; 0 for None."""
     if loss is None:
         return torch.zeros((), dtype=torch.float64, device=device)

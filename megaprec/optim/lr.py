@@ -44,27 +44,28 @@ class LRSchedule:
         if problems := wrong_kinds(self) or list(self._problems()):
             raise UserError(*problems)
 
-    def at(self, n: int) -> float:
-        """Return the learning rate of the next step after n steps (or samples)."""
-        if self.warmup > 0 and n <= self.warmup:
-            return self.peak * n / self.warmup
+    def at(self, completed: int) -> float:
+        """Return the learning rate of the next step after `completed` steps (or samples)."""
+        # "<=": the step after the last of warm-up has the peak itself, as in Megatron
+        if self.warmup > 0 and completed <= self.warmup:
+            return self.peak * completed / self.warmup
         if self.kind == "constant":
             return self.peak
-        if n > self.total:
+        if completed > self.total:
             return self.final
-        return self.final + self._share(n) * (self.peak - self.final)
+        return self.final + self._share(completed) * (self.peak - self.final)
 
-    def _share(self, n: int) -> float:
+    def _share(self, completed: int) -> float:
         """Return the position of the rate between final (0) and peak (1) after warm-up."""
         if self.kind == "wsd":
-            into_tail = n - (self.total - self.decay)
+            into_tail = completed - (self.total - self.decay)
             if into_tail <= 0:
                 return 1.0
             return 2 * 0.5 ** (into_tail / self.decay) - 1
-        done = (n - self.warmup) / (self.total - self.warmup)
+        progress = (completed - self.warmup) / (self.total - self.warmup)
         if self.kind == "linear":
-            return 1 - done
-        return 0.5 * (math.cos(math.pi * done) + 1)
+            return 1 - progress
+        return 0.5 * (math.cos(math.pi * progress) + 1)
 
     def _problems(self) -> Iterator[str]:
         if self.total < 1:

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 
-_grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
+_autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass overrides `grad`
 
-THREAD = (
-    "megaprec_thread"  # attribute of a parameter: the thread whose gradients of this step it has
-)
-SEVERAL = "several"  # in its place
+# attribute of a parameter: the thread whose gradients of this step it has
+_THREAD = "megaprec_thread"
+_SEVERAL = "several"  # in place of one thread
 
 
 class Destination(Enum):
@@ -53,24 +52,22 @@ class Guarded(nn.Parameter):
         if has_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError(
-                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: "
-                "the optimizer clips by "
-                "itself (clip=), scales the loss (loss * optimizer.scale, no "
-                "torch.amp.GradScaler), reports the norm "
-                "(step) and clears (optimizer.zero_grad); the sum on this rank, still "
-                "scaled, is in main_grad"
+                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: the "
+                "optimizer clips by itself (clip=), scales the loss (loss * optimizer.scale, no "
+                "torch.amp.GradScaler), reports the norm (step) and clears (optimizer.zero_grad); "
+                "the sum on this rank, still scaled, is in main_grad"
             )
-        return _grad.__get__(self)
+        return _autograd_grad.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         _require_none_of_this_step(self)
-        _grad.__set__(self, value)
+        _autograd_grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _require_none_of_this_step(self)
-        _grad.__set__(self, None)
+        _autograd_grad.__set__(self, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the
@@ -90,8 +87,7 @@ def _require_none_of_this_step(parameter: nn.Parameter) -> None:
         name = layout_of(parameter).parts[0].name
         raise UserError(
             f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in "
-            "main_grad, which that "
-            "neither discards nor replaces: call optimizer.zero_grad() first"
+            "main_grad, which that neither discards nor replaces: call optimizer.zero_grad() first"
         )
 
 
@@ -101,15 +97,15 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
     A gradient that an earlier backward pass has left in `grad` is accumulated first.
     """
     parameter.main_grad = main  # type: ignore[attr-defined]
-    parameter.megaprec_given = False  # type: ignore[attr-defined]
+    parameter.megaprec_has_gradient = False  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
     if not isinstance(parameter, Guarded):
-        parameter.__class__ = _guarded(type(parameter))
+        parameter.__class__ = _guarded_class(type(parameter))
 
 
 @cache
-def _guarded(kind: type[nn.Parameter]) -> type[Guarded]:
+def _guarded_class(kind: type[nn.Parameter]) -> type[Guarded]:
     """Return the class of guarded parameters of this kind, which may be a user's own."""
     if kind is nn.Parameter:
         return Guarded
@@ -133,24 +129,21 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     try:
         if node is None or not torch._C._will_engine_execute_node(node):
             return Destination.NOWHERE
-    except (
-        RuntimeError
-    ):  # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
+    except RuntimeError:
+        # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
         return Destination.AUTOGRAD
     if parameter._backward_hooks:
         raise UserError(
             f"{layout_of(parameter).parts[0].name} has a hook (register_hook), which is never "
-            "called with a gradient, "
-            "because its layer adds gradients to main_grad by itself: change main_grad "
-            "before the step, or use a layer "
-            "of torch.nn"
+            "called with a gradient, because its layer adds gradients to main_grad by itself: "
+            "change main_grad before the step, or use a layer of torch.nn"
         )
+    # a backward pass has gradients enabled only under create_graph=True
     if torch.is_grad_enabled():
         raise UserError(
             f"backward(create_graph=True) reaches {layout_of(parameter).parts[0].name}, whose "
-            "gradient is added to "
-            "main_grad and cannot be differentiated: use layers of torch.nn for a loss that "
-            "contains gradients"
+            "gradient is added to main_grad and cannot be differentiated: use layers of torch.nn "
+            "for a loss that contains gradients"
         )
     return Destination.MAIN
 
@@ -174,24 +167,23 @@ def require_as_read(ctx: Any) -> None:
         if weight._version != version:
             name = layout_of(weight).parts[0].name if has_layout(weight) else "a weight"
             raise UserError(
-                f"{name} was changed between a forward pass and its backward pass, by a step "
-                "of the optimizer or by "
-                "someone who wrote to it: call backward for every loss before the step, or "
-                "compute the loss anew"
+                f"{name} was changed between a forward pass and its backward pass, by a step of "
+                "the optimizer or by someone who wrote to it: call backward for every loss before "
+                "the step, or compute the loss anew"
             )
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Return True if `main_grad` holds gradients of this step."""
-    return getattr(parameter, "megaprec_given", False)
+    return getattr(parameter, "megaprec_has_gradient", False)
 
 
-def set_gradient(parameter: nn.Parameter, given: bool) -> None:
+def set_gradient(parameter: nn.Parameter, present: bool) -> None:
     """Mark the parameter as having a gradient in `main_grad` or none; the next gradient then
     overwrites the view."""
-    parameter.megaprec_given = given  # type: ignore[attr-defined]
-    if not given:
-        vars(parameter).pop(THREAD, None)
+    parameter.megaprec_has_gradient = present  # type: ignore[attr-defined]
+    if not present:
+        vars(parameter).pop(_THREAD, None)
 
 
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
@@ -203,28 +195,30 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     """
     if getattr(parameter, "megaprec_summed", False):
         raise UserError(
-            f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its "
-            "gradients over the ranks has "
-            "begun, which this rank alone would add: call optimizer.expect before the last "
-            "backward pass of a step "
-            "only, and optimizer.reduce after it; optimizer.zero_grad() discards a step, "
-            "also a refused one"
+            f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its gradients "
+            "over the ranks has begun, which this rank alone would add: call optimizer.expect "
+            "before the last backward pass of a step only, and optimizer.reduce after it; "
+            "optimizer.zero_grad() discards a step, also a refused one"
         )
     _require_one_thread(parameter)
-    first = not has_gradient(parameter)
-    parameter.megaprec_given = True  # type: ignore[attr-defined]
-    return parameter.main_grad, first  # type: ignore[attr-defined]
+    is_first = not has_gradient(parameter)
+    parameter.megaprec_has_gradient = True  # type: ignore[attr-defined]
+    return parameter.main_grad, is_first  # type: ignore[attr-defined]
 
 
 def cleared(parameter: nn.Parameter) -> Tensor:
     """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as
     having a gradient."""
-    main, first = begin_accumulation(parameter)
-    return main.zero_() if first else main
+    main_grad, is_first = begin_accumulation(parameter)
+    return main_grad.zero_() if is_first else main_grad
 
 
 def _accumulate_in_thread(parameter: nn.Parameter) -> None:
-    """Be autograd's hook, which another thread's gradient may have left without one."""
+    """Accumulate a gradient that autograd has just computed.
+
+    The threads are compared even if there is no `grad`, because another thread's hook may have
+    taken it.
+    """
     _require_one_thread(parameter)
     accumulate_autograd_grad(parameter)
 
@@ -236,31 +230,40 @@ def _require_one_thread(parameter: nn.Parameter) -> None:
     autograd computes on a CPU in the thread that calls it, but on a GPU in one thread of the
     device.
     """
-    own = current_thread()
-    kept = vars(parameter)
-    if not parameter.is_cpu or (other := kept.setdefault(THREAD, own)) is own:
+    if not parameter.is_cpu:
         return
-    if other is not SEVERAL and not other.is_alive():
-        kept[THREAD] = own
+    current = current_thread()
+    attributes = vars(parameter)
+    owner = attributes.setdefault(_THREAD, current)
+    if owner is current:
         return
-    kept[THREAD] = SEVERAL
+    if owner is not _SEVERAL and not owner.is_alive():
+        attributes[_THREAD] = current
+        return
+    attributes[_THREAD] = _SEVERAL
     raise UserError(
-        f"{layout_of(parameter).parts[0].name} gets gradients of one step from several "
-        "threads, of which one can "
-        "overwrite the other: call backward from one thread, and optimizer.zero_grad() to "
-        "discard this step"
+        f"{layout_of(parameter).parts[0].name} gets gradients of one step from several threads, of "
+        "which one can overwrite the other: call backward from one thread, and "
+        "optimizer.zero_grad() to discard this step"
     )
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
     """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate by themselves
     leave no `grad`."""
-    if (grad := _grad.__get__(parameter)) is not None:
-        _grad.__set__(parameter, None)
-        grad = grad.detach() if grad.requires_grad else grad  # of backward(create_graph=True)
-        grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
-        main, first = begin_accumulation(parameter)
-        main.copy_(grad) if first else main.add_(grad)
+    grad = _autograd_grad.__get__(parameter)
+    if grad is None:
+        return
+    _autograd_grad.__set__(parameter, None)
+    if grad.requires_grad:  # of backward(create_graph=True)
+        grad = grad.detach()
+    if grad.is_sparse:  # of nn.Embedding(sparse=True)
+        grad = grad.to_dense()
+    main_grad, is_first = begin_accumulation(parameter)
+    if is_first:
+        main_grad.copy_(grad)
+    else:
+        main_grad.add_(grad)
 
 
 def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
@@ -270,9 +273,8 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
     A cleared `main_grad` does not count as a gradient.
     """
     for parameter in parameters:
-        if (
-            vars(parameter).get(THREAD) is SEVERAL
-        ):  # the thread that was told may have kept it to itself
+        # the thread in which the error was raised may have swallowed it
+        if vars(parameter).get(_THREAD) is _SEVERAL:
             _require_one_thread(parameter)
         accumulate_autograd_grad(parameter)
         if not has_gradient(parameter):
@@ -290,4 +292,4 @@ def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
         set_gradient(parameter, False)
-        _grad.__set__(parameter, None)
+        _autograd_grad.__set__(parameter, None)

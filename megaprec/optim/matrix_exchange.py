@@ -16,6 +16,7 @@ each matrix.
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 from zlib import crc32
@@ -26,13 +27,24 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class MatrixSlice(NamedTuple):
+    """The identity of a slice among the slices of all matrices; fields as in `Run`."""
+
+    matrix: int
+    dim: int
+    shards: int
+    shard: int
+
 
 class Run(NamedTuple):
     """Elements [first, last) of a flattened slice of a matrix, as one rank holds them.
 
-    matrix: its number among the matrices of the stage. turn: number of the exchange in which the
-        run takes part. dim,
-    shards, shard: of the slice, as in `Part`; dim is -1 if the slice is the whole matrix.
+    matrix: its number among the matrices of the stage.
+    turn: number of the exchange in which the run takes part.
+    dim, shards, shard: of the slice, as in `Part`; dim is -1 if the slice is the whole matrix.
     given_first, given_last: the elements among them that this rank gives the owner.
     """
 
@@ -47,31 +59,50 @@ class Run(NamedTuple):
     given_last: int
 
     @property
+    def size(self) -> int:
+        """Return the number of elements that the rank holds."""
+        return self.last - self.first
+
+    @property
     def given(self) -> int:
         """Return the number of elements that are given to the owner."""
         return self.given_last - self.given_first
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Return what identifies the slice among the slices of all matrices."""
-        return self.matrix, self.dim, self.shards, self.shard
+    def given_span(self) -> slice:
+        """Return the positions of the given elements among those that the rank holds."""
+        return slice(self.given_first - self.first, self.given_last - self.first)
+
+    @property
+    def matrix_slice(self) -> MatrixSlice:
+        """Return the slice that the elements are of."""
+        return MatrixSlice(self.matrix, self.dim, self.shards, self.shard)
+
+
+class Elements(NamedTuple):
+    """Flat elements of a matrix that an owner has received, and the run that they are of."""
+
+    run: Run
+    values: Tensor
 
 
 class MatrixExchange:
     """The owners of the matrices of a stage, and the exchanges between them and the ranks that hold
     slices.
 
-    shapes: of all matrices of the stage, by name, the same on every rank. costs: of computing each,
-    in any unit. runs: what this rank holds. turns: the number of exchanges of a step. dtype: of the
-    exchanged elements.
-    mine: numbers of the matrices that this rank owns. Collective over `stage`. Raises RuntimeError
-    on every rank if ranks have different matrices, or if elements of a matrix are given by no rank
-    or by several.
+    shapes: of all matrices of the stage, by name, the same on every rank.
+    costs: of computing each, in any unit.
+    runs: what this rank holds.
+    turns: the number of exchanges of a step.
+    dtype: of the exchanged elements.
+    owned: numbers of the matrices that this rank owns.
+    Collective over `stage`. Raises RuntimeError on every rank if ranks have different matrices, or
+    if elements of a matrix are given by no rank or by several.
     """
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
         costs: Sequence[float],
         runs: Sequence[Run],
         turns: int,
@@ -81,32 +112,46 @@ class MatrixExchange:
     ) -> None:
         self.shapes = tuple(shapes.values())
         self.stage = stage
-        self._none = torch.empty(0, dtype=dtype, device=device)
+        self._empty = torch.empty(0, dtype=dtype, device=device)
         self.owners = owners_of(costs, stage.size)
-        self.mine = [matrix for matrix, owner in enumerate(self.owners) if owner == stage.rank]
-        held = _gathered(runs, crc32(json.dumps([dict(shapes), turns]).encode()), stage, device)
-        _require_whole(shapes, [run for of_rank in held for run in of_rank])
-        self._turns = [
-            [[run for run in of_rank if run.turn == n] for of_rank in held] for n in range(turns)
-        ]
+        matrices = range(len(shapes))
+        self.owned = [matrix for matrix in matrices if self.owners[matrix] == stage.rank]
+        facts = json.dumps([dict(shapes), turns])
+        runs_by_rank = _gather_runs(runs, crc32(facts.encode()), stage, device)
+        _require_complete(shapes, runs_by_rank)
+        # known once, so that a step exchanges elements only
+        # [turn][rank]: the runs of a rank in an exchange
+        self._turns: list[list[list[Run]]] = []
+        for turn in range(turns):
+            self._turns.append([_in_turn(turn, of_rank) for of_rank in runs_by_rank])
 
-    def start_collect(
-        self, turn: int, values: Sequence[Tensor]
-    ) -> Callable[[], list[tuple[Run, Tensor]]]:
+    def start_collect(self, turn: int, values: Sequence[Tensor]) -> Callable[[], list[Elements]]:
         """Start to give the owners their elements. values: flat, of each of this rank's runs of the
         exchange.
 
         The returned function waits; it returns what this rank received of the matrices that it
         owns.
         """
+        local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
-        for run, some in zip(self._turns[turn][self.stage.rank], values, strict=True):
-            outgoing[self.owners[run.matrix]].append(
-                some[run.given_first - run.first : run.given_last - run.first]
-            )
-        incoming = [self._owned(turn, rank, self.stage.rank) for rank in range(self.stage.size)]
-        finish = self._start(outgoing, [[run.given for run in runs] for runs in incoming])
-        return lambda: [pair for pairs in map(zip, incoming, finish()) for pair in pairs]
+        for run, elements in zip(self._turns[turn][local_rank], values, strict=True):
+            owner = self.owners[run.matrix]
+            outgoing[owner].append(elements[run.given_span])
+        incoming: list[list[Run]] = []
+        sizes: list[list[int]] = []
+        for rank in range(self.stage.size):
+            runs = self._runs_of(turn, rank, local_rank)
+            incoming.append(runs)
+            sizes.append([run.given for run in runs])
+        wait = self._start(outgoing, sizes)
+
+        def finish() -> list[Elements]:
+            received: list[Elements] = []
+            for runs, tensors in zip(incoming, wait(), strict=True):
+                received += map(Elements, runs, tensors)
+            return received
+
+        return finish
 
     def start_return(self, turn: int, results: Mapping[int, Tensor]) -> Callable[[], list[Tensor]]:
         """Start to send every rank the elements that it holds. results: [m, n], of the matrices
@@ -115,57 +160,82 @@ class MatrixExchange:
         The returned function waits; it returns the flat results of this rank's runs of the
         exchange.
         """
-        flat: dict[tuple[int, ...], Tensor] = {}
+        # several ranks hold elements of one slice, which is made contiguous once
+        flat_slices: dict[MatrixSlice, Tensor] = {}
 
         def elements(run: Run) -> Tensor:
-            if run.place not in flat:
-                flat[run.place] = self._slice(run).take(results[run.matrix]).reshape(-1)
-            return flat[run.place][run.first : run.last]
+            matrix_slice = run.matrix_slice
+            if matrix_slice not in flat_slices:
+                elements_of_slice = self._part_of(matrix_slice).take(results[run.matrix])
+                flat_slices[matrix_slice] = elements_of_slice.reshape(-1)
+            return flat_slices[matrix_slice][run.first : run.last]
 
-        me = self.stage.rank
-        ranks = range(self.stage.size)
-        outgoing = [[elements(run) for run in self._owned(turn, rank, me)] for rank in ranks]
-        finish = self._start(
-            outgoing, [[run.last - run.first for run in self._owned(turn, me, r)] for r in ranks]
-        )
+        local_rank = self.stage.rank
+        outgoing: list[list[Tensor]] = []
+        sizes: list[list[int]] = []
+        for rank in range(self.stage.size):
+            sent_runs = self._runs_of(turn, rank, local_rank)
+            received_runs = self._runs_of(turn, local_rank, rank)
+            outgoing.append([elements(run) for run in sent_runs])
+            sizes.append([run.size for run in received_runs])
+        wait = self._start(outgoing, sizes)
 
-        def finished() -> list[Tensor]:
-            of_owner = [iter(some) for some in finish()]
-            return [next(of_owner[self.owners[run.matrix]]) for run in self._turns[turn][me]]
+        def finish() -> list[Tensor]:
+            # each owner sends in the order of this rank's runs
+            from_owners = [iter(tensors) for tensors in wait()]
+            in_order: list[Tensor] = []
+            for run in self._turns[turn][local_rank]:
+                owner = self.owners[run.matrix]
+                in_order.append(next(from_owners[owner]))
+            return in_order
 
-        return finished
+        return finish
 
-    def whole(self, received: Sequence[tuple[Run, Tensor]]) -> dict[int, Tensor]:
+    def assemble(self, received: Sequence[Elements]) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, by number, from what it received in all
         exchanges of a step."""
-        slices = defaultdict[tuple[int, ...], list[tuple[Run, Tensor]]](list)
-        for run, values in received:
-            slices[run.place].append((run, values))
-        made = {matrix: self._none.new_empty(self.shapes[matrix]) for matrix in self.mine}
-        for pairs in slices.values():
-            part = self._slice(pairs[0][0])
-            flat = self._none.new_empty(prod(part.local))
-            for run, values in pairs:
+        slices: dict[MatrixSlice, list[Elements]] = defaultdict(list)
+        for elements in received:
+            slices[elements.run.matrix_slice].append(elements)
+        matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
+        for matrix_slice, of_slice in slices.items():
+            part = self._part_of(matrix_slice)
+            num_elements = prod(part.local)
+            flat = self._empty.new_empty(num_elements)
+            for run, values in of_slice:
                 flat[run.given_first : run.given_last] = values
-            part.take(made[pairs[0][0].matrix]).copy_(flat.view(part.local))
-        return made
+            target = part.take(matrices[matrix_slice.matrix])
+            target.copy_(flat.view(part.local))
+        return matrices
 
     def _start(
         self, outgoing: list[list[Tensor]], sizes: list[list[int]]
     ) -> Callable[[], list[Sequence[Tensor]]]:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
-        joined = [torch.cat(some) if some else self._none for some in outgoing]
-        finish = self.stage.start_uneven_exchange(joined, [sum(some) for some in sizes])
-        return lambda: [flat.split(some) for flat, some in zip(finish(), sizes, strict=True)]
+        joined = [torch.cat(tensors) if tensors else self._empty for tensors in outgoing]
+        joined_sizes = [sum(of_rank) for of_rank in sizes]
+        wait = self.stage.start_uneven_exchange(joined, joined_sizes)
 
-    def _owned(self, turn: int, rank: int, owner: int) -> list[Run]:
+        def finish() -> list[Sequence[Tensor]]:
+            return [flat.split(of_rank) for flat, of_rank in zip(wait(), sizes, strict=True)]
+
+        return finish
+
+    def _runs_of(self, turn: int, rank: int, owner: int) -> list[Run]:
         """Return the runs of `rank` in an exchange whose matrices belong to `owner`."""
-        return [run for run in self._turns[turn][rank] if self.owners[run.matrix] == owner]
+        runs = self._turns[turn][rank]
+        return [run for run in runs if self.owners[run.matrix] == owner]
 
-    def _slice(self, run: Run) -> Part:
-        dim = None if run.dim < 0 else run.dim
-        return Part("", self.shapes[run.matrix], dim, run.shards, run.shard)
+    def _part_of(self, matrix_slice: MatrixSlice) -> Part:
+        dim = None if matrix_slice.dim < 0 else matrix_slice.dim
+        return Part(
+            "", self.shapes[matrix_slice.matrix], dim, matrix_slice.shards, matrix_slice.shard
+        )
+
+
+def _in_turn(turn: int, runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.turn == turn]
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
@@ -173,33 +243,46 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
     so far."""
     owners = [0] * len(costs)
     loads = [0.0] * ranks
-    for matrix in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owners[matrix] = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[matrix]] += costs[matrix]
+    # `sorted` and `min` keep the order of what is equal, so that all ranks choose alike
+    by_cost = sorted(range(len(costs)), key=lambda matrix: -costs[matrix])
+    for matrix in by_cost:
+        owner = min(range(ranks), key=loads.__getitem__)
+        owners[matrix] = owner
+        loads[owner] += costs[matrix]
     return owners
 
 
-def _gathered(runs: Sequence[Run], same: int, stage: Axis, device: torch.device) -> list[list[Run]]:
-    """Return the runs of every rank. same: a number that must be equal on all ranks. Collective
-    over `stage`."""
+def _gather_runs(
+    runs: Sequence[Run], fingerprint: int, stage: Axis, device: torch.device
+) -> list[list[Run]]:
+    """Return the runs of every rank. fingerprint: a number that must be equal on all ranks.
+    Collective over `stage`."""
     width = len(Run._fields)
-    rows = torch.tensor([(same, len(runs), *[0] * (width - 2)), *runs], device=device)
-    most = int(stage.max_(torch.tensor(len(rows), device=device)))
-    mine = rows.new_zeros(most, width)
-    mine[: len(rows)] = rows
-    tables = stage.gather(mine).view(stage.size, most, width).tolist()
-    if any(table[0][0] != same for table in tables):
+    # the first row has the fingerprint and the number of runs, and is padded like the table
+    padding = [0] * (width - 2)
+    rows = torch.tensor([(fingerprint, len(runs), *padding), *runs], device=device)
+    num_rows = torch.tensor(len(rows), device=device)
+    height = int(stage.max_(num_rows))
+    table = rows.new_zeros(height, width)
+    table[: len(rows)] = rows
+    tables = stage.gather(table).view(stage.size, height, width).tolist()
+    if any(of_rank[0][0] != fingerprint for of_rank in tables):
         raise RuntimeError(
             "the ranks of a stage hold different matrices, or hold them in different buffers"
         )
-    return [[Run(*row) for row in table[1 : 1 + table[0][1]]] for table in tables]
+    runs_by_rank: list[list[Run]] = []
+    for header, *rows_of_rank in tables:
+        num_runs = header[1]
+        runs_by_rank.append([Run(*row) for row in rows_of_rank[:num_runs]])
+    return runs_by_rank
 
 
-def _require_whole(shapes: Mapping[str, tuple[int, ...]], runs: Sequence[Run]) -> None:
-    given = [0] * len(shapes)
-    for run in runs:
-        given[run.matrix] += run.given
-    for (name, shape), count in zip(shapes.items(), given, strict=True):
+def _require_complete(shapes: Shapes, runs_by_rank: Sequence[Sequence[Run]]) -> None:
+    """Raise RuntimeError unless the elements that all ranks give add up to each matrix."""
+    num_given = [0] * len(shapes)
+    for run in chain.from_iterable(runs_by_rank):
+        num_given[run.matrix] += run.given
+    for (name, shape), count in zip(shapes.items(), num_given, strict=True):
         if count != prod(shape):
             raise RuntimeError(
                 f"{name}: the ranks of its stage give {count} elements of a matrix {list(shape)}"

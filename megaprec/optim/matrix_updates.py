@@ -1,10 +1,11 @@
 """Muon's update: momentum where it is held, orthogonalization where a whole matrix is, weights
 where they are held.
 
-    1. average    each rank updates the momentum of its own slices, elementwise, and has the direction of its slices
-    2. collect    each matrix's direction goes to its owner (`megaprec.optim.matrix_exchange`)
-    3. compute    each owner orthogonalizes its matrices, one after the other
-    4. return     every rank receives its slices of the results and updates its slices of the weights
+    1. average  each rank updates the momentum of its own slices, elementwise, and has the
+                direction of its slices
+    2. collect  each matrix's direction goes to its owner (`megaprec.optim.matrix_exchange`)
+    3. compute  each owner orthogonalizes its matrices, one after the other
+    4. return   every rank receives its slices of the results and updates its slices of the weights
 
 All elements are given to the owner in the dtype of the iteration, so bf16 halves what is sent and
 changes nothing: the iteration would round them first anyway. A matrix is computed by the same calls
@@ -34,17 +35,18 @@ from megaprec.optim.matrix_exchange import MatrixExchange, Run
 from megaprec.optim.model_intake import Ranks
 from megaprec.optim.muon import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
 from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
-from megaprec.optim.update_rules import Step, UpdateRule
+from megaprec.optim.update_rules import Step, StepOf, UpdateRule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.patterns import matched, require_used
 
 
 @dataclass(frozen=True)
-class Held:
-    """Elements of a matrix's slice that this rank updates. tiles: in order. scale: of the learning
-    rate.
+class LocalRun:
+    """Elements of a matrix's slice that this rank updates.
 
+    tiles: the elements, in order.
     factors: of learning rate and weight decay.
+    scale: Muon's factor of the learning rate for the matrix.
     """
 
     run: Run
@@ -54,10 +56,11 @@ class Held:
 
 
 class MatrixUpdates:
-    """The updates of all buffers whose matrices Muon orthogonalizes. stage: all ranks of this
-    pipeline stage.
+    """The updates of all buffers whose matrices Muon orthogonalizes.
 
-    buffers: all of this rank. Collective over `stage`. Raises RuntimeError as `MatrixExchange`.
+    buffers: all of this rank.
+    stage: all ranks of this pipeline stage.
+    Collective over `stage`. Raises RuntimeError as `MatrixExchange`.
     """
 
     def __init__(
@@ -70,23 +73,22 @@ class MatrixUpdates:
     ) -> None:
         self.rule = rule
         self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
-        own = {p.part.name: p.part.shape for buffer in self.buffers for p in buffer.pieces}
-        # then other ranks have other matrices
-        spread = any(buffer.of_experts for buffer in self.buffers)
-        if spread:
-            shapes = {name: tuple(s) for name, s in everyones(own, stage, device).items()}
-        else:
-            shapes = own
+        shapes = self._shapes(stage, device)
         numbers = {name: number for number, name in enumerate(shapes)}
-        self._held = [
-            list(self._held_of(turn, numbers, groups)) for turn in range(len(self.buffers))
+        # by buffer, whose number is that of its exchange, its turn
+        self._runs = [
+            list(self._runs_in(turn, numbers, groups)) for turn in range(len(self.buffers))
         ]
-        wide = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
-        self._dtype = rule.iteration_dtype(torch.float64 if wide else torch.float32)
-        costs = [iteration_flops(shape, rule.ns_steps) for shape in shapes.values()]
-        runs = [held.run for some in self._held for held in some]
+        has_wide = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
+        self._dtype = rule.iteration_dtype(torch.float64 if has_wide else torch.float32)
         self._exchange = MatrixExchange(
-            shapes, costs, runs, len(self.buffers), stage, device, self._dtype
+            shapes,
+            costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
+            runs=[local.run for local in chain.from_iterable(self._runs)],
+            turns=len(self.buffers),
+            stage=stage,
+            device=device,
+            dtype=self._dtype,
         )
 
     @staticmethod
@@ -101,112 +103,128 @@ class MatrixUpdates:
         world if it is."""
         if not isinstance(rule, Muon):
             return MatrixUpdates(Muon(), (), (), Axis("stage"), ranks.device)
-        return MatrixUpdates(
-            rule, buffers, groups, ranks.dp if mesh is None else Axis.stage(mesh), ranks.device
-        )
+        stage = ranks.dp if mesh is None else Axis.stage(mesh)
+        return MatrixUpdates(rule, buffers, groups, stage, ranks.device)
 
-    def _held_of(
+    def _shapes(self, stage: Axis, device: torch.device) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all matrices of the stage, by name."""
+        local: dict[str, tuple[int, ...]] = {}
+        for buffer in self.buffers:
+            for piece in buffer.pieces:
+                local[piece.part.name] = piece.part.shape
+        # Without experts on ranks of their own, all ranks of a stage have the same matrices.
+        if not any(buffer.of_experts for buffer in self.buffers):
+            return local
+        of_stage = everyones(local, stage, device)
+        return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
+
+    def _runs_in(
         self, turn: int, numbers: dict[str, int], groups: Sequence[Group]
-    ) -> Iterator[Held]:
+    ) -> Iterator[LocalRun]:
         """Yield what this rank holds of the matrices of buffer number `turn`."""
         buffer = self.buffers[turn]
-        for piece in buffer.pieces:
-            first = max(piece.start, buffer.first)
-            last = min(piece.stop, buffer.last)
-            if first < last:
-                run = run_of(buffer, piece, numbers[piece.part.name], turn)
-                tiles = tuple(buffer.blocks(first - buffer.first, last - buffer.first))
-                yield Held(
-                    run, tiles, factors(piece.part, groups), self.rule.factor(piece.part.shape)
-                )
+        for owned in buffer.owned_pieces():
+            part = owned.piece.part
+            run = run_of(buffer, owned.piece, numbers[part.name], turn)
+            tiles = tuple(buffer.blocks(owned.in_shard.start, owned.in_shard.stop))
+            yield LocalRun(run, tiles, factors(part, groups), self.rule.factor(part.shape))
 
     def tiles(self) -> Iterator[Tile]:
         """Yield everything that an update changes."""
-        return (tile for some in self._held for held in some for tile in held.tiles)
+        for local in chain.from_iterable(self._runs):
+            yield from local.tiles
 
-    def apply(self, step_of: Callable[[Factors], Step], done: Callable[[Buffer], None]) -> None:
-        """Update all matrices. step_of: numbers of the step, by factors. done: called with each
-        updated buffer.
+    def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
+        """Update all matrices.
 
+        step_of: numbers of the step, by factors.
+        done: called with each updated buffer.
         Collective over the stage.
         """
-        results = self._collected(step_of)
+        matrices = self._collect_directions(step_of)
         rule = self.rule
-        for number, matrix in results.items():
-            with torch.autocast(
-                matrix.device.type, enabled=False
-            ):  # a loop may step within its own
-                results[number] = orthogonalized(
+        for number, matrix in matrices.items():
+            # a loop may step within its own autocast
+            with torch.autocast(matrix.device.type, enabled=False):
+                matrices[number] = orthogonalized(
                     matrix, rule.ns_coefficients, rule.ns_steps, rule.ns_eps
                 )
+        # `done` starts the all-gather of a buffer, which overlaps with the next exchange
         for turn, buffer in enumerate(self.buffers):
-            for held, result in zip(
-                self._held[turn], self._exchange.start_return(turn, results)(), strict=True
-            ):
-                _move(held, result, step_of(held.factors))
+            wait = self._exchange.start_return(turn, matrices)
+            for local, result in zip(self._runs[turn], wait(), strict=True):
+                _move(local, result, step_of(local.factors))
             done(buffer)
 
-    def _collected(self, step_of: Callable[[Factors], Step]) -> dict[int, Tensor]:
-        """Update all momenta, and return the whole directions of this rank's own matrices, by
+    def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
+        """Update all momenta, and return the complete directions of this rank's own matrices, by
         number."""
-        turns = range(len(self.buffers))
-        arriving = [
-            self._exchange.start_collect(turn, self._directions(turn, step_of)) for turn in turns
+        # every exchange starts before the first wait, so that they overlap with the updates
+        waits = [
+            self._exchange.start_collect(turn, self._directions(turn, step_of))
+            for turn in range(len(self.buffers))
         ]
-        return self._exchange.whole([*chain.from_iterable(finish() for finish in arriving)])
+        return self._exchange.assemble([*chain.from_iterable(wait() for wait in waits)])
 
-    def _directions(self, turn: int, step_of: Callable[[Factors], Step]) -> list[Tensor]:
+    def _directions(self, turn: int, step_of: StepOf) -> list[Tensor]:
         """Update the momentum of a buffer, and return the directions of its runs in the dtype of
         the iteration."""
-        made = []
-        for held in self._held[turn]:
-            step = step_of(held.factors)
-            made.append(
-                torch.cat([self._direction(tile, step).to(self._dtype) for tile in held.tiles])
-            )
-        return made
+        directions: list[Tensor] = []
+        for local in self._runs[turn]:
+            step = step_of(local.factors)
+            # joined: an exchange sends one flat tensor for each run
+            of_tiles = [self._direction(tile, step) for tile in local.tiles]
+            directions.append(torch.cat(of_tiles))
+        return directions
 
     def _direction(self, tile: Tile, step: Step) -> Tensor:
-        """Update the momentum of a tile, and return what is orthogonalized. Nothing changes if
-        `step.found` is 1."""
-        momentum, grads, (old,) = self.rule.momentum, tile.wide_gradients(), tile.wide_moments()
-        fresh = (grads / step.divisor).mul_(1 - momentum)
-        average = (old * momentum).add_(fresh)
-        direction = fresh.add_(average * momentum) if self.rule.nesterov else average
-        old.copy_(torch.where(step.found == 0, average, old))
-        tile.keep_moments([old], step.steps)
-        return direction
+        """Update the momentum of a tile, and return what is orthogonalized, in the dtype of the
+        iteration. Nothing changes if `step.skip` is 1."""
+        momentum = self.rule.momentum
+        (average,) = tile.wide_moments()
+        fresh = (tile.wide_gradients() / step.divisor).mul_(1 - momentum)
+        new_average = (average * momentum).add_(fresh)
+        direction = fresh.add_(new_average * momentum) if self.rule.nesterov else new_average
+        # selected, not multiplied by 0: the new average of a skipped step may be NaN
+        average.copy_(torch.where(step.skip == 0, new_average, average))
+        tile.keep_moments([average], step.steps)
+        return direction.to(self._dtype)
 
 
 def run_of(buffer: Buffer, piece: Piece, matrix: int, turn: int) -> Run:
     """Return what this rank holds of a piece, of which it gives the owner what no other rank
     gives."""
-    first = max(piece.start, buffer.first)
-    last = min(piece.stop, buffer.last)
-    given = max(first, buffer.share[0]), min(last, buffer.share[1])
-    if piece.part.copy or given[0] >= given[1]:
-        given = first, first
     part = piece.part
-    from_start = [place - piece.start for place in (first, last, *given)]
+    held = piece.overlap(buffer.first, buffer.last)
+    given = piece.overlap(*buffer.share)  # which lies within the slice
+    if part.copy or not given:
+        given = range(held.start, held.start)
     return Run(
-        matrix, turn, -1 if part.dim is None else part.dim, part.shards, part.shard, *from_start
+        matrix=matrix,
+        turn=turn,
+        dim=-1 if part.dim is None else part.dim,
+        shards=part.shards,
+        shard=part.shard,
+        first=held.start - piece.start,
+        last=held.stop - piece.start,
+        given_first=given.start - piece.start,
+        given_last=given.stop - piece.start,
     )
 
 
-def _move(held: Held, result: Tensor, step: Step) -> None:
-    """Update the weights of a run by a flat result. Nothing changes if `step.found` is 1."""
-    for tile, part in zip(
-        held.tiles, result.split([len(tile.weights) for tile in held.tiles]), strict=True
-    ):
-        old = tile.wide_weights()
-        new = (old * (1 - step.lr * step.weight_decay)).sub_(
-            part.to(old.dtype) * (step.lr * held.scale)
-        )
-        old.copy_(torch.where(step.found == 0, new, old))
-        tile.keep_masters(old, step.steps)
+def _move(local: LocalRun, result: Tensor, step: Step) -> None:
+    """Update the weights of a run by a flat result. Nothing changes if `step.skip` is 1."""
+    results = result.split([len(tile.weights) for tile in local.tiles])
+    for tile, direction in zip(local.tiles, results, strict=True):
+        weights = tile.wide_weights()
+        decayed = weights * (1 - step.lr * step.weight_decay)
+        move = direction.to(weights.dtype) * (step.lr * local.scale)
+        updated = decayed.sub_(move)
+        weights.copy_(torch.where(step.skip == 0, updated, weights))
+        tile.keep_masters(weights, step.steps)
 
 
-def require_understood(rule: UpdateRule, parts: Sequence[nn.Module], ranks: Ranks) -> None:
+def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ranks: Ranks) -> None:
     """Raise UserError, on every rank, if Muon's patterns do not fit the model. Collective over the
     world.
 
@@ -219,22 +237,26 @@ def require_understood(rule: UpdateRule, parts: Sequence[nn.Module], ranks: Rank
     key = "optimizer.options by_adamw"
     world = ranks.world
     device = ranks.device
-    names = sorted({part.name for p in parameters_of(parts) for part in layout_of(p).parts})
+    layouts = map(layout_of, parameters_of(model_parts))
+    names = sorted({part.name for layout in layouts for part in layout.parts})
     if rule.by_adamw != NOT_HIDDEN:
         require_used(key, rule.by_adamw, names, world, device)
-    elif not world.max_(torch.tensor(float(any(matched(NOT_HIDDEN, names))), device=device)):
-        raise UserError(
-            f"{key}: no parameter is called {' or '.join(NOT_HIDDEN)}, so Muon cannot tell "
-            "embeddings and heads, which "
-            "AdamW should update, from hidden layers: give their patterns, [] for none; "
-            f"names are like {names[0]}"
-        )
-    if problems := everyones(dict.fromkeys(_split(rule, parts)), world, device):
+    else:
+        is_matched = torch.tensor(float(any(matched(NOT_HIDDEN, names))), device=device)
+        if not world.max_(is_matched):
+            raise UserError(
+                f"{key}: no parameter is called {' or '.join(NOT_HIDDEN)}, so Muon cannot tell "
+                "embeddings and heads, which AdamW should update, from hidden layers: give their "
+                f"patterns, [] for none; names are like {names[0]}"
+            )
+    problems = everyones(dict.fromkeys(_split_parameters(rule, model_parts)), world, device)
+    if problems:
         raise UserError(*problems)
 
 
-def _split(rule: Muon, parts: Sequence[nn.Module]) -> Iterator[str]:
-    for parameter in parameters_of(parts):
+def _split_parameters(rule: Muon, model_parts: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a line for each parameter whose logical tensors would be updated by two rules."""
+    for parameter in parameters_of(model_parts):
         try:
             moments_of(rule, parameter)
         except UserError as error:

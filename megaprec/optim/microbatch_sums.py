@@ -4,7 +4,8 @@ layout.
 The G micro-batches of a global batch are the leaves of one tree, and each data-parallel rank has a
 run of them:
 
-    running sums   over G / D neighbouring micro-batches, where D is the largest power of two that divides G
+    running sums   over G / D neighbouring micro-batches, where D is the largest power of two that
+                   divides G
     the tree       over the D running sums: adjacent pairs, level by level
 
 If the number of dp ranks is a power of two, it divides D, and the gradient of a rank is one node of
@@ -17,7 +18,9 @@ where G / D is above one. A parameter without a gradient in a micro-batch (an ex
 adds nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,84 +31,98 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
 
 
+class _Node(NamedTuple):
+    """The sum over micro-batches up to `last` - 1; None if none of them had a value."""
+
+    last: int
+    values: Tensor | None
+
+
 class MicrobatchTree:
     """The tree over one rank's `count` micro-batches for one tensor, in which their values arrive
     one by one."""
 
     def __init__(self, arriving: Tensor) -> None:
         self.arriving = arriving
-        self._spare: list[Tensor] = []
+        self._spare: list[Tensor] = []  # memory of sums that were added to others
         self.begin(0)
 
     def begin(self, count: int) -> None:
         """Begin a new sum over `count` micro-batches."""
         self.count = count
-        self.run = _run(count)
+        self.run_length = _run_length(count)
         self.ended: set[int] = set()
-        self._nodes: dict[
-            int, tuple[int, Tensor | None]
-        ] = {}  # by first micro-batch: last + 1 and sum
+        self._waiting: dict[int, _Node] = {}  # by first micro-batch
 
-    def end(self, microbatch: int, given: bool) -> bool:
-        """Add what has arrived, if anything is `given`. Return True if `arriving` now has the sum
-        of all.
+    def end(self, microbatch: int, has_value: bool) -> bool:
+        """Add what has arrived, if anything has. Return True if `arriving` now has the sum of all.
 
         After the last micro-batch False means that none had a value.
         """
         first = microbatch
         last = microbatch + 1
-        values = self.arriving if given else None
+        values = self.arriving if has_value else None
         self.ended.add(microbatch)
+        # upwards in the tree, until a sum is missing that must be added first
         while last - first < self.count:
             start, stop = self._sibling(first, last)
-            if start not in self._nodes or self._nodes[start][0] != stop:
-                self._nodes[first] = last, self._set_aside(values)
+            sibling = self._waiting.get(start)
+            if sibling is None or sibling.last != stop:
+                self._waiting[first] = _Node(last, self._set_aside(values))
                 return False
-            values = self._added(self._nodes.pop(start)[1], values)
+            del self._waiting[start]
+            values = self._add(sibling.values, values)
             first = min(first, start)
             last = max(last, stop)
         if values is not None and values is not self.arriving:
-            self._take_back(self.arriving.copy_(values), values)
+            self.arriving.copy_(values)
+            self._spare.append(values)
         return values is not None
 
     def _sibling(self, first: int, last: int) -> tuple[int, int]:
         """Return the run of micro-batches whose sum is to be added to that of [first, last)."""
         length = last - first
-        if length >= self.run:
-            left = first // length % 2 == 0
-            return (last, last + length) if left else (first - length, first)
-        start = first - first % self.run
+        if length >= self.run_length:  # in the tree: the other node of the pair
+            is_left = first // length % 2 == 0
+            return (last, last + length) if is_left else (first - length, first)
+        # in a running sum: the next micro-batch, or for a micro-batch all that are before it
+        start = first - first % self.run_length
         return (last, last + 1) if first == start else (start, first)
 
     def _set_aside(self, values: Tensor | None) -> Tensor | None:
+        """Return the values in a memory that the next micro-batch does not overwrite."""
         if values is not self.arriving:
             return values
-        kept = self._spare.pop() if self._spare else torch.empty_like(self.arriving)
-        return kept.copy_(self.arriving)
+        copy = self._spare.pop() if self._spare else torch.empty_like(self.arriving)
+        return copy.copy_(self.arriving)
 
-    def _added(self, one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        """Return the sum, in the memory of `other`; that of `one` becomes spare."""
-        if one is None or other is None:
-            return one if other is None else other
-        return self._take_back(other.add_(one), one)
-
-    def _take_back(self, result: Tensor, spare: Tensor) -> Tensor:
-        self._spare.append(spare)
-        return result
+    def _add(self, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        """Return the sum, in the memory of `second`; that of `first` becomes spare."""
+        if first is None:
+            return second
+        if second is None:
+            return first
+        second.add_(first)
+        self._spare.append(first)
+        return second
 
     def num_bytes(self) -> int:
         """Return the memory of the sums that were ever set aside together, in bytes."""
-        waiting = (values for _, values in self._nodes.values() if values is not None)
-        return sum(values.nbytes for values in (*self._spare, *waiting))
+        num_bytes = sum(values.nbytes for values in self._spare)
+        for node in self._waiting.values():
+            num_bytes += 0 if node.values is None else node.values.nbytes
+        return num_bytes
 
 
 def sums_set_aside(count: int) -> int:
     """Return how many more gradients are kept while `count` micro-batches are added in their
     order."""
-    return (count // _run(count)).bit_length() - 1 + (_run(count) > 1)
+    length = _run_length(count)
+    depth = (count // length).bit_length() - 1
+    return depth + (length > 1)
 
 
-def _run(count: int) -> int:
+def _run_length(count: int) -> int:
     """Return the length of a running sum: the largest odd divisor."""
     return count // (count & -count) if count else 1
 
@@ -117,9 +134,14 @@ class MicrobatchSums:
     """
 
     def __init__(self, chunks: Sequence[Sequence[Buffer]]) -> None:
-        self._parameters = [[p for buffer in chunk for p in buffer.parameters] for chunk in chunks]
-        self._trees = {p: MicrobatchTree(p.main_grad) for chunk in self._parameters for p in chunk}  # type: ignore[attr-defined]
-        self._whole: set[nn.Parameter] = set()  # parameters whose sum is final
+        self._chunks = [
+            list(chain.from_iterable(buffer.parameters for buffer in chunk)) for chunk in chunks
+        ]
+        self._trees = {
+            parameter: MicrobatchTree(parameter.main_grad)  # type: ignore[attr-defined]
+            for parameter in chain.from_iterable(self._chunks)
+        }
+        self._complete: set[nn.Parameter] = set()  # parameters whose sum is final
         self.count = 0  # micro-batches of a rank in this step; 0: not known yet
 
     def end(self, microbatch: int, count: int, chunk: int, complete: bool) -> None:
@@ -130,8 +152,7 @@ class MicrobatchSums:
         gradients on both sides of an incomplete end.
         """
         self._expect(microbatch, count)
-        parameters = [p for p in self._parameters[chunk] if p not in self._whole]
-        self._take(parameters, microbatch, complete)
+        self._take_gradients(self._incomplete(self._chunks[chunk]), microbatch, complete)
 
     def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
         """Complete the sums of these parameters, whose gradients are final; the sums are then in
@@ -142,24 +163,28 @@ class MicrobatchSums:
         """
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
-        left = [p for p in parameters if p not in self._whole]
-        if in_flight and left:
+        incomplete = self._incomplete(parameters)
+        if in_flight and incomplete:
             self.count = self.count or 1
-            missing = {n for p in left for n in range(self.count) if n not in self._trees[p].ended}
-            if len(missing) == 1:
-                self._take(left, missing.pop(), True)
-        for parameter in left:
-            if parameter not in self._whole and (
-                self._trees[parameter].ended or has_gradient(parameter)
-            ):
-                raise UserError(
-                    _unannounced(parameter, len(self._trees[parameter].ended), self.count)
-                )
+            microbatches = set(range(self.count))
+            missing = set[int]()
+            for parameter in incomplete:
+                missing |= microbatches - self._trees[parameter].ended
+            if len(missing) == 1:  # the micro-batch whose backward pass is under way
+                self._take_gradients(incomplete, missing.pop(), True)
+        for parameter in self._incomplete(incomplete):
+            num_ended = len(self._trees[parameter].ended)
+            # a parameter without any gradient in the step has no sum
+            if num_ended or has_gradient(parameter):
+                raise UserError(_unannounced(parameter, num_ended, self.count))
+
+    def _incomplete(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for parameter in parameters if parameter not in self._complete]
 
     def forget(self) -> None:
         """Discard all sums, to begin a new step."""
         self.count = 0
-        self._whole.clear()
+        self._complete.clear()
         for tree in self._trees.values():
             tree.begin(0)
 
@@ -179,38 +204,41 @@ class MicrobatchSums:
             )
         self.count = count
 
-    def _take(self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool) -> None:
+    def _take_gradients(
+        self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool
+    ) -> None:
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
-        given = [p for p in parameters if has_gradient(p)]
-        for parameter in parameters if complete else given:
+        for parameter in parameters:
+            has_value = has_gradient(parameter)
+            if not complete and not has_value:
+                continue  # it may get one in the second pass of the micro-batch
             tree = self._trees[parameter]
-            has = has_gradient(parameter)
-            if not tree.ended:
+            if not tree.ended:  # the first micro-batch of the step for this parameter
                 tree.begin(self.count)
             if microbatch in tree.ended:
-                if has:
-                    raise UserError(_twice(parameter, microbatch))
+                if has_value:
+                    raise UserError(_two_gradients(parameter, microbatch))
                 continue
-            set_gradient(parameter, tree.end(microbatch, has))
+            has_sum = tree.end(microbatch, has_value)
+            # without a sum the next gradient overwrites what was set aside
+            set_gradient(parameter, has_sum)
             if len(tree.ended) == self.count:
-                self._whole.add(parameter)
+                self._complete.add(parameter)
 
 
 def _unannounced(parameter: nn.Parameter, ended: int, count: int) -> str:
-    told = f"the ends of {ended} of {count} micro-batches" if count else "no end of a micro-batch"
+    ends = f"the ends of {ended} of {count} micro-batches" if count else "no end of a micro-batch"
     return (
         f"canonical sums: {layout_of(parameter).parts[0].name} is to be summed over "
-        "micro-batches, but the optimizer "
-        f"was told {told}: call optimizer.end_microbatch(number, count) after each backward pass"
+        f"micro-batches, but the optimizer was told {ends}: call "
+        "optimizer.end_microbatch(number, count) after each backward pass"
     )
 
 
-def _twice(parameter: nn.Parameter, microbatch: int) -> str:
+def _two_gradients(parameter: nn.Parameter, microbatch: int) -> str:
     return (
-        f"canonical sums: {layout_of(parameter).parts[0].name} has two gradients in "
-        f"micro-batch {microbatch}, whose "
-        "order depends on the schedule: call optimizer.end_microbatch once for each "
-        "micro-batch, and give weights that "
-        "are used in two places a parameter for each"
+        f"canonical sums: {layout_of(parameter).parts[0].name} has two gradients in micro-batch "
+        f"{microbatch}, whose order depends on the schedule: call optimizer.end_microbatch once "
+        "for each micro-batch, and give weights that are used in two places a parameter for each"
     )

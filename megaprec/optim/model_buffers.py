@@ -1,15 +1,17 @@
 """The model chunks of a rank, laid out in flat buffers.
 
 Parameters of one kind (same dtype, same tied ranks, sharded over as many ranks) share buffers. Two
-kinds of weights are not simply views of a buffer: a DTensor is represented by a `StandIn`, and a
-weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
+kinds of weights are not simply views of a buffer: a DTensor is represented by a `DTensorSlice`, and
+a weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
@@ -19,7 +21,7 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
 from megaprec.optim.buckets import Moments, bucket_elements, buckets
-from megaprec.optim.dtensors import StandIn, is_dtensor
+from megaprec.optim.dtensors import DTensorSlice, is_dtensor
 from megaprec.optim.flat_buffer import Buffer, require_in_place
 from megaprec.optim.group_factors import Group, by_factors
 from megaprec.optim.main_grad import reset_accumulation
@@ -27,28 +29,50 @@ from megaprec.optim.model_intake import Ranks, move_rest
 from megaprec.optim.partial_grads import sum_partial_slices
 from megaprec.optim.replicas import Replicas, expert_replicas
 from megaprec.optim.same_model import TrainedModel
-from megaprec.optim.untrained import Untrained
+from megaprec.optim.untrained import FrozenState
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan
 
+SliceNames = tuple[tuple[str, int], ...]  # logical name and tensor-parallel rank of each slice
+
+
+class _TiedBuffer(NamedTuple):
+    """A buffer whose gradients are summed over the pipeline ranks of `axis`."""
+
+    buffer: Buffer
+    axis: Axis
+
+
+class _Twins(NamedTuple):
+    """Two buffers of this rank that hold two copies of the same parameters."""
+
+    first: Buffer
+    second: Buffer
+
 
 class ModelBuffers:
-    """The buffers of all parameters of `parts`. Tensors that are not trained are moved to the
+    """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks
-    share. tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
-    twins: pairs of buffers of this rank whose gradients are summed. untrained: what is in no
-    buffer. stand_ins: for DTensors. virtual: as for the optimizer.
-    shards, average, canonical, seed: as in `Buffer`. moments: names of the moments of a parameter;
-    those of a buffer have the same. bucket: elements of a buffer, as `bucket_elements` takes them;
-    its last parameter may exceed this number.
+    shards, average, canonical, seed: as in `Buffer`.
+    moments: names of the moments of a parameter; those of a buffer have the same.
+    bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
+        this number.
+    virtual: as for the optimizer.
+
+    chunks: the buffers of each part.
+    all: all buffers in one list, in an order that all dp ranks share.
+    tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
+    twins: pairs of buffers of this rank whose gradients are summed.
+    untrained: what is in no buffer.
+    dtensor_slices: for DTensors.
     """
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         plan: PrecisionPlan,
+        *,
         mesh: DeviceMesh | None,
         ranks: Ranks,
         shards: Axis,
@@ -71,60 +95,87 @@ class ModelBuffers:
         self._moments = moments
         self._seed = seed
         self._average = average
-        self._model = TrainedModel(parts)
-        spread = {p: StandIn(p, plan, ranks.device) for p in parameters_of(parts) if is_dtensor(p)}
-        self.stand_ins = tuple(spread.values())
-        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
-        self.chunks: list[list[Buffer]] = []
-        taken = set[nn.Parameter]()
-        marked = parameters_of_marked(parts)
-        for part in parts:
-            trained = list(parameters_of([part]))
-            laid = [spread[p].parameter if p in spread else p for p in trained if p not in taken]
-            taken.update(trained)
-            self.chunks.append([self._buffer(alike) for alike in self._buckets(laid)])
-            move_rest(part, plan, ranks.device, marked)
-        self.all = [buffer for chunk in self.chunks for buffer in chunk]
-        self.untrained = Untrained(
-            parts, ranks.pp.rank, lambda layout: self._replicas(layout).every.rank == 0
+        self._model = TrainedModel(model_parts)
+        dtensor_slices = {
+            parameter: DTensorSlice(parameter, plan, ranks.device)
+            for parameter in parameters_of(model_parts)
+            if is_dtensor(parameter)
+        }
+        self.dtensor_slices = tuple(dtensor_slices.values())
+        self._dtensor_parameters = {
+            dtensor_slice.parameter for dtensor_slice in self.dtensor_slices
+        }
+        # collective: every rank makes the groups of all tied parameters
+        axes = tied_axes(
+            mesh, [layout_of(parameter).tied for parameter in parameters_of(model_parts)]
         )
-        tied = [buffer for buffer in self.all if layout_of(buffer.parameters[0]).tied]
-        again = [buffer for buffer in tied if layout_of(buffer.parameters[0]).again]
-        firsts = {_names(buffer): buffer for buffer in tied if buffer not in again}
-        self.twins = [(firsts[_names(buffer)], buffer) for buffer in again]
-        alone = (buffer for buffer in tied if not any(buffer in pair for pair in self.twins))
-        self.tied = [(buffer, axes[layout_of(buffer.parameters[0]).tied]) for buffer in alone]
+        self.chunks = self._lay_out(model_parts, dtensor_slices)
+        self.all = list(chain.from_iterable(self.chunks))
+        self.untrained = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
+        self.twins = self._find_twins()
+        with_twin = set(chain.from_iterable(self.twins))
+        self.tied = [
+            _TiedBuffer(buffer, axes[layout_of(buffer.parameters[0]).tied])
+            for buffer in self._tied_buffers()
+            if buffer not in with_twin
+        ]
 
-    def _buckets(self, laid: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    def _lay_out(
+        self, model_parts: Sequence[nn.Module], dtensor_slices: dict[nn.Parameter, DTensorSlice]
+    ) -> list[list[Buffer]]:
+        """Return the buffers of each part. A parameter of several parts is in the first one's."""
+        chunks: list[list[Buffer]] = []
+        taken = set[nn.Parameter]()  # parameters that have a buffer
+        marked = parameters_of_marked(model_parts)
+        for model_part in model_parts:
+            trained = list(parameters_of([model_part]))
+            # torch manages the memory of DTensors, so copies of their slices are in the buffers
+            in_buffers = [
+                dtensor_slices[parameter].parameter if parameter in dtensor_slices else parameter
+                for parameter in trained
+                if parameter not in taken
+            ]
+            taken.update(trained)
+            chunks.append([self._buffer(bucket) for bucket in self._buckets(in_buffers)])
+            move_rest(model_part, self._plan, self._ranks.device, marked)
+        return chunks
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the
         same sizes."""
         if self._virtual is None:
-            return buckets(laid, self._plan, self._bucket, self._moments)
-        of_ranks = (
-            [p for p in laid if layout_of(p).parts[0].rank == v] for v in self._virtual.ranks
-        )
-        cut = (buckets(own, self._plan, self._bucket, self._moments) for own in of_ranks)
-        return [alike for same in zip(*cut, strict=True) for alike in same]
+            return buckets(parameters, self._plan, self._bucket, self._moments)
+        by_rank: list[list[list[nn.Parameter]]] = []
+        for rank in self._virtual.ranks:
+            of_rank = [
+                parameter for parameter in parameters if layout_of(parameter).parts[0].rank == rank
+            ]
+            by_rank.append(buckets(of_rank, self._plan, self._bucket, self._moments))
+        # the same bucket of all virtual ranks side by side, in the order of a real rank's buckets
+        return list(chain.from_iterable(zip(*by_rank, strict=True)))
 
-    def _buffer(self, alike: Sequence[nn.Parameter]) -> Buffer:
+    def _buffer(self, bucket: Sequence[nn.Parameter]) -> Buffer:
         """Return a buffer for these parameters.
 
-        The slices of DTensors are neither reduced nor sharded again. Counts of loads are whole on
-        every rank, because their update needs all counts of a layer.
+        The slices of DTensors are neither reduced nor sharded again. Counts of loads are complete
+        on every rank, because their update needs all counts of a layer.
         """
-        spread = any(alike[0] is one.parameter for one in self.stand_ins)
-        own = Replicas(Axis("dp"), Axis("zero")) if spread else self._replicas(layout_of(alike[0]))
+        is_dtensor_slice = bucket[0] in self._dtensor_parameters
+        if is_dtensor_slice:
+            replicas = Replicas(Axis("dp"), Axis("zero"))
+        else:
+            replicas = self._replicas(layout_of(bucket[0]))
         return Buffer(
-            by_factors(alike, self._groups),
+            by_factors(bucket, self._groups),
             self._plan,
-            own.every,
-            own.sharing,
-            self._ranks.pp.rank,
-            self._ranks.device,
-            self._moments(alike[0]),
-            self._seed,
-            self._average and not spread,
-            self._canonical,
+            dp=replicas.every,
+            shards=replicas.sharing,
+            pp_rank=self._ranks.pp.rank,
+            device=self._ranks.device,
+            state=self._moments(bucket[0]),
+            seed=self._seed,
+            average=self._average and not is_dtensor_slice,
+            canonical=self._canonical,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:
@@ -132,16 +183,37 @@ class ModelBuffers:
             return self._experts
         return Replicas(self._ranks.dp, self._shards if layout.balancing is None else Axis("zero"))
 
+    def _is_first_replica(self, layout: Layout) -> bool:
+        return self._replicas(layout).every.rank == 0
+
+    def _tied_buffers(self) -> list[Buffer]:
+        return [buffer for buffer in self.all if layout_of(buffer.parameters[0]).tied]
+
+    def _find_twins(self) -> list[_Twins]:
+        """Return the pairs of buffers whose parameters this rank has twice."""
+        firsts: dict[SliceNames, Buffer] = {}
+        seconds: list[Buffer] = []
+        for buffer in self._tied_buffers():
+            if layout_of(buffer.parameters[0]).again:
+                seconds.append(buffer)
+            else:
+                firsts[_slice_names(buffer)] = buffer
+        return [_Twins(firsts[_slice_names(second)], second) for second in seconds]
+
     def sum_copies(self) -> None:
         """Sum gradients that are reduced over dp over the copies of a parameter: virtual ranks' and
         tied ones."""
         if self._virtual is not None:
             sum_partial_slices(self.all, self._virtual)
+        # after the sum over dp, of slices only: all holders of tied parameters cut them alike
         for buffer, axis in self.tied:
             axis.sum_(buffer.own(buffer.grads))
         for first, second in self.twins:
-            first.own(first.grads).add_(second.own(second.grads))
-            second.own(second.grads).copy_(first.own(first.grads))
+            # both copies are updated by the same sum, so they stay equal
+            grads = first.own(first.grads)
+            copied = second.own(second.grads)
+            grads.add_(copied)
+            copied.copy_(grads)
 
     def fp8_masters(
         self, begin: Callable[[Buffer], None], settle: Callable[[], None]
@@ -151,39 +223,35 @@ class ModelBuffers:
 
         begin, settle: of the `ParamGatherer`.
         """
-        experts = self._experts
-        groups = list[FP8Group]()
-        for apart in (False, True):
-            among = [
-                buffer
-                for buffer in self.all
-                if buffer.in_codes and self._lies_apart(buffer) is apart
-            ]
-            shards = self._shards
-            tp = self._ranks.tp
-            if apart and experts is not None and self._ranks.experts is not None:
-                shards = experts.sharing
-                tp = self._ranks.experts.tp
-            if among:
-                groups.append(
-                    FP8Group(
-                        [(buffer.owned, partial(begin, buffer)) for buffer in among], shards, tp
-                    )
-                )
+        in_codes = [buffer for buffer in self.all if buffer.in_codes]
+        # experts on ranks of their own have other replicas and other tensor-parallel ranks
+        experts = [buffer for buffer in in_codes if self._is_on_own_ranks(buffer)]
+        others = [buffer for buffer in in_codes if not self._is_on_own_ranks(buffer)]
+        groups: list[FP8Group] = []
+        if others:
+            groups.append(_fp8_group(others, begin, self._shards, self._ranks.tp))
+        if experts:
+            assert self._experts is not None and self._ranks.experts is not None
+            shards = self._experts.sharing
+            groups.append(_fp8_group(experts, begin, shards, self._ranks.experts.tp))
         return FP8Masters(groups, settle) if groups else None
 
-    def _lies_apart(self, buffer: Buffer) -> bool:
+    def _is_on_own_ranks(self, buffer: Buffer) -> bool:
         """Return True for weights of experts that are on ranks of their own."""
-        return self._experts is not None and layout_of(buffer.parameters[0]).expert
+        return self._experts is not None and buffer.of_experts
 
     def num_elements(self, world: Axis) -> tuple[int, int]:
         """Return the numbers of elements of the whole model that are trained, and frozen.
         Collective over `world`."""
-        own = sum(last - first for buffer in self.all for first, last in buffer.counted())
-        count = torch.tensor(
-            [own, self.untrained.num_saved()], dtype=torch.float64, device=self._ranks.device
+        local_trained = 0
+        for buffer in self.all:
+            local_trained += sum(last - first for first, last in buffer.counted())
+        local_frozen = self.untrained.num_saved()
+        # in float64 a sum over ranks is exact up to 2**53 elements
+        local = torch.tensor(
+            [local_trained, local_frozen], dtype=torch.float64, device=self._ranks.device
         )
-        trained, frozen = map(int, world.sum_(count).tolist())
+        trained, frozen = map(int, world.sum_(local).tolist())
         if not trained:
             raise UserError(
                 "the model has no parameter that is to be trained: all are frozen, or there "
@@ -191,53 +259,61 @@ class ModelBuffers:
             )
         return trained, frozen
 
-    def counted(self) -> Iterator[torch.Tensor]:
+    def counted(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
-        yield from (
-            buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.counted()
-        )
+        for buffer in self._loss_buffers():
+            for first, last in buffer.counted():
+                yield buffer.own(buffer.grads)[first:last]
 
-    def copies(self) -> Iterator[torch.Tensor]:
+    def copies(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
-        yield from (
-            buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.copies()
-        )
+        for buffer in self._loss_buffers():
+            for first, last in buffer.copies():
+                yield buffer.own(buffer.grads)[first:last]
 
-    def _trained(self) -> Iterator[Buffer]:
+    def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
         return (buffer for buffer in self.all if not buffer.balances)
 
-    def take_up_model(self, everything: bool, steps: torch.Tensor) -> None:
+    def adopt_model(self, everything: bool, steps: Tensor) -> None:
         """Take weights that someone has written to as they are now.
 
-        everything, steps: as in `Buffer.take_up`. Raises an error that names parameters if the
-        model is not the one that the buffers were made for.
+        everything, steps: as in `Buffer.adopt_weights`. Raises an error that names parameters if
+        the model is not the one that the buffers were made for.
         """
         self._model.require_same()
         require_in_place(self.all)
-        for one in self.stand_ins:
-            one.take_up()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.read_weights()
         for buffer in self.all:
-            buffer.take_up(everything, steps)
+            buffer.adopt_weights(everything, steps)
 
-    def take_gradients(self) -> None:
+    def read_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""
-        for one in self.stand_ins:
-            one.take_gradient()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.read_gradient()
 
-    def give_back(self) -> None:
+    def write_weights(self) -> None:
         """Write the updated weights of DTensors to the model."""
-        for one in self.stand_ins:
-            one.give_back()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.write_weights()
 
     def forget_gradients(self) -> None:
         """Discard all gradients, to begin a new step."""
         for buffer in self.all:
             reset_accumulation(buffer.parameters)
-        for one in self.stand_ins:
-            one.forget_gradient()
+        for dtensor_slice in self.dtensor_slices:
+            dtensor_slice.forget_gradient()
 
 
-def _names(buffer: Buffer) -> tuple[tuple[str, int], ...]:
+def _fp8_group(
+    buffers: Sequence[Buffer], begin: Callable[[Buffer], None], shards: Axis, tp: Axis
+) -> FP8Group:
+    with_gather = [(buffer.owned, partial(begin, buffer)) for buffer in buffers]
+    return FP8Group(with_gather, shards, tp)
+
+
+def _slice_names(buffer: Buffer) -> SliceNames:
     """Return the logical slices in the buffer."""
-    return tuple((piece.part.name, piece.part.rank) for piece in buffer.pieces)
+    parts = [piece.part for piece in buffer.pieces]
+    return tuple((part.name, part.rank) for part in parts)

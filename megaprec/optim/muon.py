@@ -5,7 +5,7 @@ This is the rule as settings and formulas, and the moments that it keeps of each
 logical matrices are brought together and updated by `megaprec.optim.matrix_updates`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -56,30 +56,29 @@ class Muon(Stateless):
     adamw: AdamW = AdamW()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_adamw", _texts("by_adamw", self.by_adamw))
+        # a frozen dataclass is set like this; a run file has lists where tuples are compared
+        object.__setattr__(self, "by_adamw", _require_texts("by_adamw", self.by_adamw))
         object.__setattr__(
-            self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients)
+            self, "ns_coefficients", _require_three_numbers("ns_coefficients", self.ns_coefficients)
         )
-        problems = {
-            f"momentum = {self.momentum!r} must lie from 0 to below 1": is_number(self.momentum)
-            and 0 <= self.momentum < 1,
-            f"nesterov = {self.nesterov!r} must be true or false": isinstance(self.nesterov, bool),
-            f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99": type(self.ns_steps)
-            is int
-            and 1 <= self.ns_steps < 100,
-            f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0": is_number(
-                self.ns_eps
-            )
-            and self.ns_eps > 0,
-            f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64": self.ns_dtype
-            in ("", *_ITERATES),
-            f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}": self.scale
-            in tuple(FACTORS),
-        }
-        if wrong := [
-            f"optimizer.options for 'muon': {said}" for said, right in problems.items() if not right
-        ]:
-            raise UserError(*wrong)
+        problems = [f"optimizer.options for 'muon': {problem}" for problem in self._problems()]
+        if problems:
+            raise UserError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        """Yield a line for each setting that is out of its range."""
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+            yield f"momentum = {self.momentum!r} must lie from 0 to below 1"
+        if not isinstance(self.nesterov, bool):
+            yield f"nesterov = {self.nesterov!r} must be true or false"
+        if type(self.ns_steps) is not int or not 1 <= self.ns_steps < 100:
+            yield f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99"
+        if not is_number(self.ns_eps) or self.ns_eps <= 0:
+            yield f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0"
+        if self.ns_dtype not in ("", *_ITERATES):
+            yield f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64"
+        if self.scale not in tuple(FACTORS):
+            yield f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,9 +87,9 @@ class Muon(Stateless):
     def updates(self, part: Part) -> bool:
         """Return True if this logical tensor is updated by orthogonalized momentum, False if by
         `adamw`."""
-        return len(part.shape) == 2 and not any(
-            fnmatchcase(part.name, pattern) for pattern in self.by_adamw
-        )
+        if len(part.shape) != 2:
+            return False
+        return not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
 
     def factor(self, shape: Sequence[int]) -> float:
         """Return the factor of the learning rate for a logical matrix of this shape."""
@@ -98,8 +97,8 @@ class Muon(Stateless):
 
     def iteration_dtype(self, masters: torch.dtype) -> torch.dtype:
         """Return the dtype to which the products of the iteration are rounded."""
-        usual = torch.float64 if masters == torch.float64 else torch.bfloat16
-        return _ITERATES.get(self.ns_dtype, usual)
+        default = torch.float64 if masters == torch.float64 else torch.bfloat16
+        return _ITERATES.get(self.ns_dtype, default)
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         self.adamw.update_(weights, grads, state, step)
@@ -111,19 +110,20 @@ FACTORS: dict[str, Callable[[int, int], float]] = {
 }
 """Factors of Muon's learning rate for a matrix [rows, columns], by name.
 
-moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has the root mean square of a usual one by
-AdamW, so both have one learning rate. keller-jordan: muon.py of github.com/KellerJordan/Muon.
+moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has the root mean square
+    of a usual one by AdamW, so both have one learning rate.
+keller-jordan: muon.py of github.com/KellerJordan/Muon.
 """
 _ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def _texts(key: str, values: object) -> tuple[str, ...]:
+def _require_texts(key: str, values: object) -> tuple[str, ...]:
     if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
         return tuple(values)
     raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be a list of patterns")
 
 
-def _numbers(key: str, values: object) -> Coefficients:
+def _require_three_numbers(key: str, values: object) -> Coefficients:
     if isinstance(values, list | tuple) and len(values) == 3 and all(map(is_number, values)):
         first, second, third = map(float, values)
         return first, second, third
@@ -137,21 +137,22 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     and AdamW others.
     """
     if layout_of(parameter).balancing is not None:
-        return ()
+        return ()  # it moves by a fixed speed
     if not isinstance(rule, Muon):
         return rule.names
     parts = layout_of(parameter).parts
     by_muon = [part.name for part in parts if rule.updates(part)]
     if by_muon and len(by_muon) < len(parts):
-        others = " and ".join(part.name for part in parts if part.name not in by_muon)
+        by_adamw = [part.name for part in parts if part.name not in by_muon]
         raise UserError(
-            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {others} are one "
-            "parameter, which Muon and AdamW "
-            "would share: match all or none"
+            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {' and '.join(by_adamw)} are "
+            "one parameter, which Muon and AdamW would share: match all or none"
         )
+    # Muon's momentum is the first name, and AdamW's moments are the others
     return rule.names[:1] if by_muon else rule.names[1:]
 
 
 def least_moments(rule: UpdateRule) -> int:
     """Return the smallest number of moments that a rule keeps of a parameter."""
+    # Muon's own matrices have its momentum alone
     return 1 if isinstance(rule, Muon) else len(rule.names)

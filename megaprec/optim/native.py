@@ -30,14 +30,14 @@ _FLAGS = (
     "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=off",
+    "-ffp-contract=off",  # native.c says itself which multiply-adds are fused
     "-fopenmp",
 )
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
 
 
-class _Numbers(ctypes.Structure):
+class _StepNumbers(ctypes.Structure):
     """The numbers that all elements share in a step: FP32, computed in FP64."""
 
     _fields_ = tuple(
@@ -59,19 +59,19 @@ class Kernels:
     """The compiled functions. Raises UserError if there is no compiler or it fails."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(_built()))
+        library = ctypes.CDLL(str(_compile()))
         self._statistics = library.megaprec_statistics
         self._adamw = library.megaprec_adamw
         self._statistics.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, ctypes.c_int]
-        self._adamw.argtypes = [*[_POINTER] * 5, _LONG, _Numbers, ctypes.c_int]
-        self._statistics.restype = self._adamw.restype = None
-        self._span = int(library.megaprec_span())
+        self._adamw.argtypes = [*[_POINTER] * 5, _LONG, _StepNumbers, ctypes.c_int]
+        self._statistics.restype = None
+        self._adamw.restype = None
+        self._span = int(library.megaprec_span())  # elements of a sum, whatever the threads
 
     def reads(self, values: Tensor) -> bool:
         """Return True if `statistics` supports these values."""
-        return (
-            values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
-        )
+        is_on_cpu = values.device.type == "cpu"
+        return is_on_cpu and values.dtype == torch.float32 and values.is_contiguous()
 
     def statistics(self, values: Tensor) -> Tensor:
         """Return float64 [2] of flat FP32 values on a CPU: the sum of squares and the number of
@@ -93,38 +93,37 @@ class Kernels:
         )
         return torch.stack((sums.sum(), zeros.sum().double()))
 
-    def updates(self, block: Tile) -> bool:
+    def updates(self, tile: Tile) -> bool:
         """Return True if `adamw_` supports the tile.
 
         Masters, gradients and moments must be FP32, weights FP32 or rounded to nearest bf16.
         """
-        if block.masters is None or len(block.state) != 2:
+        if tile.masters is None or len(tile.state) != 2:
             return False
-        wide = (block.masters, block.grads, *(values for _, values in block.state))
-        low = block.weights
-        rounds = (
-            low.dtype == torch.bfloat16
-            and block.nearest
-            and low.device.type == "cpu"
-            and low.is_contiguous()
-        )
-        same = low.data_ptr() == block.masters.data_ptr()
-        return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (
-            same or rounds
-        )
+        weights = tile.weights
+        moments = [moment for _, moment in tile.state]
+        for values in (tile.masters, tile.grads, *moments):
+            if not self.reads(values) or values.numel() != weights.numel():
+                return False
+        if weights.data_ptr() == tile.masters.data_ptr():
+            return True
+        is_rounded = weights.dtype == torch.bfloat16 and tile.nearest
+        return is_rounded and weights.device.type == "cpu" and weights.is_contiguous()
 
-    def adamw_(self, block: Tile, rule: AdamW, step: Step) -> None:
-        """Update all elements of the tile, without reading `found`. The gradients are not
+    def adamw_(self, tile: Tile, rule: AdamW, step: Step) -> None:
+        """Update all elements of the tile, without reading `skip`. The gradients are not
         changed."""
-        assert self.updates(block) and block.masters is not None
-        if block.weights.data_ptr() == block.masters.data_ptr():
-            low = None
-        else:
-            low = block.weights.data_ptr()
-        tensors = (block.masters, block.grads, *(values for _, values in block.state))
-        pointers = (values.data_ptr() for values in tensors)
+        assert self.updates(tile) and tile.masters is not None
+        (_, first_moment), (_, second_moment) = tile.state
+        tensors = (tile.masters, tile.grads, first_moment, second_moment)
+        weights = tile.weights.data_ptr()
+        is_separate = weights != tile.masters.data_ptr()
         self._adamw(
-            *pointers, low, block.grads.numel(), _numbers(rule, step), torch.get_num_threads()
+            *(values.data_ptr() for values in tensors),
+            weights if is_separate else None,  # nothing to round if the weights are the masters
+            tile.grads.numel(),
+            _step_numbers(rule, step),
+            torch.get_num_threads(),
         )
 
 
@@ -138,35 +137,36 @@ def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
     return Kernels()
 
 
-def _numbers(rule: AdamW, step: Step) -> _Numbers:
-    (beta1, beta2), steps = rule.betas, float(step.steps)
-    divisor = min(float(step.divisor), torch.finfo(torch.float32).max)
-    root = math.sqrt(1 - beta2**steps)
-    step_size = step.lr / (1 - beta1**steps)
-    return _Numbers(
-        divisor,
-        1 - step.lr * step.weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        root,
-        rule.eps,
-        step_size,
+def _step_numbers(rule: AdamW, step: Step) -> _StepNumbers:
+    beta1, beta2 = rule.betas
+    steps = float(step.steps)
+    # computed in FP64 and rounded to FP32 once
+    return _StepNumbers(
+        divisor=min(float(step.divisor), torch.finfo(torch.float32).max),
+        decay=1 - step.lr * step.weight_decay,
+        beta1_rest=1 - beta1,
+        beta2=beta2,
+        beta2_rest=1 - beta2,
+        root=math.sqrt(1 - beta2**steps),
+        eps=rule.eps,
+        step_size=step.lr / (1 - beta1**steps),
     )
 
 
-def _built() -> Path:
+def _compile() -> Path:
     """Return the path of the library, compiled if it is missing.
 
     Its name is a hash of the source, the flags, the compiler and the instruction set.
     """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     target = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    parts = (_SOURCE.read_text(encoding="utf-8"), shlex.join([*compiler, *_FLAGS]), target)
-    cache = _cache()
-    library = cache / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
+    inputs = (_SOURCE.read_text(encoding="utf-8"), shlex.join([*compiler, *_FLAGS]), target)
+    digest = hashlib.sha256(repr(inputs).encode()).hexdigest()
+    cache = _cache_folder()
+    library = cache / f"native-{digest[:24]}.so"
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # a library that others can replace would run their code
         if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
             raise UserError(
                 f"native: {cache} may be written by others, so no library in it is loaded: "
@@ -175,9 +175,9 @@ def _built() -> Path:
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            made = Path(folder) / "native.so"
-            _run([*compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-lm"])
-            made.replace(library)
+            output = Path(folder) / "native.so"
+            _run([*compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(output), str(_SOURCE), "-lm"])
+            output.replace(library)  # at once, whatever other ranks do
     except OSError as error:
         raise UserError(
             f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME"
@@ -185,7 +185,7 @@ def _built() -> Path:
     return library
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     """Return the folder of compiled libraries. Raises UserError if neither it nor a home folder is
     known."""
     try:
@@ -205,9 +205,8 @@ def _run(command: list[str]) -> str:
             f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC"
         ) from error
     except subprocess.CalledProcessError as error:
-        said = next(
-            (line for line in error.stderr.splitlines() if "error" in line), "it printed no error"
-        )
+        error_lines = (line for line in error.stderr.splitlines() if "error" in line)
+        printed = next(error_lines, "it printed no error")
         raise UserError(
-            f"native: the compiler {command[0]!r} failed: {said}; set CC to another one"
+            f"native: the compiler {command[0]!r} failed: {printed}; set CC to another one"
         ) from error

@@ -34,16 +34,18 @@ def orthogonalized(
     a, b, c = coefficients
     wide = matrix if matrix.itemsize >= 4 else matrix.float()
     x = (wide / torch.linalg.vector_norm(wide).clamp(min=eps)).to(matrix.dtype)
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = x.t().contiguous() if tall else x
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = x.t().contiguous() if is_tall else x
     for _ in range(steps):
+        # a x + (b g + c g g) x with g = x x^T
         gram = product(x, x.t())
         x = sum_with_product(x, sum_with_product(gram, gram, gram, b, c), x, a, 1)
-    return x.t().contiguous() if tall else x
+    return x.t().contiguous() if is_tall else x
 
 
 def iteration_flops(shape: Sequence[int], steps: int) -> int:
     """Return the floating-point operations of `orthogonalized` for a matrix: two for each
     multiply-add of a product."""
     short, long = sorted(shape)
+    # each iteration: two products with a [short, long] matrix, and a square of a [short, short] one
     return steps * (4 * short * short * long + 2 * short**3)

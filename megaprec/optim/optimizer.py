@@ -2,16 +2,21 @@
 
 One step, after the backward pass has accumulated gradients in the buffers:
 
-    1. reduce      partial gradients are summed over tp, then all over dp, tied ones over their pipeline ranks
-    2. statistics  one read of this rank's slices; one all-reduce of a few numbers over the whole mesh, so that every
-                   rank has the same loss, norm and zero count and takes the same decision, in every
-                   precision
-    3. update      one pass over this rank's slices. Unscaling and clipping are one division inside it, and if
-                   a gradient or the loss was not finite, weights, moments and step count stay
-                   unchanged
-    4. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
-    5. gather      the masters were rounded to the weights in 3; under ZeRO-1 the slices are now all-gathered
-    6. attribute   only after a skipped step: the parameters that held non-finite gradients are named
+    1. reduce      partial gradients are summed over tp, then all over dp, tied ones over their
+                   pipeline ranks
+    2. statistics  one read of this rank's slices; one all-reduce of a few numbers over the whole
+                   mesh, so that every rank has the same loss, norm and zero count and takes the
+                   same decision, in every precision
+    3. update      one pass over this rank's slices. Unscaling and clipping are one division inside
+                   it, and if a gradient or the loss was not finite, weights, moments and step
+                   count stay unchanged
+    4. gather      the masters were rounded to the weights in 3; under ZeRO-1 the slices are now
+                   all-gathered
+    5. report      one wait of the host for a few numbers. Only after a skipped step, the parameters
+                   that held non-finite gradients are named
+    6. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
+
+`ParallelAMPOptimizer.step` is `_prepare` (1), `_local_numbers` (2) and `_conclude` (3 to 6).
 
 Over dp, gradients are averaged if each rank's loss is the mean over its own samples, or summed if
 it is the rank's share of a mean over all samples: `average` says which.
@@ -21,7 +26,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +37,16 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim import grad_presence
-from megaprec.optim.alike import require_alike, require_same_weights
+from megaprec.optim.alike import require_equal_on_all_ranks, require_same_weights
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.canonical import require_canonical
 from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
-from megaprec.optim.consensus import Consensus, StepConsensus, digest
+from megaprec.optim.consensus import Consensus, StepConsensus, StepNumbers, digest, to_host
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
 from megaprec.optim.given_kinds import require_kinds
 from megaprec.optim.given_numbers import (
-    claimed,
+    claim_rule,
     require_count,
     require_loss,
     require_saved,
@@ -49,47 +54,71 @@ from megaprec.optim.given_numbers import (
     require_settings,
 )
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
-from megaprec.optim.group_factors import Group, Slice, slices
+from megaprec.optim.group_factors import UNSCALED, Factors, Group, Slice, slices
 from megaprec.optim.loss_check import (
     require_loss_of_all_replicas,
     require_loss_of_one_stage,
     require_same_loss,
 )
-from megaprec.optim.matrix_updates import require_understood
+from megaprec.optim.matrix_updates import require_muon_patterns
 from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_intake import (
     Ranks,
     averages,
     disable_ddp_sync,
-    require_known,
-    require_nothing_left,
-    with_marked,
+    plan_with_marked,
+    require_identifiable,
+    require_no_double_sharding,
 )
 from megaprec.optim.muon import moments_of
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import (
     cycled_options,
+    describe_settings,
+    load_groups,
     param_groups,
-    rates,
-    require_own,
-    rules,
-    saved,
-    take_up,
-    told,
+    require_unreplaced_groups,
+    saved_groups,
+    step_rates,
+    step_rules,
 )
 from megaprec.optim.scaler import disagreement, make_scaler
-from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, Outcome, StepReport, loss_offender
-from megaprec.optim.torch_face import TorchFace, require_no_others
+from megaprec.optim.step_report import (
+    NO_TOKENS,
+    NonFiniteStep,
+    Offender,
+    Outcome,
+    StepReport,
+    loss_offender,
+)
+from megaprec.optim.torch_face import TorchOptimizerApi, require_no_others
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
-from megaprec.optim.update_tile import Tile
+from megaprec.optim.update_tile import Tile, Wide
 from megaprec.optim.whole_copies import require_same_copies
 from megaprec.optim.whole_updates import whole_updates
 from megaprec.precision.plan import PrecisionPlan
 
+_CLIP_EPSILON = 1e-6  # added to the norm, as in torch's clip_grad_norm_ and in Megatron-LM
 
-class ParallelAMPOptimizer(TorchFace):
+
+class _SliceTiles(NamedTuple):
+    """Elements of a buffer that share the numbers of a step, and the tiles that they are updated
+    in."""
+
+    slice: Slice
+    tiles: list[Tile]
+
+
+class _BufferSlices(NamedTuple):
+    """A buffer that is updated element by element, cut where the numbers of a step change."""
+
+    buffer: Buffer
+    slices: list[_SliceTiles]
+
+
+class ParallelAMPOptimizer(TorchOptimizerApi):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat
@@ -104,13 +133,13 @@ class ParallelAMPOptimizer(TorchFace):
         averaged over dp; False if it is the rank's share of a mean over all ranks' samples, so that
         they are summed. Required for several dp ranks, unless the model is wrapped in
         DistributedDataParallel or sharded by fully_shard: these average.
-    virtual: the tensor-parallel axis, if the layouts are those of virtual ranks. experts: the ranks
-        of experts that are spread over ranks, as for `parallel.Context`.
+    virtual: the tensor-parallel axis, if the layouts are those of virtual ranks.
+    experts: the ranks of experts that are spread over ranks, as for `parallel.Context`.
     rule: the update rule; AdamW with its defaults unless given. Each optimizer needs its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay
         by default.
-    clip: the largest global norm of the gradients; 0 disables clipping. norm: its order, 2, inf or
-        any p >= 1.
+    clip: the largest global norm of the gradients; 0 disables clipping.
+    norm: its order, 2, inf or any p >= 1.
     zero_size: number of neighbouring dp ranks that share one copy of masters and moments (ZeRO-1):
         0 for all dp ranks, 1 for no sharding. It must divide the number of dp ranks.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and
@@ -131,9 +160,10 @@ class ParallelAMPOptimizer(TorchFace):
         optimizers, and for inconsistent arguments.
     """
 
-    # each step looks for weights written to; 1, 2, 4, 8, ... compare what ranks must have alike
+    # True: each step looks for weights that someone has written to, and steps 1, 2, 4, 8, ...
+    # compare what ranks must have in common
     checks_loop = True
-    _prepared = 0  # number of steps that were tried
+    _num_prepared = 0  # steps that were tried
 
     def __init__(
         self,
@@ -160,112 +190,125 @@ class ParallelAMPOptimizer(TorchFace):
         **others: Any,
     ) -> None:
         require_no_others(others, inspect.signature(ParallelAMPOptimizer).parameters)
+        rule = rule or AdamW()
         switches = {
             "average": average,
             "overlap": overlap,
             "native": native,
             "canonical": canonical,
         }
-        require_kinds(
-            parts, plan, mesh, rule or AdamW(), groups, observers, virtual, experts, **switches
-        )
+        require_kinds(parts, plan, mesh, rule, groups, observers, virtual, experts, **switches)
         assert plan is not None, "require_kinds refuses it"
-        # stop: any rank may set it, and all learn of it
+        numbers = {
+            "clip": clip,
+            "norm": norm,
+            "bucket": bucket,
+            "zero_size": zero_size,
+            "seed": seed,
+        }
+        require_settings(**numbers, lr=lr, weight_decay=weight_decay)
         self.observers = [*observers]
-        self.stop = False
+        self.stop = False  # any rank may set it, and all learn of it
         self.clip = clip
         self.weight_decay = weight_decay
         self.seed = seed
         self.overlap = overlap
-        self.rule: UpdateRule = rule or AdamW()
-        given = {"clip": clip, "norm": norm, "bucket": bucket, "zero_size": zero_size, "seed": seed}
-        require_settings(**given, lr=lr, weight_decay=weight_decay)
-        given |= {"lr": lr, "weight_decay": weight_decay, "groups": groups, **switches}
-        ranks = self._ranks = Ranks.of(mesh, parts, experts)
+        self.rule: UpdateRule = rule
+        ranks = Ranks.of(mesh, parts, experts)
+        self._ranks = ranks
         self.pp = ranks.pp
         self.dp = ranks.dp
         self.tp = ranks.tp
         self.world = ranks.world
         self.device = ranks.device
-        require_known(parts, virtual.size if virtual else self.tp.size, experts)
+
+        # Checks of the model and of its agreement on all ranks, before anything is taken over.
+        require_identifiable(parts, virtual.size if virtual else self.tp.size, experts)
         self.average = averages(parts, self.dp, average)
         self.canonical = canonical
-        plan, self.marked = with_marked(
-            parts, plan, [g.pattern for g in groups], self.world, self.device
-        )
-        self._parts = parts
-        require_understood(self.rule, parts, ranks)
-        require_alike(parts, ranks, plan, {**given, "rule": self.rule})
-        if canonical:
-            require_canonical(
-                parts, plan, self.dp, Axis("tp") if virtual else self.tp, self.average
-            )
-        self.kernels = kernels_for(self.rule, self.device) if native else None
+        patterns = [group.pattern for group in groups]
+        plan, self.marked = plan_with_marked(parts, plan, patterns, self.world, self.device)
         self.plan = plan
+        self._parts = parts
+        require_muon_patterns(rule, parts, ranks)
+        rates = {"lr": lr, "weight_decay": weight_decay, "groups": groups}
+        settings = {**numbers, **rates, **switches, "rule": rule}
+        require_equal_on_all_ranks(parts, ranks, plan, settings)
+        # the sum over virtual ranks is that of `ModelBuffers.sum_copies`
+        tp = Axis("tp") if virtual else self.tp
+        if canonical:
+            require_canonical(parts, plan, self.dp, tp, self.average)
+        self.kernels = kernels_for(rule, self.device) if native else None
+
         self.scaler = make_scaler(plan.scaling, self.device)
-        self._scale_read = False
-        # number of applied steps
+        self._scale_read = False  # True once a loop has asked for the scale
+        # number of applied steps, on the device: only it knows whether a step was applied
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
-        cycled = cycled_options(self.rule)
+        cycled = cycled_options(rule)
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay, cycled)
-        defaults = {} if lr is None else {"lr": lr, **cycled}
-        super().__init__(self._groups.values(), {"weight_decay": weight_decay, **defaults})
+        rate_defaults = {} if lr is None else {"lr": lr, **cycled}
+        super().__init__(self._groups.values(), {"weight_decay": weight_decay, **rate_defaults})
+
+        # From here on the optimizer takes over the parameters' memory and their gradients.
         disable_ddp_sync(parts)
-        require_nothing_left(parts, overlap, zero_size)
-        moments = partial(moments_of, self.rule)
-        mean = self.average
-        shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
-        memory = ModelBuffers(
+        require_no_double_sharding(parts, overlap, zero_size)
+        self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
+        self._memory = ModelBuffers(
             parts,
             plan,
-            mesh,
-            ranks,
-            shards,
-            groups,
-            bucket,
-            moments,
-            seed,
-            mean,
-            canonical,
-            virtual,
+            mesh=mesh,
+            ranks=ranks,
+            shards=self.shards,
+            groups=groups,
+            bucket=bucket,
+            moments=partial(moments_of, rule),
+            seed=seed,
+            average=self.average,
+            canonical=canonical,
+            virtual=virtual,
         )
-        self._memory = memory
         self._virtual = virtual
-        self.buffers = memory.chunks
-        self.untrained = memory.untrained
-        self._whole = whole_updates(claimed(self.rule), memory.all, groups, mesh, ranks)
-        self._slices = self._tiles_of(groups)
-        tp = Axis("tp") if virtual else self.tp
+        # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
+        self.buffers = self._memory.chunks
+        self.untrained = self._memory.untrained
+        buffers = self._memory.all
+        self._whole_updates = whole_updates(claim_rule(rule), buffers, groups, mesh, ranks)
+        self._buffer_slices = self._cut_into_slices(groups)
+        # without it, gradients are added to each other as micro-batches end
         tree = MicrobatchSums(self.buffers) if canonical else None
-        # `sum_copies` sums over virtual ranks
-        self._sums = GradReducer(self.buffers, tp, overlap, tree)
-        self._weights = ParamGatherer(parts, self.all_buffers(), overlap)
-        self._counted = list(memory.counted())
-        self._copies = list(memory.copies())
-        self._fp8 = memory.fp8_masters(self._weights.begin, self._weights.settle)
-        self._agreement = (CanonicalConsensus if canonical else StepConsensus)(
-            self.pp, self.world, norm, self.device
-        )
-        self.num_elements, self.num_frozen = memory.num_elements(self.world)
+        self._reducer = GradReducer(self.buffers, tp, overlap, tree)
+        self._gatherer = ParamGatherer(parts, buffers, overlap)
+        # views, made once: the memory of the gradients is the same in every step
+        self._counted_grads = list(self._memory.counted())
+        self._copied_grads = list(self._memory.copies())
+        self._fp8_masters = self._memory.fp8_masters(self._gatherer.begin, self._gatherer.settle)
+        consensus = CanonicalConsensus if canonical else StepConsensus
+        self._consensus = consensus(self.pp, self.world, norm, self.device)
+        # of the whole model, on all ranks
+        self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
 
-    def _tiles_of(
-        self, groups: Sequence[Group]
-    ) -> list[tuple[Buffer, list[tuple[Slice, list[Tile]]]]]:
-        """Return, for each buffer that is updated element by element, its slices of one group and
-        their tiles."""
-        rest = [b for b in self._memory.all if not any(b in one.buffers for one in self._whole)]
-        return [
-            (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)])
-            for buffer in rest
-        ]
+    def _cut_into_slices(self, groups: Sequence[Group]) -> list[_BufferSlices]:
+        """Return the slices and tiles of each buffer that is updated element by element."""
+        others: set[Buffer] = set()
+        for updates in self._whole_updates:
+            others.update(updates.buffers)
+        cut_buffers: list[_BufferSlices] = []
+        for buffer in self._memory.all:
+            if buffer not in others:
+                of_buffer = [self._cut(buffer, part) for part in slices(buffer, groups)]
+                cut_buffers.append(_BufferSlices(buffer, of_buffer))
+        return cut_buffers
 
-    def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
+    def _cut(self, buffer: Buffer, buffer_slice: Slice) -> _SliceTiles:
         """Return the tiles of a slice: a single one if the C kernels support it, else runs that
         suit the device."""
-        whole = list(buffer.blocks(s.first, s.last, s.last - s.first))
-        if self.kernels is not None and self.kernels.updates(whole[0]):
-            return whole
-        return list(buffer.blocks(s.first, s.last))
+        first = buffer_slice.first
+        last = buffer_slice.last
+        single = list(buffer.blocks(first, last, length=last - first))
+        # a C kernel goes through memory once, whatever its length, and on several threads
+        if self.kernels is not None and self.kernels.updates(single[0]):
+            return _SliceTiles(buffer_slice, single)
+        return _SliceTiles(buffer_slice, list(buffer.blocks(first, last)))
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -283,18 +326,21 @@ class ParallelAMPOptimizer(TorchFace):
         """Return this rank's bytes of weights, gradients, masters and moments for each element of
         its weights."""
         buffers = self.all_buffers()
-        return sum(b.num_bytes() for b in buffers) / max(1, sum(b.size for b in buffers))
+        num_bytes = sum(buffer.num_bytes() for buffer in buffers)
+        return num_bytes / max(1, sum(buffer.size for buffer in buffers))
 
     def numbers(self) -> dict[str, Any]:
         """Return the state that is not a tensor of the model: plain numbers, the same on every
         rank."""
-        rates = {"param_groups": kept} if (kept := saved(self._groups)) else {}
-        return {
+        numbers: dict[str, Any] = {
             "steps": int(self.steps.item()),
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.scalars,
-            **rates,
         }
+        groups = saved_groups(self._groups)
+        if groups:
+            numbers["param_groups"] = groups
+        return numbers
 
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
@@ -304,12 +350,13 @@ class ParallelAMPOptimizer(TorchFace):
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
         self.rule.load_scalars(numbers.get("rule", {}))
-        take_up(numbers.get("param_groups", ()), self._groups)
+        load_groups(numbers.get("param_groups", ()), self._groups)
+        # only masters were loaded: weights are their rounding, as after the step of the checkpoint
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
-        self._memory.give_back()
-        if self._fp8 is not None:
-            self._fp8.outdate()
+        self._memory.write_weights()
+        if self._fp8_masters is not None:
+            self._fp8_masters.outdate()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -319,10 +366,8 @@ class ParallelAMPOptimizer(TorchFace):
         Collective over the mesh. For a state that does not fit into the memory of each rank, use
         `megaprec.checkpoint`.
         """
-        return {
-            **self.numbers(),
-            "tensors": gather_tensors(self.all_buffers(), self.world, self.device),
-        }
+        numbers = self.numbers()
+        return numbers | {"tensors": gather_tensors(self.all_buffers(), self.world, self.device)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -338,7 +383,7 @@ class ParallelAMPOptimizer(TorchFace):
 
         With `overlap`, the reduction of each buffer starts when its gradients are complete.
         """
-        self._sums.expect(chunk)
+        self._reducer.expect(chunk)
 
     @torch.no_grad()
     def end_microbatch(
@@ -350,8 +395,8 @@ class ParallelAMPOptimizer(TorchFace):
         complete: False if a second pass of the micro-batch computes the gradients of further
         parameters. Without effect unless `canonical`. Raises UserError for contradicting numbers.
         """
-        if self._sums.microbatches is not None:
-            self._sums.microbatches.end(number, count, chunk, complete)
+        if self._reducer.microbatches is not None:
+            self._reducer.microbatches.end(number, count, chunk, complete)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
@@ -360,22 +405,22 @@ class ParallelAMPOptimizer(TorchFace):
 
         With `overlap` the reduction is only started, and `step` waits for it.
         """
-        self._sums.reduce(chunk)
+        self._reducer.reduce(chunk)
 
     def watch_local_gradients(self, look: Callable[[Buffer], None] | None) -> None:
         """Call `look`, if it is not None, with each buffer whose gradients on this rank are about
         to be reduced."""
-        self._sums.before = look
+        self._reducer.before_reduce = look
 
     def wait(self) -> None:
         """Wait until the layers have the weights of the last step. A model's forward waits by
         itself."""
-        self._weights.wait()
+        self._gatherer.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this step, as `step` does by itself. Collective while reductions
         are running."""
-        self._sums.drop()
+        self._reducer.drop()
         self._memory.forget_gradients()
 
     @torch.no_grad()
@@ -407,55 +452,68 @@ class ParallelAMPOptimizer(TorchFace):
         """
         require_count(counted_tokens)
         self._prepare(lr, loss)
-        return self._conclude(self.world.sum_(self._own_numbers(loss, counted_tokens)), lr)
+        numbers = self.world.sum_(self._local_numbers(loss, counted_tokens))
+        return self._conclude(numbers)
 
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to
         observers."""
-        require_own(self.param_groups, self._groups)
-        self._rate = rates(self._groups, lr)[1.0, 1.0][0]
-        self._told = told(self._groups, lr, self.clip)
-        self._rules = rules(self._groups, self.rule)
+        require_unreplaced_groups(self.param_groups, self._groups)
+        self._rates = step_rates(self._groups, lr)
+        self._learning_rate = self._rates[UNSCALED].lr
+        # compared between ranks, and shown if they differ
+        self._settings_lines = describe_settings(self._groups, self._rates, self.clip)
+        self._rules = step_rules(self._groups, self.rule)
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
+        # The order matters: weights have arrived before they are compared with their masters, and
+        # gradients are in the buffers before they are reduced, over dp first and then over copies.
         self.wait()
-        self._memory.take_up_model(self.checks_loop, self.steps)
-        self._memory.take_gradients()
-        self._sums.finish()
+        self._memory.adopt_model(self.checks_loop, self.steps)
+        self._memory.read_gradients()
+        self._reducer.finish()
         self._memory.sum_copies()
-        self._prepared += 1
-        if (
-            self.checks_loop and self._prepared & (self._prepared - 1) == 0
-        ):  # costs nothing in the long run
-            require_same_loss(loss, self.tp, self.world, self.device)
-            require_loss_of_one_stage(loss, self.pp, self.world, self.device)
-            if self.average:
-                require_loss_of_all_replicas(loss, self.dp, self.world, self.device)
-            require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
-            # Not over tp: on a GPU the gradients of copies may differ in their last bits.
-            require_same_weights(self._parts, self._ranks, (self.dp,), "have")
+        self._num_prepared += 1
+        is_power_of_two = self._num_prepared & (self._num_prepared - 1) == 0
+        if self.checks_loop and is_power_of_two:  # ever rarer: they cost nothing in the long run
+            self._compare_ranks(loss)
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 
-    def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
-        """Decide, update and report a step from `agreed_on`, the numbers of all ranks; discard the
+    def _compare_ranks(self, loss: Tensor | None) -> None:
+        """Raise UserError if a loop gives ranks losses, gradients or weights that contradict each
+        other. Collective over the world."""
+        require_same_loss(loss, self.tp, self.world, self.device)
+        require_loss_of_one_stage(loss, self.pp, self.world, self.device)
+        if self.average:
+            require_loss_of_all_replicas(loss, self.dp, self.world, self.device)
+        require_same_copies(self.all_buffers(), self._reducer.tp, self.world, self.device)
+        # Not over tp: on a GPU the gradients of copies may differ in their last bits.
+        require_same_weights(self._parts, self._ranks, (self.dp,), "have")
+
+    def _conclude(self, numbers: Tensor) -> StepReport:
+        """Decide, update and report a step from `numbers`, summed over all ranks; discard the
         gradients."""
-        agreed = self._agreement.read(agreed_on)
+        agreed = self._consensus.read(numbers)
+        # the scale that multiplied the loss, before it is updated below
         scale = self.scaler.scale.clone()
         norm = agreed.norm / scale
-        found = agreed.forbids(self.plan.on_nonfinite)
+        skip = agreed.forbids(self.plan.on_nonfinite)
         for observer in self.observers:
-            observer.decided(self.all_buffers(), scale, found)
-        self._update(lr, scale.double() / self._clip_factor(norm), found)
+            observer.decided(self.all_buffers(), scale, skip)
+        # one divisor undoes the loss scale and clips
+        self._update(scale.double() / self._clip_factor(norm), skip)
         for observer in self.observers:
             observer.updated(self.all_buffers())
-        report = self._report(agreed, norm, scale, lr)
-        if report.changed and self._fp8 is not None:
-            self._fp8.outdate()
+        # By now the device has been given all work of the update, so the host may wait for numbers.
+        report = self._report(agreed, norm, scale)
+        if report.changed and self._fp8_masters is not None:
+            self._fp8_masters.outdate()  # the next pass computes the codes
         self._update_scale(agreed)
         self._memory.forget_gradients()
         for observer in self.observers:
             observer.outcome(report)
+        # last, so that a caller who catches it has an optimizer that is ready for the next step
         if report.overflowed and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
@@ -463,12 +521,13 @@ class ParallelAMPOptimizer(TorchFace):
     def _update_scale(self, agreed: Consensus) -> None:
         """Update the loss scale. A step in which no token counts says nothing about it, and leaves
         it as it is."""
-        before = [number.clone() for number in self.scaler.tensors()]
+        # updated and put back, because the host does not know yet whether a token counts
+        saved = [number.clone() for number in self.scaler.tensors()]
         self.scaler.update(agreed.finite.logical_not())
-        for number, kept in zip(self.scaler.tensors(), before, strict=True):
-            number.copy_(torch.where(agreed.nothing_counts, kept, number))
+        for number, before in zip(self.scaler.tensors(), saved, strict=True):
+            number.copy_(torch.where(agreed.nothing_counts, before, number))
 
-    def _own_numbers(
+    def _local_numbers(
         self, loss: Tensor | None, counted_tokens: Tensor | float | None = None
     ) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
@@ -477,125 +536,141 @@ class ParallelAMPOptimizer(TorchFace):
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
             loss = loss * 0
         if self.canonical:
-            loss = in_slots(loss, self._sums.num_microbatches, self.dp, self.device)
-        counted, norm = self._agreement.measured(self._counted, self._copies, self.kernels)
-        rate = torch.full((), self._rate, dtype=torch.float32, device=self.device)
-        scaler = digest((*self.scaler.tensors(), self.steps, rate))
-        loss = loss / self.dp.size if loss is not None and self.average else loss
-        missing, given = grad_presence.summary(self.all_buffers(), self._told)
+            loss = in_slots(loss, self._reducer.num_microbatches, self.dp, self.device)
+        counted, norm = self._consensus.measure(
+            self._counted_grads, self._copied_grads, self.kernels
+        )
+        # ranks whose schedulers have gone apart would update replicas by different rates
+        rate = torch.full((), self._learning_rate, dtype=torch.float32, device=self.device)
+        if loss is not None and self.average:
+            loss = loss / self.dp.size  # so that the sum over dp is the mean
+        presence = grad_presence.summarize(self.all_buffers(), self._settings_lines)
         if counted_tokens is not None:
             counted_tokens = torch.as_tensor(
                 counted_tokens, dtype=torch.float64, device=self.device
             ).reshape(())
-        told = self.stop, given, counted_tokens, gave_loss
-        return self._agreement.pack(counted, loss, scaler, missing, norm, *told)
+        return self._consensus.pack(
+            counted=counted,
+            loss=loss,
+            scaler=digest((*self.scaler.tensors(), self.steps, rate)),
+            parameters=presence.digest,
+            norm=norm,
+            stop=self.stop,
+            gradients=presence.num_gradients,
+            counted_tokens=counted_tokens,
+            gave_loss=gave_loss,
+        )
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan
         ignores overflows."""
-        if self.clip <= 0:
+        if self.clip <= 0:  # no clipping
             return torch.ones_like(norm)
-        return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        factor = (self.clip / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        return torch.where(norm.isfinite(), factor, 1.0)
 
-    def _update(self, lr: float | None, divisor: Tensor, found: Tensor) -> None:
-        """Apply the rule to gradient / divisor, or change nothing if `found` is 1."""
-        self.steps += 1 - found
-        if (
-            self.device.type != "cpu" or not found
-        ):  # no wait for `found` on a GPU: a skipped update changes nothing
-            self._apply(lr, divisor, found, self._update_block)
+    def _update(self, divisor: Tensor, skip: Tensor) -> None:
+        """Apply the rule to gradient / divisor, or change nothing if `skip` is 1."""
+        self.steps += 1 - skip  # no read of `skip`, for which the host would wait
+        # A GPU does not wait for `skip`: an update that is skipped changes nothing.
+        if self.device.type != "cpu" or not skip:
+            self._apply(divisor, skip, self._update_tile)
 
-    def _apply(
-        self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Tile, Step], None]
-    ) -> None:
+    def _apply(self, divisor: Tensor, skip: Tensor, update: Callable[[Tile, Step], None]) -> None:
         """Update all tiles as step number `steps`, and all-gather the weights."""
+        # at least 1: a skipped first step must not divide by 1 - beta**0
         steps = self.steps.clamp(min=1)
-        rates_of = rates(self._groups, lr)
-        for buffer, parts in self._slices:
-            for s, blocks in parts:
-                pair = s.lr, s.weight_decay
-                step = Step(*rates_of[pair], divisor, found, steps, self._rules[pair])
-                for block in blocks:
-                    update(block, step)
-            self._collect(buffer)  # overlaps with the update of the next buffer
-        for one in self._whole:
-            one.apply(lambda pair: Step(*rates_of[pair], divisor, found, steps), self._collect)
-        self._weights.settle()
-        self._memory.give_back()
-        self.rule.advance(found)
 
-    def _collect(self, buffer: Buffer) -> None:
+        def step_of(factors: Factors) -> Step:
+            rates = self._rates[factors]
+            rule = self._rules[factors]
+            return Step(rates.lr, rates.weight_decay, divisor, skip, steps, rule)
+
+        for buffer, of_buffer in self._buffer_slices:
+            for buffer_slice, tiles in of_buffer:
+                step = step_of(buffer_slice.factors)
+                for tile in tiles:
+                    update(tile, step)
+            self._gather(buffer)  # overlaps with the update of the next buffer
+        for updates in self._whole_updates:
+            updates.apply(step_of, self._gather)
+        self._gatherer.settle()
+        self._memory.write_weights()
+        self.rule.advance(skip)
+
+    def _gather(self, buffer: Buffer) -> None:
         """Start to all-gather the weights of an updated buffer; FP8 codes are computed and gathered
         later."""
         if not buffer.in_codes:
-            self._weights.begin(buffer)
+            self._gatherer.begin(buffer)
 
-    def _update_block(self, block: Tile, step: Step) -> None:
+    def _update_tile(self, tile: Tile, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay
         non-finite."""
         rule = step.rule or self.rule
-        if self.kernels is not None and self.kernels.updates(block):
+        if self.kernels is not None and self.kernels.updates(tile):
             assert isinstance(rule, AdamW)
-            self.kernels.adamw_(block, rule, step)
+            self.kernels.adamw_(tile, rule, step)
             return
-        weights, grads, state = block.wide()
-        (update_padded if self.canonical else type(rule).update_)(rule, weights, grads, state, step)
-        block.keep(weights, state, self.steps)
+        wide = tile.wide()  # views where the stored dtype is wide enough
+        self._apply_rule(rule, wide, step)
+        tile.keep(wide.weights, wide.moments, self.steps)
 
-    def _report(
-        self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None
-    ) -> StepReport:
+    def _apply_rule(self, rule: UpdateRule, wide: Wide, step: Step) -> None:
+        """Apply a rule to the tensors of a tile, under canonical numerics with the same bits for an
+        element in every tile."""
+        if self.canonical:
+            update_padded(rule, wide.weights, wide.grads, wide.moments, step)
+        else:
+            rule.update_(wide.weights, wide.grads, wide.moments, step)
+
+    def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor) -> StepReport:
         """Return the report of the step, with offenders if it was skipped. Here alone the host
         waits for the device."""
-        flags = torch.stack(
-            (
-                agreed.finite,
-                agreed.same_scaler,
-                agreed.same_parameters,
-                agreed.gradients > 0,
-                agreed.nothing_counts,
-                agreed.gave_loss,
-            )
-        ).double()
-        numbers = torch.cat(
-            (torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros)
-        )
-        loss, size, scaled_by, stops, *rest = numbers.tolist()
-        finite, same_scaler, same_parameters, given, nothing_counts, gave_loss, *zeros = rest
-        if not same_scaler:
-            raise RuntimeError(disagreement(self.scaler, int(self.steps), self._rate))
-        if not same_parameters or not given:
-            raise RuntimeError(
-                grad_presence.why(self.all_buffers(), self._ranks, bool(given), self._told)
-            )
-        tp = None if self._virtual else self.tp.rank
-        if finite or nothing_counts:
-            offenders = ()
-        else:
-            offenders = attribute_nonfinite(
-                self.all_buffers(), self.pp, tp, self.world, self.device
-            )
-        if gave_loss and not (finite or nothing_counts or math.isfinite(loss)):
-            offenders = (loss_offender(loss, self.pp.size - 1), *offenders)
-        broken: Outcome
-        if self.plan.on_nonfinite == "ignore":
-            broken = "applied_nonfinite"
-        else:
-            broken = "skipped_overflow"
-        outcome: Outcome = "applied" if finite else broken
-        if nothing_counts:
-            outcome = NO_TOKENS
-            loss = math.nan
-        counts = tuple(int(count) for count in zeros)
+        numbers = to_host(agreed, norm, scale)
+        self._require_agreement(numbers)
         return StepReport(
-            outcome=outcome,
-            loss=loss,
-            grad_norm=size,
-            num_zeros=sum(counts),
-            zero_ratio=sum(counts) / self.num_elements,
-            stage_zeros=counts,
-            loss_scale=scaled_by,
-            lr=rates(self._groups, lr)[1.0, 1.0][0],
-            offenders=offenders,
-            stop=stops > 0,
+            outcome=self._outcome(numbers),
+            loss=math.nan if numbers.nothing_counts else numbers.loss,
+            grad_norm=numbers.norm,
+            num_zeros=sum(numbers.zeros),
+            zero_ratio=sum(numbers.zeros) / self.num_elements,
+            stage_zeros=numbers.zeros,
+            loss_scale=numbers.loss_scale,
+            lr=self._learning_rate,
+            offenders=self._offenders(numbers),
+            stop=numbers.stops > 0,
         )
+
+    def _require_agreement(self, numbers: StepNumbers) -> None:
+        """Raise RuntimeError, on every rank, if the ranks cannot take one step together. Nothing
+        was changed then."""
+        if not numbers.same_scaler:
+            raise RuntimeError(disagreement(self.scaler, int(self.steps), self._learning_rate))
+        has_gradients = numbers.gradients > 0
+        if not numbers.same_parameters or not has_gradients:
+            raise RuntimeError(
+                grad_presence.explain(
+                    self.all_buffers(), self._ranks, has_gradients, self._settings_lines
+                )
+            )
+
+    def _outcome(self, numbers: StepNumbers) -> Outcome:
+        if numbers.nothing_counts:
+            return NO_TOKENS
+        if numbers.finite:
+            return "applied"
+        if self.plan.on_nonfinite == "ignore":
+            return "applied_nonfinite"
+        return "skipped_overflow"
+
+    def _offenders(self, numbers: StepNumbers) -> tuple[Offender, ...]:
+        """Return what was not finite, if anything was: the loss first, then tensors by their
+        gradients. Collective over the world only then."""
+        if numbers.finite or numbers.nothing_counts:
+            return ()
+        tp_rank = None if self._virtual else self.tp.rank
+        tensors = attribute_nonfinite(self.all_buffers(), self.pp, tp_rank, self.world, self.device)
+        if numbers.gave_loss and not math.isfinite(numbers.loss):
+            return (loss_offender(numbers.loss, self.pp.size - 1), *tensors)
+        return tensors

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,10 +22,15 @@ from torch import nn
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.optim.given_numbers import require_clip, require_rates
-from megaprec.optim.group_factors import Factors, Group, factors
+from megaprec.optim.group_factors import UNSCALED, Factors, Group, factors
 from megaprec.optim.update_rules import SGD, AdamW, UpdateRule
 
-Rates = tuple[float, float]  # learning rate and weight decay
+
+class Rates(NamedTuple):
+    """Effective learning rate and weight decay of a group in one step."""
+
+    lr: float
+    weight_decay: float
 
 
 class ParamGroup(dict[str, Any]):
@@ -49,6 +54,9 @@ class ParamGroup(dict[str, Any]):
                 "rate, step(lr=...)"
             )
         raise KeyError(key)
+
+
+Groups = Mapping[Factors, ParamGroup]
 
 
 def cycled_options(rule: UpdateRule) -> dict[str, Any]:
@@ -75,41 +83,48 @@ def param_groups(
     logical tensors lies in the group of the first tensor's factors; the groups of the other
     tensors' factors exist too.
     """
-    pairs = {
-        parameter: [factors(part, groups) for part in layout_of(parameter).parts]
-        for parameter in parameters
-    }
-    made: dict[Factors, ParamGroup] = {}
-    for pair in ((1.0, 1.0), *(pair for some in pairs.values() for pair in some)):
-        if pair not in made:
-            rate = {} if lr is None else {"lr": lr * pair[0], **options}
-            made[pair] = ParamGroup(params=[], weight_decay=weight_decay * pair[1], **rate)
-            made[pair].cycled = {} if lr is None else options
-    for parameter, (first, *_) in pairs.items():
-        made[first]["params"].append(parameter)
-    for group in made.values():
+    by_factors: dict[Factors, ParamGroup] = {}
+
+    def group_of(pair: Factors) -> ParamGroup:
+        if pair not in by_factors:
+            group = ParamGroup(params=[], weight_decay=weight_decay * pair.weight_decay)
+            if lr is not None:
+                group.update(lr=lr * pair.lr, **options)
+                group.cycled = options
+            by_factors[pair] = group
+        return by_factors[pair]
+
+    group_of(UNSCALED)  # the first, whose rate is that of the step
+    for parameter in parameters:
+        pairs = [factors(part, groups) for part in layout_of(parameter).parts]
+        for pair in pairs:
+            group_of(pair)
+        group_of(pairs[0])["params"].append(parameter)
+    for group in by_factors.values():
         group.members = tuple(group["params"])
-    return made
+    return by_factors
 
 
-def require_own(now: Sequence[object], of: dict[Factors, ParamGroup]) -> None:
-    """Raise UserError unless `now`, the list that everybody sees, has the optimizer's own groups as
-    they were made."""
-    own = list(of.values())
-    same = len(now) == len(own) and all(map(is_, now, own))
-    if not same or any(
-        len(g["params"]) != len(g.members) or not all(map(is_, g["params"], g.members)) for g in own
+def require_unreplaced_groups(current: Sequence[object], built: Groups) -> None:
+    """Raise UserError unless `current`, the list that everybody sees, has the optimizer's own
+    groups as they were built."""
+    if _are_identical(current, list(built.values())) and all(
+        _are_identical(group["params"], group.members) for group in built.values()
     ):
-        raise UserError(
-            "param_groups or their params were replaced, added or removed, but a step reads "
-            "only lr and weight_decay "
-            'of the groups that the optimizer made: change these, as group["lr"] = ..., or '
-            "build a new optimizer with "
-            "groups=[megaprec.Group(...)]"
-        )
+        return
+    raise UserError(
+        "param_groups or their params were replaced, added or removed, but a step reads only lr "
+        'and weight_decay of the groups that the optimizer made: change these, as group["lr"] = '
+        "..., or build a new optimizer with groups=[megaprec.Group(...)]"
+    )
 
 
-def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rates]:
+def _are_identical(current: Sequence[object], built: Sequence[object]) -> bool:
+    """Return True if both have the same objects, which need not have an equality."""
+    return len(current) == len(built) and all(map(is_, current, built))
+
+
+def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
     """Return learning rate and weight decay by factors. lr: of this step, for an optimizer that was
     built without.
 
@@ -120,122 +135,118 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
         raise UserError(
             "step takes a learning rate, not a closure: run forward and backward before step"
         )
-    idle = []
-    for group in of.values():
-        strange = group.keys() & _options_of_torch() - group.cycled.keys()
-        idle += [f"{key} = {group[key]!r}" for key in strange]
-    if idle:
-        first = next(iter(of.values()))
-        read = ", ".join(["lr", "weight_decay", *first.cycled])
-        raise UserError(
-            f"{min(idle)} in param_groups: a step reads {read} there, nothing else; the other "
-            "options are "
-            "those of the update rule that the optimizer is built with, like "
-            "rule=AdamW(betas=..., eps=...)"
-        )
-    if lr is not None and any("lr" in group for group in of.values()):
+    _require_no_rule_options(groups)
+    if lr is None:  # the groups have it
+        for group in groups.values():
+            require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
+        return {pair: _rates(group, group["lr"]) for pair, group in groups.items()}
+    if any("lr" in group for group in groups.values()):
         raise UserError(
             "step(lr=...) of an optimizer that was built with lr: the rate is that of its "
-            "param_groups, which LR "
-            "schedulers change; give the rate in one place only"
+            "param_groups, which LR schedulers change; give the rate in one place only"
         )
-    require_rates(**({} if lr is None else {"lr": lr}))
-    for group in of.values():
-        require_rates(
-            **{
-                key: group[key]
-                for key in (("weight_decay", "lr") if lr is None else ("weight_decay",))
-            }
-        )
-    if lr is None:
-        return {
-            pair: (float(group["lr"]), float(group["weight_decay"])) for pair, group in of.items()
-        }
-    return {pair: (lr * pair[0], float(group["weight_decay"])) for pair, group in of.items()}
+    require_rates(lr=lr)
+    for group in groups.values():
+        require_rates(weight_decay=group["weight_decay"])
+    return {pair: _rates(group, lr * pair.lr) for pair, group in groups.items()}
 
 
-def rules(of: dict[Factors, ParamGroup], rule: UpdateRule) -> dict[Factors, UpdateRule]:
+def _rates(group: ParamGroup, lr: float) -> Rates:
+    return Rates(float(lr), float(group["weight_decay"]))
+
+
+def _require_no_rule_options(groups: Groups) -> None:
+    """Raise UserError for an option of torch's optimizers that someone has put into a group."""
+    unread: list[str] = []
+    for group in groups.values():
+        options = group.keys() & _options_of_torch() - group.cycled.keys()
+        unread += [f"{key} = {group[key]!r}" for key in options]
+    if not unread:
+        return
+    read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
+    raise UserError(
+        f"{min(unread)} in param_groups: a step reads {read} there, nothing else; the other "
+        "options are those of the update rule that the optimizer is built with, like "
+        "rule=AdamW(betas=..., eps=...)"
+    )
+
+
+def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
     """Return the update rule of each group, with the option that a scheduler has changed. Raises
     UserError for a value that the rule cannot have.
     """
-    made = {}
-    for pair, group in of.items():
-        changed = _changed(group)
-        made[pair] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
+    by_factors: dict[Factors, UpdateRule] = {}
+    for pair, group in groups.items():
+        changed = _changed_options(group)
+        by_factors[pair] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
         if "momentum" in changed and not changed["momentum"]:
+            # such a rule has no moments, but those of the optimizer are allocated
             raise UserError(
                 "momentum = 0 in param_groups: build the optimizer with rule=SGD(0.0) for no "
                 "momentum"
             )
-    return made
+    return by_factors
 
 
-def _changed(group: ParamGroup) -> dict[str, Any]:
+def _changed_options(group: ParamGroup) -> dict[str, Any]:
     """Return the cycled options of a group that are not the rule's own."""
-    changed = {}
-    for name, own in group.cycled.items():
-        now = group.get(name, own)
-        now = tuple(now) if isinstance(now, list) else now
-        if now != own:
-            changed[name] = now
+    changed: dict[str, Any] = {}
+    for name, original in group.cycled.items():
+        value = group.get(name, original)
+        if isinstance(value, list):  # as a loaded JSON has it
+            value = tuple(value)
+        if value != original:
+            changed[name] = value
     return changed
 
 
-def told(of: dict[Factors, ParamGroup], lr: float | None, clip: float) -> list[str]:
-    """Return the rates of each group of a step, and the largest norm, as text that all ranks of a
-    stage share.
+def describe_settings(groups: Groups, rates: Mapping[Factors, Rates], clip: float) -> list[str]:
+    """Return the rates of each group of a step, and the largest norm, as lines of text that all
+    ranks of a stage share.
 
     Raises UserError for a largest norm that a loop has set to none.
     """
     require_clip(clip)
-    every = [
-        f"lr = {rate:.9g}, weight_decay = {decay:.9g}" for rate, decay in rates(of, lr).values()
+    lines = [
+        f"lr = {of_group.lr:.9g}, weight_decay = {of_group.weight_decay:.9g}"
+        for of_group in rates.values()
     ]
-    changed = [
-        f"{name} = {value}" for group in of.values() for name, value in _changed(group).items()
-    ]
-    return [*every, *changed, f"clip = {clip}"]
+    for group in groups.values():
+        lines += [f"{name} = {value}" for name, value in _changed_options(group).items()]
+    return [*lines, f"clip = {clip}"]
 
 
 @cache
 def _options_of_torch() -> frozenset[str]:
     """Return the options of torch's optimizers that torch reads from the groups in each step, and
     that are not here."""
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    names = {
-        name
-        for kind in kinds
-        if issubclass(kind, torch.optim.Optimizer)
-        for name in inspect.signature(kind).parameters
-    }
+    names = set[str]()
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            names.update(inspect.signature(kind).parameters)
     return frozenset(names - {"params", "lr", "weight_decay", "defaults", "args", "kwargs"})
 
 
-def saved(of: dict[Factors, ParamGroup]) -> list[dict[str, Any]]:
+def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     """Return the groups that have a learning rate as plain values, with the factors that identify
     each group.
 
     An option of the rule is among them only where a scheduler has changed it: a resumed run may
     have another rule.
     """
-    kept = []
-    for pair, group in of.items():
+    saved: list[dict[str, Any]] = []
+    for pair, group in groups.items():
         if "lr" in group:
-            unchanged = group.cycled.keys() - _changed(group).keys()
-            values = {
-                key: value
-                for key, value in group.items()
-                if key != "params" and key not in unchanged
-            }
-            kept.append({"factors": list(pair), **values})
-    return kept
+            left_out = {"params", *(group.cycled.keys() - _changed_options(group).keys())}
+            values = {key: value for key, value in group.items() if key not in left_out}
+            saved.append({"factors": list(pair), **values})
+    return saved
 
 
-def take_up(kept: Iterable[dict[str, Any]], of: dict[Factors, ParamGroup]) -> None:
+def load_groups(saved: Iterable[dict[str, Any]], groups: Groups) -> None:
     """Load saved rates, by factors. Groups that are new in this run, and groups without "lr", stay
     unchanged."""
-    for values in kept:
-        first, second = values["factors"]
-        group = of.get((first, second))
+    for values in saved:
+        group = groups.get(Factors(*values["factors"]))
         if group is not None and "lr" in group:
             group.update({key: value for key, value in values.items() if key != "factors"})

@@ -8,6 +8,7 @@ are computed.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,25 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim.flat_buffer import Buffer
 
 
+class _PartialGrad(NamedTuple):
+    """This rank's addend of the gradient of a slice, flat."""
+
+    part: Part
+    values: Tensor
+
+
 def sum_partial(parameters: Sequence[nn.Parameter], tp: Axis) -> None:
     """Sum the partial gradients in the parameters' `main_grad` over tp, in one packed
     all-reduce."""
-    shares = [share for p in parameters for share in _shares(p)] if tp.size > 1 else []
-    if not shares:
+    if tp.size == 1:
         return
-    packed = torch.cat([_slots(part, values) for part, values in shares])
-    tp.sum_(packed)
-    for (part, values), summed in zip(
-        shares, packed.split([part.shards * v.numel() for part, v in shares]), strict=True
-    ):
-        values.copy_(summed.chunk(part.shards)[part.shard])
+    partial_grads: list[_PartialGrad] = []
+    for parameter in parameters:
+        partial_grads += _partial_grads_of(parameter)
+    if partial_grads:  # the same on all ranks of the group
+        packed = _pack(partial_grads)
+        tp.sum_(packed)
+        _unpack(packed, partial_grads)
 
 
 def sum_partial_slices(buffers: Sequence[Buffer], virtual: VirtualAxis) -> None:
@@ -38,46 +46,61 @@ def sum_partial_slices(buffers: Sequence[Buffer], virtual: VirtualAxis) -> None:
 
     To be called when the slices are reduced over dp: the sum over the virtual ranks comes last in
     every layout. The buffers of all virtual ranks of this process have the same sizes, so their
-    slices are at the same places.
+    slices are at the same positions.
     """
-    shares = [
-        [(part, values) for part, values in _slices(buffers) if part.rank == v]
-        for v in virtual.ranks
+    partial_grads = list(_partial_grads_in_shards(buffers))
+    of_ranks = [
+        [partial_grad for partial_grad in partial_grads if partial_grad.part.rank == rank]
+        for rank in virtual.ranks
     ]
-    if not shares[0]:
+    if not of_ranks[0]:
         return
-    total = virtual.sum(
-        [torch.cat([_slots(part, values) for part, values in own]) for own in shares]
-    )
-    for own in shares:
-        parts = total.split([part.shards * len(values) for part, values in own])
-        for (part, values), summed in zip(own, parts, strict=True):
-            values.copy_(summed.chunk(part.shards)[part.shard])
+    total = virtual.sum([_pack(of_rank) for of_rank in of_ranks])
+    for of_rank in of_ranks:
+        _unpack(total, of_rank)
 
 
-def _slices(buffers: Sequence[Buffer]) -> Iterator[tuple[Part, Tensor]]:
+def _partial_grads_in_shards(buffers: Sequence[Buffer]) -> Iterator[_PartialGrad]:
     """Yield the partial gradients in this rank's slices."""
     for buffer in buffers:
-        partial = {
-            part for p in buffer.parameters if layout_of(p).partial for part in layout_of(p).parts
-        }
-        for piece in buffer.pieces:
-            first = max(piece.start, buffer.first)
-            last = min(piece.stop, buffer.last)
-            if piece.part in partial and piece.part.copies > 1 and first < last:
-                yield piece.part, buffer.grads[first:last]
+        # of a parameter with partial gradients; its pieces know only the part
+        partial_parts = set[Part]()
+        for layout in map(layout_of, buffer.parameters):
+            if layout.partial:
+                partial_parts.update(layout.parts)
+        for owned in buffer.owned_pieces():
+            part = owned.piece.part
+            if part in partial_parts and part.copies > 1:
+                yield _PartialGrad(part, buffer.grads[owned.in_buffer])
 
 
-def _shares(parameter: nn.Parameter) -> list[tuple[Part, Tensor]]:
-    layout, flat = layout_of(parameter), parameter.main_grad.view(-1)  # type: ignore[attr-defined]
+def _partial_grads_of(parameter: nn.Parameter) -> list[_PartialGrad]:
+    """Return the partial gradients in the `main_grad` of a parameter."""
+    layout = layout_of(parameter)
     if not layout.partial:
         return []
-    return [(part, flat[first:last]) for part, first, last in layout.spans() if part.copies > 1]
+    flat: Tensor = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
+    return [
+        _PartialGrad(part, flat[first:last])
+        for part, first, last in layout.spans()
+        if part.copies > 1
+    ]
 
 
-def _slots(part: Part, values: Tensor) -> Tensor:
+def _pack(partial_grads: Sequence[_PartialGrad]) -> Tensor:
     """Return one slot per different slice, with this rank's filled in: the sum over tp adds equal
     slices only."""
-    slots = values.new_zeros(part.shards, values.numel())
-    slots[part.shard] = values
-    return slots.view(-1)
+    slots: list[Tensor] = []
+    for part, values in partial_grads:
+        of_part = values.new_zeros(part.shards, values.numel())
+        of_part[part.shard] = values
+        slots.append(of_part.view(-1))
+    return torch.cat(slots)
+
+
+def _unpack(summed: Tensor, partial_grads: Sequence[_PartialGrad]) -> None:
+    """Replace the partial gradients by their sums, which stand in this rank's slots of `summed`."""
+    lengths = [part.shards * values.numel() for part, values in partial_grads]
+    # `split` and `chunk` are views: nothing is copied but the sums themselves
+    for (part, values), slots in zip(partial_grads, summed.split(lengths), strict=True):
+        values.copy_(slots.chunk(part.shards)[part.shard])

@@ -37,12 +37,11 @@ from megaprec.precision.plan import OnNonfinite
 
 @dataclass(frozen=True)
 class _Guessed:
-    """A step that is applied but not validated. finish: waits for `numbers`. The others are from
-    before the step."""
+    """A step that is applied but not validated. wait: for `numbers`. The others are from before the
+    step."""
 
-    lr: float
     numbers: Tensor
-    finish: Callable[[], object]
+    wait: Callable[[], object]
     scale: Tensor
     counters: list[Tensor]
     scalars: dict[str, float]
@@ -72,9 +71,9 @@ def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[s
         )
     if recipe is not None and recipe.parameters:
         yield (
-            'optimizer.validation = "after" undoes a bad step, but weights that are kept in '
-            "FP8 are then rounded a "
-            'second time: use fp8.parameters = false, or optimizer.validation = "before"'
+            'optimizer.validation = "after" undoes a bad step, but weights that are kept in FP8 '
+            "are then rounded a second time: use fp8.parameters = false, or "
+            'optimizer.validation = "before"'
         )
 
 
@@ -95,7 +94,8 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
                 "lr: an LR scheduler may move on before a step is settled; give each `take` "
                 "its rate"
             )
-        if problems := [*conflicts(self.plan.on_nonfinite, self.plan.fp8)]:
+        problems = list(conflicts(self.plan.on_nonfinite, self.plan.fp8))
+        if problems:
             raise UserError(*problems)
         self._guessed: _Guessed | None = None
         self._guesses = True  # True if the last guess was right, or would have been
@@ -130,24 +130,29 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         """
         self.require_settled()
         self._prepare(lr, loss)
-        numbers = self._own_numbers(loss, counted_tokens)
-        finish = self.world.start_sum_(numbers)
+        numbers = self._local_numbers(loss, counted_tokens)
+        wait = self.world.start_sum_(numbers)
         if not self._guesses:
-            finish()
-            self._guesses = self._as_guessed(self._agreement.read(numbers))
-            return self._conclude(numbers, lr)
-        counters = [counter.clone() for counter in self._counters()]
+            wait()
+            self._guesses = self._is_as_guessed(self._consensus.read(numbers), self.scaler.scale)
+            return self._conclude(numbers)
         self._guessed = _Guessed(
-            lr, numbers, finish, self.scaler.scale.clone(), counters, self.rule.scalars
+            numbers=numbers,
+            wait=wait,
+            scale=self.scaler.scale.clone(),
+            counters=[counter.clone() for counter in self._counters()],
+            scalars=self.rule.scalars,
         )
-        fine = torch.zeros((), dtype=torch.float32, device=self.device)
+        # the guess: 0 is neither a skipped step nor an overflow, and the divisor does not clip
+        no_overflow = torch.zeros((), dtype=torch.float32, device=self.device)
         for observer in self.observers:
-            observer.decided(self.all_buffers(), self._guessed.scale, fine)
+            observer.decided(self.all_buffers(), self._guessed.scale, no_overflow)
         self.steps += 1
-        for block in self._whole_blocks():
-            self._copy(block)
-        self._apply(lr, self.scaler.scale.double(), fine, self._update_copied)
-        self.scaler.update(fine)
+        # elementwise tiles are copied one by one, just before their update: they are in the cache
+        for tile in self._whole_tiles():
+            self._copy(tile)
+        self._apply(self.scaler.scale.double(), no_overflow, self._update_copied)
+        self.scaler.update(no_overflow)
         for observer in self.observers:
             observer.updated(self.all_buffers())
         return None
@@ -163,22 +168,23 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         self._guessed = None
         if guessed is None:
             return None
-        guessed.finish()
-        agreed = self._agreement.read(guessed.numbers)
-        self._guesses = self._as_guessed(agreed, guessed.scale)
+        guessed.wait()
+        agreed = self._consensus.read(guessed.numbers)
+        self._guesses = self._is_as_guessed(agreed, guessed.scale)
         if self._guesses:
-            report = self._report(agreed, agreed.norm / guessed.scale, guessed.scale, guessed.lr)
+            report = self._report(agreed, agreed.norm / guessed.scale, guessed.scale)
             self._memory.forget_gradients()
             for observer in self.observers:
                 observer.outcome(report)
             return Settled(report, stands=True)
         self._go_back(guessed)
-        return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)
+        return Settled(self._conclude(guessed.numbers), stands=False)
 
     def num_copied_bytes(self) -> int:
         """Return the memory of the copies on this rank, in bytes; it is kept from the first guess
         on."""
-        return sum(values.nbytes for block in self._blocks() for values in block.changed())
+        changed = chain.from_iterable(tile.changed() for tile in self._tiles())
+        return sum(values.nbytes for values in changed)
 
     def wait(self) -> None:
         """Wait for the weights; raise RuntimeError while a step is not settled, because its weights
@@ -197,37 +203,40 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         if self._guessed is not None:
             raise RuntimeError("the last step is not settled: call `settle` first")
 
-    def _as_guessed(self, agreed: Consensus, scale: Tensor | None = None) -> bool:
-        """Return True if the guess is valid. scale: loss scale of the step, if not the present
-        one."""
-        unclipped = (
-            self._clip_factor(agreed.norm / (self.scaler.scale if scale is None else scale)) == 1
-        )
+    def _is_as_guessed(self, agreed: Consensus, scale: Tensor) -> bool:
+        """Return True if the guess is valid. scale: loss scale of the step."""
+        unclipped = self._clip_factor(agreed.norm / scale) == 1
         return bool((agreed.forbids("skip") == 0) & unclipped)
 
-    def _blocks(self) -> Iterator[Tile]:
-        yield from (block for _, parts in self._slices for _, blocks in parts for block in blocks)
-        yield from self._whole_blocks()
+    def _tiles(self) -> Iterator[Tile]:
+        """Yield everything that an update changes."""
+        for buffer_slices in self._buffer_slices:
+            for slice_tiles in buffer_slices.slices:
+                yield from slice_tiles.tiles
+        yield from self._whole_tiles()
 
-    def _whole_blocks(self) -> Iterator[Tile]:
-        yield from chain.from_iterable(one.tiles() for one in self._whole)
+    def _whole_tiles(self) -> Iterator[Tile]:
+        """Yield what the updates of whole matrices, and those from counts, change."""
+        for updates in self._whole_updates:
+            yield from updates.tiles()
 
     def _counters(self) -> list[Tensor]:
         """Return the tensors that a step changes besides those of the tiles; the scalars of the
         rule are separate."""
         return [self.steps, *self.scaler.tensors()]
 
-    def _update_copied(self, block: Tile, step: Step) -> None:
+    def _update_copied(self, tile: Tile, step: Step) -> None:
         """Copy everything that an update of the tile changes, then update it. The gradients are not
         changed."""
-        self._copy(block)
+        self._copy(tile)
         # the C kernels do not write to the gradients
-        reads = self.kernels is not None and self.kernels.updates(block)
-        self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
+        if self.kernels is None or not self.kernels.updates(tile):
+            tile = replace(tile, grads=tile.grads.clone())
+        self._update_tile(tile, step)
 
-    def _copy(self, block: Tile) -> None:
-        changed = block.changed()
-        copies = self._copies_of.setdefault(id(block), [])
+    def _copy(self, tile: Tile) -> None:
+        changed = tile.changed()
+        copies = self._copies_of.setdefault(id(tile), [])
         if not copies:
             copies += map(torch.empty_like, changed)
         for copy, values in zip(copies, changed, strict=True):
@@ -237,11 +246,14 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         """Restore the state before the guess, bit for bit, on this rank and in the weights of the
         others."""
         self.wait()
-        for block in self._blocks():
-            for values, copy in zip(block.changed(), self._copies_of[id(block)], strict=True):
+        for tile in self._tiles():
+            copies = self._copies_of[id(tile)]
+            for values, copy in zip(tile.changed(), copies, strict=True):
                 values.copy_(copy)
+        # other ranks have this rank's weights of the guess
         for buffer in self.all_buffers():
-            buffer.start_collect()()
+            wait = buffer.start_collect()
+            wait()
         for counter, value in zip(self._counters(), guessed.counters, strict=True):
             counter.copy_(value)
         self.rule.load_scalars(guessed.scalars)

@@ -16,7 +16,11 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class Replicas:
-    """every: all replicas. sharing: those among which one copy of masters and moments is cut."""
+    """The replicas of a weight.
+
+    every: all of them.
+    sharing: those among which one copy of masters and moments is cut.
+    """
 
     every: Axis
     sharing: Axis
@@ -36,27 +40,21 @@ def expert_replicas(
     if experts is None:
         return None
     every = experts.replicas
-    if zero_size == dp:
+    if zero_size == dp:  # ZeRO-1 over all of them
         return Replicas(every, every)
-    return Replicas(
-        every,
-        every.in_runs(
-            sharing_replicas(tp, zero_size, experts.spread.size, experts.tp.size), "zero"
-        ),
-    )
+    num_sharing = sharing_replicas(tp, zero_size, experts.spread.size, experts.tp.size)
+    return Replicas(every, every.in_runs(num_sharing, "zero"))
 
 
 def sharing_replicas(tp: int, zero_size: int, expert: int, expert_tensor: int) -> int:
     """Return how many neighbouring replicas of an expert share one copy of its state. Raises
     UserError."""
-    ranks = zero_size * tp
-    apart = expert * expert_tensor
-    if ranks % apart and apart % ranks:
+    sharing_ranks = zero_size * tp
+    expert_ranks = expert * expert_tensor  # that hold all experts once
+    if sharing_ranks % expert_ranks and expert_ranks % sharing_ranks:
         raise UserError(
-            f"{zero_size} data-parallel ranks that share optimizer state, of {tp} "
-            "tensor-parallel ranks each, and "
-            f"experts over {expert} ranks in {expert_tensor} slices: of {ranks} and {apart} "
-            "ranks one number must "
-            "divide the other"
+            f"{zero_size} data-parallel ranks that share optimizer state, of {tp} tensor-parallel "
+            f"ranks each, and experts over {expert} ranks in {expert_tensor} slices: of "
+            f"{sharing_ranks} and {expert_ranks} ranks one number must divide the other"
         )
-    return max(1, ranks // apart)
+    return max(1, sharing_ranks // expert_ranks)

@@ -17,18 +17,16 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
 
     Raises UserError for an unknown name, and for options that the rule does not have.
     """
-    known = {"adamw": AdamW, "sgd": SGD, "muon": _muon}
+    makers = {"adamw": AdamW, "sgd": SGD, "muon": _muon}
+    make = makers.get(name.lower())
     kind = getattr(torch.optim, name, None)
+    base = torch.optim.Optimizer  # itself no rule
     try:
-        if name.lower() in known:
-            return known[name.lower()](**(options or {}))
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, torch.optim.Optimizer)
-            and kind is not torch.optim.Optimizer
-        ):
+        if make is not None:
+            return make(**(options or {}))
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
             return Torch(kind, options)
-    except TypeError as error:
+    except TypeError as error:  # of an option that the rule does not have
         raise UserError(f"optimizer.options for {name!r}: {error}") from error
     raise UserError(
         f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of "
@@ -37,5 +35,5 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
 
 
 def _muon(**options: Any) -> Muon:
-    own = {key: options.pop(key) for key in ("betas", "eps") if key in options}
-    return Muon(**options, adamw=AdamW(**own))
+    of_adamw = {key: options.pop(key) for key in ("betas", "eps") if key in options}
+    return Muon(**options, adamw=AdamW(**of_adamw))

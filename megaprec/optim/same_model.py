@@ -12,7 +12,7 @@ from torch import nn
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
 
-ANEW = (
+_REBUILD = (
     "build the model as it is to be trained and then a new ParallelAMPOptimizer over it; nothing "
     "was changed"
 )
@@ -21,36 +21,45 @@ ANEW = (
 class TrainedModel:
     """The parts of a model, and the parameters that were to be trained when this was made."""
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._parts = parts
-        self._trained = dict.fromkeys(parameters_of(parts))
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        self._model_parts = model_parts
+        self._trained = dict.fromkeys(parameters_of(model_parts))
 
     def require_same(self) -> None:
         """Raise UserError, naming parameters, if others are to be trained now."""
-        now = dict.fromkeys(parameters_of(self._parts))
-        if now.keys() == self._trained.keys():
+        # compared without order: a part may be rebuilt around the same parameters
+        current = dict.fromkeys(parameters_of(self._model_parts))
+        if current.keys() == self._trained.keys():
             return
-        paths = {p: name for part in self._parts for name, p in part.named_parameters()}
-        news = [name for p, name in paths.items() if p in now and p not in self._trained]
-        gone = [p for p in self._trained if p not in now]
-        frozen = [paths[p] for p in gone if p in paths]
-        left = [layout_of(p).parts[0].name for p in gone if p not in paths]
-        if news:
+        paths: dict[nn.Parameter, str] = {}
+        for model_part in self._model_parts:
+            paths |= {parameter: path for path, parameter in model_part.named_parameters()}
+        added = [
+            path
+            for parameter, path in paths.items()
+            if parameter in current and parameter not in self._trained
+        ]
+        if added:
             raise UserError(
-                f"{_named(news)} is trained, but was added or unfrozen after the optimizer "
-                f"was built: {ANEW}"
+                f"{_format_names(added)} is trained, but was added or unfrozen after the optimizer "
+                f"was built: {_REBUILD}"
             )
+        untrained = [parameter for parameter in self._trained if parameter not in current]
+        frozen = [paths[parameter] for parameter in untrained if parameter in paths]
         if frozen:
             raise UserError(
-                f"{_named(frozen)} is frozen, but was trained when the optimizer was built, "
-                "whose moments and weight "
-                f"decay would still move it: {ANEW}"
+                f"{_format_names(frozen)} is frozen, but was trained when the optimizer was built, "
+                f"whose moments and weight decay would still move it: {_REBUILD}"
             )
+        removed = [layout_of(parameter).parts[0].name for parameter in untrained]
         raise UserError(
-            f"{_named(left)} is no longer in the model that the optimizer was built over: {ANEW}"
+            f"{_format_names(removed)} is no longer in the model that the optimizer was built "
+            f"over: {_REBUILD}"
         )
 
 
-def _named(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     others = len(names) - 1
-    return names[0] + (f" (and {others} other{'s' * (others > 1)})" if others else "")
+    if not others:
+        return names[0]
+    return f"{names[0]} (and {others} other{'s' if others > 1 else ''})"

@@ -12,6 +12,7 @@ that divides by the scale must read it *before* `update`, so that it divides by 
 multiplied the loss.
 """
 
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import torch
@@ -25,9 +26,8 @@ _SMALLEST = 2.0**-126
 _LARGEST = 2.0**127
 
 TWO_SCALERS = (
-    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by "
-    "itself: remove the "
-    "GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
+    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: "
+    "remove the GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
 )
 
 
@@ -99,30 +99,29 @@ class DynamicGradScaler:
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
         self.hysteresis_refill = hysteresis_refill
-        self._check(initial_scale)
+        problems = list(self._problems(initial_scale))
+        if problems:
+            raise UserError(*problems)
         self.scale = torch.tensor(initial_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
-    def _check(self, initial: float) -> None:
-        rules = {
-            f"initial scale {initial} must lie between the minimum {self.min_scale} and the "
-            f"maximum {self.max_scale}, "
-            "and these between 2**-126 and 2**127": (
-                _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST
-            ),
-            f"growth factor {self.growth_factor} must be above 1": self.growth_factor > 1,
-            f"backoff factor {self.backoff_factor} must lie between 0 and 1": 0
-            < self.backoff_factor
-            < 1,
-            f"growth interval {self.growth_interval} must be at least 1": self.growth_interval >= 1,
-            f"hysteresis {self.hysteresis} must be at least 1": self.hysteresis >= 1,
-            f"hysteresis refill {self.hysteresis_refill!r} must be 'growth' or 'good_step'": (
-                self.hysteresis_refill in ("growth", "good_step")
-            ),
-        }
-        if broken := [rule for rule, holds in rules.items() if not holds]:
-            raise UserError(*broken)
+    def _problems(self, initial: float) -> Iterator[str]:
+        if not _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST:
+            yield (
+                f"initial scale {initial} must lie between the minimum {self.min_scale} and the "
+                f"maximum {self.max_scale}, and these between 2**-126 and 2**127"
+            )
+        if not self.growth_factor > 1:
+            yield f"growth factor {self.growth_factor} must be above 1"
+        if not 0 < self.backoff_factor < 1:
+            yield f"backoff factor {self.backoff_factor} must lie between 0 and 1"
+        if not self.growth_interval >= 1:
+            yield f"growth interval {self.growth_interval} must be at least 1"
+        if not self.hysteresis >= 1:
+            yield f"hysteresis {self.hysteresis} must be at least 1"
+        if self.hysteresis_refill not in ("growth", "good_step"):
+            yield f"hysteresis refill {self.hysteresis_refill!r} must be 'growth' or 'good_step'"
 
     @property
     def inv_scale(self) -> Tensor:
@@ -131,19 +130,20 @@ class DynamicGradScaler:
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after a step. found_inf: [] or [1], non-zero if any gradient on any rank
         was not finite."""
-        found = found_inf.reshape(()) != 0
-        tolerated = torch.where(found, self.hysteresis_tracker - 1, self.hysteresis_tracker)
-        good = torch.where(found, 0, self.growth_tracker + 1)
+        overflowed = found_inf.reshape(()) != 0
+        tolerated = torch.where(overflowed, self.hysteresis_tracker - 1, self.hysteresis_tracker)
+        good_steps = torch.where(overflowed, 0, self.growth_tracker + 1)
         # ">=", not "==": after a resume with a shorter interval the tracker may already exceed it.
-        grows = good >= self.growth_interval
-        grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
-        fallen = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
-        self.scale.copy_(
-            torch.where(found & (tolerated <= 0), fallen, torch.where(grows, grown, self.scale))
-        )
-        refills = grows if self.hysteresis_refill == "growth" else ~found
+        grows = good_steps >= self.growth_interval
+        larger = (self.scale * self.growth_factor).clamp(max=self.max_scale)
+        smaller = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
+        after_good_step = torch.where(grows, larger, self.scale)
+        # once none is left, every further overflow lowers the scale
+        falls = overflowed & (tolerated <= 0)
+        self.scale.copy_(torch.where(falls, smaller, after_good_step))
+        refills = grows if self.hysteresis_refill == "growth" else ~overflowed
         self.hysteresis_tracker.copy_(torch.where(refills, self.hysteresis, tolerated))
-        self.growth_tracker.copy_(torch.where(grows, 0, good))
+        self.growth_tracker.copy_(torch.where(grows, 0, good_steps))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all of the state, which must be equal on all ranks."""
@@ -160,7 +160,9 @@ class DynamicGradScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Load a saved search; nothing changes if `state` is the empty one of a constant scaler."""
         if state:
-            self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
+            # the limits may be others than those of the run that saved it
+            scale = min(max(state["scale"], self.min_scale), self.max_scale)
+            self.scale.fill_(scale)
             self.growth_tracker.fill_(int(state["growth_tracker"]))
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
 
@@ -176,18 +178,20 @@ def disagreement(scaler: GradScaler, steps: int, rate: float) -> str:
 
 def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> GradScaler:
     """Return the scaler that a plan asks for; "none" is a constant scale of one."""
-    if scaling.kind != "dynamic":
-        return ConstantGradScaler(scaling.initial if scaling.kind == "constant" else 1.0, device)
+    if scaling.kind == "none":
+        return ConstantGradScaler(1.0, device)
+    if scaling.kind == "constant":
+        return ConstantGradScaler(scaling.initial, device)
     return DynamicGradScaler(
-        scaling.initial,
-        scaling.minimum,
-        scaling.growth_factor,
-        scaling.backoff_factor,
-        scaling.growth_interval,
-        scaling.hysteresis,
-        scaling.maximum,
-        scaling.hysteresis_refill,
-        device,
+        initial_scale=scaling.initial,
+        min_scale=scaling.minimum,
+        growth_factor=scaling.growth_factor,
+        backoff_factor=scaling.backoff_factor,
+        growth_interval=scaling.growth_interval,
+        hysteresis=scaling.hysteresis,
+        max_scale=scaling.maximum,
+        hysteresis_refill=scaling.hysteresis_refill,
+        device=device,
     )
 
 

@@ -21,13 +21,14 @@ class Offender:
     """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline
     rank saw it.
 
-    name: of the tensor, or LOSS: the step's loss, unscaled. stage: the pipeline rank. infs, nans:
-    how many of its `elements`. largest_finite: the largest magnitude of the finite elements,
-    including the loss scale.
-    traced: True if the step was replayed to find its origin. If so,
+    name: of the tensor, or LOSS: the step's loss, unscaled.
+    stage: the pipeline rank.
+    infs, nans: how many of its `elements`.
+    largest_finite: the largest magnitude of the finite elements, including the loss scale.
+    traced: True if the step was replayed to find its origin. If so:
     microbatch, dp_rank: the first micro-batch, and its dp rank, after which the tensor was not
-    finite. None if it stayed finite on every rank: then only the sum over ranks was not, or the
-    failure is not reproducible.
+        finite. None if it stayed finite on every rank: then only the sum over ranks was not, or the
+        failure is not reproducible.
     samples: [first, last + 1) of that micro-batch, as numbers within the global batch.
     """
 
@@ -52,15 +53,15 @@ class Offender:
     def origin(self) -> str:
         """Return the origin of the non-finite values, in words; empty if the step was not
         replayed."""
-        if self.samples is None:
-            if self.traced:
-                return (
-                    "in no micro-batch of the replay: only the ranks' sum is bad, or it was chance"
-                )
+        if not self.traced and self.samples is None:
             return ""
+        if self.samples is None:
+            return "in no micro-batch of the replay: only the ranks' sum is bad, or it was chance"
         first, end = self.samples
-        where = f"micro-batch {self.microbatch} of dp rank {self.dp_rank}"
-        return f"first in {where}, samples {first} to {end - 1} of the batch"
+        return (
+            f"first in micro-batch {self.microbatch} of dp rank {self.dp_rank}, "
+            f"samples {first} to {end - 1} of the batch"
+        )
 
 
 def loss_offender(loss: float, stage: int) -> Offender:
@@ -85,7 +86,8 @@ class StepReport:
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted
         once.
     stage_zeros: the same count by pipeline rank.
-    loss_scale: the factor of this step's loss. lr: the learning rate of the step.
+    loss_scale: the factor of this step's loss.
+    lr: the learning rate of the step.
     offenders: of a step that is not finite, the loss if it is not, and the tensors with the most
         non-finite elements, worst first.
     stop: True if some rank was asked to stop before this step was agreed on.
@@ -130,32 +132,33 @@ def describe(report: StepReport) -> str:
         f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale "
         f"{report.loss_scale:g}"
     )
-    return "\n".join([f"{report.outcome}: {numbers}", *map(_accuse, report.offenders)])
+    return "\n".join([f"{report.outcome}: {numbers}", *map(_describe_offender, report.offenders)])
 
 
-def _accuse(o: Offender) -> str:
-    counts = (
-        f"{o.infs} inf, {o.nans} NaN of {o.elements} gradient elements, largest other "
-        f"{o.largest_finite:.3g}"
-    )
-    said = (
-        f"  {o.name} (stage {o.stage}, tensor rank "
-        f"{o.tp_rank}){'' if o.name == LOSS else f': {counts}'}"
-    )
-    return f"{said}; {o.origin}" if o.origin else said
+def _describe_offender(offender: Offender) -> str:
+    line = f"  {offender.name} (stage {offender.stage}, tensor rank {offender.tp_rank})"
+    if offender.name != LOSS:
+        line += (
+            f": {offender.infs} inf, {offender.nans} NaN of {offender.elements} gradient "
+            f"elements, largest other {offender.largest_finite:.3g}"
+        )
+    if offender.origin:
+        line += f"; {offender.origin}"
+    return line
 
 
 def to_json(record: dict[str, object]) -> str:
     """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf",
     "-inf" and "nan"."""
-    return json.dumps(_strict(record), allow_nan=False)
+    return json.dumps(_spell_nonfinite(record), allow_nan=False)
 
 
-def _strict(value: object) -> object:
+def _spell_nonfinite(value: object) -> object:
     if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
+        return {key: _spell_nonfinite(nested) for key, nested in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
+        return [_spell_nonfinite(nested) for nested in value]
+    # Python would write NaN and Infinity, which other readers of JSON refuse
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -167,7 +170,8 @@ def report_fields(report: StepReport) -> dict[str, object]:
     Offenders are a separate event.
     """
     fields = asdict(report)
-    del fields["offenders"], fields["stop"]
+    del fields["offenders"]
+    del fields["stop"]
     if report.mtp_loss is None:
         del fields["mtp_loss"]
     return fields

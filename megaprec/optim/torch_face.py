@@ -30,12 +30,18 @@ FIXED = [
 FIXED += ["zero_size", "parts", "plan", "mesh", "virtual", "experts", "rule"]
 FIXED += ["betas", "eps", "momentum", "nesterov"]  # torch's, which the rule has here
 
+_SETTABLE_ELSEWHERE = {
+    "lr": "use optimizer.step(lr=...) or param_groups, whichever has it",
+    "weight_decay": "use optimizer.param_groups",
+}
+
 _BY_CLIP = "the largest norm of the gradients is clip="
 _BY_RULE = "it is an option of the update rule: rule=megaprec.AdamW({}=...)"
 _BY_SGD = "it is an option of the update rule: rule=megaprec.SGD(momentum=...)"
 _BY_TORCH = (
     "give a class of torch as the rule: rule=megaprec.TorchRule(torch.optim.AdamW, {{'{}': ...}})"
 )
+_BY_PLAN = "loss scaling is the plan's: megaprec.plan('fp16', megaprec.LossScaling('dynamic'))"
 _ONE_KERNEL = "the update has one form, so leave it out"
 _ELSEWHERE = {
     "betas": _BY_RULE,
@@ -45,7 +51,9 @@ _ELSEWHERE = {
     "dampening": _BY_TORCH,
     "amsgrad": _BY_TORCH,
     "maximize": _BY_TORCH,
-    "decoupled_weight_decay": "AdamW's decay is decoupled, SGD's is part of the gradient, so leave it out",
+    "decoupled_weight_decay": (
+        "AdamW's decay is decoupled, SGD's is part of the gradient, so leave it out"
+    ),
     "foreach": _ONE_KERNEL,
     "fused": _ONE_KERNEL,
     "capturable": _ONE_KERNEL,
@@ -62,20 +70,19 @@ _ELSEWHERE = {
     "model": "give a list of modules: ParallelAMPOptimizer([model], plan, ...)",
     "dtype": "precision is the plan's: megaprec.plan('bf16')",
     "precision": "precision is the plan's: megaprec.plan('bf16')",
-    "scaler": "loss scaling is the plan's: megaprec.plan('fp16', megaprec.LossScaling('dynamic'))",
-    "grad_scaler": "loss scaling is the plan's: megaprec.plan('fp16', megaprec.LossScaling('dynamic'))",
+    "scaler": _BY_PLAN,
+    "grad_scaler": _BY_PLAN,
     "optimizer": "it is rule=, like megaprec.AdamW() or megaprec.TorchRule(torch.optim.RAdam)",
     "process_group": "ranks are those of mesh=, a DeviceMesh",
-    "device": "the optimizer takes the device of the mesh, or of the model: move the model there first",
+    "device": (
+        "the optimizer takes the device of the mesh, or of the model: move the model there first"
+    ),
 }
 _ACCELERATE = (
-    "accelerate's prepare around ParallelAMPOptimizer: its wrapper would not learn of "
-    "skipped steps "
-    "(step_was_skipped), and schedulers would move on: leave the optimizer and its scheduler "
-    "out of "
-    "accelerator.prepare, call (loss * optimizer.scale).backward() and optimizer.step(), and "
-    "scheduler.step() if "
-    "report.changed"
+    "accelerate's prepare around ParallelAMPOptimizer: its wrapper would not learn of skipped "
+    "steps (step_was_skipped), and schedulers would move on: leave the optimizer and its "
+    "scheduler out of accelerator.prepare, call (loss * optimizer.scale).backward() and "
+    "optimizer.step(), and scheduler.step() if report.changed"
 )
 
 
@@ -85,16 +92,18 @@ def require_no_others(others: dict[str, Any], known: Iterable[str]) -> None:
 
     known: the names of its own arguments.
     """
-    problems = []
+    problems: list[str] = []
     for name in others:
-        instead = _ELSEWHERE[name].format(name) if name in _ELSEWHERE else ""
-        hint = f": {instead}" if instead else did_you_mean(name, known)
+        if name in _ELSEWHERE:
+            hint = f": {_ELSEWHERE[name].format(name)}"
+        else:
+            hint = did_you_mean(name, known)
         problems.append(f"ParallelAMPOptimizer has no argument {name}{hint}")
     if problems:
         raise UserError(*problems)
 
 
-class TorchFace(torch.optim.Optimizer):
+class TorchOptimizerApi(torch.optim.Optimizer):
     """The part of an optimizer that only loops for torch's optimizers look at.
 
     An optimizer is complete, and no longer in torch's constructor, when it has the attribute
@@ -105,13 +114,9 @@ class TorchFace(torch.optim.Optimizer):
         """Set an attribute. Raises UserError for one that a complete optimizer would not look
         at."""
         if name in FIXED and hasattr(self, "buffers"):
-            instead = {
-                "lr": "step(lr=...) or param_groups, whichever has it",
-                "weight_decay": "param_groups",
-            }
             raise UserError(
                 f"optimizer.{name} is set, but the optimizer keeps what it was built with: "
-                + (f"use optimizer.{instead[name]}" if name in instead else "build a new one")
+                + _SETTABLE_ELSEWHERE.get(name, "build a new one")
             )
         super().__setattr__(name, value)
 
@@ -141,8 +146,8 @@ class TorchFace(torch.optim.Optimizer):
         """Raise UserError: the moments of a parameter are not found here."""
         raise UserError(
             "optimizer.state is empty: moments lie in the optimizer's buffers, and "
-            "optimizer.state_dict() returns them "
-            'by name, like "exp_avg/NAME"; to reset them, build a new optimizer'
+            'optimizer.state_dict() returns them by name, like "exp_avg/NAME"; to reset them, '
+            "build a new optimizer"
         )
 
     @state.setter
@@ -150,16 +155,16 @@ class TorchFace(torch.optim.Optimizer):
         if hasattr(self, "buffers"):
             raise UserError(
                 "optimizer.state is set, but moments lie in the optimizer's buffers: use "
-                "optimizer.load_state_dict, or "
-                "build a new optimizer to reset them"
+                "optimizer.load_state_dict, or build a new optimizer to reset them"
             )
 
+    # torch's own method, called by copy and pickle
     def __getstate__(self) -> NoReturn:
         """Raise UserError for a copy or a pickle of the optimizer."""
         raise UserError(
-            f"{type(self).__name__} cannot be copied or pickled, because it shares memory "
-            "with its model and its "
-            "ranks: save optimizer.state_dict() or megaprec.save, and load it into a new optimizer"
+            f"{type(self).__name__} cannot be copied or pickled, because it shares memory with its "
+            "model and its ranks: save optimizer.state_dict() or megaprec.save, and load it into a "
+            "new optimizer"
         )
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:

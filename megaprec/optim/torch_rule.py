@@ -6,13 +6,34 @@ parameter is updated like the whole, without which its state could not be sharde
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
 from megaprec.optim.update_rules import Step
+
+# of the trial, whose results depend on none of them
+_LEARNING_RATE = 1e-2
+_WEIGHT_DECAY = 0.1
+_CUT = [5, 7]  # odd lengths, which vectorized functions treat in two ways
+
+
+class _Trial(NamedTuple):
+    """The results of steps on a few numbers.
+
+    full: twelve weights that were updated together; parts: the same, updated in two slices.
+    padding: weights of 0 with gradients of 0.
+    state: what the optimizer keeps of `full`.
+    idle_state: what it keeps of `padding`, stepped with other learning rate and weight decay.
+    """
+
+    full: Tensor
+    parts: list[Tensor]
+    padding: Tensor
+    state: dict[str, Tensor]
+    idle_state: dict[str, Tensor]
 
 
 class Torch:
@@ -34,15 +55,16 @@ class Torch:
             )
         self.kind = kind
         self.options = dict(options or {})
-        if given := {"lr", "weight_decay", "params"} & self.options.keys():
+        # what a step gives, and what the optimizer has already
+        of_step = {"lr", "weight_decay", "params"} & self.options.keys()
+        if of_step:
             raise UserError(
-                f"{self._says}: {sorted(given)[0]} is not one of its options here; it comes "
-                "with each step"
+                f"{self._title}: {min(of_step)} is not one of its options here; it comes with "
+                "each step"
             )
-        self._decays = "weight_decay" in inspect.signature(kind).parameters
-        self._scalars: dict[
-            str, Tensor
-        ] = {}  # values from before this step; empty before the first step
+        self._has_decay = "weight_decay" in inspect.signature(kind).parameters
+        # values from before this step; empty before the first step
+        self._scalars: dict[str, Tensor] = {}
         self.names, self.scalar_names = self._probe()
 
     @property
@@ -53,41 +75,40 @@ class Torch:
         self._scalars = {name: torch.tensor(value) for name, value in scalars.items()}
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
-        if bool(step.found):
+        if bool(step.skip):
             return
         grads.div_(step.divisor)
-        made = self._step_once(
-            weights, grads, self._kept(state, int(step.steps) == 1), step.lr, step.weight_decay
-        )
+        before = self._state_before(state, is_first=int(step.steps) == 1)
+        after = self._step_once(weights, grads, before, step.lr, step.weight_decay)
         for name, values in zip(self.names, state, strict=True):
-            if made[name] is not values:
-                values.copy_(made[name])
+            if after[name] is not values:  # else updated in place
+                values.copy_(after[name])
 
-    def advance(self, found: Tensor) -> None:
+    def advance(self, skip: Tensor) -> None:
         """Advance the scalars after all elements of a step, once, also on a rank that has no
         elements."""
-        if not bool(found):
-            weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
-            made = self._step_once(weights, grads, self._kept(state, not self._scalars), 1.0, 0.0)
-            self._scalars = {name: value for name, value in made.items() if name not in self.names}
+        if bool(skip):
+            return
+        # one element of zeros, because the scalars depend on no element
+        weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
+        before = self._state_before(state, is_first=not self._scalars)
+        after = self._step_once(weights, grads, before, 1.0, 0.0)
+        self._scalars = {name: after[name] for name in after if name not in self.names}
 
-    def _kept(self, state: Sequence[Tensor], first: bool) -> dict[str, Tensor] | None:
+    def _state_before(self, state: Sequence[Tensor], is_first: bool) -> dict[str, Tensor] | None:
         """Return all state from before this step; the scalars are copies, because other slices need
         them too."""
-        if first:
+        if is_first:
             return None
         if self._scalars.keys() != self.scalar_names:
-            had, needs = (
-                ", ".join(sorted(names)) or "nothing"
-                for names in (self._scalars, self.scalar_names)
-            )
+            needed = ", ".join(sorted(self.scalar_names)) or "nothing"
+            loaded = ", ".join(sorted(self._scalars)) or "nothing"
             raise UserError(
-                f"{self._says} keeps {needs}, but the loaded state has {had}: it is of "
+                f"{self._title} keeps {needed}, but the loaded state has {loaded}: it is of "
                 "another optimizer"
             )
-        return dict(zip(self.names, state, strict=True)) | {
-            n: value.clone() for n, value in self._scalars.items()
-        }
+        scalars = {name: value.clone() for name, value in self._scalars.items()}
+        return dict(zip(self.names, state, strict=True)) | scalars
 
     def _step_once(
         self,
@@ -99,65 +120,84 @@ class Torch:
     ) -> dict[str, Tensor]:
         """Step `weights` in place and return the state that the optimizer keeps. Without `state`:
         its first step."""
-        decay = {"weight_decay": weight_decay} if self._decays else {}
+        options: dict[str, Any] = {"lr": lr, **self.options}
+        if self._has_decay:
+            options["weight_decay"] = weight_decay
+        # A new optimizer for each slice, with the state of the slice: torch's would find the state
+        # by parameter, and here a parameter is in several slices.
         weights.grad = grads
-        optimizer = self.kind([weights], **{"lr": lr, **self.options, **decay})  # type: ignore[arg-type]
+        optimizer = self.kind([weights], **options)
         if state is not None:
             optimizer.state[weights] = state
         optimizer.step()
         weights.grad = None
-        return {
-            name: v if isinstance(v, Tensor) else torch.tensor(v)
-            for name, v in optimizer.state[weights].items()
-        }
+        after: dict[str, Tensor] = {}
+        for name, value in optimizer.state[weights].items():
+            after[name] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return after
 
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
         """Return the names of moments and scalars. Raise UserError unless a slice is updated like
         the whole."""
-        generator = torch.Generator().manual_seed(0)
-        whole = torch.randn(12, dtype=torch.float64, generator=generator)
-        slices = [part.clone() for part in whole.split([5, 7])]
-        nothing = torch.zeros(3, dtype=torch.float64)
-        states: list[dict[str, Tensor] | None] = [None] * 4
         try:
-            for size in (1.0, 1e-3, 1e3):
-                grads = torch.randn(12, dtype=torch.float64, generator=generator) * size
-                cut = [part.clone() for part in grads.split([5, 7])]
-                for n, (weights, grad) in enumerate(
-                    zip([whole, *slices], [grads, *cut], strict=True)
-                ):
-                    states[n] = self._step_once(weights, grad, states[n], 1e-2, 0.1)
-                states[3] = self._step_once(nothing, torch.zeros_like(nothing), states[3], 1.0, 0.0)
+            trial = self._try()
         except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
             raise UserError(
-                f"{self._says} cannot step a flat slice of a parameter: {error}"
+                f"{self._title} cannot step a flat slice of a parameter: {error}"
             ) from error
-        kept = states[0] or {}
-        unmoved = states[3] or {}
-        names = tuple(name for name, value in kept.items() if value.shape == whole.shape)
-        scalars = kept.keys() - set(names)
-        if not torch.allclose(whole, torch.cat(slices), rtol=1e-12, atol=1e-14):
+        # close, not equal: vectorized functions differ in the last bits at the end of a tensor
+        joined = torch.cat(trial.parts)
+        if not torch.allclose(trial.full, joined, rtol=1e-12, atol=1e-14):
             raise UserError(
-                f"{self._says} is not elementwise: a slice updated alone differs from the "
-                "same slice of the whole, so "
-                "its state cannot be sharded over ranks; use one like AdamW, RAdam or Adagrad"
+                f"{self._title} is not elementwise: a slice updated alone differs from the same "
+                "slice of the whole, so its state cannot be sharded over ranks; use one like "
+                "AdamW, RAdam or Adagrad"
             )
-        if nothing.count_nonzero():
+        if trial.padding.count_nonzero():
             raise UserError(
-                f"{self._says} moves weights of 0 whose gradients are 0, so padding would not "
+                f"{self._title} moves weights of 0 whose gradients are 0, so padding would not "
                 "stay zero"
             )
-        if differing := [
-            name for name in sorted(scalars) if not torch.equal(kept[name], unmoved[name])
-        ]:
-            raise UserError(
-                f"{self._says} keeps {differing[0]}, one number for all elements that depends "
-                "on learning rate, weight "
-                "decay or gradients; use one like AdamW, RAdam or Adagrad"
+        shape = trial.full.shape
+        moments = [name for name, value in trial.state.items() if value.shape == shape]
+        scalars = trial.state.keys() - set(moments)
+        for name in sorted(scalars):
+            if not torch.equal(trial.state[name], trial.idle_state[name]):
+                raise UserError(
+                    f"{self._title} keeps {name}, one number for all elements that depends on "
+                    "learning rate, weight decay or gradients; use one like AdamW, RAdam or Adagrad"
+                )
+        return tuple(moments), scalars
+
+    def _try(self) -> _Trial:
+        """Take three steps with gradients of different sizes."""
+        generator = torch.Generator().manual_seed(0)
+        full = torch.randn(12, dtype=torch.float64, generator=generator)
+        parts = [part.clone() for part in full.split(_CUT)]
+        padding = torch.zeros(3, dtype=torch.float64)
+        tensors = [full, *parts, padding]
+        states: list[dict[str, Tensor] | None] = [None] * len(tensors)
+        for size in (1.0, 1e-3, 1e3):
+            grads = torch.randn(12, dtype=torch.float64, generator=generator) * size
+            of_parts = [part.clone() for part in grads.split(_CUT)]
+            for number, of_tensor in enumerate([grads, *of_parts]):
+                states[number] = self._step_once(
+                    tensors[number],
+                    of_tensor,
+                    states[number],
+                    lr=_LEARNING_RATE,
+                    weight_decay=_WEIGHT_DECAY,
+                )
+            states[-1] = self._step_once(
+                padding,
+                torch.zeros_like(padding),
+                states[-1],
+                lr=1.0,
+                weight_decay=0.0,
             )
-        return names, scalars
+        return _Trial(full, parts, padding, states[0] or {}, states[-1] or {})
 
     @property
-    def _says(self) -> str:
+    def _title(self) -> str:
         return f"optimizer {self.kind.__module__}.{self.kind.__name__}"

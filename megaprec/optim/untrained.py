@@ -31,8 +31,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass(frozen=True)
 class FrozenSlice:
-    """A slice of a logical tensor that is not trained. values: a flat view of it, without padding.
+    """A slice of a logical tensor that is not trained.
 
+    values: a flat view of it, without padding.
     saved: True if this rank's copy is the one that checkpoints hold.
     """
 
@@ -41,42 +42,58 @@ class FrozenSlice:
     saved: bool
 
 
-class Untrained:
-    """The state of `parts` that is not trained, as of the moment at which this is made.
+class FrozenState:
+    """The state of `model_parts` that is not trained, as of the moment at which this is made.
 
-    pp_rank: of this rank. first: returns True if this rank is the first replica of a parameter with
-        such a layout.
+    pp_rank: of this rank.
+    is_first_replica: returns True if this rank is the first replica of a parameter with such a
+        layout.
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], pp_rank: int, first: Callable[[Layout], bool]
+        self,
+        model_parts: Sequence[nn.Module],
+        pp_rank: int,
+        is_first_replica: Callable[[Layout], bool],
     ) -> None:
-        self._parts = parts
+        self._model_parts = model_parts
         self._pp_rank = pp_rank
-        self._first = first
-        self._seen = {id(buffer): (buffer, buffer._version) for _, _, buffer in self._buffers()}
+        self._is_first_replica = is_first_replica
+        # with the buffer itself, because the id of one that is gone may be given again
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+        for _, _, buffer in self._buffers():
+            self._versions[id(buffer)] = (buffer, buffer._version)
 
     def slices(self) -> Iterator[FrozenSlice]:
         """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint
         can hold."""
         for name, parameter in self._frozen():
-            if is_dtensor(parameter) or not has_layout(parameter) or parameter.dtype in _IN_NO_FILE:
-                raise UserError(
-                    f"{name} is frozen and cannot be saved or loaded: {_lacking(parameter)}"
-                )
+            obstacle = _obstacle(parameter)
+            if obstacle:
+                raise UserError(f"{name} is frozen and cannot be saved or loaded: {obstacle}")
             layout = layout_of(parameter)
             values = parameter.data.view(-1)
-            counts = layout.counts(self._pp_rank) and self._first(layout)
+            counts = self._counts(layout)
+            # without padding, and each logical element is saved by one rank
             for part, first, last in layout.spans():
                 yield FrozenSlice(part, values[first:last], counts and part.copy == 0)
 
+    def _counts(self, layout: Layout) -> bool:
+        return layout.counts(self._pp_rank) and self._is_first_replica(layout)
+
     def num_saved(self) -> int:
         """Return the number of frozen elements that this rank saves."""
-        layouts = (layout_of(p) for _, p in self._frozen() if has_layout(p) and not is_dtensor(p))
-        saved = (
-            layout for layout in layouts if layout.counts(self._pp_rank) and self._first(layout)
-        )
-        return sum(prod(part.local) for layout in saved for part in layout.parts if part.copy == 0)
+        num_elements = 0
+        for _, parameter in self._frozen():
+            if not has_layout(parameter) or is_dtensor(parameter):
+                continue
+            layout = layout_of(parameter)
+            if not self._counts(layout):
+                continue
+            for part in layout.parts:
+                if part.copy == 0:
+                    num_elements += prod(part.local)
+        return num_elements
 
     def changed_buffers(self) -> list[str]:
         """Return the paths of the persistent buffers that were written to, or exchanged, since this
@@ -85,32 +102,40 @@ class Untrained:
         torch's kernels write to the running statistics of a batch norm without a new version: if it
         has counted a batch, they have changed too.
         """
-        new = [
-            (m, name)
-            for m, name, buffer in self._buffers()
-            if self._seen.get(id(buffer)) != (buffer, buffer._version)
+        changed = set[str]()  # paths
+        batch_norms = set[nn.Module]()
+        for module, name, buffer in self._buffers():
+            if not self._is_unchanged(buffer):
+                changed.add(name)
+                if isinstance(module, _BATCH_NORMS):
+                    batch_norms.add(module)
+        return [
+            name for module, name, _ in self._buffers() if name in changed or module in batch_norms
         ]
-        norms = {module for module, _ in new if isinstance(module, _BATCH_NORMS)}
-        changed = {name for _, name in new}
-        return [name for module, name, _ in self._buffers() if name in changed or module in norms]
+
+    def _is_unchanged(self, buffer: Tensor) -> bool:
+        original, version = self._versions.get(id(buffer), (None, None))
+        return original is buffer and version == buffer._version
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         seen = set[nn.Parameter]()
-        for part in self._parts:
-            for name, parameter in part.named_parameters():
+        for model_part in self._model_parts:
+            for name, parameter in model_part.named_parameters():
                 if not parameter.requires_grad and parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for part in self._parts:
-            for path, module in part.named_modules():
+        for model_part in self._model_parts:
+            for path, module in model_part.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):
+                    # torch saves no others either
                     if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                         yield module, name, buffer
 
 
-def _lacking(parameter: nn.Parameter) -> str:
+def _obstacle(parameter: nn.Parameter) -> str:
+    """Return why no checkpoint can hold the parameter; empty if one can."""
     if is_dtensor(parameter):
         return (
             "fully_shard cuts it, and only trained ones are put together; leave it out of "
@@ -121,4 +146,6 @@ def _lacking(parameter: nn.Parameter) -> str:
             f"files hold no {str(parameter.dtype).removeprefix('torch.')}; make it a buffer, or "
             "of another dtype"
         )
-    return "it has no layout; give it one with megaprec.comm.layout.attach_whole(model)"
+    if not has_layout(parameter):
+        return "it has no layout; give it one with megaprec.comm.layout.attach_whole(model)"
+    return ""

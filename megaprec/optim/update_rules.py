@@ -11,7 +11,7 @@ A rule receives flat tensors of one dtype, FP32 or wider, and changes them in pl
 its moments in the order of `names`, all zero before the first step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from megaprec.kinds import NamedArguments, is_number
+from megaprec.optim.group_factors import Factors
 
 _RATE = "it is an argument of ParallelAMPOptimizer, and in its param_groups"
 _BY_TORCH = "use megaprec.TorchRule(torch.optim.{}, {{'{}': ...}})"
@@ -33,9 +34,9 @@ VECTOR = 64  # elements: a multiple of every vector and of every unrolled loop o
 class Step:
     """The numbers that all elements of a group share in one step.
 
-    divisor: float64 [], the divisor of the gradients: loss scale over clip factor. found: float32
-    [], 1 if nothing may change. steps: float32 [], the number of this step among the applied ones,
-    from 1 on.
+    divisor: float64 [], the divisor of the gradients: loss scale over clip factor.
+    skip: float32 [], 1 if nothing may change, else 0.
+    steps: float32 [], the number of this step among the applied ones, from 1 on.
     rule: the update rule with the group's options, where a scheduler has changed them; None: the
         optimizer's own.
     """
@@ -43,16 +44,19 @@ class Step:
     lr: float
     weight_decay: float
     divisor: Tensor
-    found: Tensor
+    skip: Tensor
     steps: Tensor
     rule: "UpdateRule | None" = None
+
+
+StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
 
 
 class UpdateRule(Protocol):
     """The interface of an update rule.
 
-    names: of the moments that it keeps. scalars: further numbers that it keeps, the same for all
-        elements.
+    names: of the moments that it keeps.
+    scalars: further numbers that it keeps, the same for all elements.
     """
 
     @property
@@ -62,7 +66,7 @@ class UpdateRule(Protocol):
     def update_(
         self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
     ) -> None: ...
-    def advance(self, found: Tensor) -> None: ...
+    def advance(self, skip: Tensor) -> None: ...
     def load_scalars(self, scalars: dict[str, float]) -> None: ...
 
 
@@ -73,7 +77,7 @@ class Stateless:
     def scalars(self) -> dict[str, float]:
         return {}
 
-    def advance(self, found: Tensor) -> None:
+    def advance(self, skip: Tensor) -> None:
         """Do nothing after all elements of a step are updated."""
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
@@ -95,12 +99,10 @@ class AdamW(Stateless, NamedArguments):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        two = isinstance(self.betas, tuple | list) and len(self.betas) == 2
-        if not two or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise UserError(
-                f"betas = {list(self.betas) if two else self.betas} must be two numbers from "
-                "0 to below 1"
-            )
+        is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if not is_pair or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+            quoted = list(self.betas) if is_pair else self.betas
+            raise UserError(f"betas = {quoted} must be two numbers from 0 to below 1")
         if not is_number(self.eps) or self.eps <= 0:
             raise UserError(
                 f"eps = {self.eps!r} must be above 0: padding and unseen tokens have gradients of 0"
@@ -112,10 +114,22 @@ class AdamW(Stateless, NamedArguments):
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         torch._fused_adamw_(
-            [weights], [grads], [state[0]], [state[1]], [], [step.steps],
-            lr=step.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=step.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False, grad_scale=_folded(grads, step), found_inf=step.found,
-        )  # fmt: skip
+            [weights],
+            [grads],
+            [state[0]],
+            [state[1]],
+            [],  # the largest second moments, which amsgrad alone has
+            [step.steps],
+            lr=step.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=step.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=_kernel_divisor(grads, step),
+            found_inf=step.skip,
+        )
 
 
 @dataclass(frozen=True)
@@ -147,13 +161,22 @@ class SGD(Stateless, NamedArguments):
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         torch._fused_sgd_(
-            [weights], [grads], list(state), lr=step.lr, weight_decay=step.weight_decay, momentum=self.momentum,
-            dampening=0.0, nesterov=self.nesterov, maximize=False, is_first_step=False,
-            grad_scale=_folded(grads, step), found_inf=step.found,
-        )  # fmt: skip
+            [weights],
+            [grads],
+            list(state),
+            lr=step.lr,
+            weight_decay=step.weight_decay,
+            momentum=self.momentum,
+            dampening=0.0,
+            nesterov=self.nesterov,
+            maximize=False,
+            is_first_step=False,  # momentum begins at 0, which gives what its copy would
+            grad_scale=_kernel_divisor(grads, step),
+            found_inf=step.skip,
+        )
 
 
-def _folded(grads: Tensor, step: Step) -> Tensor | None:
+def _kernel_divisor(grads: Tensor, step: Step) -> Tensor | None:
     """Return the divisor for a fused kernel, or None if this function has divided the gradients.
 
     A fused kernel reads the divisor in FP32. FP64 gradients need more precision and are divided
@@ -161,7 +184,8 @@ def _folded(grads: Tensor, step: Step) -> Tensor | None:
     """
     if grads.dtype != torch.float64:
         return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
-    grads.div_(torch.where(step.found == 0, step.divisor, 1.0))
+    # a skipped step leaves them as they are: they are then searched for what was not finite
+    grads.div_(torch.where(step.skip == 0, step.divisor, 1.0))
     return None
 
 
@@ -179,8 +203,10 @@ def update_padded(
     if not missing:
         rule.update_(weights, grads, state, step)
         return
-    kept = (weights, *state)
-    padded = [torch.nn.functional.pad(values, (0, missing)) for values in (grads, *kept)]
-    rule.update_(padded[1], padded[0], padded[2:], step)
-    for values, updated in zip(kept, padded[1:], strict=True):
-        values.copy_(updated[: len(values)])
+    padded_grads, padded_weights, *padded_state = (
+        torch.nn.functional.pad(values, (0, missing)) for values in (grads, weights, *state)
+    )
+    rule.update_(padded_weights, padded_grads, padded_state, step)
+    updated = (padded_weights, *padded_state)
+    for values, padded in zip((weights, *state), updated, strict=True):
+        values.copy_(padded[: len(values)])

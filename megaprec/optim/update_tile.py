@@ -7,6 +7,7 @@ weights needs no second read of memory; a GPU, on which each launch has a cost, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,31 +16,48 @@ from megaprec.comm.layout import Part
 from megaprec.comm.random import bits, key, places
 from megaprec.precision.rounding import join, split, stochastic
 
-Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, moments, all FP32 or wider
+
+class Wide(NamedTuple):
+    """Tensors of a tile for an update in place, all FP32 or wider."""
+
+    weights: Tensor
+    grads: Tensor
+    moments: list[Tensor]
+
+
+class DrawSpan(NamedTuple):
+    """Elements [first, last) of a tile. start: the first of them in the flattened part."""
+
+    part: Part
+    start: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers for stochastic rounding: by logical place and step, so that they are equal in
-    all layouts.
+    """Random numbers for stochastic rounding: by logical position and step, so that they are equal
+    in all layouts.
 
-    spans: (part, first element of the part in the block, first and last + 1 as positions in the
-        block).
+    length: of the tile.
+    spans: of its logical elements; there are none for padding, which stays 0.
     """
 
     seed: int
     length: int
-    spans: Sequence[tuple[Part, int, int, int]]
+    spans: Sequence[DrawSpan]
     device: torch.device
 
-    def bits(self, what: str, steps: Tensor) -> Tensor:
-        """Return int64 [length]. what: name of the rounded tensor. steps: number of steps so
-        far."""
+    def bits(self, name: str, steps: Tensor) -> Tensor:
+        """Return int64 [length]. name: of the rounded tensor. steps: number of steps so far."""
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
-        for part, start, first, last in self.spans:
-            index = places(part, start, start + last - first, self.device)
-            number = key(self.seed, "rounding", what, part.name)
-            drawn[first:last] = bits(number, index + (steps.long() << 40))
+        for span in self.spans:
+            part = span.part
+            index = places(part, span.start, span.start + span.last - span.first, self.device)
+            stream = key(self.seed, "rounding", name, part.name)
+            # the step is above bit 40, so no element of one step has the number of another step
+            step = steps.long() << 40
+            drawn[span.first : span.last] = bits(stream, index + step)
         return drawn
 
 
@@ -48,10 +66,9 @@ class Tile:
     """Views [n] of everything that is stored for the same n elements.
 
     masters: None if the masters are the weights with their 16-bit remainder, the weights themselves
-    if the dtypes agree.
+        if the dtypes agree.
     nearest: True if the layers' weights are rounded to nearest. Moments narrower than FP32 are
-        always rounded
-    stochastically: rounded to nearest they would stop changing.
+        always rounded stochastically: rounded to nearest they would stop changing.
     """
 
     weights: Tensor
@@ -65,29 +82,32 @@ class Tile:
     def wide(self) -> Wide:
         """Return masters, gradients and moments for an update in place, copied if narrower than
         FP32."""
-        return self.wide_weights(), self.wide_gradients(), self.wide_moments()
+        return Wide(self.wide_weights(), self.wide_gradients(), self.wide_moments())
 
     def wide_gradients(self) -> Tensor:
         """Return the gradients, FP32 or wider."""
-        return _widened(self.grads)
+        return _widen(self.grads)
 
     def wide_moments(self) -> list[Tensor]:
         """Return the moments, FP32 or wider."""
-        return [_widened(values) for _, values in self.state]
-
-    def changed(self) -> list[Tensor]:
-        """Return views of all tensors that an update changes, each element once."""
-        alone = self.masters is not None and self.masters.data_ptr() != self.weights.data_ptr()
-        masters = [self.masters] if alone else []
-        kept = (self.weights, *masters, self.remainder, *(values for _, values in self.state))
-        return [values for values in kept if values is not None]
+        return [_widen(values) for _, values in self.state]
 
     def wide_weights(self) -> Tensor:
         """Return the masters, FP32 or wider."""
         if self.masters is not None:
-            return _widened(self.masters)
+            return _widen(self.masters)
         assert self.remainder is not None
         return join(self.weights, self.remainder)
+
+    def changed(self) -> list[Tensor]:
+        """Return views of all tensors that an update changes, each element once."""
+        tensors = [self.weights]
+        if self.masters is not None and not _share_memory(self.masters, self.weights):
+            tensors.append(self.masters)
+        if self.remainder is not None:
+            tensors.append(self.remainder)
+        tensors += [values for _, values in self.state]
+        return tensors
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the
@@ -98,14 +118,16 @@ class Tile:
     def keep_masters(self, weights: Tensor, steps: Tensor) -> None:
         """Store the masters of `wide` after step number `steps`, and round them to the layers'
         weights."""
-        if weights.data_ptr() != self.weights.data_ptr():
+        # masters that are the weights were updated in place
+        if not _share_memory(weights, self.weights):
             self.keep_weights(weights, steps)
 
     def keep_moments(self, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the moments of `wide` after step number `steps`."""
-        for (name, kept), values in zip(self.state, state, strict=True):
-            if kept.dtype != values.dtype:
-                kept.copy_(stochastic(values, self.draw.bits(name, steps)))
+        for (name, stored), values in zip(self.state, state, strict=True):
+            if stored.dtype != values.dtype:  # else they were updated in place
+                drawn = self.draw.bits(name, steps)
+                stored.copy_(stochastic(values, drawn))
 
     def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
         """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded
@@ -113,33 +135,38 @@ class Tile:
         if self.remainder is not None:
             split(wide, self.weights, self.remainder)
             return
+        masters = self.masters
         if (
-            self.masters is not None
-            and self.masters.dtype == wide.dtype
-            and self.masters.data_ptr() != wide.data_ptr()
+            masters is not None
+            and masters.dtype == wide.dtype  # else they are the weights
+            and not _share_memory(masters, wide)  # else they were updated in place
         ):
-            self.masters.copy_(wide)
+            masters.copy_(wide)
         if self.nearest or steps is None:
             self.weights.copy_(wide)
         else:
-            self.weights.copy_(self._rounded(wide, steps))
+            self.weights.copy_(self._round(wide, steps))
 
-    def take_up(self, is_written: bool, steps: Tensor) -> None:
-        """Take weights that are not their masters, rounded as in step number `steps`, as masters.
+    def adopt_weights(self, is_written: bool, steps: Tensor) -> None:
+        """Make masters of weights that are not their masters, rounded as in step number `steps`.
 
         is_written: someone has written to weights. Otherwise weights that were rounded
-        stochastically are not computed again unless one of them is no neighbour of its master.
+            stochastically are not computed again unless one of them is no neighbour of its master.
         """
         assert self.masters is not None
-        if not self.nearest and not is_written and _are_neighbours(self.weights, self.masters):
+        can_skip = not self.nearest and not is_written
+        if can_skip and _are_neighbours(self.weights, self.masters):
             return
-        rounded = self._rounded(self.masters, steps)
-        if self.weights.device.type == "cpu" and _have_same_bits(rounded, self.weights):
-            return  # a GPU would have to wait for the answer
-        same = rounded == self.weights
-        self.masters.copy_(torch.where(same, self.masters, self.weights.to(self.masters.dtype)))
+        rounded = self._round(self.masters, steps)
+        # a GPU would have to wait for the answer
+        is_on_cpu = self.weights.device.type == "cpu"
+        if is_on_cpu and _have_same_bits(rounded, self.weights):
+            return
+        is_same = rounded == self.weights
+        written = self.weights.to(self.masters.dtype)
+        self.masters.copy_(torch.where(is_same, self.masters, written))
 
-    def _rounded(self, wide: Tensor, steps: Tensor | None) -> Tensor:
+    def _round(self, wide: Tensor, steps: Tensor | None) -> Tensor:
         """Return masters, rounded to the layers' weights. Without `steps`, and at the start, to
         nearest."""
         if self.nearest or steps is None:
@@ -148,20 +175,27 @@ class Tile:
         return torch.where(steps > 0, drawn, wide.bfloat16())
 
 
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr()
+
+
+def _have_same_bits(first: Tensor, second: Tensor) -> bool:
     """Return True if two flat 16-bit tensors have the same bits, which are compared 64 at a time
     where that can be."""
-    wide = torch.int16 if len(one) % 4 or other.storage_offset() % 4 else torch.int64
-    return torch.equal(one.view(wide), other.view(wide))
+    is_aligned = len(first) % 4 == 0 and second.storage_offset() % 4 == 0
+    unit = torch.int64 if is_aligned else torch.int16
+    return torch.equal(first.view(unit), second.view(unit))
 
 
 def _are_neighbours(weights: Tensor, masters: Tensor) -> bool:
     """Return True if each bf16 weight is one of the two values between which its FP32 master
     lies."""
-    towards_zero = (masters.view(torch.int32) >> 16).to(torch.int16)
-    steps = weights.view(torch.int16) - towards_zero
-    return bool(((steps == 0) | (steps == 1)).all())
+    # the upper half of an FP32 number is the bf16 number next to it on the side of zero
+    upper_halves = masters.view(torch.int32) >> 16
+    distance = weights.view(torch.int16) - upper_halves.to(torch.int16)
+    is_neighbour = (distance == 0) | (distance == 1)
+    return bool(is_neighbour.all())
 
 
-def _widened(values: Tensor) -> Tensor:
+def _widen(values: Tensor) -> Tensor:
     return values if values.itemsize >= 4 else values.float()

@@ -7,19 +7,19 @@ batch, and their copies of norms and biases drift apart, which no loss and no no
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import nan
 
 import torch
-from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.optim.flat_buffer import Buffer, OwnedPiece
 from megaprec.optim.main_grad import has_gradient
 
-SHARE = 0.05
-"""The largest difference between sums of gradients, as a share of their norm, that rounding may be the reason of."""
+# The largest difference between sums of gradients, as a share of their norm, that rounding may be
+# the reason of.
+_MAX_DIFFERENCE = 0.05
 
 
 def require_same_copies(
@@ -33,40 +33,43 @@ def require_same_copies(
     """
     if tp.size == 1:
         return
-    copies = [
-        (b, p)
-        for b in buffers
-        if not (b.balances or b.of_experts)
-        for p in b.pieces
-        if p.part.copies == tp.size
-    ]
+    copies = list(_owned_copies(buffers, tp))
+    # a sum and a sum of squares of each
     sums = torch.zeros(len(copies), 2, dtype=torch.float64, device=device)
-    for n, (buffer, piece) in enumerate(copies):
-        values = _own_values(buffer, piece)
-        sums[n, 0], sums[n, 1] = values.sum(dtype=torch.float64), values.double().square().sum()
-        if not has_gradient(buffer.parameters[bisect_right(buffer.starts, piece.start) - 1]):
-            sums[n] = nan
+    for number, (buffer, owned) in enumerate(copies):
+        values = buffer.grads[owned.in_buffer]
+        sums[number, 0] = values.sum(dtype=torch.float64)
+        sums[number, 1] = values.double().square().sum()
+        parameter = buffer.parameters[bisect_right(buffer.starts, owned.piece.start) - 1]
+        if not has_gradient(parameter):
+            sums[number] = nan
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)
-    apart = largest[:, 0] - smallest[:, 0] > SHARE * largest[:, 1].sqrt()
-    apart &= largest.isfinite().all(1) & smallest.isfinite().all(1)
-    if world.max_(apart.any().float()).item():
-        names = [
-            piece.part.name
-            for (_, piece), differs in zip(copies, apart.tolist(), strict=True)
-            if differs
-        ]
+    difference = largest[:, 0] - smallest[:, 0]
+    norms = largest[:, 1].sqrt()
+    are_finite = largest.isfinite().all(1) & smallest.isfinite().all(1)
+    differs = (difference > _MAX_DIFFERENCE * norms) & are_finite
+    if world.max_(differs.any().float()).item():
+        name = "a parameter"  # of another tensor-parallel group
+        for (_, owned), is_different in zip(copies, differs.tolist(), strict=True):
+            if is_different:
+                name = owned.piece.part.name
+                break
         raise UserError(
-            f"{names[0] if names else 'a parameter'} is whole on each tensor-parallel rank, "
-            "but these ranks have "
-            "different gradients of it: give all ranks of one tensor-parallel group the same "
-            "samples, in the same "
-            "order; nothing was changed"
+            f"{name} is whole on each tensor-parallel rank, but these ranks have different "
+            "gradients of it: give all ranks of one tensor-parallel group the same samples, in the "
+            "same order; nothing was changed"
         )
 
 
-def _own_values(buffer: Buffer, piece: Piece) -> Tensor:
-    """Return the gradients of a piece that lie in this rank's slice."""
-    first = max(piece.start, buffer.first)
-    last = min(piece.stop, buffer.last)
-    return buffer.grads[first : max(first, last)]
+def _owned_copies(buffers: Sequence[Buffer], tp: Axis) -> Iterator[tuple[Buffer, OwnedPiece]]:
+    """Yield this rank's elements of parameters that every rank of tp holds whole.
+
+    All ranks of a tensor-parallel group own the same elements of them.
+    """
+    for buffer in buffers:
+        if buffer.balances or buffer.of_experts:
+            continue
+        for owned in buffer.owned_pieces():
+            if owned.piece.part.copies == tp.size:
+                yield buffer, owned

@@ -224,7 +224,7 @@ def the_counts_are_of_a_micro_batch() -> None:
     inner = routing.WithLoads.backward
 
     def last(ctx: Any, grad: Tensor) -> Any:
-        ctx.like.megaprec_given = False
+        ctx.like.megaprec_has_gradient = False
         return inner(ctx, grad)
 
     routing.WithLoads.backward = staticmethod(last)

@@ -73,7 +73,7 @@ def norms_of_equal_elements(
     found = []
     for value, p in product(values, norms):
         optimizer = make_optimizer(mesh, Case("fp32", options={"norm": p}))
-        for own in (*optimizer._counted, *optimizer._copies):
+        for own in (*optimizer._counted_grads, *optimizer._copied_grads):
             own.fill_(-value)
         for buffer in optimizer.all_buffers():  # already summed: nothing is to be added to it
             buffer.start_reduce = lambda: lambda: None  # type: ignore[method-assign]
@@ -159,11 +159,11 @@ def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
 
 
 def forget_one(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.all_buffers()[-1].parameters[-1].megaprec_given = False  # type: ignore[attr-defined]
+    optimizer.all_buffers()[-1].parameters[-1].megaprec_has_gradient = False  # type: ignore[attr-defined]
 
 
 def forget_first(optimizer: ParallelAMPOptimizer) -> None:
-    optimizer.all_buffers()[0].parameters[0].megaprec_given = False  # type: ignore[attr-defined]
+    optimizer.all_buffers()[0].parameters[0].megaprec_has_gradient = False  # type: ignore[attr-defined]
 
 
 def double_scale(optimizer: ParallelAMPOptimizer) -> None:

@@ -39,7 +39,7 @@ def agreed(
     consensus = CanonicalConsensus(Axis("pp"), Together("world", 0, len(ranks)), p, CPU)
     for rank, gradients in enumerate(ranks):
         consensus = CanonicalConsensus(Axis("pp"), Together("world", rank, len(ranks)), p, CPU)
-        counted, norm = consensus.measured(gradients, copies)
+        counted, norm = consensus.measure(gradients, copies)
         one = torch.ones((), dtype=torch.float64)
         sent.append(consensus.pack(counted, in_slots(None, 1, Axis("dp"), CPU), one, 1.0, norm))
     return consensus.read(torch.stack(sent).sum(0))
@@ -83,7 +83,7 @@ def test_a_norm_does_not_depend_on_the_slices_and_is_exact(p: float) -> None:
 
 def exact_sum(p: float, pieces: Sequence[Tensor]) -> Fraction:
     """Return the sum of powers before it is rounded."""
-    numbers = CanonicalConsensus(Axis("pp"), Together("world"), p, CPU).measured(pieces, EMPTY)[1][
+    numbers = CanonicalConsensus(Axis("pp"), Together("world"), p, CPU).measure(pieces, EMPTY)[1][
         : LENGTH - 1
     ]
     return Fraction(sum(int(limb) << (32 * n) for n, limb in enumerate(numbers.tolist())))

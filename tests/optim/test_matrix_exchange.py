@@ -75,7 +75,7 @@ def test_several_slices_of_a_matrix_on_one_rank_are_put_together() -> None:
     runs = [Run(0, 0, 1, 2, shard, *cut, *cut) for shard in (0, 1) for cut in cuts]
     made = exchange(*runs)
     values = [half.reshape(-1)[a:b] for half in whole.chunk(2, 1) for a, b in cuts]
-    assert torch.equal(made.whole(made.start_collect(0, values)())[0], whole)
+    assert torch.equal(made.assemble(made.start_collect(0, values)())[0], whole)
     assert all(map(torch.equal, made.start_return(0, {0: whole})(), values))
 
 

@@ -126,7 +126,7 @@ def test_a_matrix_is_whole_in_every_layout(axes: dict[str, int]) -> None:
 
 def the_stack_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
     """Query, key and value as one matrix, as they lie in their parameter."""
-    inner = MatrixExchange.whole
+    inner = MatrixExchange.assemble
 
     def whole(self: MatrixExchange, received: Any) -> dict[int, Tensor]:
         made = inner(self, received)
@@ -138,7 +138,7 @@ def the_stack_is_orthogonalized(patch: pytest.MonkeyPatch) -> None:
             zip(alike, parts, strict=True)
         )
 
-    patch.setattr(MatrixExchange, "whole", whole)
+    patch.setattr(MatrixExchange, "assemble", whole)
     patch.setattr(matrix_updates, "orthogonalized", lambda matrix, *_: matrix)
 
 
@@ -170,7 +170,7 @@ def momentum_is_forgotten_on_restart(patch: pytest.MonkeyPatch) -> None:
 
     def load_but(self: ParallelAMPOptimizer, state: Any) -> None:
         load(self, state)
-        for tile in chain.from_iterable(one.tiles() for one in self._whole):
+        for tile in chain.from_iterable(one.tiles() for one in self._whole_updates):
             tile.state[0][1].zero_()
 
     patch.setattr(ParallelAMPOptimizer, "load_state_dict", load_but)

@@ -49,12 +49,10 @@ CONCLUDE = ParallelAMPOptimizer._conclude
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(
-        self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor
-    ) -> None:
+    def update(self: ParallelAMPOptimizer, divisor: Tensor, found: Tensor) -> None:
         later = deepcopy(self.scaler)
         later.update(found)
-        return INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
+        return INNER_UPDATE(self, divisor * later.scale / self.scale, found)
 
     ParallelAMPOptimizer._update = update
 
@@ -69,9 +67,9 @@ def the_loss_is_scaled_twice() -> None:
 def found_inf_over(*axes: str) -> None:
     """Each rank hears of what is not finite on these axes only."""
 
-    def conclude(self: ParallelAMPOptimizer, agreed_on: Tensor, lr: float | None) -> StepReport:
+    def conclude(self: ParallelAMPOptimizer, agreed_on: Tensor) -> StepReport:
         bad = (
-            statistics(self._counted, self._copies, self.device)
+            statistics(self._counted_grads, self._copied_grads, self.device)
             .isfinite()
             .logical_not()
             .any()
@@ -81,7 +79,7 @@ def found_inf_over(*axes: str) -> None:
             getattr(self, axis).max_(bad)
         shared = agreed_on.nan_to_num(0, 0, 0)
         shared[0] += torch.inf * bad if bad else 0
-        return CONCLUDE(self, shared, lr)
+        return CONCLUDE(self, shared)
 
     ParallelAMPOptimizer._conclude = conclude
 
@@ -99,8 +97,8 @@ def found_inf_stays_in_the_tp_rank() -> None:
 
 
 def bf16_is_not_checked() -> None:
-    ParallelAMPOptimizer._conclude = lambda self, agreed_on, lr: CONCLUDE(
-        self, agreed_on.nan_to_num(0, 0, 0), lr
+    ParallelAMPOptimizer._conclude = lambda self, agreed_on: CONCLUDE(
+        self, agreed_on.nan_to_num(0, 0, 0)
     )
 
 
@@ -109,10 +107,8 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(
-        self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor
-    ) -> None:
-        cleared = INNER_UPDATE(self, lr, divisor, found)
+    def update(self: ParallelAMPOptimizer, divisor: Tensor, found: Tensor) -> None:
+        cleared = INNER_UPDATE(self, divisor, found)
         self.steps += found
         return cleared
 
@@ -195,7 +191,7 @@ def the_clip_is_by_the_norm_of_the_own_slices() -> None:
     inner = ParallelAMPOptimizer._clip_factor
 
     def factor(self: ParallelAMPOptimizer, norm: Tensor) -> Tensor:
-        return inner(self, statistics(self._counted, (), self.device)[0].sqrt() / self.scale)
+        return inner(self, statistics(self._counted_grads, (), self.device)[0].sqrt() / self.scale)
 
     ParallelAMPOptimizer._clip_factor = factor
 
@@ -205,12 +201,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(
-        self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor
-    ) -> None:
+    def update(self: ParallelAMPOptimizer, divisor: Tensor, found: Tensor) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, lr, divisor, found)
+        INNER_UPDATE(self, divisor, found)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update
@@ -367,9 +361,9 @@ def gradients_travel_as_they_are_kept() -> None:
     inner = Buffer.__init__
 
     def init(
-        self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, *others: Any
+        self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, **others: Any
     ) -> None:
-        inner(self, parameters, replace(plan, reduce=plan.gradients), *others)
+        inner(self, parameters, replace(plan, reduce=plan.gradients), **others)
 
     setattr(Buffer, "__init__", init)  # noqa: B010  # its arguments are only passed on
 

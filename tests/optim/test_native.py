@@ -213,7 +213,7 @@ def test_weights_are_rounded_as_torch_rounds_every_bf16_and_what_lies_between(
     attach_whole(model)
     optimizer = ParallelAMPOptimizer([model], plan("bf16"), native=True)
     (buffer,) = optimizer.all_buffers()
-    ((block,),) = [blocks for _, parts in optimizer._slices for _, blocks in parts]
+    ((block,),) = [blocks for _, parts in optimizer._buffer_slices for _, blocks in parts]
     assert buffer.masters is not None
     buffer.masters[: len(values)] = values
     nothing = torch.zeros(())

@@ -60,15 +60,15 @@ class Before(ParallelAMPOptimizer):
         self.planted = planted
         self.count = 0
 
-    def _own_numbers(
+    def _local_numbers(
         self, loss: Tensor | None, counted_tokens: Tensor | float | None = None
     ) -> Tensor:
         rank, value = self.planted.get(self.count, (0, 0.0))
         if value and rank % self.world.size == self.world.rank:
-            filled = [values for values in self._counted if len(values)]
+            filled = [values for values in self._counted_grads if len(values)]
             filled[self.count % len(filled)][-1] = value * self.scale
         self.count += 1
-        return super()._own_numbers(loss, counted_tokens)
+        return super()._local_numbers(loss, counted_tokens)
 
 
 class After(Before, PostValidationOptimizer):
@@ -386,10 +386,10 @@ class Patient(PostValidationOptimizer):
 
     folder: Path
 
-    def _own_numbers(
+    def _local_numbers(
         self, loss: Tensor | None, counted_tokens: Tensor | float | None = None
     ) -> Tensor:
-        numbers = super()._own_numbers(loss, counted_tokens)
+        numbers = super()._local_numbers(loss, counted_tokens)
         begun = self.folder / str(int(self.steps) + 1)
         deadline = time.monotonic() + 300
         while (

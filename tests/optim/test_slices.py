@@ -59,7 +59,7 @@ def updated(name: str, numbers: dict[str, Any], cuts: int | None) -> dict[str, T
 
 
 def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
-    for buffer, parts in optimizer._slices:
+    for buffer, parts in optimizer._buffer_slices:
         for s, tiles in parts:
             places = sorted(
                 {s.first, s.last, *(chance.randint(s.first, s.last) for _ in range(40))}
@@ -67,7 +67,7 @@ def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
             tiles[:] = [tile for a, b in pairwise(places) for tile in buffer.blocks(a, b)]
     assert any(
         len(tile.grads) % VECTOR
-        for _, parts in optimizer._slices
+        for _, parts in optimizer._buffer_slices
         for _, tiles in parts
         for tile in tiles
     )

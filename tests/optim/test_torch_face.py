@@ -549,14 +549,16 @@ def test_a_copy_of_a_trained_model_can_be_pickled_as_the_model_can() -> None:
 
 def test_every_buffer_says_which_parameters_have_left_it() -> None:
     model, optimizer = made(lr=LR)
-    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()]
+    assert not [name for buffer in optimizer.all_buffers() for name in buffer.reclaim_parameters()]
     weight = model.get_parameter("2.weight")
     weight.data = weight.data.clone()
-    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()], (
-        "it was not moved home"
-    )
+    assert not [
+        name for buffer in optimizer.all_buffers() for name in buffer.reclaim_parameters()
+    ], "it was not moved home"
     weight.data = weight.data.half()
-    assert [name for buffer in optimizer.all_buffers() for name in buffer.strayed()] == ["2.weight"]
+    assert [name for buffer in optimizer.all_buffers() for name in buffer.reclaim_parameters()] == [
+        "2.weight"
+    ]
 
 
 def test_building_and_stepping_import_no_compiler() -> None:

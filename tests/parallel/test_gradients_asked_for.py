@@ -85,7 +85,7 @@ def test_gradients_that_autograd_returns_are_those_of_torch_and_are_not_part_of_
 def test_a_backward_pass_to_some_inputs_accumulates_no_other_gradients() -> None:
     model, _ = trained()
     loss_of(model).backward(inputs=[model.get_parameter("4.weight")])
-    given = [name for name, p in model.named_parameters() if p.megaprec_given]  # type: ignore[attr-defined]
+    given = [name for name, p in model.named_parameters() if p.megaprec_has_gradient]  # type: ignore[attr-defined]
     assert given == ["4.weight"]
 
 

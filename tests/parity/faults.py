@@ -254,7 +254,7 @@ def untied(inner: Any) -> Any:
 def numbers_without(pp_rank: int) -> Make:
     def make(inner: Any) -> Any:
         def numbers(self: ParallelAMPOptimizer, loss: Any, counted_tokens: Any = None) -> Tensor:
-            self._counted = [] if self.pp.rank == pp_rank else self._counted
+            self._counted_grads = [] if self.pp.rank == pp_rank else self._counted_grads
             return inner(self, loss, counted_tokens)
 
         return numbers
@@ -360,14 +360,14 @@ def updates(change_step: Callable[[ParallelAMPOptimizer, Any], Any]) -> Callable
     def make(inner: Any) -> Any:
         return lambda self, block, step: inner(self, block, change_step(self, step))
 
-    return change(ParallelAMPOptimizer, "_update_block", make)
+    return change(ParallelAMPOptimizer, "_update_tile", make)
 
 
 def rounded_masters(inner: Any) -> Any:
     def wide(self: Tile) -> Any:
-        weights, grads, state = inner(self)
-        weights.copy_(weights.to(torch.bfloat16).double())
-        return weights, grads, state
+        tensors = inner(self)
+        tensors.weights.copy_(tensors.weights.to(torch.bfloat16).double())
+        return tensors
 
     return wide
 

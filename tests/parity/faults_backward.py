@@ -256,7 +256,7 @@ FAULTS = {
         PP,
         "norm",
         "norm",
-        change(ParallelAMPOptimizer, "_own_numbers", numbers_without(1)),
+        change(ParallelAMPOptimizer, "_local_numbers", numbers_without(1)),
     ),
     "tied weights count twice": Fault(
         "gpt2", PP, "norm", "norm", change(Layout, "counts", lambda inner: lambda self, rank: True)

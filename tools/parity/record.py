@@ -248,19 +248,16 @@ def fragments(
     """Yield copies of the parts of logical tensors that this rank's shards hold."""
     for buffer in buffers:
         own = values(buffer)
-        for piece in buffer.pieces:
-            first = max(piece.start, buffer.first)
-            last = min(piece.stop, buffer.last)
-            if first < last:
-                part = piece.part
-                offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
-                place = Fragment(
-                    kind,
-                    part.name,
-                    part.shape,
-                    offset,
-                    part.local,
-                    first - piece.start,
-                    part.shards > 1,
-                )
-                yield place, own[first - buffer.first : last - buffer.first].clone()
+        for owned in buffer.owned_pieces():
+            part = owned.piece.part
+            offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
+            place = Fragment(
+                kind,
+                part.name,
+                part.shape,
+                offset,
+                part.local,
+                owned.in_part.start,
+                part.shards > 1,
+            )
+            yield place, own[owned.in_shard].clone()

@@ -79,19 +79,15 @@ class MicrobatchTrace:
 
     def watch(self, executor: Executor) -> None:
         """Trace what `executor` is going to run."""
-        then = executor.after
 
-        def after(i: Instruction) -> None:
+        def look(i: Instruction) -> None:
             if i.microbatch == TRACED:
                 self._look(executor, i)
-            elif (
-                i.op in INPUT_GRADIENTS
-            ):  # what it adds to no longer holds the traced micro-batch alone
+            elif i.op in INPUT_GRADIENTS:
+                # what it adds to no longer holds the traced micro-batch alone
                 self._noted.update(p for p in self._own.get(i.stage, ()) if has_gradient(p))
-            if then is not None:
-                then(i)
 
-        executor.after = after
+        executor.observer = look
 
     def _look(self, executor: Executor, i: Instruction) -> None:
         if i.op in RECEIVES:

@@ -31,7 +31,7 @@ class PostValidation:
 
     def __init__(self, engine: Engine) -> None:
         if not isinstance(engine.optimizer, PostValidationOptimizer):
-            raise TypeError("build the engine with make_optimizer=PostValidationOptimizer")
+            raise TypeError("build the engine with a PostValidationOptimizer")
         self.engine = engine
         self.optimizer = engine.optimizer
         self._warmup = len(warmup(engine.passes.program))

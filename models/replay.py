@@ -25,7 +25,8 @@ def trace_offenders(
     """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
     Collective."""
     optimizer = passes.optimizer
-    run = passes.begin(skipped.given, skipped.step, torch.tensor(scale, device=optimizer.device))
+    loss_scale = torch.tensor(scale, device=optimizer.device)
+    run = passes.begin(skipped.full_share, skipped.step, loss_scale)
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
 
     def look(i: Instruction) -> None:

@@ -22,6 +22,7 @@ from models import partial_attention
 from models.config import ModelConfig
 from models.context_attention import attend_over_ranks
 from models.context_limits import require_cut
+from models.cutting import EngineOptions
 from models.engine import Share
 from models.estimate.memory import kept_bytes
 from models.estimate.storage import Alive
@@ -355,14 +356,20 @@ WHOLE_MODEL = Cut(0, range(2), True, True)
 @pytest.mark.slow
 def test_activations_are_at_most_a_quarter_on_four_ranks_and_are_those_foretold() -> None:
     ((whole, _),) = run_ranks(measure_rank, {}, ring=True)
-    (foretold_whole,) = kept_bytes(LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1)
+    (foretold_whole,) = kept_bytes(
+        LONG, plan("bf16"), [WHOLE_MODEL], EngineOptions(1, LONG.max_positions)
+    )
     assert whole == pytest.approx(foretold_whole.activations, rel=0.01)
     keys_and_values = LONG.max_positions * 2 * LONG.kv_heads * LONG.head_dim
     peaks = dict[bool, int]()
     for ring in (True, False):
         measured = run_ranks(measure_rank, {"cp": 4}, ring=ring)
         (foretold,) = kept_bytes(
-            LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1, cp=4, ring=ring
+            LONG,
+            plan("bf16"),
+            [WHOLE_MODEL],
+            EngineOptions(1, LONG.max_positions, ring=ring),
+            cp=4,
         )
         assert len(set(measured)) == 1
         kept, peaks[ring] = measured[0]

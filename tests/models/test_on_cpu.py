@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.estimate.memory import Kept, StageMemory
 from models.estimate.on_cpu import OnCPU
 from models.estimate.storage import Alive
@@ -22,9 +23,10 @@ from tests.models.test_memory import BATCH, FAMILIES, LENGTH, middle
 
 def kept(family: str, **how: Any) -> Kept:
     precision = plan(how.pop("precision", "bf16"), fp8=how.pop("fp8", None))
-    memory = StageMemory(
-        ModelConfig(**FAMILIES[family]), precision, LENGTH, BATCH, **{"tp": 2, **how}
-    )
+    tp = how.pop("tp", 2)
+    device = how.pop("device", "cpu")
+    options = EngineOptions(BATCH, LENGTH, **how)
+    memory = StageMemory(ModelConfig(**FAMILIES[family]), precision, options, tp, device=device)
     return memory.kept(middle(FAMILIES[family]))
 
 

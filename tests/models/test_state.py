@@ -3,7 +3,6 @@ holds, to the byte."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,8 +15,8 @@ from megaprec.optim.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.engine import SUMMING, Engine
+from models.cutting import EngineOptions, cuts
+from models.engine import Engine
 from models.estimate.state import Held, Sharding, held_bytes
 from models.estimate.storage import Alive
 from parallel.pipeline.builders import schedule
@@ -79,18 +78,20 @@ def _held(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
 
 def _engine(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
     made = schedule(case.kind, pp, 4)
-    return Engine(
+    return Engine.build(
         ModelConfig(**case.model),
         case.plan,
         mesh,
         made,
-        micro_batch=1,
-        seq_length=LENGTH,
-        layers=case.layers,
-        make_optimizer=partial(SUMMING, rule=case.rule),
-        expert=case.expert,
-        expert_tensor=case.expert_tensor,
-        canonical_shards=case.canonical,
+        EngineOptions(
+            micro_batch=1,
+            seq_length=LENGTH,
+            layers=case.layers,
+            expert=case.expert,
+            expert_tensor=case.expert_tensor,
+            canonical_shards=case.canonical,
+        ),
+        rule=case.rule,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.errors import UserError
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.packing import Packing
 from parallel.leaves import PLAIN, Call, Leaves
@@ -56,15 +57,17 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
     """The calls of leaves in a real training step."""
     noted: dict[Call, None] = {}
     train = config.train
-    engine = Engine(
+    engine = Engine.build(
         config.model,
         config.plan,
         None,
         config.schedule,
-        micro_batch=train.micro_batch,
-        seq_length=train.seq_length,
-        recompute=config.recompute,
-        leaves=Leaves(noted=noted, by_region=train.compile == "block"),
+        EngineOptions(
+            micro_batch=train.micro_batch,
+            seq_length=train.seq_length,
+            recompute=config.recompute,
+            leaves=Leaves(noted=noted, by_region=train.compile == "block"),
+        ),
     )
     ids = torch.randint(
         61, (train.global_batch, train.seq_length + 1), generator=torch.Generator().manual_seed(0)

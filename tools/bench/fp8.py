@@ -24,6 +24,7 @@ from megaprec.fp8.matmul import ways
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from parallel.mesh import make_mesh, world
 from parallel.pipeline.builders import schedule
@@ -160,13 +161,12 @@ def stack_records(config: ModelConfig, args: argparse.Namespace) -> list[dict[st
     mesh = make_mesh(device=args.device)
     recipes = {"bf16": None} | {kind: FP8Recipe(kind, history_length=16) for kind in args.kinds}
     engines = {
-        name: Engine(
+        name: Engine.build(
             config,
             plan("bf16", fp8=recipe),
             mesh,
             schedule("1f1b", 1, args.microbatches),
-            micro_batch=args.micro_batch,
-            seq_length=args.tokens,
+            EngineOptions(args.micro_batch, args.tokens),
         )
         for name, recipe in recipes.items()
     }

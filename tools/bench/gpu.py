@@ -25,6 +25,7 @@ import torch
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.estimate.gpus import gpu_named
 from parallel.mesh import make_mesh, world
@@ -181,10 +182,13 @@ def model_of(work: Work) -> ModelConfig:
 
 def megaprec(work: Work) -> Step:
     """Return the step of megaprec on one rank."""
-    engine = Engine(
-        model_of(work), plan("bf16"), make_mesh(device=work.device), schedule("1f1b", 1, work.microbatches),
-        micro_batch=work.micro_batch, seq_length=work.tokens,
-    )  # fmt: skip
+    engine = Engine.build(
+        model_of(work),
+        plan("bf16"),
+        make_mesh(device=work.device),
+        schedule("1f1b", 1, work.microbatches),
+        EngineOptions(work.micro_batch, work.tokens),
+    )
     parts = work.batches()
     share = Share(
         torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])

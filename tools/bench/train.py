@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import DTYPES
-from models.engine import SUMMING, Engine, Share
+from models.engine import Engine, Share, build_stages
 from models.sentinel import Sentinel
 from parallel.activation_checkpoint import MODULES
 from parallel.mesh import make_mesh, world
@@ -295,25 +294,12 @@ class Bench:
     def __post_init__(self) -> None:
         config = self.config
         train = self.config.train
-        self.engine = Engine(
-            config.model,
-            config.plan,
-            self.mesh,
-            config.schedule,
-            micro_batch=train.micro_batch,
-            seq_length=train.seq_length,
-            sequence=config.parallel.sequence,
-            expert=config.parallel.expert,
-            expert_tensor=config.parallel.expert_tensor,
-            ring=config.parallel.context_by == "ring",
-            canonical_shards=config.canonical_shards,
-            recompute=config.recompute,
-            make_optimizer=partial(
-                SUMMING, rule=make_rule(config.optimizer), native=config.optimizer.native
-            ),
-            observers=[self.updates],
-            leaves=leaves_of(config, config.model, self.mesh),
+        options = replace(config.engine_options, leaves=leaves_of(config, config.model, self.mesh))
+        parts = build_stages(config.model, config.plan, self.mesh, config.schedule, options)
+        optimizer = parts.optimizer(
+            rule=make_rule(config.optimizer), native=config.optimizer.native
         )
+        self.engine = Engine(parts, optimizer, [self.updates])
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)
         self.parts = ids.chunk(config.parallel.data)

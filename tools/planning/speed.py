@@ -104,9 +104,8 @@ def predict(
     p = config.parallel
     speed = _speed(config, assumed)
     links = {axis: _link(config, axis, assumed) * 1e9 for axis in (*AXES, "experts")}
-    layout = p.tensor, p.sequence, p.context
     message = message_bytes(
-        config.sized_model, config.plan, config.train.seq_length, config.train.micro_batch, *layout
+        config.sized_model, config.plan, config.engine_options, p.tensor, p.context
     )
 
     def computes(i: Instruction) -> float:
@@ -295,7 +294,7 @@ def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     one = 2 * heads * model.head_dim * t.micro_batch * (t.seq_length // p.context)
     parts = one * config.plan.attention.itemsize * (p.context - 1)
     layers = len(cost.cut.layers)
-    gradients = one * 4 * (p.context if p.context_by == "ring" else p.context - 1)
+    gradients = one * 4 * (p.context if config.engine_options.ring else p.context - 1)
     again = config.recompute.whole(layers) + layers * ("attention" in config.recompute.modules)
     backward = (layers + again) * parts + layers * gradients
     return {Op.FORWARD: layers * parts, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}.get(

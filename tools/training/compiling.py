@@ -12,6 +12,7 @@ import importlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,31 +90,29 @@ def calls_of(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device
 ) -> list[Call]:
     """Return the calls of leaves in a training step of this rank."""
-    train = config.train
-    parallel = config.parallel
-    schedule = config.schedule
     noted = dict[Call, None]()
+    options = replace(
+        config.engine_options,
+        leaves=Leaves(noted=noted, by_region=config.train.compile == "block"),
+    )
     memory = StageMemory(
         model,
         config.plan,
-        train.seq_length,
-        train.micro_batch,
-        parallel.tensor,
-        parallel.sequence,
-        config.recompute,
-        "cuda" if device.type == "cuda" else "cpu",
+        options,
+        tp=config.parallel.tensor,
+        cp=config.parallel.context,
+        device="cuda" if device.type == "cuda" else "cpu",
         halves=False,
         packed=config.data.reset_position_ids,
-        leaves=Leaves(noted=noted, by_region=train.compile == "block"),
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        cp=parallel.context,
-        ring=parallel.context_by == "ring",
     )
-    places = schedule.rank_of_stage
-    for cut in cuts(model, len(places), train.seq_length, parallel.cuts, places, config.recompute):
-        if places[cut.stage] == Axis.of(mesh, "pp").rank:
-            memory.kept(cut)
+    pp_rank = Axis.of(mesh, "pp").rank
+    placement = config.schedule.rank_of_stage
+    cut = cuts(
+        model, len(placement), options.seq_length, options.layers, placement, options.recompute
+    )
+    for stage in cut:
+        if placement[stage.stage] == pp_rank:
+            memory.kept(stage)
     return list(dict.fromkeys(call.on(device.type) for call in noted))
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,14 +30,12 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
 from megaprec.precision.gemm import fp32_sums
-from megaprec.precision.plan import PrecisionPlan
 from megaprec.precision.tf32 import tf32
-from models.engine import Engine, OutsideVocabulary, Share
+from models.engine import Engine, OutsideVocabulary, Share, build_stages
 from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
 from models.post_validation import PostValidation
 from models.sentinel import SilentFault
-from models.stages import Stage
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
@@ -64,12 +62,11 @@ from tools.training.throughput import Throughput
 
 
 def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of ParallelAMPOptimizer on `device`. Raises
+    """Return the run's settings as keyword arguments of `RankStages.optimizer` on `device`. Raises
     UserError."""
     o = config.optimizer
     parallel = config.parallel
     return {
-        "average": False,  # the engine divides by the tokens of the global batch
         "rule": make_rule(o),
         "weight_decay": o.weight_decay,
         "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
@@ -108,29 +105,24 @@ class Trainer:
         self.corpus = corpus
         self.resumed = checkpoint
         train = config.train
-        parallel = config.parallel
-        self.engine = Engine(
+        options = replace(
+            config.engine_options,
+            blank=bool(checkpoint or train.init_from),
+            leaves=leaves_of(config, corpus.model, mesh, checkpoint),
+        )
+        parts = build_stages(
             corpus.model,
             config.plan,
             mesh,
             config.schedule,
-            micro_batch=train.micro_batch,
-            seq_length=train.seq_length,
-            sequence=parallel.sequence,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            canonical_shards=config.canonical_shards,
-            recompute=config.recompute,
-            seed=train.seed,
-            blank=bool(checkpoint or train.init_from),
-            trace=config.precision.trace_overflows,
-            make_optimizer=self._optimizer,
-            layers=parallel.cuts,
-            make_stage=stage_maker(config.model.factory),
-            observers=[StepPosition(self.position), *observers],
-            position=self.position,
-            ring=parallel.context_by == "ring",
-            leaves=leaves_of(config, corpus.model, mesh, checkpoint),
+            options,
+            stage_maker(config.model.factory),
+        )
+        optimizer = parts.optimizer(
+            self._optimizer_class(config), **optimizer_options(config, device_of(mesh))
+        )
+        self.engine = Engine(
+            parts, optimizer, [StepPosition(self.position), *observers], self.position
         )
         self._checks = Checks(self.engine, config)
         self._digests = Digests(self.engine, config)
@@ -163,14 +155,11 @@ class Trainer:
         ] = {}  # by step number, of steps whose outcome is not yet known
         self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
 
-    def _optimizer(
-        self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any
-    ) -> ParallelAMPOptimizer:
-        if self.config.optimizer.validation == "after":
-            kind = PostValidationOptimizer
-        else:
-            kind = ParallelAMPOptimizer
-        return kind(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)), **more)
+    @staticmethod
+    def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
+        if config.optimizer.validation == "after":
+            return PostValidationOptimizer
+        return ParallelAMPOptimizer
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.runs import steps, train, write_run
 from tools.config.run_file import RunConfig, load_run
 from tools.training import compiling
-from tools.training.compiling import calls_of, leaves_of, tried
+from tools.training.compiling import calls_of, leaves_of, try_calls
 
 SMALL = ["model.vocab=61", "model.layers=3", "model.hidden=16", "model.heads=2", "model.ffn=32"]
 SMALL += [
@@ -93,7 +93,7 @@ def test_the_calls_of_a_step_are_known_before_it_and_do_not_grow_with_its_layers
 
 
 def tried_with(broken: str) -> Callable[..., Any]:
-    """`tried`, where all leaves "compile" but the broken one."""
+    """`try_calls`, where all leaves "compile" but the broken one."""
 
     def form(call: Call) -> Any:
         if call.name == broken:
@@ -107,7 +107,7 @@ def tried_with(broken: str) -> Callable[..., Any]:
 
 
 def names_on_rank(mesh: DeviceMesh, broken_on: int) -> tuple[str, set[str]]:
-    compiling.tried = tried_with("rotary" if mesh.get_rank() == broken_on else "")
+    compiling.try_calls = tried_with("rotary" if mesh.get_rank() == broken_on else "")
     config = loaded("train.compile=leaves", "parallel.data=2")
     leaves = leaves_of(config, config.model, mesh)
     return leaves.names, {call.name for call in leaves.compiled}
@@ -161,7 +161,7 @@ def test_a_form_that_computes_other_numbers_is_not_taken(monkeypatch: pytest.Mon
     config = loaded()
     calls = calls_of(config, config.model, None, torch.device("cpu"))
     monkeypatch.setattr(compiling, "compiled", lambda call: lambda *tensors: tensors[0] + 1)
-    _, failed = tried(calls)
+    _, failed = try_calls(calls)
     assert set(failed) == {call.name for call in calls}
     assert "its compiled form computes other numbers" in failed.values()
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from megaprec.optim.microbatch_sums import sums_set_aside
 from models.estimate.flops import StageCost
 from models.estimate.memory import Kept, StageMemory, message_bytes
-from models.estimate.state import Sharding, held_bytes
+from models.estimate.state import Sharding, state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT
 from parallel.pipeline.schedules import Schedule
@@ -105,7 +105,7 @@ class MemoryModel:
         """Return the bytes of each pipeline rank."""
         kept = self.kept(config, passes.costs)
         placement = passes.schedule.rank_of_stage
-        states = held_bytes(
+        states = state_bytes(
             config.sized_model,
             config.plan,
             [cost.cut for cost in passes.costs],

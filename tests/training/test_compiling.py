@@ -103,7 +103,7 @@ def tried_with(broken: str) -> Callable[..., Any]:
         return lambda *tensors: call.bound(tensors)
 
     compiling.compiled = form
-    return tried
+    return try_calls
 
 
 def names_on_rank(mesh: DeviceMesh, broken_on: int) -> tuple[str, set[str]]:

@@ -67,7 +67,7 @@ class RankStages:
     context: Context
     virtual: VirtualAxis | None
 
-    def optimizer(
+    def make_optimizer(
         self, kind: Callable[..., OptimizerType] = ParallelAMPOptimizer, **settings: Any
     ) -> OptimizerType:
         """Return an optimizer over these stages. Collective over the world.
@@ -92,14 +92,14 @@ def build_stages(
     options: EngineOptions,
     make_stage: MakeStage = Stage,
 ) -> RankStages:
-    """Build the stages that this rank holds by `schedule`, on the mesh's device. Collective over
-    the world.
+    """Build the stages that this rank holds by `schedule`. Collective over the world.
 
     mesh: of AXES; None for one process without torch.distributed.
     make_stage: builds each stage.
     Raises UserError for arguments that do not fit together.
     """
     _require_kinds(config, plan, schedule)
+    # a schedule that can deadlock, or leaves something out, is refused before anything is built
     check(schedule)
     check(forward_only(schedule))
     pp, tp, cp = (Axis.of(mesh, name) for name in ("pp", "tp", "cp"))
@@ -112,6 +112,7 @@ def build_stages(
         tp.size if options.sequence else 1,
         canonical,
     )
+    # collective from here on: all ranks make their groups in this order
     fp8 = FP8State.over(mesh, plan.fp8, config.layers)
     virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None
     if virtual is not None:
@@ -122,6 +123,7 @@ def build_stages(
     context = Context(
         plan,
         tp,
+        # virtual ranks always cut the sequence
         options.sequence or canonical,
         options.seed,
         recompute=options.recompute,
@@ -172,7 +174,7 @@ class Engine:
     each sequence.
 
     parts: the stages of this rank.
-    optimizer: over these stages, as `RankStages.optimizer` makes it.
+    optimizer: over these stages, as `RankStages.make_optimizer` makes it.
     observers: additional observers of the optimizer's steps.
     position: told of each instruction of the passes.
     Collective over the world. Raises ValueError for an optimizer that averages over dp.
@@ -239,10 +241,10 @@ class Engine:
         """Build the stages of this rank, a ParallelAMPOptimizer over them, and their engine.
         Collective over the world.
 
-        settings: keyword arguments of `RankStages.optimizer`.
+        settings: keyword arguments of `RankStages.make_optimizer`.
         """
         parts = build_stages(config, plan, mesh, schedule, options, make_stage)
-        return cls(parts, parts.optimizer(**settings))
+        return cls(parts, parts.make_optimizer(**settings))
 
     def _connect(
         self, shape: tuple[int, int, int], context: Context, schedules: Sequence[Schedule]
@@ -277,6 +279,7 @@ class Engine:
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
         run = self.passes.begin(share, number, self.optimizer.scale)
+        # the FP8 state rolls its histories on entry, once a step
         with self.passes.in_fp8():
             self.passes.executor(run, spans=recording.spans if recording else None).run()
         self.passes.position.at("gradient reduction")
@@ -302,11 +305,13 @@ class Engine:
 
         The loss is NaN if none counts. Collective over the whole mesh.
         """
+        # weights of the last update may still travel
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
             self.passes.executor(run, self._evaluation).run()
         loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
+        # ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`)
         if math.isnan(loss):
             self.passes.require_ids(run)
         # NaN on ranks that do not hold the last stage, which alone counts them
@@ -335,6 +340,7 @@ class Engine:
             is_nan = math.isnan(report.loss)
             last = self.schedule.rank_of_stage[-1]
             loss = Offender(LOSS, last, 0, int(not is_nan), int(is_nan), 1, 0.0)
+            # the loss comes first: its gradients follow from it
             offenders = (loss, *offenders)
         if self.trace and offenders and not self._searches_scale(report):
             offenders = trace_offenders(self.passes, offenders, report.loss_scale, run)

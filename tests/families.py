@@ -491,7 +491,7 @@ def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
     )
     for stage in parts.by_number.values():
         put(stage, job.weights)
-    engine = Engine(parts, parts.optimizer(Recording, clip=1.0, plant=None))
+    engine = Engine(parts, parts.make_optimizer(Recording, clip=1.0, plant=None))
     logits: list[Tensor] = []
     if engine.last in engine.stages:
         engine.stages[engine.last].register_forward_hook(

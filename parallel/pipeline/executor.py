@@ -156,6 +156,7 @@ class Executor:
                 with torch.profiler.record_function(str(i)):
                     self._carry_out[i.op](i)
             except UserError as error:
+                # the user's problems stay readable; a picture of the program would hide them
                 where = f"{i} on pipeline rank {self.links.axis.rank}"
                 raise UserError(*(f"{where}: {problem}" for problem in error.problems)) from error
             except Exception as error:
@@ -192,6 +193,7 @@ class Executor:
         assert not left, f"left over: messages, graphs or weight gradients of {left}"
 
     def _forward(self, i: Instruction) -> None:
+        # in evaluation there is no backward pass for which anything would be kept
         trains = torch.is_grad_enabled()
         received = None
         if i.stage > 0:
@@ -199,10 +201,12 @@ class Executor:
             received = self._mail.pop(message).requires_grad_(trains)
         output = self._hooks.forward(i.stage, i.microbatch, received)
         if trains:
+            # the edge without the output, whose memory the next stage may release
             edge = get_gradient_edge(output)
             self._inputs_and_edges[i.stage, i.microbatch] = received, edge
         if i.stage < self.links.stages - 1:
             activation = Message(MessageType.ACTIVATION, i.stage, i.microbatch)
+            # detached: the next stage on this rank has a graph of its own, as on another rank
             self._mail[activation] = output.detach()
         elif trains:
             gradient = Message(MessageType.GRADIENT, i.stage, i.microbatch)
@@ -221,6 +225,7 @@ class Executor:
             self._mail[Message(MessageType.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
 
     def _backward_input(self, i: Instruction) -> None:
+        # layers put the products of weight gradients into the queue instead of computing them
         with self._deferred.collect() as work:
             self._backward(i)
         self._weight_work[i.stage, i.microbatch] = work
@@ -228,6 +233,7 @@ class Executor:
     @torch.no_grad()
     def _backward_weight(self, i: Instruction) -> None:
         work = self._weight_work.pop((i.stage, i.microbatch))
+        # one by one, so that each product's operands are released as it is done
         while work:
             work.popleft()()
 
@@ -245,6 +251,7 @@ class Executor:
     def _post_next(self, index: int) -> None:
         """Post the next receive, unless it is posted, if it may be posted before instruction number
         `index`."""
+        # one receive is under way at a time
         if self._posted or not self._coming:
             return
         following = self._coming[0]

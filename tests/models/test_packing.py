@@ -152,7 +152,7 @@ def _step(
     )
     for stage in parts.by_number.values():
         put(stage, weights_of(config))
-    engine = Engine(parts, parts.optimizer(Recording, clip=0.0, plant=None))
+    engine = Engine(parts, parts.make_optimizer(Recording, clip=0.0, plant=None))
     report = engine.step(share, lr=0.0, number=0)
     assert isinstance(engine.optimizer, Recording)
     return report.loss, engine.optimizer.seen[0]

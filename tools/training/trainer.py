@@ -62,7 +62,7 @@ from tools.training.throughput import Throughput
 
 
 def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of `RankStages.optimizer` on `device`. Raises
+    """Return the run's settings as keyword arguments of `RankStages.make_optimizer` on `device`. Raises
     UserError."""
     optimizer = config.optimizer
     parallel = config.parallel
@@ -157,7 +157,7 @@ class Trainer:
             stage_maker(config.model.factory),
         )
         settings = optimizer_options(config, device_of(mesh))
-        optimizer = parts.optimizer(self._optimizer_class(config), **settings)
+        optimizer = parts.make_optimizer(self._optimizer_class(config), **settings)
         return Engine(parts, optimizer, [StepPosition(self.position), *observers], self.position)
 
     @staticmethod

@@ -60,7 +60,7 @@ def cuts(
     config: ModelConfig,
     stages: int,
     seq_length: int,
-    given: Sequence[int] = (),
+    layers: Sequence[int] = (),
     rank_of_stage: Sequence[int] = (),
     recompute: Recompute = KEEP,
 ) -> list[Cut]:
@@ -68,12 +68,12 @@ def cuts(
     both passes.
 
     Each stage gets at least one layer.
-    given: the number of layers of each stage; empty: decided by cost.
+    layers: the number of layers of each stage; empty: decided by cost.
     rank_of_stage: the rank of each stage; empty: each stage has its own rank.
     recompute: the activations that the backward pass recomputes.
-    Raises ValueError if `given` does not fit.
+    Raises ValueError if `layers` does not fit.
     """
-    counts = given or best_cut(
+    counts = layers or best_cut(
         layer_costs(config, seq_length, recompute),
         rank_of_stage or range(stages),
         config.embedding_flops(),
@@ -104,17 +104,17 @@ def build(
     rank_of_stage: Sequence[int],
     pp_rank: int,
     make: MakeStage = Stage,
-    apart: bool = False,
+    separate_head: bool = False,
 ) -> Mapping[int, Stage]:
     """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank
     is a tied copy.
 
-    apart: a tied head is a copy on the same rank too, so that its gradients are summed apart from
-        the embedding's, as in a longer pipeline.
+    separate_head: a tied head is a copy on the same rank too, so that its gradients are summed
+        apart from the embedding's, as in a longer pipeline.
     """
     end_ranks = (rank_of_stage[0], rank_of_stage[-1])
     used_twice = config.tied or config.mtp_layers > 0
-    tied = end_ranks if used_twice and (apart or end_ranks[0] != end_ranks[1]) else ()
+    tied = end_ranks if used_twice and (separate_head or end_ranks[0] != end_ranks[1]) else ()
     stages = {
         cut.stage: make(config, context, cut, tied)
         for cut in all_cuts

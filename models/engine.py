@@ -279,7 +279,7 @@ class Engine:
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
         run = self.passes.begin(share, number, self.optimizer.scale)
-        # the FP8 state rolls its histories on entry, once a step
+        # the outermost autocast of FP8's state is one pass of its histories, so one for the step
         with self.passes.in_fp8():
             self.passes.executor(run, spans=recording.spans if recording else None).run()
         self.passes.position.at("gradient reduction")

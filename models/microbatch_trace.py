@@ -107,7 +107,7 @@ class MicrobatchTrace:
     def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
         """Note a message that this rank holds. side: 0 as sent, 1 as received."""
         assert message is not None
-        tensor = executor.held(message)
+        tensor = executor.find_message(message)
         if tensor is None:
             return
         is_gradient = message.kind is MessageType.GRADIENT

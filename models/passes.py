@@ -211,6 +211,7 @@ class Passes:
             )
         device = self.optimizer.device
         canonical = self.optimizer.canonical
+        # the full share is kept as it is: the replay of a skipped step begins with it
         local = share.cut(self.cp).on(device)
         counted = count_tokens(
             local.targets.numel(),
@@ -221,7 +222,9 @@ class Passes:
             canonical,
         )
         outside = self._outside(local.tokens) | self._outside(local.targets)
+        # NaN from the start: all ranks learn of such ids from the loss, and no host waits
         loss = torch.where(outside.any(), math.nan, 0.0).double()
+        # canonical sums add the micro-batches in an order of their own
         if canonical:
             loss = loss.repeat(self.schedule.microbatches)
         ahead = self._look_ahead(share, step, scale)
@@ -233,6 +236,7 @@ class Passes:
         config = self.config
         if step is None or not config.mtp_layers:
             return None
+        # the full share, because modules read tokens that other ranks of cp hold
         return look_ahead(
             share.tokens.clamp(0, config.vocab - 1),
             share.targets.clamp(0, config.vocab - 1),
@@ -310,6 +314,7 @@ class Passes:
             return None
         samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device)
         samples = samples + run.share.first
+        # the optimizer's dp holds the ranks of cp too, which share samples
         replicas = self.optimizer.dp.size // self.cp.size
         # in FP64 the weight of a sample is not one of FP32
         scale = run.scale.to(self.optimizer.plan.sensitive)

@@ -27,7 +27,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import EngineOptions
-from models.estimate.storage import Alive, Alone, Device, lone_experts, without_storage
+from models.estimate.storage import Device, LiveMemory, SimulatedAxis, lone_experts, without_storage
 from models.mtp import Ahead, look_ahead
 from models.packing import WHOLE, Packing
 from models.stages import Cut, Stage
@@ -170,7 +170,7 @@ class StageMemory:
         # torch's casts keep as many bytes as others, and run without values
         recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")
         masters = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
-        tp = Alone("tp", 0, self.tp)
+        tp = SimulatedAxis("tp", 0, self.tp)
         device = "meta" if self.device == "cuda" else "cpu"
         return Context(
             replace(self.plan, masters=masters, fp8=recipe),
@@ -179,7 +179,7 @@ class StageMemory:
             recompute=options.recompute,
             fp8=FP8State(recipe, self.config.layers, tp, device=device),
             experts=lone_experts(self.tp, options.expert, options.expert_tensor),
-            cp=Alone("cp", 0, self.cp),
+            cp=SimulatedAxis("cp", 0, self.cp),
             ring=options.ring,
             leaves=options.leaves,
         )
@@ -227,10 +227,10 @@ def _measure(stage: Stage, memory: StageMemory) -> Kept:
     micro_batch = memory.options.micro_batch
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
-    with torch.no_grad(), Alive() as alive:
+    with torch.no_grad(), LiveMemory() as live:
         # allocates the buffers that are kept for good
         stage(_input(stage, seq_length, micro_batch))
-        buffers = alive.now
+        buffers = live.now
     if memory.packed:
         packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64))
     else:
@@ -244,24 +244,24 @@ def _passes(stage: Stage, seq_length: int, micro_batch: int, packing: Packing, s
     """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is
     then 0."""
     deferred = stage.context.deferred
-    with Alive() as alive:
+    with LiveMemory() as live:
         x = _input(stage, seq_length, micro_batch)
         output = _output(stage, x, seq_length, packing)
         edge = get_gradient_edge(output)
         shape = output.shape
         dtype = output.dtype
-        forward = alive.most
+        forward = live.peak
         # the executor keeps the edge of the graph, not the output
         del output
-        activations = alive.begin()
+        activations = live.begin()
         with deferred.collect() if split else nullcontext(Work()) as work:
             torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
-        backward = alive.most - activations
+        backward = live.peak - activations
         del x, edge
-        put_off = alive.begin()
+        put_off = live.begin()
         while work:
             work.popleft()()
-    weight = alive.most - put_off
+    weight = live.peak - put_off
     if split:
         return Kept(activations, put_off, forward, 0, backward, weight)
     return Kept(activations, 0, forward, backward, 0, 0)

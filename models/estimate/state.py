@@ -28,7 +28,7 @@ from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import build
 from models.estimate.memory import by_name
-from models.estimate.storage import Alive, Alone, Device, lone_experts, without_storage
+from models.estimate.storage import Device, LiveMemory, SimulatedAxis, lone_experts, without_storage
 from models.stages import Cut, Stage
 from parallel.context import Context
 
@@ -70,7 +70,7 @@ class Sharding:
     bucket: elements of a reduction, as for the optimizer.
     expert, expert_tensor: the ranks over which experts are spread, and their slices, as for
         `EngineOptions`.
-    apart: a tied head is a copy on the same rank too.
+    separate_head: a tied head is a copy on the same rank too.
     """
 
     tp: int = 1
@@ -79,7 +79,7 @@ class Sharding:
     bucket: int = 0
     expert: int = 1
     expert_tensor: int = 0
-    apart: bool = False
+    separate_head: bool = False
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
         """Return the replicas of experts, or of other weights, and those among them that share
@@ -137,11 +137,13 @@ def _build_stages(
     sharding: Sharding,
 ) -> Iterable[Stage]:
     """Return the stages of a pipeline rank."""
-    tp = Alone("tp", 0, sharding.tp)
+    tp = SimulatedAxis("tp", 0, sharding.tp)
     experts = lone_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
     fp8 = FP8State(plan.fp8, config.layers, tp, device="meta")
     context = Context(plan, tp, fp8=fp8, experts=experts)
-    stages = build(config.undrawn, context, cuts, rank_of_stage, rank, apart=sharding.apart)
+    stages = build(
+        config.undrawn, context, cuts, rank_of_stage, rank, separate_head=sharding.separate_head
+    )
     return stages.values()
 
 
@@ -215,10 +217,10 @@ def _update_peak(buffer: Buffer, block: int) -> int:
     """Return the peak that the update of a block of this buffer adds."""
     tile = next(buffer.blocks(0, buffer.last - buffer.first, block))
     steps = torch.ones(())
-    with Alive() as alive:
+    with LiveMemory() as live:
         weights, _, state = tile.wide()
         tile.keep(weights, state, steps)
-    return alive.most
+    return live.peak
 
 
 def _muon_peak(
@@ -260,9 +262,9 @@ def _muon_peak(
     received = 2 if ranks > 1 else 1  # one rank alone receives what it gives, without a copy
     travelling = max(given + owned * received + prod(largest), owned + returned * received)
     updating = (max(given, owned) + returned) * dtype.itemsize + 4 * 4 * tile
-    with torch.device("meta"), Alive() as alive:
+    with torch.device("meta"), LiveMemory() as live:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
-    return max(travelling * dtype.itemsize, updating, owned * dtype.itemsize + alive.most)
+    return max(travelling * dtype.itemsize, updating, owned * dtype.itemsize + live.peak)
 
 
 def _block_elements(buffer: Buffer, block: int) -> int:

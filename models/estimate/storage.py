@@ -92,7 +92,7 @@ def _fused_attention(
     return output
 
 
-class Alone(Axis):
+class SimulatedAxis(Axis):
     """An axis without its other ranks: the results of its collectives have the right shapes and
     arbitrary values."""
 
@@ -133,20 +133,22 @@ def lone_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
     slices = expert_tensor or tp
     if expert == 1 and slices == tp:
         return None
-    return ExpertAxes(Alone("expert", 0, expert), Alone("tp", 0, slices), Axis("replicas"))
+    return ExpertAxes(
+        SimulatedAxis("expert", 0, expert), SimulatedAxis("tp", 0, slices), Axis("replicas")
+    )
 
 
-class Alive(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):
     """Counts the live bytes of tensors that are created inside.
 
     now: the live bytes.
-    most: their peak since `begin`.
+    peak: their largest number since `begin`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
-        self.most = 0
+        self.peak = 0
         # by address
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -169,7 +171,7 @@ class Alive(TorchDispatchMode):
             reference = weakref.ref(storage, lambda _: self._forget(address, size))
             self._storages[address] = reference
             self.now += size
-            self.most = max(self.most, self.now)
+            self.peak = max(self.peak, self.now)
 
     def _forget(self, address: int, size: int) -> None:
         del self._storages[address]
@@ -177,5 +179,5 @@ class Alive(TorchDispatchMode):
 
     def begin(self) -> int:
         """Return the bytes that are live now, and restart the peak from there."""
-        self.most = self.now
+        self.peak = self.now
         return self.now

@@ -180,7 +180,7 @@ class Executor:
         for instruction in unread:
             self.links.receive(instruction)
 
-    def held(self, message: Message) -> Tensor | None:
+    def find_message(self, message: Message) -> Tensor | None:
         """Return a message between its arrival, or its computation, and its use; None at any other
         time."""
         return self._mail.get(message)

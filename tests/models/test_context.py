@@ -25,7 +25,7 @@ from models.context_limits import require_cut
 from models.cutting import EngineOptions
 from models.engine import Share
 from models.estimate.memory import kept_bytes
-from models.estimate.storage import Alive
+from models.estimate.storage import LiveMemory
 from models.packing import causal_mask
 from models.partial_attention import Gradients, Merged, Rule, pairs
 from models.stages import Cut, Stage
@@ -337,14 +337,14 @@ def measure_rank(mesh: DeviceMesh, ring: bool) -> tuple[int, int]:
         parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
     ids = take(torch.arange(LONG.max_positions).unsqueeze(1) % LONG.vocab, context.cp, 0)
     stage(ids[: len(ids)])  # makes the rotary tables, which are kept for good
-    with Alive() as alive:
+    with LiveMemory() as live:
         logits = stage(ids, MicrobatchInfo(0, torch.arange(1), torch.ones(())))
         loss = stage.losses(logits, ids).sum()
         del logits
-        forward = alive.most
-        kept = alive.begin()
+        forward = live.peak
+        kept = live.begin()
         loss.backward()
-    return kept, max(forward, alive.most)
+    return kept, max(forward, live.peak)
 
 
 LONG = ModelConfig(

@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.cutting import EngineOptions
 from models.estimate.memory import Kept, StageMemory
 from models.estimate.on_cpu import OnCPU
-from models.estimate.storage import Alive
+from models.estimate.storage import LiveMemory
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from tests.models.test_memory import BATCH, FAMILIES, LENGTH, middle
 
@@ -105,7 +105,7 @@ def test_a_real_tensor_among_them_is_refused_for_its_bytes_would_not_be_counted(
 def test_all_results_of_an_operator_count_and_views_and_what_is_written_to_do_not() -> None:
     x = torch.rand(1000)
     out = torch.rand(1000)
-    with Alive() as alive:
+    with LiveMemory() as live:
         kept = [*x.sort(), *x.split(10), torch.add(x, 1, out=out)]
-    assert alive.now == 1000 * (4 + 8)
+    assert live.now == 1000 * (4 + 8)
     assert len(kept) == 103

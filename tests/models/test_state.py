@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.cutting import EngineOptions, cuts
 from models.engine import Engine
 from models.estimate.state import Sharding, StateBytes, state_bytes
-from models.estimate.storage import Alive
+from models.estimate.storage import LiveMemory
 from parallel.pipeline.builders import schedule
 from tests.given import declare
 from tests.other_systems import slow
@@ -124,7 +124,7 @@ def test_one_process_holds_what_its_virtual_ranks_would(model: str) -> None:
     made = schedule(case.kind, 1, 4).rank_of_stage
     config = ModelConfig(**case.model)
     cut = cuts(config, 1, LENGTH, case.layers, made)
-    (said,) = state_bytes(config, case.plan, cut, made, Sharding(2, apart=True), case.rule)
+    (said,) = state_bytes(config, case.plan, cut, made, Sharding(2, separate_head=True), case.rule)
     assert _bytes_of_rank(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
 
 
@@ -190,9 +190,9 @@ def peak_of_update(mesh: DeviceMesh | None, case: Case, pp: int = 1) -> int:
     """The bytes that an optimizer step adds at its peak, on this rank, with gradients of zero."""
     optimizer = _engine(mesh, case, pp).optimizer
     declare(optimizer)
-    with torch.no_grad(), Alive() as alive:
+    with torch.no_grad(), LiveMemory() as live:
         optimizer.step(1e-3)
-    return alive.most
+    return live.peak
 
 
 def test_the_first_step_takes_two_megabytes_at_most_however_large_a_parameter_is() -> None:

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.runs import steps, train, write_run
 from tools.config.run_file import RunConfig, load_run
 from tools.training import compiling
-from tools.training.compiling import calls_of, leaves_of, try_calls
+from tools.training.compiling import compile_leaves, leaf_calls, try_calls
 
 SMALL = ["model.vocab=61", "model.layers=3", "model.hidden=16", "model.heads=2", "model.ffn=32"]
 SMALL += [
@@ -83,13 +83,13 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
 )
 def test_the_calls_of_a_step_are_known_before_it_and_do_not_grow_with_its_layers(name: str) -> None:
     config = loaded(*RUNS[name])
-    calls = calls_of(config, config.model, None, torch.device("cpu"))
+    calls = leaf_calls(config, config.model, None, torch.device("cpu"))
     seen = noted_in_a_step(config)
     if name == "experts":  # each expert gets as many tokens as the router sends it
         seen = {call for call in seen if "glu" not in call.name}
     assert seen and seen <= set(calls)
     deeper = loaded(*RUNS[name], "model.layers=6")
-    assert len(calls_of(deeper, deeper.model, None, torch.device("cpu"))) <= len(calls) + 2
+    assert len(leaf_calls(deeper, deeper.model, None, torch.device("cpu"))) <= len(calls) + 2
 
 
 def tried_with(broken: str) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def tried_with(broken: str) -> Callable[..., Any]:
 def names_on_rank(mesh: DeviceMesh, broken_on: int) -> tuple[str, set[str]]:
     compiling.try_calls = tried_with("rotary" if mesh.get_rank() == broken_on else "")
     config = loaded("train.compile=leaves", "parallel.data=2")
-    leaves = leaves_of(config, config.model, mesh)
+    leaves = compile_leaves(config, config.model, mesh)
     return leaves.names, {call.name for call in leaves.compiled}
 
 
@@ -127,9 +127,9 @@ def test_the_lines_name_what_is_compiled_and_why_others_are_not(
 ) -> None:
     monkeypatch.setattr(compiling, "compiled", compiling.compiled)
     config = loaded("train.compile=leaves")
-    assert leaves_of(loaded(), config.model, None) is PLAIN and not capsys.readouterr().out
+    assert compile_leaves(loaded(), config.model, None) is PLAIN and not capsys.readouterr().out
     tried_with("rotary")
-    leaves = leaves_of(config, config.model, None)
+    leaves = compile_leaves(config, config.model, None)
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "compiling  8 forms: some seconds each at first, less in later runs"
     assert lines[0].startswith(
@@ -150,7 +150,7 @@ def test_a_machine_without_a_compiler_says_so_once(
 
     monkeypatch.setattr(compiling, "compiled", missing)
     config = loaded("train.compile=leaves")
-    assert not leaves_of(config, config.model, None).compiled
+    assert not compile_leaves(config, config.model, None).compiled
     _, line = capsys.readouterr().out.splitlines()
     assert line.endswith(
         "; the reason on rank 0: RuntimeError: No working C++ compiler found in gcc, g++"
@@ -159,7 +159,7 @@ def test_a_machine_without_a_compiler_says_so_once(
 
 def test_a_form_that_computes_other_numbers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     config = loaded()
-    calls = calls_of(config, config.model, None, torch.device("cpu"))
+    calls = leaf_calls(config, config.model, None, torch.device("cpu"))
     monkeypatch.setattr(compiling, "compiled", lambda call: lambda *tensors: tensors[0] + 1)
     _, failed = try_calls(calls)
     assert set(failed) == {call.name for call in calls}

@@ -39,7 +39,7 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
 from tools.training.allocator import keep_freed_memory
-from tools.training.compiling import leaves_of
+from tools.training.compiling import compile_leaves
 from tools.training.launch import start_ranks
 from tools.training.throughput import Throughput
 
@@ -297,7 +297,9 @@ class Bench:
     def __post_init__(self) -> None:
         config = self.config
         train = self.config.train
-        options = replace(config.engine_options, leaves=leaves_of(config, config.model, self.mesh))
+        options = replace(
+            config.engine_options, leaves=compile_leaves(config, config.model, self.mesh)
+        )
         parts = build_stages(config.model, config.plan, self.mesh, config.schedule, options)
         optimizer = parts.make_optimizer(
             rule=make_rule(config.optimizer), native=config.optimizer.native

@@ -183,7 +183,7 @@ def sharding_of(config: RunConfig) -> Sharding:
         parallel.bucket,
         parallel.expert,
         parallel.expert_tensor,
-        apart=config.canonical_shards > 0,
+        separate_head=config.canonical_shards > 0,
     )
 
 

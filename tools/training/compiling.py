@@ -36,7 +36,7 @@ from tools.training.changed_keys import MARK
 MOST_CHARACTERS = 160  # of a compiler's error
 
 
-def leaves_of(
+def compile_leaves(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, resumed: Path | None = None
 ) -> Leaves:
     """Return the form of the leaves by `train.compile`, the same on every rank. Collective; rank 0
@@ -49,7 +49,7 @@ def leaves_of(
     world = Axis.world(mesh)
     device = device_of(mesh)
     start = time.perf_counter()
-    calls = calls_of(config, model, mesh, device)
+    calls = leaf_calls(config, model, mesh, device)
     if world.rank == 0:
         say(
             f"compiling  {counted(len(calls), 'form')}: some seconds each at first, less in "
@@ -92,7 +92,7 @@ def _describe_change(names: str, resumed: Path | None) -> Iterator[str]:
         yield f"changed    compiled code: {before or 'none'} -> {names or 'none'}{MARK}"
 
 
-def calls_of(
+def leaf_calls(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device
 ) -> list[Call]:
     """Return the calls of leaves in a training step of this rank."""

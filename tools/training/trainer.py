@@ -46,7 +46,7 @@ from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
-from tools.training.compiling import leaves_of
+from tools.training.compiling import compile_leaves
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.place_in_data import resumed_progress
@@ -146,7 +146,7 @@ class Trainer:
         options = replace(
             config.engine_options,
             blank=bool(self.resumed or config.train.init_from),
-            leaves=leaves_of(config, self.corpus.model, mesh, self.resumed),
+            leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
         )
         parts = build_stages(
             self.corpus.model,

@@ -99,6 +99,7 @@ def _even_cut(
 def _uneven_cut(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
     """Cut layers of different costs by bisection: find the least work of a stage with which all
     layers have a stage."""
+    # greedy filling succeeds from the least work on, and fails below it
     low = 0.0
     high = sum(costs) + first + last
     while True:

@@ -95,6 +95,7 @@ class Sentinel(StepObserver):
         if self.recomputes:
             self._again = self._recompute(self._lender)
         self._real = self._trace()
+        # the step's own executor is traced, and the comparison hangs on the optimizer's step
         engine.passes = replace(passes, watch=self._real.watch)
         self.optimizer.observers.append(self)
         if self._in_flight:
@@ -136,6 +137,7 @@ class Sentinel(StepObserver):
         if fault is None:
             self.recomputes = False
             return
+        # the step leaves neither gradients nor amaxes behind
         optimizer.zero_grad()
         engine.fp8.forget()
         raise SilentFault(fault)
@@ -237,6 +239,7 @@ class Sentinel(StepObserver):
         run = replace(lent, counted=local.counted)
         trace = self._trace(alone=True)
         program = [i for i in passes.program if i.microbatch == TRACED and i.op is not Op.REDUCE]
+        # what draws from torch's generators draws the same in the step itself
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []
         with ExitStack() as inside:
             inside.enter_context(torch.enable_grad())

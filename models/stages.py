@@ -198,6 +198,7 @@ class Stage(nn.Module):
             length *= self.context.tp.size
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
+        # tables and masks are made once for all layers of the stage
         rotary = self._rotaries(length * self.context.cp.size, x.device, packing.positions)
         masks = self._masks(length, x.device, packing)
 
@@ -236,6 +237,7 @@ class Stage(nn.Module):
         for name, module in self.mtp.items():
             number = int(name)
             embedded = self._embed(ahead.tokens[number], place, None, f"mtp.{number}.embedding")
+            # each module reads the hidden states of the one before
             x = module(embedded, x, rotary=rotary, place=place, attn_mask=attn_mask)
             losses = self.losses(self._logits_of_normalized(x), ahead.targets[number])
             shares.append(ahead.share(number, losses))

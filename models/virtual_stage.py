@@ -46,6 +46,7 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
                 "modules"
             )
         lockstep = Lockstep(virtual)
+        # a process with one virtual rank has an ordinary stage, whose tp axis sums canonically
         if virtual.held == 1:
             return make(config, replace(context, tp=lockstep.axes[0], sequence=True), cut, tied)
         contexts = [
@@ -102,6 +103,7 @@ class VirtualStage(nn.Module):
     def forward(
         self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
     ) -> Tensor | tuple[Tensor, ...]:
+        # ids are the same for all virtual ranks; activations are cut along the sequence
         if self.cut.first:
             inputs = [x] * len(self.shards)
         else:
@@ -162,6 +164,7 @@ class _Lanes(torch.autograd.Function):
         functions: Sequence[Callable[[Tensor], Tensor]],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
+        # each virtual rank's graph begins at leaves of its own
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
             outputs = stage.lockstep.run(_bind(functions, leaves))

@@ -130,6 +130,7 @@ class StageMemory:
         If its layers are equal, that is what a stage of few of them keeps, and as much more for
         each further layer as one more adds.
         """
+        # equal layers: a deep stage is computed from two shallow ones, if its peaks grow steadily
         layers = len(cut.layers)
         if len(set(self._layer_kinds(cut))) == 1:
             for count in FEW:
@@ -143,6 +144,7 @@ class StageMemory:
 
     def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
+        # of each layer whether it is recomputed, its kind, and its number if the plan names layers
         recomputed = self.options.recompute.whole(len(cut.layers))
         named = by_name(self.plan)
         kinds: list[object] = []
@@ -235,6 +237,7 @@ def _measure(stage: Stage, memory: StageMemory) -> Kept:
         packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64))
     else:
         packing = WHOLE
+    # separate runs: a whole backward frees what the first half of a split one keeps
     whole = _passes(stage, seq_length, micro_batch, packing, split=False)
     split = _passes(stage, seq_length, micro_batch, packing, split=True) if memory.halves else whole
     return replace(split, backward=whole.backward, buffers=buffers)
@@ -256,6 +259,7 @@ def _passes(stage: Stage, seq_length: int, micro_batch: int, packing: Packing, s
         activations = live.begin()
         with deferred.collect() if split else nullcontext(Work()) as work:
             torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
+        # of a split backward the input half alone
         backward = live.peak - activations
         del x, edge
         put_off = live.begin()

@@ -255,6 +255,7 @@ def _muon_peak(
         elements_of_rank[owner] += prod(shape)
     owned = max(elements_of_rank)
 
+    # the peak is on the way to the owners, in an iteration, or on the way back
     largest = max(shapes, key=prod)
     dtype = rule.iteration_dtype(plan.masters)
     largest_block = max(_block_elements(buffer, block) for buffer in by_muon)

@@ -62,6 +62,7 @@ class Refused(UserError):
         self, *problems: str, schedule: Schedule, spans: Sequence[Span], marks: Mapping[int, Mark]
     ) -> None:
         programs = dict(enumerate(schedule.programs))
+        # ranks without a mark are shown from their beginning
         indices = {rank: marks[rank].at if rank in marks else 0 for rank in programs}
         notes = {rank: mark.note for rank, mark in marks.items()}
         super().__init__(*problems, *picture(programs, indices, notes).splitlines())
@@ -89,14 +90,14 @@ def simulate(
     communicator has `sends` unfinished sends of it.
     Raises Refused with a picture of all ranks if some instruction can never run.
     """
-    clockwork = _Clockwork(schedule, cost, communicator, sends)
+    simulation = _Simulation(schedule, cost, communicator, sends)
     progress = True
     while progress:
         # every rank has its turn before the question is asked
-        moved = [clockwork.run(rank) for rank in range(len(schedule.programs))]
+        moved = [simulation.run(rank) for rank in range(len(schedule.programs))]
         progress = any(moved)
-    clockwork.require_finished()
-    return clockwork.spans
+    simulation.require_finished()
+    return simulation.spans
 
 
 def sends_under_way(schedule: Schedule) -> int:
@@ -224,7 +225,7 @@ class _Posted(NamedTuple):
     time: float
 
 
-class _Clockwork:
+class _Simulation:
     """The state of the simulation of all ranks."""
 
     def __init__(
@@ -272,14 +273,17 @@ class _Clockwork:
         return True
 
     def _post(self, transfer: _Posted) -> bool:
+        """Ask for a transfer. Return False if its communicator can take no more sends now."""
         communicator = self.communicator(transfer.message)
         queue = self.queues[communicator][transfer.rank]
         if transfer.instruction.op not in SENDS:
+            # a receive blocks its rank: `_transfer` moves the rank on
             self.receiving.add(transfer.rank)
         elif len(queue) == self.sends:
             self.crowded[transfer.rank] = communicator
             return False
         else:
+            # a send does not block its rank
             self.next_index[transfer.rank] += 1
         queue.append(transfer)
         self._transfer(communicator)
@@ -288,11 +292,13 @@ class _Clockwork:
     def _transfer(self, communicator: Hashable) -> None:
         """Run the transfers that are first in the queues of both ends."""
         while True:
+            # one queue for each rank that has asked, of at most two
             queues = [queue for queue in self.queues[communicator].values() if queue]
             if len(queues) < 2 or queues[0][0].message != queues[1][0].message:
                 return
             ends = [queue.popleft() for queue in queues]
             send, receive = sorted(ends, key=lambda posted: posted.instruction.op not in SENDS)
+            # both ends must have asked, and transfers of a communicator do not overlap
             start = max(send.time, receive.time, self.free_at[communicator])
             end = start + self.cost(send.instruction)
             self.free_at[communicator] = end
@@ -301,6 +307,7 @@ class _Clockwork:
                 self.spans.append(Span(posted.rank, posted.instruction, posted.time, end))
             self.receiving.remove(receive.rank)
             self.next_index[receive.rank] += 1
+            # the sender may wait for room for one more
             if self.crowded.get(send.rank) == communicator:
                 self.clock[send.rank] = max(end, self.clock[send.rank])
                 del self.crowded[send.rank]
@@ -314,6 +321,7 @@ class _Clockwork:
                 notes[rank] = self._describe_wait(rank)
         for queues in self.queues.values():
             for posted in chain(*queues.values()):
+                # of a rank that waits itself, that is the better reason
                 if self._has_ended(posted.rank):
                     notes[posted.rank] = f"no rank receives {posted.instruction}"
         if not notes:

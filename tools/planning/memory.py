@@ -28,8 +28,8 @@ PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 class RankBytes:
     """Bytes of one pipeline rank; its tensor-parallel ranks and replicas have as many.
 
-    activations: the peak of a step's passes, with messages between stages. logits: the part of it
-        that is one micro-batch's logits, on the rank of the last stage.
+    activations: the peak of a step's passes, with messages between stages.
+    logits: the part of it that is one micro-batch's logits, on the rank of the last stage.
     buffers: rotary tables and FP8 casts of weights.
     communication: copies of gradients that travel between replicas: in another dtype, or under
         canonical numerics.
@@ -115,6 +115,7 @@ class MemoryModel:
             self.device,
         )
         peaks = peak_bytes(config, passes, kept)
+        # by pipeline rank, like `states` and `peaks`
         buffers = [0] * len(states)
         for stage, rank in enumerate(placement):
             buffers[rank] += kept[stage].buffers
@@ -169,6 +170,7 @@ def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     parallel = config.parallel
     if not shards:
         return config, 1
+    # virtual ranks always cut the sequence
     virtual = parallel.model_copy(update={"tensor": shards, "sequence": True})
     return config.with_parallel(virtual, "canonical numerics"), shards // parallel.tensor
 

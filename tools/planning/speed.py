@@ -177,6 +177,7 @@ def predict(
         context_bytes[span.rank] += context
         expert_bytes[span.rank] += experts
 
+    # a long step is longer by what some more micro-batches of the simulated one take each
     repeats = 1 + passes.more / schedule.microbatches  # passes of the step, in those simulated
     length = max(span.end for span in spans)
     if passes.longer:
@@ -307,6 +308,7 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
         unsummed = expert_layers
     forward = (4 * len(layers) - unsummed) * transfer
     recomputed = config.recompute.whole(len(layers)) / len(layers)
+    # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     of_input = (
         forward * (1 + recomputed)
         + cost.cut.last * at_ends

@@ -62,8 +62,11 @@ from tools.training.throughput import Throughput
 
 
 def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of `RankStages.make_optimizer` on `device`. Raises
-    UserError."""
+    """Return the run's settings as keyword arguments of `RankStages.make_optimizer`. Raises
+    UserError.
+
+    device: on which the run trains.
+    """
     optimizer = config.optimizer
     parallel = config.parallel
     return {
@@ -209,7 +212,9 @@ class Trainer:
                 journal.write_event(event)
         while self.progress.step < self.config.train.steps and not self._stops:
             divergence = ""
+            # the step that is taken now, which may be one after the last whose outcome is known
             self.position.enter(Phase.STEP, self._taken + 1)
+            # a run whose folder was removed has nowhere to save, and stops on all ranks
             self.engine.optimizer.stop |= folder.is_gone()
             try:
                 finished = self._timed_step()
@@ -221,6 +226,7 @@ class Trainer:
             done = self.progress.step
             if self._stops:
                 folder.require_there(done, self.engine.optimizer)
+            # only then do the weights belong to a step whose outcome is known
             is_settled = done == self._taken
             if is_settled:
                 self._saves.require_whole()
@@ -228,6 +234,7 @@ class Trainer:
             if is_settled and (divergence or self._stops or self._saves_after(done)):
                 with self.position.during(Phase.SAVE):
                     self._save()
+            # after the save, so that the state is there to look at
             if divergence:
                 self._saves.finish(done, divergence)
                 raise TrainingDiverged(f"stopped after step {done}, state saved: {divergence}")
@@ -268,6 +275,7 @@ class Trainer:
         seconds of each."""
         start = time.perf_counter()
         finished = self.step()
+        # a step whose outcome comes one step late keeps its own duration
         self._seconds.append(time.perf_counter() - start)
         return [(report, progress, self._seconds.popleft()) for report, progress in finished]
 
@@ -286,6 +294,7 @@ class Trainer:
         record |= self._checks.fields(progress.step)
         self.position.record()
         self.monitor.note(report)
+        # evaluations are collective, so every rank gets here; rank 0 alone writes
         events = []
         if report.outcome != "applied":
             events.append(self._skip_event(report, progress))
@@ -320,12 +329,15 @@ class Trainer:
         return fields
 
     def _evaluates_after(self, step: int) -> bool:
+        """Return True if an evaluation is due after this step."""
         return _due(self.config.train.eval_every, step)
 
     def _saves_after(self, step: int) -> bool:
+        """Return True if a checkpoint is due after this step."""
         return step == self.config.train.steps or _due(self.config.checkpoint.every, step)
 
     def _skip_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
+        """Return the event of a step that changed nothing."""
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
         if report.outcome == NO_TOKENS:
             return no_tokens_event(progress.step, samples)
@@ -338,7 +350,7 @@ class Trainer:
         With optimizer.validation = "before" that is this step. With "after" it may be the step
         before, both or none. A NonFiniteStep is kept, to be raised once the state is saved.
         """
-        number = self._taken
+        number = self._taken  # from 0
         batch = self.config.train.global_batch
         position = self.progress.samples + (number - self.progress.step) * batch
         if number + 1 == self.config.log.timeline:
@@ -347,6 +359,7 @@ class Trainer:
             recording = None
         share = self._batches.take(position)
         if _due(self.config.fp8.shadow_every, number + 1):
+            # before the step, with the weights that it will read
             with self.position.during(Phase.COMPARISON):
                 self._shadows[number + 1] = run_shadow(self.engine.passes, share, number)
         share_of = partial(self.share, self.corpus.train, position)
@@ -372,6 +385,7 @@ class Trainer:
         try:
             yield self.engine.step(share, self._lr(), number, recording)
         except NonFiniteStep as error:
+            # the run ends once the state is saved (`_describe_divergence`)
             self._raised = error
             yield error.report
 

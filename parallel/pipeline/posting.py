@@ -31,10 +31,11 @@ def posts(schedule: Schedule) -> list[dict[Instruction, int]]:
     for (_, i), time in order.items():
         if i.op in SENDS:
             sends[Message.of(i)] = time
-    return [
-        _posts_of_rank(program, [order[rank, i] for i in program], sends)
-        for rank, program in enumerate(schedule.programs)
-    ]
+    posted = []
+    for rank, program in enumerate(schedule.programs):
+        times = [order[rank, i] for i in program]
+        posted.append(_posts_of_rank(program, times, sends))
+    return posted
 
 
 def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
@@ -69,10 +70,12 @@ def _posts_of_rank(
     earliest = 0
     for index, i in enumerate(program):
         if i.op in RECEIVES:
+            sent_at = sends[Message.of(i)]
             post = index
-            while post > earliest and times[post - 1] > sends[Message.of(i)]:
+            while post > earliest and times[post - 1] > sent_at:
                 post -= 1
             indices[i] = post
+            # one message is under way at a time: the next receive stays behind this one
             earliest = index + 1
     return indices
 
@@ -80,13 +83,20 @@ def _posts_of_rank(
 def moved(schedule: Schedule) -> Schedule:
     """Return the schedule with each receive where it is posted: as if it blocked its rank from
     there on."""
-    programs = zip(schedule.programs, posts(schedule), strict=True)
-    return replace(
-        schedule, programs=tuple(_move_receives(program, posted) for program, posted in programs)
-    )
+    programs = []
+    for program, posted in zip(schedule.programs, posts(schedule), strict=True):
+        programs.append(_move_receives(program, posted))
+    return replace(schedule, programs=tuple(programs))
 
 
 def _move_receives(program: Program, posted: Mapping[Instruction, int]) -> Program:
     """Return `program` with each receive before the instruction whose index `posted` has."""
-    keyed = [(posted.get(i, index), i not in posted, i) for index, i in enumerate(program)]
-    return tuple(i for _, _, i in sorted(keyed))
+    moved_program: list[Instruction] = []
+    # receives by the instruction before which they are posted; at most one is posted at a place
+    receives = {index: i for i, index in posted.items()}
+    for index, i in enumerate(program):
+        if index in receives:
+            moved_program.append(receives[index])
+        if i not in posted:
+            moved_program.append(i)
+    return tuple(moved_program)

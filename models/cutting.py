@@ -18,8 +18,8 @@ from parallel.leaves import PLAIN, Leaves
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the stages of a model are cut, laid out and computed, beside its precision plan and the
-    sizes of the mesh.
+    """The settings of an engine, besides the precision plan and the sizes of the mesh: the cut of
+    the model into stages, their layout and the way in which they are computed.
 
     micro_batch: samples of a micro-batch.
     seq_length: tokens of a sequence, before it is cut over ranks of cp.

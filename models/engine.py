@@ -73,7 +73,7 @@ class RankStages:
         """Return an optimizer over these stages. Collective over the world.
 
         kind: ParallelAMPOptimizer, a subclass, or a function with its arguments.
-        settings: keyword arguments of ParallelAMPOptimizer. It always sums over dp, because each
+        settings: keyword arguments of ParallelAMPOptimizer. `average` is always False, because each
             rank's loss is divided by the tokens of the global batch.
         """
         settings |= {"average": False}

@@ -394,7 +394,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class RunHooks(StageHooks):
-    """What an executor calls of `passes` for one run.
+    """The hooks of an executor that runs the passes of one run.
 
     advances_fp8: FP8's amax histories advance after each pass.
     sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches

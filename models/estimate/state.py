@@ -249,12 +249,7 @@ def _muon_peak(
         given += sum(run.given for run in runs)
         returned = max(returned, sum(run.last - run.first for run in runs))
 
-    owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
-    elements_of_rank = [0] * ranks
-    for shape, owner in zip(shapes, owners, strict=True):
-        elements_of_rank[owner] += prod(shape)
-    owned = max(elements_of_rank)
-
+    owned = _most_owned(shapes, rule, ranks)
     # the peak is on the way to the owners, in an iteration, or on the way back
     largest = max(shapes, key=prod)
     dtype = rule.iteration_dtype(plan.masters)
@@ -266,6 +261,15 @@ def _muon_peak(
     with torch.device("meta"), LiveMemory() as live:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
     return max(travelling * dtype.itemsize, updating, owned * dtype.itemsize + live.peak)
+
+
+def _most_owned(shapes: Sequence[tuple[int, ...]], rule: Muon, ranks: int) -> int:
+    """Return the elements of the matrices that one of `ranks` ranks iterates, at most."""
+    owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
+    elements = [0] * ranks
+    for shape, owner in zip(shapes, owners, strict=True):
+        elements[owner] += prod(shape)
+    return max(elements)
 
 
 def _block_elements(buffer: Buffer, block: int) -> int:

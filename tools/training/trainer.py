@@ -227,17 +227,20 @@ class Trainer:
             if self._stops:
                 folder.require_there(done, self.engine.optimizer)
             # only then do the weights belong to a step whose outcome is known
-            is_settled = done == self._taken
-            if is_settled:
-                self._saves.require_whole()
-                self._saves.poll()
-            if is_settled and (divergence or self._stops or self._saves_after(done)):
-                with self.position.during(Phase.SAVE):
-                    self._save()
+            if done == self._taken:
+                self._save_if_due(ends=bool(divergence or self._stops))
             # after the save, so that the state is there to look at
             if divergence:
                 self._saves.finish(done, divergence)
                 raise TrainingDiverged(f"stopped after step {done}, state saved: {divergence}")
+
+    def _save_if_due(self, ends: bool) -> None:
+        """Look after a save that is under way, and begin one that is due. ends: the run does."""
+        self._saves.require_whole()
+        self._saves.poll()
+        if ends or self._saves_after(self.progress.step):
+            with self.position.during(Phase.SAVE):
+                self._save()
 
     def _ask_to_stop(self, number: int) -> None:
         """Stop after the next step; its consensus tells all ranks."""

@@ -269,8 +269,8 @@ def test_a_failure_on_one_rank_of_a_pipeline_is_the_one_that_is_seen() -> None:
 
 def test_a_loss_that_is_no_scalar_and_a_missing_reduce_are_named() -> None:
     s, links = one_process(stages=1, microbatches=1)
+    wrong = Forward(lambda *_: torch.zeros(2, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"F0\.0 failed.*must return a scalar loss, not \[2\]"):
-        wrong = Forward(lambda *_: torch.zeros(2, requires_grad=True))
         Executor(s.programs[0], links, wrong).run()
     with pytest.raises(RuntimeError, match=r"R0 failed.*no `reduce` was given"):
         Executor(s.programs[0], links, Forward(Toy(1, 1).forward)).run()

@@ -12,8 +12,10 @@ from parallel.activation_checkpoint import Recompute
 
 def layer_costs(config: ModelConfig, seq_length: int, recompute: Recompute) -> list[float]:
     """Return the cost of each layer."""
-    usual, dense = (_layer_cost(kind, seq_length, recompute) for kind in (config, config.dense))
-    return [dense if n in config.dense_layers else usual for n in range(config.layers)]
+    usual = _layer_cost(config, seq_length, recompute)
+    dense = _layer_cost(config.dense, seq_length, recompute)
+    dense_layers = config.dense_layers
+    return [dense if number in dense_layers else usual for number in range(config.layers)]
 
 
 def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
@@ -22,10 +24,12 @@ def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> 
 
     Their layers are recomputed as a whole if all layers are.
     """
-    last = config.kind_of_layer(config.layers - 1)
+    last_layer = config.kind_of_layer(config.layers - 1)
     within = recompute if recompute.fraction == 1 else Recompute(recompute.modules)
-    again = _layer_cost(last, seq_length, within) - 3 * last.layer_flops(seq_length)
-    return 3 * config.mtp_flops(seq_length) + config.mtp_layers * again
+    recomputed = _layer_cost(last_layer, seq_length, within) - 3 * last_layer.layer_flops(
+        seq_length
+    )
+    return 3 * config.mtp_flops(seq_length) + config.mtp_layers * recomputed
 
 
 def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
@@ -35,9 +39,11 @@ def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> f
     If a fraction of a stage's layers is recomputed, each layer bears this fraction. A fixed number
     of recomputed layers is the same in every stage, so it does not affect the cut and is left out.
     """
-    share = 0.0 if recompute.layers else recompute.fraction
-    attention = config.attention_again_flops(seq_length) if "attention" in recompute.modules else 0
-    return 3 * config.layer_flops(seq_length) + share * config.again_flops(seq_length) + attention
+    fraction = 0.0 if recompute.layers else recompute.fraction
+    cost = 3 * config.layer_flops(seq_length) + fraction * config.again_flops(seq_length)
+    if "attention" in recompute.modules:
+        cost += config.attention_again_flops(seq_length)
+    return cost
 
 
 def best_cut(
@@ -46,10 +52,11 @@ def best_cut(
     """Return the number of layers of each stage, at least one, that gives the busiest rank the
     least work.
 
-    costs: of each layer. first, last: extra costs of the first and the last stage. If layers cost
-    differently and a rank has several stages, it is the busiest stage that gets the least work.
-    Among equals, early stages get more
-    layers: they run first and wait longest.
+    If layers cost differently and a rank has several stages, it is the busiest stage that gets the
+    least work. Among equals, early stages get more layers: they run first and wait longest.
+
+    costs: of each layer.
+    first, last: extra costs of the first and the last stage.
     """
     layers = len(costs)
     stages = len(rank_of_stage)
@@ -71,38 +78,45 @@ def _even_cut(
     """
     stages = len(rank_of_stage)
     counts = [1] * stages
-    busy = [cost] * stages
-    busy[0] += first
-    busy[-1] += last
-    of_rank = {
-        rank: sum(b for b, r in zip(busy, rank_of_stage, strict=True) if r == rank)
-        for rank in rank_of_stage
-    }
+    work = [cost] * stages
+    work[0] += first
+    work[-1] += last
+    work_of_rank = dict.fromkeys(rank_of_stage, 0.0)
+    for stage, rank in enumerate(rank_of_stage):
+        work_of_rank[rank] += work[stage]
+
+    def busyness(stage: int) -> tuple[float, float]:
+        return work_of_rank[rank_of_stage[stage]], work[stage]
+
     for _ in range(layers - stages):
-        stage = min(range(stages), key=lambda s: (of_rank[rank_of_stage[s]], busy[s]))
+        stage = min(range(stages), key=busyness)
         counts[stage] += 1
-        busy[stage] += cost
-        of_rank[rank_of_stage[stage]] += cost
+        work[stage] += cost
+        work_of_rank[rank_of_stage[stage]] += cost
     return counts
 
 
 def _uneven_cut(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
     """Cut layers of different costs by bisection: find the least work of a stage with which all
-    layers have a place."""
+    layers have a stage."""
+    # greedy filling succeeds from the least work on, and fails below it
     low = 0.0
     high = sum(costs) + first + last
-    while low < (middle := (low + high) / 2) < high:
-        if _filled(costs, stages, first, last, middle):
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high:  # no number lies between the two
+            break
+        if _fill_stages(costs, stages, first, last, middle):
             high = middle
         else:
             low = middle
-    return _filled(costs, stages, first, last, high)
+    return _fill_stages(costs, stages, first, last, high)
 
 
-def _filled(
-    costs: Sequence[float], stages: int, first: float, last: float, most: float
+def _fill_stages(
+    costs: Sequence[float], stages: int, first: float, last: float, limit: float
 ) -> list[int]:
-    """Return the layers of stages that are filled from the first on with work up to `most`; empty
+    """Return the layers of stages that are filled from the first on with work up to `limit`; empty
     if some are left."""
     counts = list[int]()
     start = 0
@@ -110,7 +124,7 @@ def _filled(
         work = first * (stage == 0) + last * (stage == stages - 1)
         end = start
         latest = len(costs) - (stages - 1 - stage)  # so that each later stage has a layer
-        while end < latest and work + costs[end] <= most:
+        while end < latest and work + costs[end] <= limit:
             work += costs[end]
             end += 1
         if end == start:

@@ -5,6 +5,7 @@ slowest rank is as fast as possible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from models.best_cut import best_cut, layer_costs, modules_cost
@@ -12,13 +13,54 @@ from models.config import ModelConfig
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
+from parallel.leaves import PLAIN, Leaves
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The settings of an engine, besides the precision plan and the sizes of the mesh: the cut of
+    the model into stages, their layout and the way in which they are computed.
+
+    micro_batch: samples of a micro-batch.
+    seq_length: tokens of a sequence, before it is cut over ranks of cp.
+    sequence: activations between blocks are sharded over tp along the sequence (sequence
+        parallelism).
+    canonical_shards: the number of virtual tensor-parallel ranks, so that all sums are the same
+        bits on any number of processes (`models.virtual_stage`); 0: as many as there are processes,
+        and sums as they are fastest.
+    layers: the number of layers of each stage; empty: decided by cost.
+    recompute: the activations that the backward pass recomputes.
+    expert: the number of ranks over which the experts of each layer are spread, of the dp x tp
+        ranks of a stage.
+    expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
+    ring: keys and values go round the ranks of cp (`models.context_attention`); False: each rank
+        gathers those of a whole sequence.
+    seed: seed of initial weights and dropout.
+    blank: initial weights are not drawn; the caller loads others before the first pass.
+    trace: a skipped step is run again to find the micro-batch and the samples that broke it.
+    leaves: the form in which norms, rotations, gates, dropout and losses are computed.
+    """
+
+    micro_batch: int
+    seq_length: int
+    sequence: bool = False
+    canonical_shards: int = 0
+    layers: tuple[int, ...] = ()
+    recompute: Recompute = KEEP
+    expert: int = 1
+    expert_tensor: int = 0
+    ring: bool = True
+    seed: int = 0
+    blank: bool = False
+    trace: bool = True
+    leaves: Leaves = field(default=PLAIN, compare=False)
 
 
 def cuts(
     config: ModelConfig,
     stages: int,
     seq_length: int,
-    given: Sequence[int] = (),
+    layers: Sequence[int] = (),
     rank_of_stage: Sequence[int] = (),
     recompute: Recompute = KEEP,
 ) -> list[Cut]:
@@ -26,31 +68,33 @@ def cuts(
     both passes.
 
     Each stage gets at least one layer.
-    given: the number of layers of each stage; empty: decided by cost.
+    layers: the number of layers of each stage; empty: decided by cost.
     rank_of_stage: the rank of each stage; empty: each stage has its own rank.
     recompute: the activations that the backward pass recomputes.
-    Raises ValueError if `given` does not fit.
+    Raises ValueError if `layers` does not fit.
     """
-    ends = (
+    counts = layers or best_cut(
+        layer_costs(config, seq_length, recompute),
+        rank_of_stage or range(stages),
         config.embedding_flops(),
+        # forward, and twice as much backward
         3 * config.head_flops() + modules_cost(config, seq_length, recompute),
     )
-    counts = given or best_cut(
-        layer_costs(config, seq_length, recompute), rank_of_stage or range(stages), *ends
-    )
-    if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
+    if len(counts) != stages or sum(counts) != config.layers or min(counts) <= 0:
         raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
-    borders = list(accumulate(counts))
     return [
-        Cut(i, range(end - n, end), i == 0, i == stages - 1)
-        for i, (n, end) in enumerate(zip(counts, borders, strict=True))
+        Cut(stage, range(end - count, end), stage == 0, stage == stages - 1)
+        for stage, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))
     ]
 
 
 MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
-"""A function that builds one stage, or any module with a Stage's `forward` and `losses`. Its last argument is the
-pipeline ranks that both have the embedding: for a tied head, or for modules of multi-token prediction. It is empty if
-only one has it, or if both ends of the model are on one rank and share one parameter."""
+"""A function that builds one stage, or any module with a Stage's `forward` and `losses`.
+
+Its last argument is the pipeline ranks that both have the embedding: for a tied head, or for
+modules of multi-token prediction. It is empty if only one has it, or if both ends of the model are
+on one rank and share one parameter.
+"""
 
 
 def build(
@@ -60,23 +104,23 @@ def build(
     rank_of_stage: Sequence[int],
     pp_rank: int,
     make: MakeStage = Stage,
-    apart: bool = False,
+    separate_head: bool = False,
 ) -> Mapping[int, Stage]:
     """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank
     is a tied copy.
 
-    apart: a tied head is a copy on the same rank too, so that its gradients are summed apart from
-    the embedding's, as in a longer pipeline.
+    separate_head: a tied head is a copy on the same rank too, so that its gradients are summed
+        apart from the embedding's, as in a longer pipeline.
     """
-    ends = (rank_of_stage[0], rank_of_stage[-1])
-    twice = config.tied or config.mtp_layers > 0
-    tied = ends if twice and (apart or ends[0] != ends[1]) else ()
+    end_ranks = (rank_of_stage[0], rank_of_stage[-1])
+    used_twice = config.tied or config.mtp_layers > 0
+    tied = end_ranks if used_twice and (separate_head or end_ranks[0] != end_ranks[1]) else ()
     stages = {
         cut.stage: make(config, context, cut, tied)
         for cut in all_cuts
         if rank_of_stage[cut.stage] == pp_rank
     }
-    if twice and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
+    if used_twice and not tied and len(all_cuts) > 1 and pp_rank == end_ranks[0]:
         _share_embedding(stages[0], stages[len(all_cuts) - 1])
     return stages
 

@@ -9,15 +9,14 @@ A skipped step is run a second time to find the micro-batch in which it became n
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
-from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
@@ -30,7 +29,7 @@ from megaprec.optim.step_report import LOSS, NonFiniteStep, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.context_limits import require_cut
-from models.cutting import MakeStage, build, cuts
+from models.cutting import EngineOptions, MakeStage, build, cuts
 from models.dispatch import spread_experts
 from models.passes import OutsideVocabulary as OutsideVocabulary
 from models.passes import Passes, Running
@@ -38,23 +37,114 @@ from models.passes import Share as Share
 from models.replay import trace_offenders
 from models.stages import Stage
 from models.virtual_stage import over_virtual_ranks
-from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
-from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 
-MakeOptimizer = Callable[..., ParallelAMPOptimizer]
-"""A function of this rank's stages, the precision plan and the mesh. Under canonical numerics it is also given
-`virtual`, as a keyword, and with experts on ranks of their own `experts`."""
-SUMMING = partial(ParallelAMPOptimizer, average=False)
+OptimizerType = TypeVar("OptimizerType", bound=ParallelAMPOptimizer)
 
 
-def _require_given(config: object, plan: object, schedule: object) -> None:
+@dataclass(frozen=True)
+class RankStages:
+    """The stages that one rank holds of a model, without an optimizer yet. Built by
+    `build_stages`.
+
+    by_number: the stages, by their number in the model.
+    context: what their layers share.
+    virtual: the virtual tensor-parallel ranks; None unless numerics are canonical.
+    """
+
+    config: ModelConfig
+    plan: PrecisionPlan
+    mesh: DeviceMesh | None
+    schedule: Schedule
+    options: EngineOptions
+    by_number: Mapping[int, Stage]
+    context: Context
+    virtual: VirtualAxis | None
+
+    def make_optimizer(
+        self, kind: Callable[..., OptimizerType] = ParallelAMPOptimizer, **settings: Any
+    ) -> OptimizerType:
+        """Return an optimizer over these stages. Collective over the world.
+
+        kind: ParallelAMPOptimizer, a subclass, or a function with its arguments.
+        settings: keyword arguments of ParallelAMPOptimizer. `average` is always False, because each
+            rank's loss is divided by the tokens of the global batch.
+        """
+        settings |= {"average": False}
+        if self.virtual is not None:
+            settings |= {"virtual": self.virtual, "canonical": True}
+        if self.context.experts is not None:
+            settings |= {"experts": self.context.experts}
+        return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
+
+
+def build_stages(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    mesh: DeviceMesh | None,
+    schedule: Schedule,
+    options: EngineOptions,
+    make_stage: MakeStage = Stage,
+) -> RankStages:
+    """Build the stages that this rank holds by `schedule`. Collective over the world.
+
+    mesh: of AXES; None for one process without torch.distributed.
+    make_stage: builds each stage.
+    Raises UserError for arguments that do not fit together.
+    """
+    _require_kinds(config, plan, schedule)
+    # a schedule that can deadlock, or leaves something out, is refused before anything is built
+    check(schedule)
+    check(forward_only(schedule))
+    pp, tp, cp = (Axis.of(mesh, name) for name in ("pp", "tp", "cp"))
+    canonical = options.canonical_shards > 0
+    require_cut(
+        config,
+        plan,
+        cp.size,
+        options.seq_length,
+        tp.size if options.sequence else 1,
+        canonical,
+    )
+    # collective from here on: all ranks make their groups in this order
+    fp8 = FP8State.over(mesh, plan.fp8, config.layers)
+    virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None
+    if virtual is not None:
+        make_stage = over_virtual_ranks(make_stage, virtual)
+    experts = spread_experts(
+        config, mesh, options.expert, options.expert_tensor, options.canonical_shards
+    )
+    context = Context(
+        plan,
+        tp,
+        # virtual ranks always cut the sequence
+        options.sequence or canonical,
+        options.seed,
+        recompute=options.recompute,
+        fp8=fp8,
+        blank=options.blank,
+        experts=experts,
+        cp=cp,
+        ring=options.ring,
+        leaves=options.leaves,
+    )
+    placement = schedule.rank_of_stage
+    cut = cuts(
+        config, len(placement), options.seq_length, options.layers, placement, options.recompute
+    )
+    stages = build(config, context, cut, placement, pp.rank, make_stage, canonical)
+    for stage in stages.values():
+        compute_marked_in_fp32(stage, plan)
+    return RankStages(config, plan, mesh, schedule, options, stages, context, virtual)
+
+
+def _require_kinds(config: object, plan: object, schedule: object) -> None:
     """Raise UserError, naming all that are wrong, for what no engine can be made of."""
     rules = {
         (
@@ -64,7 +154,7 @@ def _require_given(config: object, plan: object, schedule: object) -> None:
         (
             "config.vocab = 0: no tokenizer has said it: give models.preset(name, vocab=...), or "
             "config.with_vocab(n)"
-        ): (getattr(config, "vocab", 1) > 0),
+        ): getattr(config, "vocab", 1) > 0,
         f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(
             plan, PrecisionPlan
         ),
@@ -78,150 +168,100 @@ def _require_given(config: object, plan: object, schedule: object) -> None:
 
 
 class Engine:
-    """Trains a model of `config` over a mesh of AXES, by `schedule`, in micro-batches of
-    `micro_batch` samples.
+    """Trains the model of `parts` over their mesh, by their schedule.
 
     The ranks of cp share samples: each is given the share of its dp rank, and computes its part of
     each sequence.
-    ring: keys and values go round the ranks of cp (`models.context_attention`).
 
-    trace: run a skipped step again to find the micro-batch and the samples that broke it.
-    make_optimizer: builds the optimizer over this rank's stages. It must sum over dp, because each
-        rank's loss is divided by the tokens of the global batch.
-    canonical_shards: the number of virtual tensor-parallel ranks, so that all sums are the same
-        bits on any number of processes (`models.virtual_stage`); 0: as many as there are processes,
-        and sums as they are fastest.
-    layers: the number of layers of each stage; empty: decided by cost.
-    recompute: the activations that the backward pass recomputes.
-    make_stage: builds each of this rank's stages.
+    parts: the stages of this rank.
+    optimizer: over these stages, as `RankStages.make_optimizer` makes it.
     observers: additional observers of the optimizer's steps.
     position: told of each instruction of the passes.
-    blank: initial weights are not drawn; the caller loads others before the first pass.
-    expert: the number of ranks over which the experts of each layer are spread, of the dp x tp
-        ranks of a stage.
-    expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
-    leaves: the form in which norms, rotations, gates, dropout and losses are computed.
+    Collective over the world. Raises ValueError for an optimizer that averages over dp.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        plan: PrecisionPlan,
-        mesh: DeviceMesh | None,
-        schedule: Schedule,
-        *,
-        micro_batch: int,
-        seq_length: int,
-        sequence: bool = False,
-        canonical_shards: int = 0,
-        seed: int = 0,
-        trace: bool = True,
-        make_optimizer: MakeOptimizer = SUMMING,
-        layers: Sequence[int] = (),
-        recompute: Recompute = KEEP,
-        make_stage: MakeStage = Stage,
+        parts: RankStages,
+        optimizer: ParallelAMPOptimizer,
         observers: Sequence[StepObserver] = (),
         position: Position | None = None,
-        blank: bool = False,
-        expert: int = 1,
-        expert_tensor: int = 0,
-        ring: bool = True,
-        leaves: Leaves = PLAIN,
     ) -> None:
-        _require_given(config, plan, schedule)
-        evaluation = forward_only(schedule)
-        for every in (schedule, evaluation):
-            check(every)
-        self.schedule = schedule
-        self.trace = trace
+        mesh = parts.mesh
+        options = parts.options
+        context = parts.context
+        self.trace = options.trace
+        self.leaves = options.leaves
+        self.schedule = parts.schedule
+        self.stages = parts.by_number
+        self.optimizer = optimizer
         self.device = device_of(mesh)
-        self.leaves = leaves
         self.pp, self.dp, self.tp, self.cp = (
             Axis.of(mesh, name) for name in ("pp", "dp", "tp", "cp")
         )
-        require_cut(
-            config,
-            plan,
-            self.cp.size,
-            seq_length,
-            self.tp.size if sequence else 1,
-            canonical_shards > 0,
-        )
-        self.fp8 = FP8State.over(mesh, plan.fp8, config.layers)
-        self.virtual = VirtualAxis(self.tp, canonical_shards) if canonical_shards else None
-        if self.virtual is None:
-            make_stage = make_stage
-        else:
-            make_stage = over_virtual_ranks(make_stage, self.virtual)
-        self.experts = spread_experts(config, mesh, expert, expert_tensor, canonical_shards)
-        context = Context(
-            plan, self.tp, sequence or canonical_shards > 0, seed, recompute=recompute, fp8=self.fp8
-        )
-        context = replace(
-            context, blank=blank, experts=self.experts, cp=self.cp, ring=ring, leaves=leaves
-        )
-        cut = cuts(
-            config,
-            len(schedule.rank_of_stage),
-            seq_length,
-            layers,
-            schedule.rank_of_stage,
-            recompute,
-        )
-        self.stages = build(
-            config,
-            context,
-            cut,
-            schedule.rank_of_stage,
-            self.pp.rank,
-            make_stage,
-            bool(self.virtual),
-        )
-        for stage in self.stages.values():
-            compute_marked_in_fp32(stage, plan)
-        self.optimizer = _told(make_optimizer, self.virtual, self.experts)(
-            list(self.stages.values()), plan, mesh
-        )
-        self.optimizer.checks_loop = (
-            False  # ours: parity and the sentinel compare the work of ranks in full
-        )
-        if self.optimizer.average:
+        self.fp8 = context.fp8
+        self.experts = context.experts
+        # parity and the sentinel compare the work of ranks in full; this check is for loops of
+        # users
+        optimizer.checks_loop = False
+        if optimizer.average:
             raise ValueError("the engine's optimizer must sum over dp: build it with average=False")
-        links = self._connect(
-            (seq_length, micro_batch, config.hidden), context, (schedule, evaluation)
-        )
-        told = position or Position()
-        later = context.deferred
+        evaluation = forward_only(self.schedule)
+        shape = (options.seq_length, options.micro_batch, parts.config.hidden)
+        links = self._connect(shape, context, (self.schedule, evaluation))
         self.passes = Passes(
-            config,
-            schedule,
+            parts.config,
+            self.schedule,
             self.stages,
-            self.optimizer,
+            optimizer,
             self.fp8,
             links,
-            later,
-            micro_batch,
-            told,
+            context.deferred,
+            options.micro_batch,
+            position or Position(),
             cp=self.cp,
         )
         # last: number of the model's last stage
         self.last = self.passes.last
-        self.micro_batch = micro_batch
         self._evaluation = evaluation.programs[self.pp.rank]
-        self.optimizer.observers += observers
+        optimizer.observers += observers
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        mesh: DeviceMesh | None,
+        schedule: Schedule,
+        options: EngineOptions,
+        *,
+        make_stage: MakeStage = Stage,
+        **settings: Any,
+    ) -> "Engine":
+        """Build the stages of this rank, a ParallelAMPOptimizer over them, and their engine.
+        Collective over the world.
+
+        settings: keyword arguments of `RankStages.make_optimizer`.
+        """
+        parts = build_stages(config, plan, mesh, schedule, options, make_stage)
+        return cls(parts, parts.make_optimizer(**settings))
 
     def _connect(
         self, shape: tuple[int, int, int], context: Context, schedules: Sequence[Schedule]
     ) -> P2P:
-        """Return the links to other stages. shape: of a whole activation, [s, b, hidden].
+        """Return the links to other stages. shape: of a full activation, [s, b, hidden].
         Collective over the world."""
         length, *rest = shape
-        own = length // (self.cp.size * (self.tp.size if context.cut_sequence else 1)), *rest
-        sends = max(sends_under_way(schedule) for schedule in schedules)
-        shared = None if context.cut_sequence else self.tp
-        placed = schedules[0].rank_of_stage
+        sequence_ranks = self.cp.size * (self.tp.size if context.cut_sequence else 1)
         return P2P.open(
-            self.pp, placed, own, context.plan.pipeline, self.device, sends=sends, shared=shared
+            self.pp,
+            self.schedule.rank_of_stage,
+            (length // sequence_ranks, *rest),
+            context.plan.pipeline,
+            self.device,
+            sends=max(sends_under_way(schedule) for schedule in schedules),
+            # activations that are not cut are the same on all ranks of tp
+            shared=None if context.cut_sequence else self.tp,
         )
 
     def step(
@@ -230,14 +270,16 @@ class Engine:
         """Run training step `number`; every rank gets the same report. Collective over the whole
         mesh.
 
-        recording: receives the time span of each instruction. Raises NonFiniteStep, on every rank,
-        if the step is not finite and the precision plan asks for an error.
+        recording: receives the time span of each instruction.
+        Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
+        for an error.
         """
         return self.update(self.accumulate(share, number, recording), lr)
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
         run = self.passes.begin(share, number, self.optimizer.scale)
+        # the outermost autocast of FP8's state is one pass of its histories, so one for the step
         with self.passes.in_fp8():
             self.passes.executor(run, spans=recording.spans if recording else None).run()
         self.passes.position.at("gradient reduction")
@@ -263,14 +305,16 @@ class Engine:
 
         The loss is NaN if none counts. Collective over the whole mesh.
         """
+        # weights of the last update may still travel
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
             self.passes.executor(run, self._evaluation).run()
         loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
+        # ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`)
         if math.isnan(loss):
             self.passes.require_ids(run)
-        # only ranks of the last stage know it
+        # NaN on ranks that do not hold the last stage, which alone counts them
         counted = run.counted.counted.nan_to_num(nan=-math.inf)
         tokens = self.optimizer.world.max_(counted).item()
         if tokens <= 0:
@@ -287,38 +331,25 @@ class Engine:
         if math.isnan(report.loss):
             self.passes.require_ids(run)
         if run.ahead is not None:
-            report = replace(
-                report, mtp_loss=self.optimizer.world.sum_(run.ahead.losses.clone()).mean().item()
-            )
+            losses = self.optimizer.world.sum_(run.ahead.losses.clone())
+            report = replace(report, mtp_loss=losses.mean().item())
         if report.changed or not report.overflowed:
             return report
         offenders = report.offenders
         if offenders and offenders[0].name == LOSS:
             last = self.schedule.rank_of_stage[-1]  # which the optimizer does not know
             offenders = (replace(offenders[0], stage=last), *offenders[1:])
-        if self.trace and offenders and not self._searching(report):
+        if self.trace and offenders and not self._searches_scale(report):
             offenders = trace_offenders(self.passes, offenders, report.loss_scale, run)
         return replace(report, offenders=offenders)
 
-    def _searching(self, report: StepReport) -> bool:
+    def _searches_scale(self, report: StepReport) -> bool:
         """Return True if the loss scale is still falling to its first usable value.
 
         A skip is then due to the scale, and says nothing about the samples.
         """
         scaling = self.optimizer.plan.scaling
-        falls = (
-            scaling.kind == "dynamic"
-            and report.loss_scale > scaling.minimum
-            and math.isfinite(report.loss)
-        )
-        return falls and self.optimizer.numbers()["steps"] == 0
-
-
-def _told(
-    make: MakeOptimizer, virtual: VirtualAxis | None, experts: ExpertAxes | None
-) -> MakeOptimizer:
-    """Return `make` with the keywords for virtual ranks and for the ranks of experts, if there are
-    any."""
-    if virtual is not None:
-        make = partial(make, virtual=virtual, canonical=True)
-    return make if experts is None else partial(make, experts=experts)
+        may_fall = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum
+        if not may_fall or not math.isfinite(report.loss):
+            return False
+        return self.optimizer.numbers()["steps"] == 0

@@ -9,7 +9,7 @@ zero and is rounded to zero.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,9 @@ from megaprec.optim.partial_grads import sum_partial
 from models.passes import Passes, Share, require_steady_scales
 from parallel.pipeline.instructions import Op
 
-Found = dict[str, list[float]]
+Sums = dict[str, list[float]]
+"""Sums over all ranks, by name: three products of a weight's gradients, or four counts of values in
+casts (saturated, of all; underflowed, of all)."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,14 @@ class Shadow:
     underflowed: Mapping[str, float]
 
     @staticmethod
-    def of(loss: float, wide_loss: float, found: Found) -> "Shadow":
-        """Return the Shadow of two losses. found: the results of `compared` for all stages."""
+    def of(loss: float, wide_loss: float, sums: Sums) -> "Shadow":
+        """Return the Shadow of two losses. sums: those of all stages."""
         cosines = {}
         saturated = {}
         underflowed = {}
-        for name, numbers in found.items():
+        for name, numbers in sums.items():
             if len(numbers) == 3:
-                both, one, other = numbers
-                cosines[name] = both / math.sqrt(one * other) if one * other > 0 else math.nan
+                cosines[name] = _cosine(*numbers)
             else:
                 saturated[name] = numbers[0] / max(1.0, numbers[1])
                 underflowed[name] = numbers[2] / max(1.0, numbers[3])
@@ -71,9 +72,16 @@ class Shadow:
     @property
     def worst(self) -> tuple[str, float]:
         """Return the weight with the lowest cosine, and that cosine; ("", nan) if there is none."""
-        known = {name: cosine for name, cosine in self.cosines.items() if not math.isnan(cosine)}
-        name = min(known, key=known.__getitem__, default="")
-        return name, known.get(name, math.nan)
+        finite = {name: cosine for name, cosine in self.cosines.items() if not math.isnan(cosine)}
+        name = min(finite, key=finite.__getitem__, default="")
+        return name, finite.get(name, math.nan)
+
+
+def _cosine(product: float, square: float, other_square: float) -> float:
+    """Return the cosine of two vectors from their scalar products; NaN if one of them is zero or
+    not finite."""
+    squares = square * other_square
+    return product / math.sqrt(squares) if squares > 0 else math.nan
 
 
 def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
@@ -90,24 +98,24 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     buffers = optimizer.all_buffers()
     names = fp8.narrow
     with passes.gradients_aside(), fp8.autocast(enabled=False):
-        wide_loss, counted = _first_alone(passes, share, number)
-        wide = {name: values.clone() for name, values in weight_gradients(buffers, names).items()}
+        wide_loss, counted = _run_first_microbatch(passes, share, number)
+        # copies, because the second run overwrites the buffers
+        gradients = weight_gradients(buffers, names)
+        wide = {name: values.clone() for name, values in gradients.items()}
     with passes.gradients_aside():
-        with fp8.replayed(), fp8.watching() as lost:
-            loss, _ = _first_alone(passes, share, number)
+        with fp8.replayed(), fp8.watching() as casts:
+            loss, _ = _run_first_microbatch(passes, share, number)
         narrow = weight_gradients(buffers, names)
-        counts = lost_by_tensor(lost, names, buffers)
-        found = compared(wide, narrow, counts, (optimizer.tp, optimizer.dp))
-    loss, wide_loss, counted = optimizer.world.sum_(
-        torch.stack([loss, wide_loss, counted])
-    ).tolist()
+        lost = lost_by_tensor(casts, names, buffers)
+        sums = sum_over_ranks(wide, narrow, lost, (optimizer.tp, optimizer.dp))
+    losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted]))
+    loss, wide_loss, counted = losses.tolist()
     part = counted or math.nan  # without a token that counts there is no loss
-    return Shadow.of(
-        loss / part, wide_loss / part, everyones(found, optimizer.world, optimizer.device)
-    )
+    sums_of_all_stages = everyones(sums, optimizer.world, optimizer.device)
+    return Shadow.of(loss / part, wide_loss / part, sums_of_all_stages)
 
 
-def _first_alone(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
+def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
     """Run the first micro-batch, forward and backward, through all stages.
 
     Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of
@@ -116,9 +124,8 @@ def _first_alone(passes: Passes, share: Share, number: int) -> tuple[Tensor, Ten
     dp.
     """
     run = passes.begin(share, number, passes.optimizer.scale)
-    passes.executor(
-        run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]
-    ).run()
+    program = [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]
+    passes.executor(run, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
     counted = torch.zeros_like(run.num_tokens)
@@ -139,14 +146,16 @@ def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Te
     A view is empty if another tensor-parallel rank counts the slice. names: the first logical
     tensor of each parameter.
     """
-    return dict(span for b in buffers for p in b.parameters for span in _spans(p, names))
-
-
-def _spans(parameter: torch.nn.Parameter, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
-    layout = layout_of(parameter)
-    flat = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
-    for part, first, last in layout.spans() if layout.parts[0].name in names else ():
-        yield part.name, flat[first : last if part.copy == 0 else first]
+    gradients: dict[str, Tensor] = {}
+    for buffer in buffers:
+        for parameter in buffer.parameters:
+            layout = layout_of(parameter)
+            if layout.parts[0].name not in names:
+                continue
+            flat = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
+            for part, first, last in layout.spans():
+                gradients[part.name] = flat[first : last if part.copy == 0 else first]
+    return gradients
 
 
 def lost_by_tensor(
@@ -157,23 +166,26 @@ def lost_by_tensor(
     For weights that are kept as FP8 codes the counts are read from the parameter. casts: the result
     of `FP8State.watching`. names: as in `weight_gradients`.
     """
-    none = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
-    nothing = {f"{name}.{role}": none for name in names for role in ROLES}
-    own = {f"{one.param.name}.weight": one.lost() for buffer in buffers for one in buffer.owned}
-    return {**nothing, **casts, **own}
+    zeros = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
+    counts = {f"{name}.{role}": zeros for name in names for role in ROLES}
+    counts |= casts
+    for buffer in buffers:
+        for shard in buffer.owned:
+            counts[f"{shard.param.name}.weight"] = shard.lost()
+    return counts
 
 
-def compared(
+def sum_over_ranks(
     wide: Mapping[str, Tensor],
     narrow: Mapping[str, Tensor],
     lost: Mapping[str, Tensor],
     axes: Sequence[Axis],
-) -> Found:
+) -> Sums:
     """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the
     same names."""
-    sums = {
-        name: _products(values.double(), narrow[name].double()) for name, values in wide.items()
-    }
+    sums: dict[str, Tensor] = {}
+    for name, values in wide.items():
+        sums[name] = _scalar_products(values.double(), narrow[name].double())
     sums |= lost
     names = sorted(sums)
     if not names:
@@ -185,5 +197,6 @@ def compared(
     return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([a @ b, a @ a, b @ b])
+def _scalar_products(wide: Tensor, narrow: Tensor) -> Tensor:
+    """Return the product of two vectors, and the squares of each: [3]."""
+    return torch.stack([wide @ narrow, wide @ wide, narrow @ narrow])

@@ -42,8 +42,10 @@ class MicrobatchTrace:
     """Traces the first micro-batch while an executor runs `program`, or its instructions for this
     micro-batch alone.
 
-    last: number of the model's last stage. alone: True if the micro-batch runs alone. in_flight:
-    True if its backward pass already reduces gradients: they are then given to `look_at` before.
+    last: number of the model's last stage.
+    alone: True if the micro-batch runs alone.
+    in_flight: True if its backward pass already reduces gradients: they are then given to `look_at`
+        before.
     messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as
         received.
     """
@@ -57,12 +59,14 @@ class MicrobatchTrace:
         alone: bool,
         in_flight: bool,
     ) -> None:
-        forwards = [i for i in program if i.op is Op.FORWARD]
-        turns = {n: [i.microbatch for i in forwards if i.stage == n].index(TRACED) for n in stages}
-        self._borders = BorderTrace(stages, dict.fromkeys(turns, 0) if alone else turns)
+        turns: dict[int, int] = {}
+        for stage in stages:
+            order = [i.microbatch for i in program if i.op is Op.FORWARD and i.stage == stage]
+            turns[stage] = 0 if alone else order.index(TRACED)
+        self._borders = BorderTrace(stages, turns)
         self._last = last
         self._in_flight = in_flight
-        self._own = _parameters(stages, program)
+        self._parameters = _readable_parameters(stages, program)
         self._noted: set[nn.Parameter] = set()
         self.messages: dict[tuple[int, int], Tensor] = {}
 
@@ -79,19 +83,16 @@ class MicrobatchTrace:
 
     def watch(self, executor: Executor) -> None:
         """Trace what `executor` is going to run."""
-        then = executor.after
 
-        def after(i: Instruction) -> None:
+        def look(i: Instruction) -> None:
             if i.microbatch == TRACED:
                 self._look(executor, i)
-            elif (
-                i.op in INPUT_GRADIENTS
-            ):  # what it adds to no longer holds the traced micro-batch alone
-                self._noted.update(p for p in self._own.get(i.stage, ()) if has_gradient(p))
-            if then is not None:
-                then(i)
+            elif i.op in INPUT_GRADIENTS:
+                # what it adds to no longer holds the traced micro-batch alone
+                parameters = self._parameters.get(i.stage, ())
+                self._noted.update(filter(has_gradient, parameters))
 
-        executor.after = after
+        executor.observer = look
 
     def _look(self, executor: Executor, i: Instruction) -> None:
         if i.op in RECEIVES:
@@ -104,49 +105,59 @@ class MicrobatchTrace:
             self._note_gradients(i.stage)
 
     def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
+        """Note a message that this rank holds. side: 0 as sent, 1 as received."""
         assert message is not None
-        tensor = executor.held(message)
-        if tensor is not None:
-            back = message.kind is MessageType.GRADIENT
-            number = 2 * message.stage + back
-            self.messages[number, side] = digest(tensor)
-            what = f"{message_name(number)}, as {('sent', 'received')[side]}"
-            self._borders.note(
-                BACKWARD if back else FORWARD, message.stage + (back != bool(side)), what, tensor
-            )
+        tensor = executor.find_message(message)
+        if tensor is None:
+            return
+        is_gradient = message.kind is MessageType.GRADIENT
+        number = 2 * message.stage + is_gradient
+        self.messages[number, side] = digest(tensor)
+        # the stage on this rank: an activation comes from the lower one, a gradient from the upper
+        stage = message.stage + (is_gradient != bool(side))
+        name = f"{message_name(number)}, as {('sent', 'received')[side]}"
+        self._borders.note(BACKWARD if is_gradient else FORWARD, stage, name, tensor)
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
         """Trace the gradients of these parameters, which are complete on this rank and not reduced
         yet."""
-        among = set(parameters)
-        for stage in self._own:
-            self._note_gradients(stage, among)
+        complete = set(parameters)
+        for stage in self._parameters:
+            self._note_gradients(stage, complete)
 
     def _note_gradients(self, stage: int, among: Set[nn.Parameter] | None = None) -> None:
-        for place, parameter in enumerate(self._own.get(stage, ())):
+        """Note the gradients of a stage that have come and were not noted yet. among: of these
+        parameters only; None: of all."""
+        for position, parameter in enumerate(self._parameters.get(stage, ())):
             if parameter in self._noted or (among is not None and parameter not in among):
                 continue
             if has_gradient(parameter):
                 self._noted.add(parameter)
-                name = " and ".join(part.name for part in layout_of(parameter).parts)
-                module = layout_of(parameter).parts[0].name.rpartition(".")[0]
+                parts = layout_of(parameter).parts
+                name = " and ".join(part.name for part in parts)
+                module = parts[0].name.rpartition(".")[0]
                 main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-                self._borders.note(BACKWARD, stage, f"the gradient of {name}", main, module, place)
+                self._borders.note(
+                    BACKWARD, stage, f"the gradient of {name}", main, module, position
+                )
 
 
-def _parameters(stages: Mapping[int, nn.Module], program: Program) -> dict[int, list[nn.Parameter]]:
+def _readable_parameters(
+    stages: Mapping[int, nn.Module], program: Program
+) -> dict[int, list[nn.Parameter]]:
     """Return, by stage, the parameters whose gradients of the traced micro-batch can be read alone.
 
     These are not shared with another stage of the rank, and the traced micro-batch is the first
     that has a backward pass in the stage.
     """
-    holders = Counter(p for stage in stages.values() for p in stage.parameters())  # by identity
-    found = {}
+    # by identity
+    uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
+    readable = {}
     for number, stage in stages.items():
-        own = [i for i in program if i.stage == number]
-        firsts = [
-            next(i for i in own if i.op in ops) for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
-        ]
-        if all(i.microbatch == TRACED for i in firsts):
-            found[number] = [p for p in stage.parameters() if p.requires_grad and holders[p] == 1]
-    return found
+        instructions = [i for i in program if i.stage == number]
+        first_input = next(i for i in instructions if i.op in INPUT_GRADIENTS)
+        first_weight = next(i for i in instructions if i.op in WEIGHT_GRADIENTS)
+        if first_input.microbatch == first_weight.microbatch == TRACED:
+            trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+            readable[number] = [parameter for parameter in trained if uses[parameter] == 1]
+    return readable

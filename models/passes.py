@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from models.packing import WHOLE, Packing
 from models.stages import Stage
 from models.token_count import TokenCount, count_tokens
 from parallel.dropout import MicrobatchInfo
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
     WEIGHT_GRADIENTS,
@@ -64,21 +64,21 @@ class Share:
         """Return the part of this share that a rank of cp computes: its tokens of every sample."""
         if cp.size == 1:
             return self
-        mask = None if self.mask is None else take(self.mask, cp, 1)
-        tokens = take(self.tokens, cp, 1)
-        targets = take(self.targets, cp, 1)
         return replace(
-            self, tokens=tokens, targets=targets, mask=mask, packing=self.packing.cut(cp)
+            self,
+            tokens=take(self.tokens, cp, 1),
+            targets=take(self.targets, cp, 1),
+            mask=None if self.mask is None else take(self.mask, cp, 1),
+            packing=self.packing.cut(cp),
         )
 
     def on(self, device: torch.device) -> "Share":
         """Return this share on a device."""
-        mask = None if self.mask is None else sent(self.mask, device)
         return replace(
             self,
             tokens=sent(self.tokens, device),
             targets=sent(self.targets, device),
-            mask=mask,
+            mask=None if self.mask is None else sent(self.mask, device),
             packing=self.packing.on(device),
         )
 
@@ -93,8 +93,10 @@ class Running:
     loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
         is canonical.
     outside: bool [rows, s], True where the share has ids outside the vocabulary.
-    given: the share of this dp rank; `share` is the part of it that this rank computes.
-    ahead: of the modules of multi-token prediction; None if there are none, and in evaluation.
+    share: the part of `full_share` that this rank of cp computes.
+    full_share: the share of this dp rank.
+    ahead: what the modules of multi-token prediction read and predict; None if there are none, and
+        in evaluation.
     """
 
     share: Share
@@ -103,7 +105,7 @@ class Running:
     scale: Tensor
     loss: Tensor
     outside: Tensor
-    given: Share
+    full_share: Share
     ahead: Ahead | None = None
 
     @property
@@ -114,8 +116,10 @@ class Running:
 
     def end(self) -> None:
         """Wait for sums under way, of passes that will not divide by them."""
-        for count in (self.counted, *(self.ahead.counted if self.ahead else ())):
-            count.end()
+        self.counted.end()
+        if self.ahead is not None:
+            for count in self.ahead.counted:
+                count.end()
 
 
 class OutsideVocabulary(UserError):
@@ -162,8 +166,8 @@ class Passes:
 
     @cached_property
     def _posts(self) -> Mapping[Instruction, int]:
-        """Return the places of `program` before which receives are posted; empty if they may be
-        anywhere."""
+        """Return the index in `program` before which each receive is posted; empty if the links
+        post early."""
         if self.links.early:
             return {}
         return posts(self.schedule)[self.optimizer.pp.rank]
@@ -179,11 +183,12 @@ class Passes:
         return self.schedule.microbatches * self.micro_batch
 
     @cached_property
-    def _chunk(self) -> dict[int, int]:
+    def _chunk_of_stage(self) -> dict[int, int]:
+        """Return the index of each stage among the optimizer's parts."""
         return {stage: chunk for chunk, stage in enumerate(self.stages)}
 
     @cached_property
-    def _shares_ends(self) -> bool:
+    def _shares_embedding(self) -> bool:
         """Return True if the first stage's embedding is also that of the last stage, and both are
         on this rank.
 
@@ -191,9 +196,9 @@ class Passes:
         stage has finished. The gradients of the first stage are therefore reduced by the
         optimizer's step, which reduces all that are left.
         """
-        ends = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
-        shared = self.config.tied or self.config.mtp_layers > 0
-        return shared and ends == {self.optimizer.pp.rank} and self.last > 0
+        end_ranks = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
+        used_twice = self.config.tied or self.config.mtp_layers > 0
+        return used_twice and end_ranks == {self.optimizer.pp.rank} and self.last > 0
 
     def begin(self, share: Share, step: int | None, scale: Tensor) -> Running:
         """Prepare the passes of a share. Collective over dp if the share has a mask.
@@ -205,32 +210,38 @@ class Passes:
                 f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}"
             )
         device = self.optimizer.device
-        given = share
-        share = share.cut(self.cp).on(device)
-        tokens = share.targets.numel()
-        divides = self.last in self.stages
-        exact = self.optimizer.canonical
-        counted = count_tokens(tokens, share.mask, self.optimizer.dp, divides, device, exact)
-        outside = self._outside(share.tokens) | self._outside(share.targets)
-        loss = torch.where(outside.any(), math.nan, 0.0).double()
-        if self.optimizer.canonical:
-            loss = loss.repeat(self.schedule.microbatches)
-        return Running(
-            share, counted, step, scale, loss, outside, given, self._ahead(given, step, scale)
+        canonical = self.optimizer.canonical
+        # the full share is kept as it is: the replay of a skipped step begins with it
+        local = share.cut(self.cp).on(device)
+        counted = count_tokens(
+            local.targets.numel(),
+            local.mask,
+            self.optimizer.dp,
+            self.last in self.stages,  # only the last stage divides by the number of tokens
+            device,
+            canonical,
         )
+        outside = self._outside(local.tokens) | self._outside(local.targets)
+        # NaN from the start: all ranks learn of such ids from the loss, and no host waits
+        loss = torch.where(outside.any(), math.nan, 0.0).double()
+        # canonical sums add the micro-batches in an order of their own
+        if canonical:
+            loss = loss.repeat(self.schedule.microbatches)
+        ahead = self._look_ahead(share, step, scale)
+        return Running(local, counted, step, scale, loss, outside, share, ahead)
 
-    def _ahead(self, given: Share, step: int | None, scale: Tensor) -> Ahead | None:
+    def _look_ahead(self, share: Share, step: int | None, scale: Tensor) -> Ahead | None:
         """Return what the modules of multi-token prediction read and predict in training;
         collective over dp."""
         config = self.config
         if step is None or not config.mtp_layers:
             return None
-        tokens, targets = (ids.clamp(0, config.vocab - 1) for ids in (given.tokens, given.targets))
+        # the full share, because modules read tokens that other ranks of cp hold
         return look_ahead(
-            tokens,
-            targets,
-            given.mask,
-            given.packing.documents,
+            share.tokens.clamp(0, config.vocab - 1),
+            share.targets.clamp(0, config.vocab - 1),
+            share.mask,
+            share.packing.documents,
             config.mtp_layers,
             scale.double() * config.mtp_loss_weight,
             self.cp,
@@ -256,17 +267,21 @@ class Passes:
         spans: as in `Executor`.
         after: called after each instruction.
         """
-        sums = self.optimizer.canonical and program is None  # gradients of micro-batches by a tree
-        advances = run.step is not None and self.fp8.recipe is not None and self.fp8.by_microbatch
+        hooks = RunHooks(
+            self,
+            run,
+            advances_fp8=run.step is not None
+            and self.fp8.recipe is not None
+            and self.fp8.by_microbatch,
+            sums_by_tree=self.optimizer.canonical and program is None,
+            then=after,
+        )
         executor = Executor(
             self.program if program is None else program,
             self.links,
-            partial(self.forward, run),
-            self._reduce,
-            spans,
-            self.deferred,
-            after=partial(self._after, after, advances, sums) if advances or sums else after,
-            complete=self._complete,
+            hooks,
+            spans=spans,
+            deferred=self.deferred,
             position=self.position,
             posts=self._posts if program is None else None,
         )
@@ -275,24 +290,35 @@ class Passes:
         return executor
 
     def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """Run one micro-batch through one stage, as `Executor` requires."""
+        """Run one micro-batch through one stage, as `StageHooks.forward` does."""
         rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
-        place = None
-        if run.step is not None:
-            samples = (
-                torch.arange(rows.start, rows.stop, device=self.optimizer.device) + run.share.first
-            )
-            replicas = self.optimizer.dp.size // self.cp.size
-            # in FP64 the weight of a sample is not one of FP32
-            scale = run.scale.to(self.optimizer.plan.sensitive)
-            place = MicrobatchInfo(run.step, samples, scale / (self._rows * replicas))
         plan = self.optimizer.plan
-        x = self._inside(run.share.tokens[rows]) if received is None else received.to(plan.residual)
-        more = (run.ahead.of(rows),) if run.ahead is not None and stage == self.last else ()
-        y = self.stages[stage](x, place, run.share.packing.rows(rows), *more)
+        if received is None:
+            x = self._inside(run.share.tokens[rows])
+        else:
+            x = received.to(plan.residual)
+        info = self._microbatch_info(run, rows)
+        packing = run.share.packing.rows(rows)
+        if run.ahead is not None and stage == self.last:
+            output = self.stages[stage](x, info, packing, run.ahead.of(rows))
+        else:  # a stage of the user's takes no more than three
+            output = self.stages[stage](x, info, packing)
         if stage < self.last:
-            return y.to(plan.pipeline)
-        return self.scaled_loss(run, stage, y, rows)
+            return output.to(plan.pipeline)
+        return self.scaled_loss(run, stage, output, rows)
+
+    def _microbatch_info(self, run: Running, rows: slice) -> MicrobatchInfo | None:
+        """Return what dropout and router losses need to know of a micro-batch; None in
+        evaluation."""
+        if run.step is None:
+            return None
+        samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device)
+        samples = samples + run.share.first
+        # the optimizer's dp holds the ranks of cp too, which share samples
+        replicas = self.optimizer.dp.size // self.cp.size
+        # in FP64 the weight of a sample is not one of FP32
+        scale = run.scale.to(self.optimizer.plan.sensitive)
+        return MicrobatchInfo(run.step, samples, scale / (self._rows * replicas))
 
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
         """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo`
@@ -301,11 +327,11 @@ class Passes:
         if run.share.mask is not None:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
-        if (
-            self.optimizer.tp.rank == 0
-        ):  # other tp ranks hold the same loss, and losses are summed over the world
-            of = run.loss if run.loss.dim() == 0 else run.loss[rows.start // self.micro_batch]
-            of += loss.detach()
+        # other tp ranks hold the same loss, and losses are summed over the world
+        if self.optimizer.tp.rank == 0:
+            by_microbatch = run.loss.dim() > 0
+            total = run.loss[rows.start // self.micro_batch] if by_microbatch else run.loss
+            total += loss.detach()
         return loss * run.scale
 
     def require_ids(self, run: Running) -> None:
@@ -314,11 +340,12 @@ class Passes:
 
         Collective, so it is called only if the loss is NaN.
         """
-        wrong = (run.outside.any(1).nonzero()[:, 0] + run.share.first).tolist()
-        first = torch.tensor(
-            -min(wrong, default=math.inf), dtype=torch.float64, device=self.optimizer.device
+        samples = (run.outside.any(1).nonzero()[:, 0] + run.share.first).tolist()
+        # the smallest number over all ranks, by a maximum
+        negated = torch.tensor(
+            -min(samples, default=math.inf), dtype=torch.float64, device=self.optimizer.device
         )
-        sample = -self.optimizer.world.max_(first).item()
+        sample = -self.optimizer.world.max_(negated).item()
         if math.isfinite(sample):
             raise OutsideVocabulary(int(sample), self.config.vocab)
 
@@ -348,30 +375,57 @@ class Passes:
         inside."""
         return _columns(ids.clamp(0, self.config.vocab - 1))
 
-    def _complete(self, stage: int) -> None:
-        if not (stage == 0 and self._shares_ends):
-            self.optimizer.expect(self._chunk[stage])
+    def complete(self, stage: int) -> None:
+        """Announce the backward pass that completes the gradients of `stage`."""
+        if not (stage == 0 and self._shares_embedding):
+            self.optimizer.expect(self._chunk_of_stage[stage])
 
-    def _reduce(self, stage: int) -> None:
-        if not (stage == 0 and self._shares_ends):
-            self.optimizer.reduce(self._chunk[stage])
+    def reduce(self, stage: int) -> None:
+        """Start the reduction of the gradients of `stage`."""
+        if not (stage == 0 and self._shares_embedding):
+            self.optimizer.reduce(self._chunk_of_stage[stage])
 
-    def _after(
-        self, then: Callable[[Instruction], None] | None, advances: bool, sums: bool, i: Instruction
-    ) -> None:
-        """Do what follows instruction `i` of a training step.
+    def end_microbatch(self, i: Instruction) -> None:
+        """Tell the optimizer that backward pass `i`, or a half of it, is done."""
+        complete = i.op is not Op.BACKWARD_INPUT
+        chunk = self._chunk_of_stage[i.stage]
+        self.optimizer.end_microbatch(i.microbatch, self.schedule.microbatches, chunk, complete)
 
-        advances: FP8's amax histories advance after each pass. sums: the optimizer is told of each
-        backward pass, to sum the gradients of micro-batches by a tree.
-        """
-        if advances and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
-            self.fp8.advance()
-        if then is not None:
-            then(i)
-        if sums and i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
-            complete = i.op is not Op.BACKWARD_INPUT
-            chunk = self._chunk[i.stage]
-            self.optimizer.end_microbatch(i.microbatch, self.schedule.microbatches, chunk, complete)
+
+@dataclass(frozen=True)
+class RunHooks(StageHooks):
+    """The hooks of an executor that runs the passes of one run.
+
+    advances_fp8: FP8's amax histories advance after each pass.
+    sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches
+        by a tree.
+    then: called after each instruction.
+    """
+
+    passes: Passes
+    run: Running
+    advances_fp8: bool = False
+    sums_by_tree: bool = False
+    then: Callable[[Instruction], None] | None = None
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        return self.passes.forward(self.run, stage, microbatch, received)
+
+    def reduce(self, stage: int) -> None:
+        self.passes.reduce(stage)
+
+    def complete(self, stage: int) -> None:
+        self.passes.complete(stage)
+
+    def after(self, instruction: Instruction) -> None:
+        # the order matters: `then` sees the gradients before they move into the tree
+        op = instruction.op
+        if self.advances_fp8 and op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            self.passes.fp8.advance()
+        if self.then is not None:
+            self.then(instruction)
+        if self.sums_by_tree and op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+            self.passes.end_microbatch(instruction)
 
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:

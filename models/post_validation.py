@@ -31,7 +31,7 @@ class PostValidation:
 
     def __init__(self, engine: Engine) -> None:
         if not isinstance(engine.optimizer, PostValidationOptimizer):
-            raise TypeError("build the engine with make_optimizer=PostValidationOptimizer")
+            raise TypeError("build the engine with a PostValidationOptimizer")
         self.engine = engine
         self.optimizer = engine.optimizer
         self._warmup = len(warmup(engine.passes.program))
@@ -52,8 +52,9 @@ class PostValidation:
         lr, wants_outcome: called after the first report, if any, has been consumed: the learning
             rate, and True if this step's own outcome is needed at its end.
         """
-        if before := self.accumulate(share, number, recording):
-            yield before
+        last_report = self.accumulate(share, number, recording)
+        if last_report is not None:
+            yield last_report
         report = self.update(lr())
         if report is None and wants_outcome():
             report = self.settle()
@@ -69,15 +70,17 @@ class PostValidation:
         with self.engine.fp8.autocast():
             run, executor = self._warm_up(share, number, spans)
             report = None
-            if settled := self.optimizer.settle():
-                if not settled.stands:
-                    executor.abandon(self._unread)
-                    run.end()
+            settled = self.optimizer.settle()
+            if settled is not None and settled.stands:
                 report = self._explain(settled.report)
-                if not settled.stands:
-                    if spans is not None:
-                        spans.clear()
-                    run, executor = self._warm_up(share, number, spans)
+            elif settled is not None:
+                executor.abandon(self._unread)
+                run.end()
+                # explaining a skipped step runs its passes, so the warm-up comes after it
+                report = self._explain(settled.report)
+                if spans is not None:
+                    spans.clear()
+                run, executor = self._warm_up(share, number, spans)
             executor.carry_out(self._warmup, len(executor.program))
             executor.finish()
         self.engine.passes.position.at("gradient reduction")

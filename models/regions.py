@@ -21,7 +21,10 @@ from parallel.norms import LayerNorm, Normalize, RMSNorm, layer_norm
 class NormRule:
     """The settings of a norm: LayerNorm if it has a bias, otherwise RMSNorm.
 
-    sensitive: the dtype in which it computes. compute: the dtype of its result.
+    eps: added to the variance.
+    sensitive: the dtype in which it computes.
+    compute: the dtype of its result.
+    offset: added to the weight.
     """
 
     eps: float
@@ -38,9 +41,10 @@ class NormRule:
 
 @dataclass(frozen=True)
 class HeadRule:
-    """The settings of `heads`. own: this rank's features of queries, keys and values. dtype: that
-    of attention.
+    """The settings of `heads`.
 
+    own: this rank's features of queries, keys and values.
+    dtype: that of attention.
     norm: of queries and keys.
     """
 
@@ -60,20 +64,17 @@ def norm_of(module: nn.Module | None) -> tuple[NormRule, Vectors] | None:
     None if a region cannot contain it: there is none, it is of another kind, or a hook waits for
     its result.
     """
-    if (
-        not isinstance(module, RMSNorm | LayerNorm)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-    ):
+    if not isinstance(module, RMSNorm | LayerNorm):
+        return None
+    if module._forward_hooks or module._forward_pre_hooks:
         return None
     plan = module.context.plan
     weight = Widen.apply(module.weight, plan.sensitive)
     if isinstance(module, RMSNorm):
-        return NormRule(module.eps, plan.sensitive, plan.compute, module.offset), (weight, None)
-    return NormRule(module.eps, plan.sensitive, plan.compute), (
-        weight,
-        Widen.apply(module.bias, plan.sensitive),
-    )
+        rule = NormRule(module.eps, plan.sensitive, plan.compute, module.offset)
+        return rule, (weight, None)
+    rule = NormRule(module.eps, plan.sensitive, plan.compute)
+    return rule, (weight, Widen.apply(module.bias, plan.sensitive))
 
 
 def add_norm(
@@ -94,13 +95,16 @@ def heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut y [s, b, own features] into query, key and value [b, n, s, d], normalized and turned."""
     # [s, b, n, d]
-    query, key, value = (z.unflatten(-1, (-1, rule.head_dim)) for z in y.split(rule.own, -1))
+    query, key, value = (
+        features.unflatten(-1, (-1, rule.head_dim)) for features in y.split(rule.own, -1)
+    )
     if rule.norm is not None and query_weight is not None and key_weight is not None:
         query = rule.norm(query, query_weight)
         key = rule.norm(key, key_weight)
     if cosine is not None:
-        query, key = (Rotate.apply(z, cosine, sine) for z in (query, key))
+        query = Rotate.apply(query, cosine, sine)
+        key = Rotate.apply(key, cosine, sine)
     query, key, value = (
-        z.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for z in (query, key, value)
+        x.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for x in (query, key, value)
     )
     return query, key, value

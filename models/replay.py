@@ -8,7 +8,6 @@ reduced. Applied steps have no extra cost.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -25,7 +24,8 @@ def trace_offenders(
     """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
     Collective."""
     optimizer = passes.optimizer
-    run = passes.begin(skipped.given, skipped.step, torch.tensor(scale, device=optimizer.device))
+    loss_scale = torch.tensor(scale, device=optimizer.device)
+    run = passes.begin(skipped.full_share, skipped.step, loss_scale)
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
 
     def look(i: Instruction) -> None:
@@ -35,30 +35,32 @@ def trace_offenders(
     program = [i for i in passes.program if i.op is not Op.REDUCE]
     with passes.gradients_aside(), passes.fp8.replayed():
         passes.executor(run, program, after=look).run()
-    firsts = optimizer.dp.gather(
-        torch.tensor([skipped.share.first], device=optimizer.device)
-    ).tolist()
+    first = torch.tensor([skipped.share.first], device=optimizer.device)
+    firsts = optimizer.dp.gather(first).tolist()
     moments = onset.agreed(optimizer.world)
-    dated = partial(_dated, firsts=firsts, micro_batch=passes.micro_batch, sharers=passes.cp.size)
-    return tuple(dated(o, moment) for o, moment in zip(offenders, moments, strict=True))
+    return tuple(
+        _with_origin(offender, moment, firsts, passes)
+        for offender, moment in zip(offenders, moments, strict=True)
+    )
 
 
-def _dated(
-    offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int, sharers: int
+def _with_origin(
+    offender: Offender, moment: int | None, firsts: Sequence[int], passes: Passes
 ) -> Offender:
-    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in
-    the global batch.
+    """Return the offender with its micro-batch and samples.
 
-    sharers: neighbouring ranks of the optimizer's axis dp that share samples.
+    moment: micro-batch * dp ranks + dp rank after which it was not finite first; None if it stayed
+        finite.
+    firsts: each dp rank's first sample in the global batch.
     """
     if moment is None:
         return replace(offender, traced=True)
     microbatch, dp_rank = divmod(moment, len(firsts))
-    first = firsts[dp_rank] + microbatch * micro_batch
-    samples = first, first + micro_batch
-    return replace(
-        offender, traced=True, microbatch=microbatch, dp_rank=dp_rank // sharers, samples=samples
-    )
+    first = firsts[dp_rank] + microbatch * passes.micro_batch
+    # neighbouring ranks of the optimizer's dp share samples if these are cut over cp
+    replica = dp_rank // passes.cp.size
+    samples = first, first + passes.micro_batch
+    return replace(offender, traced=True, microbatch=microbatch, dp_rank=replica, samples=samples)
 
 
 def trace_modules(

@@ -64,11 +64,14 @@ class Sentinel(StepObserver):
         self.exact = exact
         self.recomputes = True
         dp = self.optimizer.dp
-        # Where tokens travel to experts, replicas compute together, and each micro-batch on its own
-        # ranks alone.
+        # where tokens travel to experts, replicas compute a micro-batch together
         self.together = engine.experts is not None
+        # True if a replica computes its neighbour's micro-batch, False if its own
         self.neighbours = (
-            dp.size > 1 and self._alike() and not engine.fp8.differs_over_dp and not self.together
+            dp.size > 1
+            and self._same_hardware()
+            and not engine.fp8.differs_over_dp
+            and not self.together
         )
         self._lender = (dp.rank - 1) % dp.size if self.neighbours else dp.rank
         self._in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
@@ -92,6 +95,7 @@ class Sentinel(StepObserver):
         if self.recomputes:
             self._again = self._recompute(self._lender)
         self._real = self._trace()
+        # the step's own executor is traced, and the comparison hangs on the optimizer's step
         engine.passes = replace(passes, watch=self._real.watch)
         self.optimizer.observers.append(self)
         if self._in_flight:
@@ -113,28 +117,27 @@ class Sentinel(StepObserver):
         optimizer = self.optimizer
         stages = engine.stages.values()
         all_held = held(buffers, stages)
-        wrong = strayed(buffers, optimizer.steps)
+        strays = strayed(buffers, optimizer.steps)
         agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
-        strays = torch.stack(
-            [*wrong.values(), torch.zeros((), dtype=torch.bool, device=optimizer.device)]
-        ).any()
-        holds = torch.stack(
-            [agreement.weights | strays, agreement.gradients, self._messages_differ()]
+        no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)
+        any_strays = torch.stack([*strays.values(), no_stray]).any()
+        state_differs = torch.stack(
+            [agreement.weights | any_strays, agreement.gradients, self._messages_differ()]
         )
-        flags = optimizer.world.max_(torch.cat([holds, self._suspects()]).float()).bool().tolist()
+        # one maximum over all ranks, and the only wait of the host
+        flags = torch.cat([state_differs, self._suspects()]).float()
+        flags = optimizer.world.max_(flags).bool().tolist()
         if not any(flags):
             return
-        suspects = [rank for rank, differs in enumerate(flags[3:]) if differs]
-        if not suspects:
-            suspect = None
-        elif self.together:
+        suspects = [replica for replica, differs in enumerate(flags[3:]) if differs]
+        suspect = suspects[0] if suspects else None
+        if suspects and self.together:
             suspect = 0
-        else:
-            suspect = suspects[0]
-        fault = self._judge(all_held, wrong, suspect)
+        fault = self._judge(all_held, strays, suspect)
         if fault is None:
             self.recomputes = False
             return
+        # the step leaves neither gradients nor amaxes behind
         optimizer.zero_grad()
         engine.fp8.forget()
         raise SilentFault(fault)
@@ -144,20 +147,24 @@ class Sentinel(StepObserver):
         these lie apart."""
         engine = self.engine
         zero = self.optimizer.shards.size
-        experts = self.engine.experts
-        others = Holders(engine.dp, zero, engine.tp)
+        weights = Holders(engine.dp, zero, engine.tp)
+        experts = engine.experts
         if experts is None:
-            return others, None
-        shared = sharing_replicas(engine.tp.size, zero, experts.spread.size, experts.tp.size)
-        among = experts.replicas.size if zero == engine.dp.size else shared
-        return others, Holders(experts.replicas, among, experts.tp)
+            return weights, None
+        if zero == engine.dp.size:
+            among = experts.replicas.size
+        else:
+            among = sharing_replicas(engine.tp.size, zero, experts.spread.size, experts.tp.size)
+        return weights, Holders(experts.replicas, among, experts.tp)
 
-    def _place(self) -> tuple[int, int, int]:
+    def _coordinates(self) -> tuple[int, int, int]:
         """Return this rank's pp, dp and tp; replicas that compute together count as one."""
-        o = self.optimizer
+        pp = self.optimizer.pp
+        dp = self.optimizer.dp
+        tp = self.optimizer.tp
         if self.together:
-            return (o.pp.rank, 0, o.dp.rank * o.tp.size + o.tp.rank)
-        return (o.pp.rank, o.dp.rank, o.tp.rank)
+            return (pp.rank, 0, dp.rank * tp.size + tp.rank)
+        return (pp.rank, dp.rank, tp.rank)
 
     def _suspects(self) -> Tensor:
         """Return bool [dp], True for replicas whose micro-batch was not computed again as it
@@ -165,27 +172,28 @@ class Sentinel(StepObserver):
         dp = self.optimizer.dp
         if not self.recomputes:
             return torch.zeros(dp.size, dtype=torch.bool, device=self.optimizer.device)
-        both = torch.cat([self._fold(self._real), self._fold(self._again)])
+        both = torch.cat([_digest_trace(self._real), _digest_trace(self._again)])
         real, again = dp.gather(both.unsqueeze(0)).view(dp.size, 2, 2).unbind(1)
-        return (real != (again.roll(-1, 0) if self.neighbours else again)).any(1)
-
-    def _fold(self, trace: MicrobatchTrace) -> Tensor:
-        """Return one digest of a trace: int64 [2]."""
-        return digest(torch.stack([entry.digest for entry in trace.entries]))
+        if self.neighbours:
+            again = again.roll(-1, 0)  # the next replica computed it
+        return (real != again).any(1)
 
     def _messages_differ(self) -> Tensor:
         """Return bool [], True if a message of this pipeline was received with other bits than it
         was sent with."""
-        table = torch.zeros(
-            2 * self.engine.last, 2, 3, dtype=torch.int64, device=self.optimizer.device
-        )
+        messages = 2 * self.engine.last  # an activation and a gradient at each border of stages
+        # by message and side: the digest, and 1 if this rank has noted it
+        table = torch.zeros(messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
         for (number, side), bits in self._real.messages.items():
-            table[number, side, :2], table[number, side, 2] = bits, 1
+            table[number, side, :2] = bits
+            table[number, side, 2] = 1
         sent, received = self.optimizer.pp.sum_(table).unbind(1)
-        return (((sent != received).any(1)) & (sent[:, 2] + received[:, 2] == 2)).any()
+        # a message between stages of one rank is noted once only
+        noted_twice = sent[:, 2] + received[:, 2] == 2
+        return ((sent != received).any(1) & noted_twice).any()
 
     def _judge(
-        self, all_held: Sequence[Held], wrong: Mapping[str, Tensor], suspect: int | None
+        self, all_held: Sequence[Held], strays: Mapping[str, Tensor], suspect: int | None
     ) -> Fault | None:
         """Return the verdict, the same on every rank. Collective. suspect: a replica whose
         micro-batch is in doubt."""
@@ -194,23 +202,26 @@ class Sentinel(StepObserver):
         traces = {"real": self._real, "again": self._again}
         if suspect is not None:
             lender = suspect if self.neighbours else optimizer.dp.rank
-            with self._gradients_kept():
+            with self._restored_gradients():
                 traces |= {name: self._recompute(lender) for name in ("first", "second")}
+        weights: dict[str, str] = {}
+        gradients: dict[str, str] = {}
+        for held_values in all_held:
+            digests = gradients if held_values.kind == GRADIENT else weights
+            digests[held_values.key] = hexadecimal(held_values.digest)
         testimony = Testimony(
             rank=world.rank,
             host=socket.gethostname(),
-            place=self._place(),
-            weights={one.key: hexadecimal(one.digest) for one in all_held if one.kind != GRADIENT},
-            gradients={
-                one.key: hexadecimal(one.digest) for one in all_held if one.kind == GRADIENT
-            },
-            strayed=[name for name, strays in wrong.items() if strays],
-            messages=_by_name(self._real),
+            place=self._coordinates(),
+            weights=weights,
+            gradients=gradients,
+            strayed=[name for name, strayed_here in strays.items() if strayed_here],
+            messages=_digests_of_messages(self._real),
             traces={name: rows(trace.entries) for name, trace in traces.items()},
         )
-        said = everyones({str(world.rank): asdict(testimony)}, world, optimizer.device)
-        everybody = [Testimony.read(said[str(rank)]) for rank in range(world.size)]
-        return judge(everybody, suspect, self.neighbours, self.exact)
+        records = everyones({str(world.rank): asdict(testimony)}, world, optimizer.device)
+        testimonies = [Testimony.read(records[str(rank)]) for rank in range(world.size)]
+        return judge(testimonies, suspect, self.neighbours, self.exact)
 
     def _recompute(self, lender: int) -> MicrobatchTrace:
         """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales
@@ -221,12 +232,14 @@ class Sentinel(StepObserver):
         passes = self.engine.passes
         optimizer = self.optimizer
         number = self._number
-        own = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
+        # the loss of the lent samples is divided by the tokens of this step, as there
+        local = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
         lent = passes.begin(self._share_of(lender), number, optimizer.scale)
         lent.end()
-        run = replace(lent, counted=own.counted)
+        run = replace(lent, counted=local.counted)
         trace = self._trace(alone=True)
         program = [i for i in passes.program if i.microbatch == TRACED and i.op is not Op.REDUCE]
+        # what draws from torch's generators draws the same in the step itself
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []
         with ExitStack() as inside:
             inside.enter_context(torch.enable_grad())
@@ -245,17 +258,22 @@ class Sentinel(StepObserver):
         )
 
     @contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
+    def _restored_gradients(self) -> Iterator[None]:
         """Restore the gradients of the step at the end. Needs as much memory as they do."""
-        kept = [(buffer, buffer.grads.clone()) for buffer in self.optimizer.all_buffers()]
-        given = [p for buffer, _ in kept for p in buffer.parameters if has_gradient(p)]
+        saved = [(buffer, buffer.grads.clone()) for buffer in self.optimizer.all_buffers()]
+        with_gradient = [
+            parameter
+            for buffer, _ in saved
+            for parameter in buffer.parameters
+            if has_gradient(parameter)
+        ]
         yield
-        for buffer, gradients in kept:
+        for buffer, gradients in saved:
             buffer.grads.copy_(gradients)
-        for parameter in given:
+        for parameter in with_gradient:
             begin_accumulation(parameter)
 
-    def _alike(self) -> bool:
+    def _same_hardware(self) -> bool:
         """Return True if the replicas have the same kind of device and the same version of torch.
         Collective."""
         device = self.optimizer.device
@@ -263,19 +281,25 @@ class Sentinel(StepObserver):
             kind = torch.cuda.get_device_name(device)
         else:
             kind = torch.backends.cpu.get_cpu_capability()
-        mine = torch.tensor(
+        local = torch.tensor(
             [key(0, torch.__version__, kind, torch.get_num_threads())], device=device
         )
-        differs = (self.optimizer.dp.gather(mine) != mine).any()
+        differs = (self.optimizer.dp.gather(local) != local).any()
         return not self.optimizer.world.max_(differs.float()).item()
 
 
-def _by_name(trace: MicrobatchTrace) -> dict[str, dict[str, str]]:
+def _digest_trace(trace: MicrobatchTrace) -> Tensor:
+    """Return one digest of a trace: int64 [2]."""
+    return digest(torch.stack([entry.digest for entry in trace.entries]))
+
+
+def _digests_of_messages(trace: MicrobatchTrace) -> dict[str, dict[str, str]]:
     """Return the digests of messages by name and side."""
-    found: dict[str, dict[str, str]] = {}
+    digests: dict[str, dict[str, str]] = {}
     for (number, side), bits in trace.messages.items():
-        found.setdefault(message_name(number), {})[("sent", "received")[side]] = hexadecimal(bits)
-    return found
+        of_message = digests.setdefault(message_name(number), {})
+        of_message[("sent", "received")[side]] = hexadecimal(bits)
+    return digests
 
 
 def _no_share(replica: int) -> Share:

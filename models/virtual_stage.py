@@ -39,25 +39,25 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
     It raises UserError for a model with modules of multi-token prediction.
     """
 
-    def made(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
+    def make_virtual(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
         if config.mtp_layers:
             raise UserError(
                 f"model.mtp_layers = {config.mtp_layers}: virtual ranks do not compute these "
                 "modules"
             )
         lockstep = Lockstep(virtual)
+        # a process with one virtual rank has an ordinary stage, whose tp axis sums canonically
         if virtual.held == 1:
             return make(config, replace(context, tp=lockstep.axes[0], sequence=True), cut, tied)
         contexts = [
             replace(context, tp=tp, sequence=True, deferred=WeightGradQueue())
             for tp in lockstep.axes
         ]
-        shards = [make(config, own, cut, tied) for own in contexts]
-        return VirtualStage(
-            lockstep, shards, cut, context.deferred, [own.deferred for own in contexts]
-        )
+        shards = [make(config, of_shard, cut, tied) for of_shard in contexts]
+        queues = [of_shard.deferred for of_shard in contexts]
+        return VirtualStage(lockstep, shards, cut, context.deferred, queues)
 
-    return made
+    return make_virtual
 
 
 class VirtualStage(nn.Module):
@@ -65,7 +65,8 @@ class VirtualStage(nn.Module):
     `models.stages.Stage`.
 
     The logits of the last stage are a tuple, one tensor for each virtual rank.
-    deferred: the queue of the executor. queues: those of the shards, in whose place it comes.
+    deferred: the queue of the executor.
+    queues: those of the shards, in whose place it comes.
     """
 
     def __init__(
@@ -92,61 +93,63 @@ class VirtualStage(nn.Module):
         """Yield the parameters of all virtual ranks, those of the same logical tensor one after the
         other."""
         start = f"{prefix}." if prefix else ""
-        numbered = zip(self.lockstep.virtual.ranks, self.shards, strict=True)
-        named = [
-            shard.named_parameters(f"{start}shard{v}", recurse, remove_duplicate)
-            for v, shard in numbered
+        of_shards = [
+            shard.named_parameters(f"{start}shard{rank}", recurse, remove_duplicate)
+            for rank, shard in zip(self.lockstep.virtual.ranks, self.shards, strict=True)
         ]
-        for same in zip(*named, strict=True):
-            yield from same
+        for of_one_tensor in zip(*of_shards, strict=True):
+            yield from of_one_tensor
 
     def forward(
         self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
     ) -> Tensor | tuple[Tensor, ...]:
+        # ids are the same for all virtual ranks; activations are cut along the sequence
         if self.cut.first:
             inputs = [x] * len(self.shards)
         else:
-            inputs = [own.clone() for own in x.chunk(len(self.shards))]
-        made = self._through(
-            [partial(shard, place=place, packing=packing) for shard in self.shards], inputs
-        )
-        return tuple(made) if self.cut.last else torch.cat(made)
+            inputs = [shard.clone() for shard in x.chunk(len(self.shards))]
+        functions = [partial(shard, place=place, packing=packing) for shard in self.shards]
+        outputs = self._run(functions, inputs)
+        return tuple(outputs) if self.cut.last else torch.cat(outputs)
 
     def losses(self, logits: Sequence[Tensor], targets: Tensor) -> Tensor:
         """Return the loss of each token, [s, b] like `targets`; it is the same for all virtual
         ranks."""
-        return _First.apply(
-            *self._through(
-                [partial(shard.losses, targets=targets) for shard in self.shards], logits
-            )
-        )
+        functions = [partial(shard.losses, targets=targets) for shard in self.shards]
+        return _First.apply(*self._run(functions, logits))
 
-    def _through(
+    def _run(
         self, functions: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return functions[n](inputs[n]) for each virtual rank of this process."""
         if not torch.is_grad_enabled():
-            return self.lockstep.run(
-                [partial(f, x) for f, x in zip(functions, inputs, strict=True)]
-            )
-        anchor = torch.zeros((), requires_grad=True)  # ids need no gradient, but the embedding does
+            return self.lockstep.run(_bind(functions, inputs))
+        # ids need no gradient, but the embedding does
+        anchor = torch.zeros((), requires_grad=True)
         return list(_Lanes.apply(anchor, self, functions, *inputs))
 
     def back_propagate(self, ends: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Run the backward pass of each virtual rank's graph; put off weight gradients if the
         executor does."""
+        passes = [
+            partial(torch.autograd.backward, (end,), (gradient,))
+            for end, gradient in zip(ends, gradients, strict=True)
+        ]
+        if not self.deferred.is_collecting:
+            self.lockstep.run(passes)
+            return
         with ExitStack() as stack:
-            works: list[Work] = []
-            if self.deferred.is_collecting:
-                works = [stack.enter_context(queue.collect()) for queue in self.queues]
-            pairs = zip(ends, gradients, strict=True)
-            self.lockstep.run(
-                [partial(torch.autograd.backward, (end,), (gradient,)) for end, gradient in pairs]
-            )
-        if works:
-            self.deferred.run(
-                partial(self.lockstep.run, [partial(_carry_out, work) for work in works])
-            )
+            works = [stack.enter_context(queue.collect()) for queue in self.queues]
+            self.lockstep.run(passes)
+        weight_passes = [partial(_carry_out, work) for work in works]
+        self.deferred.run(partial(self.lockstep.run, weight_passes))
+
+
+def _bind(
+    functions: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]
+) -> list[Callable[[], Tensor]]:
+    """Return each function with its input."""
+    return [partial(function, x) for function, x in zip(functions, inputs, strict=True)]
 
 
 class _Lanes(torch.autograd.Function):
@@ -161,13 +164,14 @@ class _Lanes(torch.autograd.Function):
         functions: Sequence[Callable[[Tensor], Tensor]],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        own = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        # each virtual rank's graph begins at leaves of its own
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
-            made = stage.lockstep.run([partial(f, x) for f, x in zip(functions, own, strict=True)])
+            outputs = stage.lockstep.run(_bind(functions, leaves))
         ctx.stage = stage
-        ctx.inputs = own
-        ctx.ends = [get_gradient_edge(one) for one in made]
-        return tuple(one.detach() for one in made)
+        ctx.inputs = leaves
+        ctx.ends = [get_gradient_edge(output) for output in outputs]
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,12 +181,12 @@ class _Lanes(torch.autograd.Function):
 
 
 class _First(torch.autograd.Function):
-    """The first of several equal tensors; each of them gets the whole gradient."""
+    """The first of several equal tensors; each of them gets the full gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *same: Tensor) -> Tensor:
-        ctx.count = len(same)
-        return same[0].view_as(same[0])
+    def forward(ctx: Any, *equal: Tensor) -> Tensor:
+        ctx.count = len(equal)
+        return equal[0].view_as(equal[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -190,5 +194,6 @@ class _First(torch.autograd.Function):
 
 
 def _carry_out(work: Work) -> None:
+    """Compute the weight gradients that were put off."""
     while work:
         work.popleft()()

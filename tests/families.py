@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
-from megaprec.precision.plan import PrecisionPlan, plan
+from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.engine import Engine, Share
+from models.cutting import EngineOptions
+from models.engine import Engine, Share, build_stages
 from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
@@ -480,25 +481,17 @@ def step_rank(mesh: DeviceMesh, jobs: bytes, sequence: bool) -> list[Answer]:
 
 
 def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
-    def make_optimizer(
-        stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
-    ) -> Recording:
-        for stage in stages:
-            put(stage, job.weights)
-        return Recording(stages, plan, mesh, clip=1.0, plant=None)
-
     batch, length = job.tokens.shape
-    engine = Engine(
+    parts = build_stages(
         job.config,
         plan("fp64"),
         mesh,
         schedule("1f1b", mesh["pp"].size(), batch),
-        micro_batch=1,
-        seq_length=length,
-        sequence=sequence,
-        make_optimizer=make_optimizer,
-        recompute=job.recompute,
+        EngineOptions(micro_batch=1, seq_length=length, sequence=sequence, recompute=job.recompute),
     )
+    for stage in parts.by_number.values():
+        put(stage, job.weights)
+    engine = Engine(parts, parts.make_optimizer(Recording, clip=1.0, plant=None))
     logits: list[Tensor] = []
     if engine.last in engine.stages:
         engine.stages[engine.last].register_forward_hook(

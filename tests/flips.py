@@ -4,7 +4,6 @@ that is checked."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import layout_of
 from megaprec.optim.main_grad import zero_missing_grads
 from megaprec.optim.model_buffers import ModelBuffers
-from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
-from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
+from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.sentinel import Sentinel, SilentFault
 from parallel.activation_checkpoint import KEEP, Recompute
@@ -95,26 +94,22 @@ def make_engine(mesh: DeviceMesh | None, setting: Setting) -> Engine:
         "clip": 0.5,
         "canonical": setting.canonical,
     }
-    return Engine(
+    return Engine.build(
         ModelConfig(**{**MODEL, **dict(setting.model)}),
         plan(setting.compute, setting.scaling, fp8=setting.fp8, **dict(setting.changes)),
         mesh,
         schedule(setting.kind, pp, SAMPLES // setting.micro_batch // dp, 0),
-        micro_batch=setting.micro_batch,
-        seq_length=LENGTH,
-        sequence=setting.sequence,
-        seed=setting.seed,
-        recompute=setting.recompute,
-        make_optimizer=partial(_optimizer, **options),
-        expert=setting.expert,
-        expert_tensor=setting.expert_tensor,
+        EngineOptions(
+            micro_batch=setting.micro_batch,
+            seq_length=LENGTH,
+            sequence=setting.sequence,
+            seed=setting.seed,
+            recompute=setting.recompute,
+            expert=setting.expert,
+            expert_tensor=setting.expert_tensor,
+        ),
+        **options,
     )
-
-
-def _optimizer(
-    parts: Sequence[nn.Module], plan: PrecisionPlan, mesh: DeviceMesh | None, **options: Any
-) -> ParallelAMPOptimizer:
-    return ParallelAMPOptimizer(parts, plan, mesh, average=False, **options)
 
 
 def shares(mesh: DeviceMesh | None, number: int, seed: int) -> Callable[[int], Share]:

@@ -13,11 +13,11 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
-from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
+from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.packing import WHOLE, Packing
-from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
@@ -129,7 +129,7 @@ class Recording(ParallelAMPOptimizer):
 
     def __init__(self, *args: Any, plant: tuple[int, int, float] | None, **options: Any) -> None:
         gradients = Gradients()
-        super().__init__(*args, average=False, observers=[gradients], **options)
+        super().__init__(*args, observers=[gradients], **options)
         self.seen = gradients.seen
         self.plant = plant
         self.count = 0
@@ -233,31 +233,29 @@ def share_of(
 
 
 def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
-    def make_optimizer(
-        parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any
-    ) -> Recording:
-        options = run.options | more
-        return Recording(
-            parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **options
-        )
-
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
     microbatches = run.samples // run.micro_batch // dp
-    return Engine(
+    return Engine.build(
         run.config,
         plan(run.compute, run.scaling, **run.changes),
         mesh,
         Schedule.parse(run.own) if run.own else schedule(run.kind, pp, microbatches, run.chunks),
-        micro_batch=run.micro_batch,
-        seq_length=run.length,
-        sequence=run.sequence,
-        canonical_shards=run.shards,
-        seed=3,
-        make_optimizer=make_optimizer,
-        recompute=run.recompute,
-        expert=run.expert,
-        expert_tensor=run.expert_tensor,
-        ring=run.ring,
+        EngineOptions(
+            micro_batch=run.micro_batch,
+            seq_length=run.length,
+            sequence=run.sequence,
+            canonical_shards=run.shards,
+            seed=3,
+            recompute=run.recompute,
+            expert=run.expert,
+            expert_tensor=run.expert_tensor,
+            ring=run.ring,
+        ),
+        kind=Recording,
+        clip=run.clip,
+        zero_size=run.zero_size,
+        plant=run.plant,
+        **run.options,
     )
 
 

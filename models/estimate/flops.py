@@ -72,42 +72,48 @@ def stage_costs(
 def _stage_cost(
     config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute
 ) -> StageCost:
-    attention = len(cut.layers) * config.attention_flops(seq_length)
-    blocks = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
-    modules = cut.last * config.mtp_layers
-    scores = modules * config.attention_flops(seq_length)
-    products = (
-        blocks
-        - attention
-        + cut.last * (config.head_flops() + config.mtp_flops(seq_length))
-        - scores
-    )
-    attention += scores
-    lookup = cut.first * config.embedding_flops()
-    norm = config.hidden * (2 if config.norm == "layer" else 1)
-    table = config.vocab * config.hidden
-    blocks = config.over_layers(lambda kind: kind.layer_parameters, cut.layers)
-    parameters = blocks + cut.last * (norm + table + config.mtp_parameters) + cut.first * table
-    if cut.first and config.positions == "learned":
-        parameters += config.max_positions * config.hidden
-    if cut.first and cut.last and config.tied:
-        parameters -= table
+    """Return the cost of one stage. tokens: of a micro-batch."""
+    # by token: attention's own products, and those with weights
+    modules = config.mtp_layers if cut.last else 0
+    attention = (len(cut.layers) + modules) * config.attention_flops(seq_length)
+    layers = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
+    head = config.head_flops() + config.mtp_flops(seq_length) if cut.last else 0
+    products = layers + head - attention
+    lookup = config.embedding_flops() if cut.first else 0
+    recomputed = _recomputed_flops(config, recompute, cut, seq_length)
     return StageCost(
         cut,
         forward=tokens * (products + attention),
-        input=tokens
-        * (products + 2 * attention + lookup + _again(config, recompute, cut, seq_length)),
+        input=tokens * (products + 2 * attention + lookup + recomputed),
         weight=tokens * products,
-        parameters=parameters,
+        parameters=_parameters(config, cut),
     )
 
 
-def _again(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int) -> int:
+def _parameters(config: ModelConfig, cut: Cut) -> int:
+    """Return the number of elements of a stage."""
+    table = config.vocab * config.hidden
+    count = config.over_layers(lambda kind: kind.layer_parameters, cut.layers)
+    if cut.last:
+        norm = config.hidden * (2 if config.norm == "layer" else 1)
+        count += norm + table + config.mtp_parameters
+    if cut.first:
+        count += table
+        if config.positions == "learned":
+            count += config.max_positions * config.hidden
+    if cut.first and cut.last and config.tied:
+        count -= table
+    return count
+
+
+def _recomputed_flops(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int) -> int:
     """Return the FLOPs, per token, that a stage recomputes."""
-    attention = config.attention_again_flops(seq_length) if "attention" in recompute.modules else 0
-    whole = [*cut.layers[: recompute.whole(len(cut.layers))]]
-    # each has a layer such as the last one
-    modules = [config.layers - 1] * (cut.last * config.mtp_layers)
-    again = [*whole, *(modules if len(whole) == len(cut.layers) else ())]
-    blocks = sum(config.kind_of_layer(n).again_flops(seq_length) for n in again)
-    return blocks + (len(cut.layers) + len(modules)) * attention
+    whole_layers = [*cut.layers[: recompute.whole(len(cut.layers))]]
+    # each module has a layer such as the last one, recomputed if all layers are
+    modules = config.mtp_layers if cut.last else 0
+    if len(whole_layers) == len(cut.layers):
+        whole_layers += [config.layers - 1] * modules
+    flops = sum(config.kind_of_layer(layer).again_flops(seq_length) for layer in whole_layers)
+    if "attention" in recompute.modules:
+        flops += (len(cut.layers) + modules) * config.attention_again_flops(seq_length)
+    return flops

@@ -19,8 +19,9 @@ from megaprec.precision.plan import PrecisionPlan
 class GPU:
     """One kind of GPU.
 
-    gigabytes: of memory. half, tf32, single: peak TFLOP/s of dense products in bf16 and fp16, in
-    TF32 and in FP32. link: GB/s to another GPU of the machine, in each direction.
+    gigabytes: of memory.
+    half, tf32, single: peak TFLOP/s of dense products in bf16 and fp16, in TF32 and in FP32.
+    link: GB/s to another GPU of the machine, in each direction.
     """
 
     name: str
@@ -60,13 +61,7 @@ GPUS = (
 )
 
 # such as GeForce RTX 4090 Laptop GPU, or a part of an A100
-OTHERS = {
-    "laptop",
-    "ti",
-    "super",
-    "d",
-    "mig",
-}
+OTHERS = {"laptop", "ti", "super", "d", "mig"}
 
 
 def gpu_named(name: str) -> GPU | None:
@@ -76,11 +71,11 @@ def gpu_named(name: str) -> GPU | None:
     All words of a device's name must be there; of several devices the one with most words is meant.
     Words of `OTHERS` make it another device.
     """
-    said = _words(name)
-    if said & OTHERS:
+    words = _words(name)
+    if words & OTHERS:
         return None
-    found = [device for device in GPUS if _words(device.name) <= said]
-    return max(found, key=lambda device: len(_words(device.name)), default=None)
+    candidates = [gpu for gpu in GPUS if _words(gpu.name) <= words]
+    return max(candidates, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
 def _words(name: str) -> set[str]:

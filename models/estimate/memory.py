@@ -26,14 +26,13 @@ from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.estimate.storage import Alive, Alone, Device, lone_experts, without_storage
+from models.cutting import EngineOptions
+from models.estimate.storage import Device, LiveMemory, SimulatedAxis, lone_experts, without_storage
 from models.mtp import Ahead, look_ahead
 from models.packing import WHOLE, Packing
 from models.stages import Cut, Stage
-from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
 
@@ -73,39 +72,27 @@ class Kept:
 
     def within(self, i: Instruction) -> int:
         """Return the peak memory that an instruction adds while it runs."""
-        most = {
+        peaks = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
-        return most.get(i.op, 0)
+        return peaks.get(i.op, 0)
 
 
 def kept_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
     cuts: Sequence[Cut],
-    seq_length: int,
-    micro_batch: int,
+    options: EngineOptions,
     tp: int = 1,
-    sequence: bool = False,
-    recompute: Recompute = KEEP,
     device: Device = "cpu",
     cp: int = 1,
-    ring: bool = True,
 ) -> list[Kept]:
-    """Return the bytes that each stage keeps on each of `tp` x `cp` ranks. The vocabulary must be
-    known.
-
-    sequence: activations between blocks are sharded along the sequence. cp: the ranks that share
-    each sequence. ring: as in `models.context_attention`. device: with "cpu" the operators are
-    those that this machine's processor would run; with "cuda" attention is torch's fused kernel for
-    GPUs.
-    """
-    memory = StageMemory(
-        config, plan, seq_length, micro_batch, tp, sequence, recompute, device, cp=cp, ring=ring
-    )
+    """Return the bytes that each stage keeps on each of `tp` x `cp` ranks; arguments as for
+    `StageMemory`."""
+    memory = StageMemory(config, plan, options, tp=tp, cp=cp, device=device)
     return [memory.kept(cut) for cut in cuts]
 
 
@@ -113,96 +100,91 @@ def kept_bytes(
 class StageMemory:
     """The bytes that stages of any cut keep of a micro-batch; stages that are alike are run once.
 
-    Fields are the arguments of `kept_bytes`.
-
+    config: the model, with the size of its vocabulary.
+    options: how the stages are computed. `layers`, `seed`, `blank` and `canonical_shards` have no
+        effect; `leaves` may note the calls of leaves.
+    tp: tensor-parallel ranks.
+    cp: ranks that share each sequence.
+    device: with "cpu" the operators are those that this machine's processor would run; with "cuda"
+        attention is torch's fused kernel for GPUs.
     halves: False if backward passes are never computed in halves; `put_off`, `input` and `weight`
         are then 0.
-    expert, expert_tensor: the ranks over which experts are spread, and their slices, as for
-        `Engine`.
     packed: documents have positions of their own.
-    leaves: may note the calls of leaves.
     """
 
     config: ModelConfig
     plan: PrecisionPlan
-    seq_length: int
-    micro_batch: int
+    options: EngineOptions
     tp: int = 1
-    sequence: bool = False
-    recompute: Recompute = KEEP
+    cp: int = 1
     device: Device = "cpu"
     halves: bool = True
-    expert: int = 1
-    expert_tensor: int = 0
-    cp: int = 1
-    ring: bool = True
     packed: bool = False
-    leaves: Leaves = PLAIN
-    _known: dict[tuple[object, ...], Kept] = field(default_factory=dict, repr=False, compare=False)
+    _measured: dict[tuple[object, ...], Kept] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def kept(self, cut: Cut) -> Kept:
-        """Return what a stage keeps: if its layers are equal, what a stage of few of them does, and
-        as much more for each further one as one more adds.
+        """Return what a stage keeps.
+
+        If its layers are equal, that is what a stage of few of them keeps, and as much more for
+        each further layer as one more adds.
         """
+        # equal layers: a deep stage is computed from two shallow ones, if its peaks grow steadily
         layers = len(cut.layers)
-        equal = len(set(self._kinds(cut))) == 1
-        for count in (count for count in FEW if equal and count + 1 < layers):
-            few, more = (
-                self._walked(replace(cut, layers=cut.layers[:some])) for some in (count, count + 1)
-            )
-            if _steady(few, more):
-                pairs = (
-                    (part.name, getattr(few, part.name), getattr(more, part.name))
-                    for part in fields(Kept)
-                )
-                return Kept(
-                    **{
-                        name: least + (layers - count) * (next_ - least)
-                        for name, least, next_ in pairs
-                    }
-                )
-        return self._walked(cut)
+        if len(set(self._layer_kinds(cut))) == 1:
+            for count in FEW:
+                if count + 1 >= layers:
+                    break
+                fewer = self._run(replace(cut, layers=cut.layers[:count]))
+                one_more = self._run(replace(cut, layers=cut.layers[: count + 1]))
+                if _grows_steadily(fewer, one_more):
+                    return _extrapolate(fewer, one_more, layers - count)
+        return self._run(cut)
 
-    def _kinds(self, cut: Cut) -> tuple[object, ...]:
+    def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
-        whole = self.recompute.whole(len(cut.layers))
-        names = by_name(self.plan)
-        kinds = ((m, self.config.of_layer(m)) for m in cut.layers)
-        return tuple(
-            (n < whole, kind.window, kind.experts, names and m) for n, (m, kind) in enumerate(kinds)
-        )
+        # of each layer whether it is recomputed, its kind, and its number if the plan names layers
+        recomputed = self.options.recompute.whole(len(cut.layers))
+        named = by_name(self.plan)
+        kinds: list[object] = []
+        for position, layer in enumerate(cut.layers):
+            config = self.config.of_layer(layer)
+            kinds.append((position < recomputed, config.window, config.experts, named and layer))
+        return tuple(kinds)
 
-    def _walked(self, cut: Cut) -> Kept:
-        """Return what a stage keeps, by running it."""
-        if (alike := (cut.first, cut.last, self._kinds(cut))) in self._known:
-            return self._known[alike]
-        # keeps as many, and runs without values
+    def _run(self, cut: Cut) -> Kept:
+        """Return what a stage keeps, by running it; the result of an equal stage if one was run
+        before."""
+        key = (cut.first, cut.last, self._layer_kinds(cut))
+        if key not in self._measured:
+            with without_storage(self.device):
+                context = self._context()
+                # a pass begins when all products are registered
+                stage = Stage(self.config.undrawn, context, cut)
+                with context.fp8.autocast():
+                    self._measured[key] = _measure(stage, self)
+        return self._measured[key]
+
+    def _context(self) -> Context:
+        """Return the context of layers on one of the ranks, without the others."""
+        options = self.options
+        # torch's casts keep as many bytes as others, and run without values
         recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")
-        narrow = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
-        axis = Alone("tp", 0, self.tp)
-        held = replace(self.plan, masters=narrow, fp8=recipe)
-        with without_storage(self.device):
-            fp8 = FP8State(
-                recipe, self.config.layers, axis, device="meta" if self.device == "cuda" else "cpu"
-            )
-            experts = lone_experts(self.tp, self.expert, self.expert_tensor)
-            context = Context(
-                held,
-                axis,
-                self.sequence,
-                recompute=self.recompute,
-                fp8=fp8,
-                experts=experts,
-                cp=Alone("cp", 0, self.cp),
-                ring=self.ring,
-                leaves=self.leaves,
-            )
-            # a pass begins when all products are registered
-            stage = Stage(self.config.undrawn, context, cut)
-            with fp8.autocast():
-                kept = _kept(stage, self)
-        self._known[alike] = kept
-        return kept
+        masters = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
+        tp = SimulatedAxis("tp", 0, self.tp)
+        device = "meta" if self.device == "cuda" else "cpu"
+        return Context(
+            replace(self.plan, masters=masters, fp8=recipe),
+            tp,
+            options.sequence,
+            recompute=options.recompute,
+            fp8=FP8State(recipe, self.config.layers, tp, device=device),
+            experts=lone_experts(self.tp, options.expert, options.expert_tensor),
+            cp=SimulatedAxis("cp", 0, self.cp),
+            ring=options.ring,
+            leaves=options.leaves,
+        )
 
 
 def by_name(plan: PrecisionPlan) -> bool:
@@ -211,50 +193,51 @@ def by_name(plan: PrecisionPlan) -> bool:
     return bool(plan.keep_fp32 or (fp8 and (fp8.first_layers or fp8.last_layers or fp8.wide)))
 
 
-def _steady(few: Kept, more: Kept) -> bool:
+def _grows_steadily(fewer: Kept, one_more: Kept) -> bool:
     """Return True if peaks grow by as much with each further layer.
 
     A peak is the largest of several sums of which each grows with the number of layers at its own
     rate. It is steady once it grows as fast as what layers leave behind.
     """
-    grows = more.activations - few.activations
-    put_off = more.put_off - few.put_off
-    halves = more.input - few.input == max(0, put_off - grows)
-    return more.forward - few.forward == grows and (halves or not more.input)
+    growth = one_more.activations - fewer.activations
+    put_off = one_more.put_off - fewer.put_off
+    halves = one_more.input - fewer.input == max(0, put_off - growth)
+    return one_more.forward - fewer.forward == growth and (halves or not one_more.input)
+
+
+def _extrapolate(fewer: Kept, one_more: Kept, further: int) -> Kept:
+    """Return what a stage with `further` layers more than the first keeps. one_more: with one layer
+    more."""
+    values: dict[str, int] = {}
+    for part in fields(Kept):
+        least = getattr(fewer, part.name)
+        values[part.name] = least + further * (getattr(one_more, part.name) - least)
+    return Kept(**values)
 
 
 def message_bytes(
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    seq_length: int,
-    micro_batch: int,
-    tp: int = 1,
-    sequence: bool = False,
-    cp: int = 1,
+    config: ModelConfig, plan: PrecisionPlan, options: EngineOptions, tp: int = 1, cp: int = 1
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
-    return (
-        seq_length
-        // (cp * (tp if sequence else 1))
-        * micro_batch
-        * config.hidden
-        * plan.pipeline.itemsize
-    )
+    length = options.seq_length // (cp * (tp if options.sequence else 1))
+    return length * options.micro_batch * config.hidden * plan.pipeline.itemsize
 
 
-def _kept(stage: Stage, memory: StageMemory) -> Kept:
-    seq_length = memory.seq_length // memory.cp
-    micro_batch = memory.micro_batch
+def _measure(stage: Stage, memory: StageMemory) -> Kept:
+    """Return what `stage` keeps, by running its passes."""
+    seq_length = memory.options.seq_length // memory.cp
+    micro_batch = memory.options.micro_batch
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
-    with torch.no_grad(), Alive() as alive:
+    with torch.no_grad(), LiveMemory() as live:
         # allocates the buffers that are kept for good
         stage(_input(stage, seq_length, micro_batch))
-        buffers = alive.now
+        buffers = live.now
     if memory.packed:
         packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64))
     else:
         packing = WHOLE
+    # separate runs: a whole backward frees what the first half of a split one keeps
     whole = _passes(stage, seq_length, micro_batch, packing, split=False)
     split = _passes(stage, seq_length, micro_batch, packing, split=True) if memory.halves else whole
     return replace(split, backward=whole.backward, buffers=buffers)
@@ -264,26 +247,28 @@ def _passes(stage: Stage, seq_length: int, micro_batch: int, packing: Packing, s
     """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is
     then 0."""
     deferred = stage.context.deferred
-    with Alive() as alive:
+    with LiveMemory() as live:
         x = _input(stage, seq_length, micro_batch)
-        y = _output(stage, x, seq_length, packing)
-        edge = get_gradient_edge(y)
-        shape = y.shape
-        dtype = y.dtype
-        forward = alive.most
-        del y
-        activations = alive.begin()
+        output = _output(stage, x, seq_length, packing)
+        edge = get_gradient_edge(output)
+        shape = output.shape
+        dtype = output.dtype
+        forward = live.peak
+        # the executor keeps the edge of the graph, not the output
+        del output
+        activations = live.begin()
         with deferred.collect() if split else nullcontext(Work()) as work:
             torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
-        most = alive.most - activations
+        # of a split backward the input half alone
+        backward = live.peak - activations
         del x, edge
-        put_off = alive.begin()
+        put_off = live.begin()
         while work:
             work.popleft()()
-    weight = alive.most - put_off
+    weight = live.peak - put_off
     if split:
-        return Kept(activations, put_off, forward, 0, most, weight)
-    return Kept(activations, 0, forward, most, 0, 0)
+        return Kept(activations, put_off, forward, 0, backward, weight)
+    return Kept(activations, 0, forward, backward, 0, 0)
 
 
 def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
@@ -291,34 +276,39 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
     context = stage.context
-    shape = (
-        seq_length // (context.tp.size if context.cut_sequence else 1),
-        micro_batch,
-        stage.config.hidden,
-    )
+    local_length = seq_length // (context.tp.size if context.cut_sequence else 1)
+    shape = (local_length, micro_batch, stage.config.hidden)
     return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 
 def _output(stage: Stage, x: Tensor, seq_length: int, packing: Packing) -> Tensor:
     """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
-    place = MicrobatchInfo(0, torch.arange(x.shape[1]), torch.ones(()))  # as in training
+    micro_batch = x.shape[1]
+    # as in training
+    info = MicrobatchInfo(0, torch.arange(micro_batch), torch.ones(()))
+    ahead = None
     if stage.cut.last and stage.config.mtp_layers:
-        ahead = _ahead(stage, seq_length, x.shape[1])
-    else:
-        ahead = None
-    y = stage(x if stage.cut.first else x.to(plan.residual), place, packing, ahead)
+        ahead = _ahead(stage, seq_length, micro_batch)
+    output = stage(x if stage.cut.first else x.to(plan.residual), info, packing, ahead)
     if not stage.cut.last:
-        return y.to(plan.pipeline)
-    return stage.losses(y, torch.zeros(seq_length, x.shape[1], dtype=torch.int64)).sum()
+        return output.to(plan.pipeline)
+    return stage.losses(output, torch.zeros(seq_length, micro_batch, dtype=torch.int64)).sum()
 
 
 def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> Ahead:
     """Return what modules of multi-token prediction read and predict of one micro-batch."""
-    ids = torch.zeros(micro_batch, seq_length * stage.context.cp.size, dtype=torch.int64)
     cp = stage.context.cp
-    alone = Axis("dp")
-    made = look_ahead(
-        ids, ids, None, None, stage.config.mtp_layers, torch.ones(()), cp, alone, divides=True
+    ids = torch.zeros(micro_batch, seq_length * cp.size, dtype=torch.int64)
+    ahead = look_ahead(
+        ids,
+        ids,
+        None,
+        None,
+        stage.config.mtp_layers,
+        torch.ones(()),
+        cp,
+        Axis("dp"),
+        divides=True,
     )
-    return made.of(slice(None))
+    return ahead.of(slice(None))

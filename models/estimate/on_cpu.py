@@ -62,35 +62,43 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if (
-        func is torch.ops.aten.lift_fresh.default
-    ):  # torch.tensor([1, 2]) has made a real one, which its numbers need
+    """Return the result of an operator on meta tensors, as one on a CPU."""
+    if func is torch.ops.aten.lift_fresh.default:
+        # torch.tensor([1, 2]) has made a real one, which its numbers need
         real = args[0]
-        return _OnCPU(
-            torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
-        )
-    of_none = next(tensors_of((*args, *kwargs.values())), None) is None
-    if "device" in kwargs or (of_none and any(a.name == "device" for a in func._schema.arguments)):
+        meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+        return _OnCPU(meta)
+    if "device" in kwargs or _is_factory(func, args, kwargs):
         kwargs = kwargs | {"device": _META}
-    return _wrapped(func(*(_bare(x) for x in args), **{key: _bare(x) for key, x in kwargs.items()}))
+    bare_args = [_unwrap(value) for value in args]
+    bare_kwargs = {key: _unwrap(value) for key, value in kwargs.items()}
+    return _wrap(func(*bare_args, **bare_kwargs))
 
 
-def _wrapped(value: Any) -> Any:
+def _is_factory(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if an operator has no tensor among its arguments, but may be told a device."""
+    if next(tensors_of((*args, *kwargs.values())), None) is not None:
+        return False
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _wrap(value: Any) -> Any:
+    """Return a result whose meta tensors say that they are on a CPU."""
     if isinstance(value, Tensor):
         return _OnCPU(value)
     if isinstance(value, list | tuple):
-        return type(value)(map(_wrapped, value))
+        return type(value)(map(_wrap, value))
     return value
 
 
-def _bare(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
+    """Return an argument with its meta tensors. Raises TypeError for a real tensor."""
     if isinstance(value, _OnCPU):
         return value.meta
     if isinstance(value, list):
-        return [_bare(one) for one in value]
-    if (
-        isinstance(value, Tensor) and value.dim()
-    ):  # the tensor that torch makes of a number has none
+        return [_unwrap(item) for item in value]
+    # the tensor that torch makes of a number has no dimensions
+    if isinstance(value, Tensor) and value.dim():
         raise TypeError(
             f"a real tensor {list(value.shape)} among tensors without storage: its bytes "
             "would not be counted"

@@ -6,7 +6,7 @@ optimizer, by the code that does so in training. So padding, tied embeddings, Ze
 weights in FP8 and parameters that stay in FP32 are counted as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -28,13 +28,13 @@ from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import build
 from models.estimate.memory import by_name
-from models.estimate.storage import Alive, Alone, Device, lone_experts, without_storage
-from models.stages import Cut
+from models.estimate.storage import Device, LiveMemory, SimulatedAxis, lone_experts, without_storage
+from models.stages import Cut, Stage
 from parallel.context import Context
 
 
 @dataclass(frozen=True)
-class Held:
+class StateBytes:
     """Bytes of one rank that do not depend on the batch.
 
     reduction: copies of gradients in the dtype in which they travel between replicas, while they
@@ -64,11 +64,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of a layout by which state is laid out. zero: neighbouring replicas that share
-    masters and moments.
+    """The part of a layout by which state is laid out.
 
+    zero: neighbouring replicas that share masters and moments.
+    bucket: elements of a reduction, as for the optimizer.
     expert, expert_tensor: the ranks over which experts are spread, and their slices, as for
-    `Engine`. apart: a tied head is a copy on the same rank too.
+        `EngineOptions`.
+    separate_head: a tied head is a copy on the same rank too.
     """
 
     tp: int = 1
@@ -77,21 +79,20 @@ class Sharding:
     bucket: int = 0
     expert: int = 1
     expert_tensor: int = 0
-    apart: bool = False
+    separate_head: bool = False
 
     def replicas(self, of_experts: bool) -> tuple[Axis, Axis]:
         """Return the replicas of experts, or of other weights, and those among them that share
         state."""
         if not of_experts:
             return Axis("dp", 0, self.dp), Axis("zero", 0, self.zero)
-        in_slices = self.expert_tensor or self.tp
-        every = self.dp * self.tp // (self.expert * in_slices)
-        return Axis("dp", 0, every), Axis(
-            "zero", 0, sharing_replicas(self.tp, self.zero, self.expert, in_slices)
-        )
+        slices = self.expert_tensor or self.tp
+        replicas = self.dp * self.tp // (self.expert * slices)
+        sharing = sharing_replicas(self.tp, self.zero, self.expert, slices)
+        return Axis("dp", 0, replicas), Axis("zero", 0, sharing)
 
 
-def held_bytes(
+def state_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
     cuts: Sequence[Cut],
@@ -99,136 +100,177 @@ def held_bytes(
     sharding: Sharding,
     rule: UpdateRule,
     device: Device = "cpu",
-) -> list[Held]:
+) -> list[StateBytes]:
     """Return what each pipeline rank holds on each of its tensor-parallel ranks. The vocabulary
     must be known.
 
     rule: the update rule, which decides the moments.
     """
-    known: dict[tuple[object, ...], Held] = {}
-    found = []
+    # ranks whose stages are alike are laid out once
+    by_kind: dict[tuple[object, ...], StateBytes] = {}
+    of_ranks = []
+    named = by_name(plan) or isinstance(rule, Muon)
     for rank in range(max(rank_of_stage) + 1):
-        own = [cut for cut in cuts if rank_of_stage[cut.stage] == rank]
-        named = by_name(plan) or isinstance(rule, Muon)
-        dense = {*config.dense_layers}
-        alike = (
-            *((c.first, c.last, tuple(n in dense for n in c.layers)) for c in own),
-            named and rank,
-        )
-        if alike not in known:
+        kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
+        kind = (*kinds, named and rank)
+        if kind not in by_kind:
             with without_storage("cuda"):
-                known[alike] = _held(
-                    config.undrawn, plan, cuts, rank_of_stage, rank, sharding, rule, device
-                )
-        found.append(known[alike])
-    return found
+                stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
+                buffers = _build_buffers(stages, plan, rank, sharding, rule)
+                by_kind[kind] = _measure(buffers, plan, sharding, rule, device)
+        of_ranks.append(by_kind[kind])
+    return of_ranks
 
 
-def _held(
+def _kind_of_stage(config: ModelConfig, cut: Cut) -> tuple[object, ...]:
+    """Return what decides the state of a stage."""
+    dense = {*config.dense_layers}
+    return cut.first, cut.last, tuple(layer in dense for layer in cut.layers)
+
+
+def _build_stages(
     config: ModelConfig,
     plan: PrecisionPlan,
     cuts: Sequence[Cut],
     rank_of_stage: Sequence[int],
     rank: int,
     sharding: Sharding,
-    rule: UpdateRule,
-    device: Device,
-) -> Held:
-    axis = Alone("tp", 0, sharding.tp)
-    block = BLOCK if device == "cpu" else 0
+) -> Iterable[Stage]:
+    """Return the stages of a pipeline rank."""
+    tp = SimulatedAxis("tp", 0, sharding.tp)
     experts = lone_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
-    fp8 = FP8State(plan.fp8, config.layers, axis, device="meta")
-    context = Context(plan, axis, fp8=fp8, experts=experts)
-    stages = build(config, context, cuts, rank_of_stage, rank, apart=sharding.apart)
+    fp8 = FP8State(plan.fp8, config.layers, tp, device="meta")
+    context = Context(plan, tp, fp8=fp8, experts=experts)
+    stages = build(
+        config.undrawn, context, cuts, rank_of_stage, rank, separate_head=sharding.separate_head
+    )
+    return stages.values()
+
+
+def _build_buffers(
+    stages: Iterable[Stage], plan: PrecisionPlan, rank: int, sharding: Sharding, rule: UpdateRule
+) -> list[Buffer]:
+    """Return the flat buffers of the optimizer over these stages."""
     elements = bucket_elements(sharding.bucket, sharding.dp)
-    buffers = list[Buffer]()
-    taken = set[torch.nn.Parameter]()
     moments = partial(moments_of, rule)
-    for stage in stages.values():
-        own = [p for p in parameters_of([stage]) if p not in taken]
-        taken.update(own)
-        among = buckets(own, plan, elements, moments)
-        buffers += [_buffer(alike, plan, rank, sharding, moments) for alike in among]
-    kinds = [buffer.bytes_by_kind() for buffer in buffers]
-    sums = {
-        kind: sum(one[kind] for one in kinds)
-        for kind in ("weights", "gradients", "masters", "moments")
-    }
-    travelling = (
-        b.size * b.travels.itemsize for b in buffers if b.dp.size > 1 and b.travels != b.grads.dtype
-    )
-    orthogonalizing = _muon(buffers, rule, plan, sharding, block)
-    return Held(
-        **sums,
-        reduction=sum(travelling),
-        update=max(orthogonalizing, *(_update(buffer, block) for buffer in buffers)),
-        copies=sums["masters"]
-        + sums["moments"]
-        + sum(b.own(b.weights).nbytes for b in buffers if not b.in_codes),
-        saved=sum(tensor.nbytes for buffer in buffers for tensor in buffer.saved().values()),
-    )
+    buffers = list[Buffer]()
+    taken = set[torch.nn.Parameter]()  # a parameter of two stages is in the first one's buffers
+    for stage in stages:
+        parameters = [parameter for parameter in parameters_of([stage]) if parameter not in taken]
+        taken.update(parameters)
+        for of_buffer in buckets(parameters, plan, elements, moments):
+            buffers.append(_build_buffer(of_buffer, plan, rank, sharding, moments))
+    return buffers
 
 
-def _buffer(
-    alike: Sequence[torch.nn.Parameter],
+def _build_buffer(
+    parameters: Sequence[torch.nn.Parameter],
     plan: PrecisionPlan,
     rank: int,
     sharding: Sharding,
     moments: Moments,
 ) -> Buffer:
-    layout = layout_of(alike[0])
+    layout = layout_of(parameters[0])
     dp, zero = sharding.replicas(layout.expert)
-    if layout.balancing is not None:  # counts of loads are whole on every rank
+    if layout.balancing is not None:  # counts of loads are not sharded
         zero = Axis("zero")
-    return Buffer(alike, plan, dp, zero, rank, torch.device("meta"), moments(alike[0]))
+    meta = torch.device("meta")
+    return Buffer(parameters, plan, dp, zero, rank, meta, moments(parameters[0]))
 
 
-def _update(buffer: Buffer, block: int) -> int:
+def _measure(
+    buffers: Sequence[Buffer],
+    plan: PrecisionPlan,
+    sharding: Sharding,
+    rule: UpdateRule,
+    device: Device,
+) -> StateBytes:
+    """Return the bytes of a rank with these buffers."""
+    totals = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
+    reduction = 0
+    owned_weights = 0
+    saved = 0
+    for buffer in buffers:
+        by_kind = buffer.bytes_by_kind()
+        for kind in totals:
+            totals[kind] += by_kind[kind]
+        if buffer.dp.size > 1 and buffer.travels != buffer.grads.dtype:
+            reduction += buffer.size * buffer.travels.itemsize
+        if not buffer.in_codes:
+            owned_weights += buffer.own(buffer.weights).nbytes
+        saved += sum(tensor.nbytes for tensor in buffer.saved().values())
+    # elements of a block of the update; 0: a whole buffer
+    block = BLOCK if device == "cpu" else 0
+    peaks = [_update_peak(buffer, block) for buffer in buffers]
+    if isinstance(rule, Muon):
+        peaks.append(_muon_peak(buffers, rule, plan, sharding, block))
+    return StateBytes(
+        **totals,
+        reduction=reduction,
+        update=max(peaks),
+        copies=totals["masters"] + totals["moments"] + owned_weights,
+        saved=saved,
+    )
+
+
+def _update_peak(buffer: Buffer, block: int) -> int:
     """Return the peak that the update of a block of this buffer adds."""
     tile = next(buffer.blocks(0, buffer.last - buffer.first, block))
     steps = torch.ones(())
-    with Alive() as alive:
+    with LiveMemory() as live:
         weights, _, state = tile.wide()
         tile.keep(weights, state, steps)
-    return alive.most
+    return live.peak
 
 
-def _muon(
-    buffers: Sequence[Buffer], rule: UpdateRule, plan: PrecisionPlan, sharding: Sharding, block: int
+def _muon_peak(
+    buffers: Sequence[Buffer], rule: Muon, plan: PrecisionPlan, sharding: Sharding, block: int
 ) -> int:
-    """Return the peak that the orthogonalization of a rank's own matrices adds; 0 unless the rule
-    is Muon.
+    """Return the peak that the orthogonalization of a rank's own matrices adds; 0 if there are
+    none.
 
-    block: elements that are updated at a time, with four numbers in FP32 for each. First all
-    directions are given away and assembled; then each matrix is iterated, which takes several of
-    its size; then the results of one buffer after the other return.
+    First all directions are given away and assembled; then each matrix is iterated, which takes
+    several of its size; then the results of one buffer after the other return.
+
+    block: elements that are updated at a time, with four numbers in FP32 for each.
     """
     by_muon = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
-    if not isinstance(rule, Muon) or not by_muon:
+    if not by_muon:
         return 0
     ranks = sharding.tp * sharding.dp
     shapes = list[tuple[int, ...]]()
-    for buffer in by_muon:  # other ranks of the stage hold as many other experts
-        named = {piece.part.name: piece.part.shape for piece in buffer.pieces}
-        shapes += [*named.values()] * (sharding.expert if buffer.of_experts else 1)
-    runs = [[run_of(buffer, piece, 0, 0) for piece in buffer.pieces] for buffer in by_muon]
-    owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
-    owned = max(
-        sum(prod(s) for s, o in zip(shapes, owners, strict=True) if o == rank)
-        for rank in range(ranks)
-    )
-    given = sum(run.given for some in runs for run in some)
-    held = max(sum(r.last - r.first for r in some) for some in runs)
+    given = 0  # elements that the rank gives to the owners of matrices
+    returned = 0  # elements of one buffer's pieces, at most
+    for buffer in by_muon:
+        by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
+        # other ranks of the stage hold as many other experts
+        shapes += [*by_tensor.values()] * (sharding.expert if buffer.of_experts else 1)
+        runs = [run_of(buffer, piece, 0, 0) for piece in buffer.pieces]
+        given += sum(run.given for run in runs)
+        returned = max(returned, sum(run.last - run.first for run in runs))
+
+    owned = _most_owned(shapes, rule, ranks)
+    # the peak is on the way to the owners, in an iteration, or on the way back
     largest = max(shapes, key=prod)
     dtype = rule.iteration_dtype(plan.masters)
-    tile = min(
-        prod(largest), max(len(next(b.blocks(0, b.last - b.first, block)).grads) for b in by_muon)
-    )
+    largest_block = max(_block_elements(buffer, block) for buffer in by_muon)
+    tile = min(prod(largest), largest_block)
     received = 2 if ranks > 1 else 1  # one rank alone receives what it gives, without a copy
-    travelling = (
-        max(given + owned * received + prod(largest), owned + held * received) * dtype.itemsize
-    )
-    beside_a_tile = (max(given, owned) + held) * dtype.itemsize + 4 * 4 * tile
-    with torch.device("meta"), Alive() as alive:
+    travelling = max(given + owned * received + prod(largest), owned + returned * received)
+    updating = (max(given, owned) + returned) * dtype.itemsize + 4 * 4 * tile
+    with torch.device("meta"), LiveMemory() as live:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
-    return max(travelling, beside_a_tile, owned * dtype.itemsize + alive.most)
+    return max(travelling * dtype.itemsize, updating, owned * dtype.itemsize + live.peak)
+
+
+def _most_owned(shapes: Sequence[tuple[int, ...]], rule: Muon, ranks: int) -> int:
+    """Return the elements of the matrices that one of `ranks` ranks iterates, at most."""
+    owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
+    elements = [0] * ranks
+    for shape, owner in zip(shapes, owners, strict=True):
+        elements[owner] += prod(shape)
+    return max(elements)
+
+
+def _block_elements(buffer: Buffer, block: int) -> int:
+    return len(next(buffer.blocks(0, buffer.last - buffer.first, block)).grads)

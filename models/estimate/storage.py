@@ -9,7 +9,7 @@ tokens a router sends to each expert.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,12 +29,7 @@ Device = Literal["cpu", "cuda"]
 @contextmanager
 def without_storage(device: Device) -> Iterator[None]:
     """Make all tensors without storage, which operators take for tensors of `device`."""
-    with ExitStack() as held:
-        if device == "cuda":
-            held.enter_context(torch.device("meta"))
-        else:
-            held.enter_context(OnCPU())
-        held.enter_context(_Answers(device))
+    with torch.device("meta") if device == "cuda" else OnCPU(), _Answers(device):
         yield
 
 
@@ -49,22 +44,23 @@ class _Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.index_add_ and args[0].dtype == torch.int64:
-            return _Even(args[2].numel(), args[0].numel())
+            # the router counts the choices of each expert
+            return _EvenCounts(args[2].numel(), args[0].numel())
         if func is F.scaled_dot_product_attention and self._device == "cuda":
             return _fused_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
-class _Even:
-    """The counts of `total` choices among `among` experts, as equal as they can be."""
+class _EvenCounts:
+    """The counts of `choices` among `experts`, as equal as they can be."""
 
-    total: int
-    among: int
+    choices: int
+    experts: int
 
     def tolist(self) -> list[int]:
-        least, more = divmod(self.total, self.among)
-        return [least + (n < more) for n in range(self.among)]
+        least, larger = divmod(self.choices, self.experts)
+        return [least + 1] * larger + [least] * (self.experts - larger)
 
 
 def _fused_attention(
@@ -82,29 +78,33 @@ def _fused_attention(
     kernel.
     """
     if attn_mask is None and query.dtype.itemsize == 2:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
+        output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, scale=scale
-        )[0]
-    if attn_mask is not None:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).expand(
-            *query.shape[:3], key.shape[2]
         )
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        return output
+    if attn_mask is not None:
+        # torch makes a bias of a mask of booleans
+        bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
+        attn_mask = bias.expand(*query.shape[:3], key.shape[2])
+    output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, 0.0, is_causal, scale=scale
-    )[0]
+    )
+    return output
 
 
-class Alone(Axis):
+class SimulatedAxis(Axis):
     """An axis without its other ranks: the results of its collectives have the right shapes and
     arbitrary values."""
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        return lambda: whole
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        return lambda: gathered
 
     def exchanged_counts(self, counts: Any) -> tuple[list[int], list[int]]:
-        own = counts.tolist()
-        return own, own[: len(own) // self.size] * self.size  # every rank's router sends as many
+        sent = counts.tolist()
+        # every rank's router sends as many
+        received = sent[: len(sent) // self.size] * self.size
+        return sent, received
 
     def start_uneven_exchange(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int]
@@ -130,41 +130,54 @@ def lone_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
 
     expert_tensor: slices of each expert; 0: as many as there are tp ranks.
     """
-    in_slices = expert_tensor or tp
-    if expert == 1 and in_slices == tp:
+    slices = expert_tensor or tp
+    if expert == 1 and slices == tp:
         return None
-    return ExpertAxes(Alone("expert", 0, expert), Alone("tp", 0, in_slices), Axis("replicas"))
+    return ExpertAxes(
+        SimulatedAxis("expert", 0, expert), SimulatedAxis("tp", 0, slices), Axis("replicas")
+    )
 
 
-class Alive(TorchDispatchMode):
-    """Counts the live bytes of tensors that are created inside. most: the peak since `begin`."""
+class LiveMemory(TorchDispatchMode):
+    """Counts the live bytes of tensors that are created inside.
+
+    now: the live bytes.
+    peak: their largest number since `begin`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.now = 0
+        self.peak = 0
+        # by address
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tensors_of((*args, *(kwargs or {}).values()))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_of(result if isinstance(result, list | tuple) else (result,)):
-            if tensor.untyped_storage()._cdata not in given:
-                self._note(tensor.untyped_storage())
+        kwargs = kwargs or {}
+        arguments = tensors_of((*args, *kwargs.values()))
+        before = {tensor.untyped_storage()._cdata for tensor in arguments}
+        result = func(*args, **kwargs)
+        for tensor in tensors_of((result,)):
+            # a view or an operator in place has the storage of an argument
+            if tensor.untyped_storage()._cdata not in before:
+                self._count(tensor.untyped_storage())
         return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        place = storage._cdata
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as live until its last reference is dropped."""
+        address = storage._cdata
         size = storage.nbytes()
-        if place not in self._known:
-            self._known[place] = weakref.ref(storage, lambda _: self._forget(place, size))
+        if address not in self._storages:
+            reference = weakref.ref(storage, lambda _: self._forget(address, size))
+            self._storages[address] = reference
             self.now += size
-            self.most = max(self.most, self.now)
+            self.peak = max(self.peak, self.now)
 
-    def _forget(self, place: int, size: int) -> None:
-        del self._known[place]
+    def _forget(self, address: int, size: int) -> None:
+        del self._storages[address]
         self.now -= size
 
     def begin(self) -> int:
         """Return the bytes that are live now, and restart the peak from there."""
-        self.most = self.now
+        self.peak = self.now
         return self.now

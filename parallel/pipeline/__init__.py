@@ -1,12 +1,12 @@
 """Pipeline schedules as data: their construction, proof, simulation and execution.
 
-plan = schedule("1f1b", ranks=4, microbatches=8)           # the instructions of each rank, in order
-check(plan)                                                # raises unless each runs once and the schedule finishes
-bubble(simulate(plan))                                     # the longest wait of a rank, over the time it computes
+plan = schedule("1f1b", ranks=4, microbatches=8)  # the instructions of each rank, in order
+check(plan)             # raises unless each runs once and the schedule finishes
+bubble(simulate(plan))  # the longest wait of a rank, over the time it computes
 """
 
 from parallel.pipeline.builders import KINDS, schedule
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only, picture
@@ -22,6 +22,7 @@ __all__ = [
     "Op",
     "Recording",
     "Schedule",
+    "StageHooks",
     "bubble",
     "check",
     "forward_only",

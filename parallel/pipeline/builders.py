@@ -4,13 +4,15 @@ of its stages.
 Costs with p ranks and m micro-batches (F, I, W: time of a forward, an input gradient, a weight
 gradient):
 
-    kind         stages a rank  idle time of a rank        activations held by a rank, at most
-    gpipe        1              (p - 1)(F + I + W)          m micro-batches
-    1f1b         1              (p - 1)(F + I + W)          p
-    interleaved  v              (p - 1)(F + I + W) / v      p + (p - 1) / v, a little more if p does not divide m
-    zb-h1        1              (p - 1)(F + I - W)          p
-    zb-h2        1              (p - 1)(F + I - 2 W)        2 p - 1
-    zb-v         2              0 (F = I = W)               p
+    kind         stages a rank  idle time of a rank      activations held by a rank, at most
+    gpipe        1              (p - 1)(F + I + W)       m micro-batches
+    1f1b         1              (p - 1)(F + I + W)       p
+    interleaved  v              (p - 1)(F + I + W) / v   p + (p - 1) / v, or a little more
+    zb-h1        1              (p - 1)(F + I - W)       p
+    zb-h2        1              (p - 1)(F + I - 2 W)     2 p - 1
+    zb-v         2              0 (F = I = W)            p
+
+The little more of interleaved schedules is there if p does not divide m.
 
 The zero-bubble kinds split a backward. The input gradient, which the stage before waits for, is
 computed as early as possible. Weight gradients, which no stage waits for, fill the time in which a
@@ -31,7 +33,7 @@ from parallel.pipeline.schedules import Schedule, complete
 from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
-Done = Callable[[Instruction], bool]
+IsDone = Callable[[Instruction], bool]
 # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
 MOST_PASSES = 2**16
 # more are a slip: a rank would pass each of them through its stages one after the other
@@ -55,13 +57,11 @@ def schedule(
     """
     if problems := schedule_problems(kind, ranks, microbatches, chunks):
         raise UserError(*problems)
-    ways = (cost, equal) if kind in SPLIT else (equal,)
-    plans = [
-        KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by)
-        for by in dict.fromkeys(ways)
-    ]
-    if len(plans) == 1:
-        return plans[0]
+    build = KINDS[kind]
+    chunks = chunks or default_chunks(kind)
+    if kind not in SPLIT or cost is equal:
+        return build(ranks, microbatches, chunks, equal)
+    plans = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]
     return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
 
 
@@ -78,12 +78,13 @@ def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0)
             f"{MOST_MICROBATCHES:,}: "
             "take fewer, larger micro-batches, or more replicas"
         )
-    if (
-        not problems
-        and (passes := ranks * (chunks or default_chunks(kind)) * microbatches) > MOST_PASSES
-    ):
+    if problems:
+        return problems
+    stages = chunks or default_chunks(kind)
+    passes = ranks * stages * microbatches
+    if passes > MOST_PASSES:
         problems.append(
-            f"{ranks:,} pipeline ranks x {chunks or default_chunks(kind):,} stages x "
+            f"{ranks:,} pipeline ranks x {stages:,} stages x "
             f"{microbatches:,} micro-batches "
             f"are {passes:,} forward passes; a schedule has at most {MOST_PASSES:,}: take "
             "fewer, larger micro-batches"
@@ -113,9 +114,8 @@ def chunk_problems(kind: str, chunks: int) -> list[str]:
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
     """Return the GPipe schedule: every forward, then every backward. A rank holds all
     micro-batches' activations."""
-    return complete(
-        [_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)], range(ranks)
-    )
+    orders = [_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)]
+    return complete(orders, range(ranks))
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -125,9 +125,8 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equ
     backwards. It is as fast as GPipe, but rank r holds the activations of only min(microbatches,
     ranks - r) micro-batches.
     """
-    return complete(
-        [_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks)
-    )
+    orders = [_alternate(rank, microbatches, warmup=ranks - rank - 1) for rank in range(ranks)]
+    return complete(orders, range(ranks))
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
@@ -138,18 +137,20 @@ def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) 
     A group has at least as many micro-batches as there are ranks, so that the first one comes back
     to a rank as the last one leaves it.
     """
-    visits = _visits(microbatches, _groups(ranks, microbatches), chunks)
-    first_group = max(_groups(ranks, microbatches))
+    groups = _group_sizes(ranks, microbatches)
+    visits = _visits(groups, chunks)
+    # forwards of the warm-up that each rank runs more than the next one
+    warmup_a_rank = 1 if chunks == 1 else 2
     orders = []
     for rank in range(ranks):
-        forwards = [Instruction(Op.FORWARD, chunk * ranks + rank, m) for chunk, m in visits]
-        backwards = [
-            Instruction(Op.BACKWARD, (chunks - 1 - chunk) * ranks + rank, m) for chunk, m in visits
-        ]
-        reach = 1 if chunks == 1 else 2
-        orders.append(
-            _interlace(forwards, backwards, (ranks - rank - 1) * reach + (chunks - 1) * first_group)
-        )
+        forwards = []
+        backwards = []
+        for chunk, microbatch in visits:
+            forwards.append(Instruction(Op.FORWARD, chunk * ranks + rank, microbatch))
+            stage = (chunks - 1 - chunk) * ranks + rank
+            backwards.append(Instruction(Op.BACKWARD, stage, microbatch))
+        warmup = (ranks - rank - 1) * warmup_a_rank + (chunks - 1) * max(groups)
+        orders.append(_interlace(forwards, backwards, warmup))
     return complete(orders, [stage % ranks for stage in range(ranks * chunks)])
 
 
@@ -195,7 +196,8 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their
 
 
 def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:
-    forwards = [Instruction(Op.FORWARD, stage, m) for m in range(microbatches)]
+    """Return `warmup` forwards of a stage, then forwards and `backward`s in turn."""
+    forwards = [Instruction(Op.FORWARD, stage, number) for number in range(microbatches)]
     return _interlace(forwards, [i._replace(op=backward) for i in forwards], warmup)
 
 
@@ -206,20 +208,22 @@ def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
     return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
 
 
-def _groups(ranks: int, microbatches: int) -> list[int]:
+def _group_sizes(ranks: int, microbatches: int) -> list[int]:
     """Return the sizes of the groups of micro-batches: nearly equal, each at least `ranks` if there
     are that many."""
     groups = max(1, microbatches // ranks)
-    return [microbatches // groups + (n < microbatches % groups) for n in range(groups)]
+    size, larger = divmod(microbatches, groups)
+    return [size + 1] * larger + [size] * (groups - larger)
 
 
-def _visits(microbatches: int, groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
+def _visits(groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
     """Return (chunk, micro-batch) pairs in a rank's order: one group through all chunks, then the
-    next group."""
+    next group. groups: numbers of micro-batches."""
     visits = []
     first = 0
     for size in groups:
-        visits += [(chunk, m) for chunk in range(chunks) for m in range(first, first + size)]
+        for chunk in range(chunks):
+            visits += [(chunk, microbatch) for microbatch in range(first, first + size)]
         first += size
     return visits
 
@@ -236,14 +240,18 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
     pattern = [(Op.FORWARD, down)] * (2 * (ranks - rank) - 1)
     pattern += [(Op.FORWARD, up), (Op.FORWARD, down)] * rank
     pattern += [(Op.FORWARD, up), (Op.BACKWARD_INPUT, up)] * (ranks - rank)
-    pattern += [
-        (op, stage) for stage in (down, up) for op in (Op.FORWARD, Op.BACKWARD_INPUT)
-    ] * microbatches
-    next_one = Counter[tuple[Op, int]]()
+    steady = [
+        (Op.FORWARD, down),
+        (Op.BACKWARD_INPUT, down),
+        (Op.FORWARD, up),
+        (Op.BACKWARD_INPUT, up),
+    ]
+    pattern += steady * microbatches
     order = []
+    next_microbatch = Counter[tuple[Op, int]]()
     for op, stage in pattern:
-        order.append(Instruction(op, stage, next_one[op, stage]))
-        next_one[op, stage] += 1
+        order.append(Instruction(op, stage, next_microbatch[op, stage]))
+        next_microbatch[op, stage] += 1
     return [i for i in order if i.microbatch < microbatches]
 
 
@@ -261,12 +269,16 @@ def fill(
     now = 0.0
     free_at = [0.0] * len(ranks)
     done_at: dict[Instruction, float] = {}
-    while any(rank.order or rank.put_off for rank in ranks):
+
+    def is_done(i: Instruction) -> bool:
+        return done_at.get(i, inf) <= now
+
+    while any(rank.order or rank.weight_gradients for rank in ranks):
         for number, rank in enumerate(ranks):
-            if (
-                free_at[number] <= now
-                and (i := rank.take(lambda i, now=now: done_at.get(i, inf) <= now)) is not None
-            ):
+            if free_at[number] > now:
+                continue
+            i = rank.take(is_done)
+            if i is not None:
                 free_at[number] = done_at[i] = now + cost(i)
         assert max(free_at) > now, "every rank waits for another, or for memory"
         now = min(end for end in free_at if end > now)
@@ -280,28 +292,33 @@ class _Filling:
         self.order = deque(order)
         self.last_stage = last_stage
         self.limit = limit
-        self.put_off: deque[Instruction] = deque()
-        self.held = 0
+        self.weight_gradients: deque[Instruction] = deque()  # that can run at any time from now on
+        self.activations = 0  # held now
         self.filled: Order = []
 
-    def take(self, done: Done) -> Instruction | None:
+    def take(self, is_done: IsDone) -> Instruction | None:
         """Return the instruction that this rank starts now, or None if none can run after the
         finished ones."""
-        if self.order and self._can_run(self.order[0], done):
+        if self.order and self._can_run(self.order[0], is_done):
             i = self.order.popleft()
-        elif self.put_off:
-            i = self.put_off.popleft()
+        elif self.weight_gradients:
+            i = self.weight_gradients.popleft()
         else:
             return None
-        self.held += (i.op is Op.FORWARD) - (i.op is Op.BACKWARD_WEIGHT)
-        if i.op is Op.BACKWARD_INPUT:
-            self.put_off.append(i._replace(op=Op.BACKWARD_WEIGHT))
+        if i.op is Op.FORWARD:
+            self.activations += 1
+        elif i.op is Op.BACKWARD_INPUT:
+            self.weight_gradients.append(i._replace(op=Op.BACKWARD_WEIGHT))
+        elif i.op is Op.BACKWARD_WEIGHT:
+            self.activations -= 1
         self.filled.append(i)
         return i
 
-    def _can_run(self, i: Instruction, done: Done) -> bool:
+    def _can_run(self, i: Instruction, is_done: IsDone) -> bool:
         if i.op is Op.FORWARD:
-            return self.held < self.limit and (i.stage == 0 or done(i._replace(stage=i.stage - 1)))
-        return done(i._replace(op=Op.FORWARD)) and (
-            i.stage == self.last_stage or done(i._replace(stage=i.stage + 1))
-        )
+            if self.activations >= self.limit:
+                return False
+            return i.stage == 0 or is_done(i._replace(stage=i.stage - 1))
+        if not is_done(i._replace(op=Op.FORWARD)):
+            return False
+        return i.stage == self.last_stage or is_done(i._replace(stage=i.stage + 1))

@@ -17,7 +17,7 @@ def channels_of(rank_of_stage: Sequence[int]) -> list[Channel]:
         Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)
     ]
     channels = {Channel.of(message, rank_of_stage) for message in messages}
-    return sorted(c for c in channels if c.source != c.destination)
+    return sorted(channel for channel in channels if channel.source != channel.destination)
 
 
 def communicators(
@@ -37,13 +37,14 @@ def communicators(
         )
     groups = {}
     for numbers in pairings((channel.source, channel.destination) for channel in channels):
-        apart = [channels[number] for number in numbers]
-        pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in apart]
-        made = split(torch.cat(pairs), dist.get_backend(axis.group))
-        for channel in apart:
+        separate = [channels[number] for number in numbers]
+        pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in separate]
+        group = split(torch.cat(pairs), dist.get_backend(axis.group))
+        for channel in separate:
+            # this rank is in one of the pairs at most
             if axis.rank in (channel.source, channel.destination):
-                _connect(made, channel, axis, device)
-                groups[channel] = made
+                _connect(group, channel, axis, device)
+                groups[channel] = group
     return groups
 
 

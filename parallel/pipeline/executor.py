@@ -15,6 +15,7 @@ are computed in the first half.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,32 +36,53 @@ from parallel.pipeline.schedules import picture
 from parallel.pipeline.simulation import Span
 from parallel.weight_grad_queue import WeightGradQueue, Work
 
-Forward = Callable[[int, int, Tensor | None], Tensor]
-OfStage = Callable[[int], None]
-After = Callable[[Instruction], None]
+
+class StageHooks(Protocol):
+    """The computations of a rank's stages, which an executor calls in the order of its program.
+
+    A subclass must define `forward`, and `reduce` if its programs have REDUCE.
+    """
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        """Run one micro-batch through one stage.
+
+        received: the activation of the stage before, with the shape and dtype of the executor's
+            links; None for stage 0.
+        Returns the activation to send on (same shape and dtype), or on the last stage the scalar
+        loss to back-propagate, already scaled.
+        """
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """Reduce the gradients of `stage` over dp; they are final."""
+        raise AssertionError(f"the program says R{stage}, but no `reduce` was given")
+
+    def complete(self, stage: int) -> None:
+        """Prepare for the gradients of `stage`: the backward pass that begins now completes them.
+
+        Called only for stages whose program has REDUCE. A split backward has no such pass.
+        """
+
+    def after(self, instruction: Instruction, /) -> None:
+        """Do what follows an instruction, at its place in the program."""
 
 
 class Executor:
     """Runs `program`, the instructions of pipeline rank `links.axis.rank` in a schedule.
 
-    forward(stage, microbatch, received): `received` is the activation of the stage before, with the
-        shape and dtype of `links`; None for stage 0. Returns the activation to send on (same shape
-        and dtype), or on the last stage the scalar loss to back-propagate, already scaled.
-    reduce(stage): called when the gradients of `stage` are final. Required only if the program has
-    REDUCE. complete(stage): if given, called before the backward pass that completes the gradients
-    of `stage`, provided that
-        the program then has REDUCE; a split backward has no such pass.
-    spans: if given, receives the time span of each instruction, in seconds of this process's clock.
-        The executor then synchronizes a GPU after each instruction; otherwise the spans would be
-        launch times.
+    hooks: the computations of this rank's stages.
+    spans: receives the time span of each instruction, in seconds of this process's clock. The
+        executor then synchronizes a GPU after each instruction; otherwise the spans would be launch
+        times.
     deferred: the queue that the stages' layers were given (`Context.deferred`). Layers without a
         queue compute all gradients in the first half of a split backward, which is correct but
         gains no time.
-    after(instruction): if given, called after each instruction, at its place in the program.
-    position: if given, told of each instruction before it begins.
-    posts: the places of `program` before which receives are posted if not `links.early`, as
+    position: told of each instruction before it begins.
+    posts: the index in `program` before which each receive is posted if not `links.early`, as
         `posting.posts` returns them; a receive that it does not name is posted where its message is
         needed.
+
+    observer: an attribute that may be set: called after each instruction, before `hooks.after`.
 
     Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a
     backward, so a program of forwards alone (`instructions.forward_only`) evaluates; `forward` then
@@ -71,31 +93,26 @@ class Executor:
         self,
         program: Sequence[Instruction],
         links: P2P,
-        forward: Forward,
-        reduce: OfStage | None = None,
+        hooks: StageHooks,
+        *,
         spans: list[Span] | None = None,
         deferred: WeightGradQueue | None = None,
-        after: After | None = None,
-        complete: OfStage | None = None,
         position: Position | None = None,
         posts: Mapping[Instruction, int] | None = None,
     ) -> None:
-        self._posts_of_run = posts or {}
         self.program = program
         self.links = links
         self.spans = spans
-        self.after = after
-        self._stage_forward = forward
-        self._stage_reduce = reduce
-        self._stage_complete = complete or (lambda stage: None)
-        self._completing = _completing(program)
+        self.observer: Callable[[Instruction], None] | None = None
+        self._hooks = hooks
+        self._posts_of_run = posts or {}
+        self._completing = _completing_passes(program)
         self._position = position or Position()
         self._mail: dict[Message, Tensor] = {}
-        self._begun: dict[
-            tuple[int, int], tuple[Tensor | None, GradientEdge]
-        ] = {}  # by stage and micro-batch
+        # the next two by stage and micro-batch
+        self._inputs_and_edges: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self._weight_work: dict[tuple[int, int], Work] = {}
         self._deferred = deferred or WeightGradQueue()
-        self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
         # receives that have not finished, of which the first may be posted
         self._coming: deque[Instruction] = deque()
         self._posted = False
@@ -131,23 +148,26 @@ class Executor:
         posts it where `posts` says.
         """
         self._coming = deque(i for i in self.program[first:last] if i.op in RECEIVES)
-        for at, i in enumerate(self.program[first:last], first):
+        for index, i in enumerate(self.program[first:last], first):
             start = perf_counter()
             self._position.at(i)
             try:
-                self._post_next(at)
+                self._post_next(index)
                 with torch.profiler.record_function(str(i)):
                     self._carry_out[i.op](i)
             except UserError as error:
+                # the user's problems stay readable; a picture of the program would hide them
                 where = f"{i} on pipeline rank {self.links.axis.rank}"
                 raise UserError(*(f"{where}: {problem}" for problem in error.problems)) from error
             except Exception as error:
-                raise RuntimeError(self._failure(at, error)) from error
+                raise RuntimeError(self._describe_failure(index, error)) from error
             if self.spans is not None:
-                _await(self.links.device)
-                self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
-            if self.after is not None:
-                self.after(i)
+                _synchronize(self.links.device)
+                span = Span(self.links.axis.rank, i, start, perf_counter())
+                self.spans.append(span)
+            if self.observer is not None:
+                self.observer(i)
+            self._hooks.after(i)
 
     def abandon(self, unread: Sequence[Instruction]) -> None:
         """Discard the results of the instructions so far, so that the program can start again.
@@ -155,12 +175,12 @@ class Executor:
         unread: the receives of messages that other ranks have sent in the meantime.
         """
         self._mail.clear()
-        self._begun.clear()
-        self._put_off.clear()
-        for i in unread:
-            self.links.receive(i)
+        self._inputs_and_edges.clear()
+        self._weight_work.clear()
+        for instruction in unread:
+            self.links.receive(instruction)
 
-    def held(self, message: Message) -> Tensor | None:
+    def find_message(self, message: Message) -> Tensor | None:
         """Return a message between its arrival, or its computation, and its use; None at any other
         time."""
         return self._mail.get(message)
@@ -169,30 +189,33 @@ class Executor:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
         self._position.at("end of the passes")
         self.links.finish()
-        left = [*self._mail, *self._begun, *self._put_off]
+        left = [*self._mail, *self._inputs_and_edges, *self._weight_work]
         assert not left, f"left over: messages, graphs or weight gradients of {left}"
 
     def _forward(self, i: Instruction) -> None:
-        learns = torch.is_grad_enabled()
+        # in evaluation there is no backward pass for which anything would be kept
+        trains = torch.is_grad_enabled()
         received = None
         if i.stage > 0:
-            received = self._mail.pop(
-                Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch)
-            ).requires_grad_(learns)
-        output = self._stage_forward(i.stage, i.microbatch, received)
-        if learns:
-            self._begun[i.stage, i.microbatch] = received, get_gradient_edge(output)
+            message = Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch)
+            received = self._mail.pop(message).requires_grad_(trains)
+        output = self._hooks.forward(i.stage, i.microbatch, received)
+        if trains:
+            # the edge without the output, whose memory the next stage may release
+            edge = get_gradient_edge(output)
+            self._inputs_and_edges[i.stage, i.microbatch] = received, edge
         if i.stage < self.links.stages - 1:
-            self._mail[Message(MessageType.ACTIVATION, i.stage, i.microbatch)] = output.detach()
-        elif learns:
-            self._mail[Message(MessageType.GRADIENT, i.stage, i.microbatch)] = _gradient_of_loss(
-                output
-            )
+            activation = Message(MessageType.ACTIVATION, i.stage, i.microbatch)
+            # detached: the next stage on this rank has a graph of its own, as on another rank
+            self._mail[activation] = output.detach()
+        elif trains:
+            gradient = Message(MessageType.GRADIENT, i.stage, i.microbatch)
+            self._mail[gradient] = _gradient_of_loss(output)
 
     def _backward(self, i: Instruction) -> None:
         if i in self._completing:
-            self._stage_complete(i.stage)
-        received, output = self._begun.pop((i.stage, i.microbatch))
+            self._hooks.complete(i.stage)
+        received, output = self._inputs_and_edges.pop((i.stage, i.microbatch))
         gradient = self._mail.pop(Message(MessageType.GRADIENT, i.stage, i.microbatch))
         torch.autograd.backward((output,), (gradient,))
         if received is not None:
@@ -202,19 +225,20 @@ class Executor:
             self._mail[Message(MessageType.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
 
     def _backward_input(self, i: Instruction) -> None:
+        # layers put the products of weight gradients into the queue instead of computing them
         with self._deferred.collect() as work:
             self._backward(i)
-        self._put_off[i.stage, i.microbatch] = work
+        self._weight_work[i.stage, i.microbatch] = work
 
     @torch.no_grad()
     def _backward_weight(self, i: Instruction) -> None:
-        work = self._put_off.pop((i.stage, i.microbatch))
+        work = self._weight_work.pop((i.stage, i.microbatch))
+        # one by one, so that each product's operands are released as it is done
         while work:
             work.popleft()()
 
     def _reduce(self, i: Instruction) -> None:
-        assert self._stage_reduce is not None, f"the program says {i}, but no `reduce` was given"
-        self._stage_reduce(i.stage)
+        self._hooks.reduce(i.stage)
 
     def _send(self, i: Instruction) -> None:
         self.links.send(i, self._mail.pop(_message(i)))
@@ -224,33 +248,35 @@ class Executor:
         self._coming.popleft()
         self._posted = False
 
-    def _post_next(self, at: int) -> None:
+    def _post_next(self, index: int) -> None:
         """Post the next receive, unless it is posted, if it may be posted before instruction number
-        `at`."""
+        `index`."""
+        # one receive is under way at a time
         if self._posted or not self._coming:
             return
         following = self._coming[0]
-        if self.links.early or self._posts.get(following, len(self.program)) <= at:
+        if self.links.early or self._posts.get(following, len(self.program)) <= index:
             self.links.post_recv(following)
             self._posted = True
 
-    def _failure(self, at: int, error: Exception) -> str:
+    def _describe_failure(self, index: int, error: Exception) -> str:
         rank = self.links.axis.rank
-        where = picture({rank: self.program}, {rank: at}, {rank: "failed here"})
+        where = picture({rank: self.program}, {rank: index}, {rank: "failed here"})
         return (
-            f"{self.program[at]} failed on pipeline rank {rank}: {type(error).__name__}: "
+            f"{self.program[index]} failed on pipeline rank {rank}: {type(error).__name__}: "
             f"{error}\n{where}"
         )
 
 
-def _completing(program: Sequence[Instruction]) -> set[Instruction]:
+def _completing_passes(program: Sequence[Instruction]) -> set[Instruction]:
     """Return the last backward pass of each reduced stage, if that pass also computes the weight
     gradients."""
-    last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
-    return {last[i.stage] for i in program if i.op is Op.REDUCE and last[i.stage].op is Op.BACKWARD}
+    last_of_stage = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
+    reduced = [last_of_stage[i.stage] for i in program if i.op is Op.REDUCE]
+    return {last for last in reduced if last.op is Op.BACKWARD}
 
 
-def _await(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Wait until the device has finished the computation it was given.
 
     Messages in flight are not waited for, because they may depend on later work.

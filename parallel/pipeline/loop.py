@@ -22,7 +22,7 @@ from megaprec.optim.step_report import NonFiniteStep, StepReport
 from parallel.context import Context
 from parallel.cut_features import CutTensor, unchecked
 from parallel.pipeline.builders import schedule as make_schedule
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.loop_checks import (
     called,
@@ -75,9 +75,8 @@ class Pipeline:
             "ignore_index": ignore_index,
             "number of stages": len(stages),
         }
-        require_alike(
-            optimizer, shared, {"microbatches": microbatches, "activation": tuple(activation)}
-        )
+        in_replica = {"microbatches": microbatches, "activation": tuple(activation)}
+        require_alike(optimizer, shared, in_replica)
         pp = optimizer.pp
         plan = make_schedule(schedule, pp.size, microbatches, len(stages) if len(stages) > 1 else 0)
         numbers = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == pp.rank]
@@ -97,30 +96,21 @@ class Pipeline:
         self.microbatches = microbatches
         self._batches = 0
         self._failed = False
-        self._checks = False
+        self._compares_ranks = False
         self._stages = dict(zip(numbers, stages, strict=True))
-        self._chunk = {stage: chunk for chunk, stage in enumerate(numbers)}
+        self._chunk_of_stage = {stage: chunk for chunk, stage in enumerate(numbers)}
         self._last = len(plan.rank_of_stage) - 1
-        sends = max(sends_under_way(plan), sends_under_way(forward_only(plan)))
+        self._context = _first_context(stages)
+
+        evaluation = forward_only(plan)
+        sends = max(sends_under_way(plan), sends_under_way(evaluation))
         dtype = optimizer.plan.pipeline
-        device = optimizer.device
-        p2p = P2P.open(pp, plan.rank_of_stage, activation, dtype, device, sends=sends)
-        contexts = (
-            getattr(module, "context", None) for stage in stages for module in stage.modules()
-        )
-        self._context = next(
-            (context for context in contexts if isinstance(context, Context)), None
-        )
+        links = P2P.open(pp, plan.rank_of_stage, activation, dtype, optimizer.device, sends=sends)
+        deferred = self._context.deferred if self._context else None
         self._train = Executor(
-            plan.programs[pp.rank],
-            p2p,
-            self._forward,
-            lambda stage: optimizer.reduce(self._chunk[stage]),
-            deferred=self._context.deferred if self._context else None,
-            complete=lambda stage: optimizer.expect(self._chunk[stage]),
-            after=self._after,
+            plan.programs[pp.rank], links, _TrainingHooks(self), deferred=deferred
         )
-        self._evaluate = Executor(forward_only(plan).programs[pp.rank], p2p, self._forward)
+        self._evaluate = Executor(evaluation.programs[pp.rank], links, _EvaluationHooks(self))
 
     def step(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> StepReport:
         """Train on one batch; every rank gets the same report. Collective over the whole mesh.
@@ -159,16 +149,19 @@ class Pipeline:
         self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
         try:
             self._evaluate.run()
-            if self._checks:
+            if self._compares_ranks:
                 require_same_loss(
                     self._loss, self.optimizer.tp, self.optimizer.world, self.optimizer.device
                 )
         except Exception:
             self._give_up()
             raise
-        # all ranks of a tensor-parallel group have the whole loss
-        counts = self.optimizer.tp.rank == 0
-        total = self.optimizer.world.sum_(self._loss if counts else torch.zeros_like(self._loss))
+        # all ranks of a tensor-parallel group have the whole loss, which is to be summed once
+        if self.optimizer.tp.rank == 0:
+            addend = self._loss
+        else:
+            addend = torch.zeros_like(self._loss)
+        total = self.optimizer.world.sum_(addend)
         return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
@@ -180,8 +173,9 @@ class Pipeline:
             )
         require_batch(inputs, targets, self.microbatches)
         self._batches += 1
-        self._checks = self._batches & (self._batches - 1) == 0
-        if self._checks:
+        # in batches 1, 2, 4, 8, ...: it costs no time in the long run
+        self._compares_ranks = self._batches & (self._batches - 1) == 0
+        if self._compares_ranks:
             require_same_samples(inputs, targets, self.optimizer)
         device = self.optimizer.device
         dp = self.optimizer.dp
@@ -194,36 +188,38 @@ class Pipeline:
                 "ignore_index = "
                 f"{self.ignore_index}"
             )
-        self._share = (dp.size if self.optimizer.average else 1) / counted
+        # the optimizer divides by the number of dp ranks if it averages
+        self._loss_weight = (dp.size if self.optimizer.average else 1) / counted
         self._scale = scale
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
-    def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+    def _forward_stage(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         plan = self.optimizer.plan
         x = self._inputs[microbatch] if received is None else received.to(plan.residual)
-        y = self._stages[stage](x)
-        if stage < self._last and not isinstance(y, Tensor):
+        output = self._stages[stage](x)
+        if stage == self._last:
+            return self._scaled_loss(output, self._targets[microbatch])
+        if not isinstance(output, Tensor):
             raise UserError(
-                f"stage {stage} returned a {type(y).__name__}, but must return one tensor for "
+                f"stage {stage} returned a {type(output).__name__}, but must return one tensor for "
                 "the next stage"
             )
-        if stage < self._last and isinstance(y, CutTensor) and y.cut.dim == y.dim() - 1:
+        if isinstance(output, CutTensor) and output.cut.dim == output.dim() - 1:
             raise UserError(
-                f"stage {stage} returned a slice of the {y.cut.source}, but the next stage "
+                f"stage {stage} returned a slice of the {output.cut.source}, but the next stage "
                 "takes whole "
                 'activations: end the stage with a layer of style "row"'
             )
-        if stage < self._last:
-            return unchecked(y).to(plan.pipeline)
-        return self._scaled_loss(y, self._targets[microbatch])
+        return unchecked(output).to(plan.pipeline)
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return a micro-batch's part of the mean loss, times the loss scale."""
         counted = targets != self.ignore_index
         losses = called(self.loss_fn, output, targets.masked_fill(~counted, 0))
         require_losses(losses, targets)
         # a sum in 16 bits has three digits
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
-        loss = (losses * counted).sum() * self._share.to(losses.dtype)
+        loss = (losses * counted).sum() * self._loss_weight.to(losses.dtype)
         self._loss += loss.detach()
         return loss * self._scale
 
@@ -237,6 +233,38 @@ class Pipeline:
         self._evaluate.abandon(())
         self.optimizer.zero_grad()
 
-    def _after(self, i: Instruction) -> None:
-        if self._context and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
-            self._context.fp8.advance()
+
+def _first_context(stages: Sequence[nn.Module]) -> Context | None:
+    """Return the context of the first parallel layer; None if there is none. All layers share
+    one."""
+    for stage in stages:
+        for module in stage.modules():
+            context = getattr(module, "context", None)
+            if isinstance(context, Context):
+                return context
+    return None
+
+
+class _EvaluationHooks(StageHooks):
+    """The forward passes of a pipeline's current batch."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        return self._pipeline._forward_stage(stage, microbatch, received)
+
+
+class _TrainingHooks(_EvaluationHooks):
+    """The passes of a training step, with the reduction of gradients and the history of FP8."""
+
+    def reduce(self, stage: int) -> None:
+        self._pipeline.optimizer.reduce(self._pipeline._chunk_of_stage[stage])
+
+    def complete(self, stage: int) -> None:
+        self._pipeline.optimizer.expect(self._pipeline._chunk_of_stage[stage])
+
+    def after(self, instruction: Instruction) -> None:
+        passes = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
+        if self._pipeline._context and instruction.op in passes:
+            self._pipeline._context.fp8.advance()

@@ -33,15 +33,15 @@ def require_arguments(
     ignore_index: int,
 ) -> None:
     """Raise UserError, naming all that are wrong, for arguments of `Pipeline` of another kind."""
-    listed = isinstance(stages, list | tuple | nn.ModuleList)
-    shape = isinstance(activation, list | tuple) and all(
-        is_number(n, whole=True) and n > 0 for n in activation
+    is_list = isinstance(stages, list | tuple | nn.ModuleList)
+    is_shape = isinstance(activation, list | tuple) and all(
+        is_number(size, whole=True) and size > 0 for size in activation
     )
     rules = {
         (
             f"stages = {quoted(stages)}: must be a list of torch modules, as the optimizer's, "
             "like [model]"
-        ): listed and all(isinstance(stage, nn.Module) for stage in stages),
+        ): is_list and all(isinstance(stage, nn.Module) for stage in stages),
         (
             f"optimizer = {quoted(optimizer)}: must be a megaprec.ParallelAMPOptimizer over the "
             "same stages"
@@ -54,7 +54,7 @@ def require_arguments(
         ): is_number(microbatches, whole=True),
         f"activation = {quoted(activation)}: must be the shape of what a stage sends to the "
         "next, like "
-        "(sequence, 1, hidden)": shape,
+        "(sequence, 1, hidden)": is_shape,
         f"ignore_index = {quoted(ignore_index)}: must be a number": is_number(ignore_index),
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
@@ -77,18 +77,20 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
         raise UserError(
             f"{len(stages)} stages, but the optimizer has {len(optimizer.buffers)} parts: {same}"
         )
-    if any(is_dtensor(p) for p in parameters_of(stages)):
+    if any(is_dtensor(parameter) for parameter in parameters_of(stages)):
         return  # fully_shard reduces their gradients by itself
-    held = [{p for buffer in chunk for p in buffer.parameters} for chunk in optimizer.buffers]
+    of_parts: list[set[nn.Parameter]] = []
+    for buffers in optimizer.buffers:
+        of_parts.append({parameter for buffer in buffers for parameter in buffer.parameters})
     for number, stage in enumerate(stages):
-        if strange := held[number].difference(stage.parameters()):
+        if strange := of_parts[number].difference(stage.parameters()):
             name = layout_of(next(iter(strange))).parts[0].name
             raise UserError(
                 f"{name} is in part {number} of the optimizer, but not in stage {number}: {same}"
             )
-    everything = set(chain(*held))
+    trained = set(chain(*of_parts))
     for number, stage in enumerate(stages):
-        if any(p not in everything for p in parameters_of([stage])):
+        if any(parameter not in trained for parameter in parameters_of([stage])):
             raise UserError(
                 f"stage {number} has parameters that the optimizer does not train: {same}"
             )
@@ -103,12 +105,13 @@ def require_alike(
     everywhere: arguments that all ranks share. in_replica: those that the ranks of one replica
         share.
     """
-    own = [
+    local = [
         optimizer.dp.rank,
-        {n: repr(v) for n, v in everywhere.items()},
-        {n: repr(v) for n, v in in_replica.items()},
+        {name: repr(value) for name, value in everywhere.items()},
+        {name: repr(value) for name, value in in_replica.items()},
     ]
-    texts = everyones_texts(json.dumps(own).encode(), optimizer.world, optimizer.device)
+    texts = everyones_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
+    # by name and replica; -1: all replicas
     seen: dict[tuple[str, int], str] = {}
     for replica, shared, inner in map(json.loads, texts):
         values = {(name, -1): value for name, value in shared.items()}
@@ -125,16 +128,16 @@ def require_alike(
 def require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
     """Raise UserError unless both are tensors of the same samples, which make whole
     micro-batches."""
-    for name, given in (("inputs", inputs), ("targets", targets)):
-        if not isinstance(given, Tensor) or given.dim() < 2:
-            if isinstance(given, Tensor):
-                said = f"of shape {list(given.shape)}"
-            else:
-                said = type(given).__name__
-            raise UserError(f"{name} {said}: must be a tensor [sequence, samples, ...]")
-        if given.device.type == "meta" or given.layout != torch.strided:
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise UserError(f"{name} {kind}: must be a tensor [sequence, samples, ...]")
+        if value.dim() < 2:
+            shape = list(value.shape)
+            raise UserError(f"{name} of shape {shape}: must be a tensor [sequence, samples, ...]")
+        if value.device.type == "meta" or value.layout != torch.strided:
             raise UserError(
-                f"{name} on {given.device}, {given.layout}: must be an ordinary tensor, with "
+                f"{name} on {value.device}, {value.layout}: must be an ordinary tensor, with "
                 "its values"
             )
     if inputs.shape[1] % microbatches or inputs.shape[1] != targets.shape[1]:
@@ -150,19 +153,16 @@ def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMP
     Collective over the world."""
     if optimizer.pp.size * optimizer.tp.size == 1:
         return
-    digests = [blake2b(_bytes_of(given), digest_size=16).hexdigest() for given in (inputs, targets)]
-    texts = everyones_texts(
-        json.dumps([optimizer.dp.rank, digests]).encode(), optimizer.world, optimizer.device
-    )
-    seen: dict[int, list[str]] = {}
-    for replica, said in map(json.loads, texts):
-        if other := [
-            n
-            for n, (a, b) in enumerate(zip(seen.setdefault(replica, said), said, strict=True))
-            if a != b
-        ]:
+    digests = {"inputs": _digest(inputs), "targets": _digest(targets)}
+    local = json.dumps([optimizer.dp.rank, digests]).encode()
+    texts = everyones_texts(local, optimizer.world, optimizer.device)
+    of_replica: dict[int, dict[str, str]] = {}
+    for replica, of_rank in map(json.loads, texts):
+        first = of_replica.setdefault(replica, of_rank)
+        different = [name for name in digests if of_rank[name] != first[name]]
+        if different:
             raise UserError(
-                f"{('inputs', 'targets')[other[0]]} differ between the pipeline and "
+                f"{different[0]} differ between the pipeline and "
                 "tensor-parallel ranks of replica "
                 f"{replica}, which compute one micro-batch together: give all of them the "
                 "same samples, in the same "
@@ -170,8 +170,10 @@ def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMP
             )
 
 
-def _bytes_of(values: Tensor) -> bytes:
-    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _digest(values: Tensor) -> str:
+    """Return a digest of a tensor's bytes. The host waits for them."""
+    in_bytes = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return blake2b(in_bytes.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def called(loss_fn: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets: Tensor) -> Tensor:
@@ -201,9 +203,12 @@ def require_losses(losses: Any, targets: Tensor) -> None:
     """Raise UserError unless a loss function returned the real loss of each target, with the
     gradient that it needs."""
     if not isinstance(losses, Tensor) or losses.shape != targets.shape:
-        said = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        if isinstance(losses, Tensor):
+            returned = f"{list(losses.shape)}"
+        else:
+            returned = f"a {type(losses).__name__}"
         raise UserError(
-            f"loss_fn returned {said}, but must return the loss of each target, "
+            f"loss_fn returned {returned}, but must return the loss of each target, "
             f"{list(targets.shape)}: do not average "
             'it, e.g. use reduction="none"'
         )

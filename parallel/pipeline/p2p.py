@@ -86,8 +86,10 @@ class P2P:
             tag.
         """
         groups: Mapping[Channel, dist.ProcessGroup] = {}
+        # one rank alone has no group and sends nothing
         if axis.group is not None:
-            match = match or ("tag" if dist.get_backend(axis.group) == "gloo" else "order")
+            if match is None:
+                match = "tag" if dist.get_backend(axis.group) == "gloo" else "order"
             channels = channels_of(rank_of_stage)
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
@@ -140,11 +142,13 @@ class P2P:
             )
         channel, tag = self._route(i)
         pending = self.pending[channel]
+        # release tensors that have arrived; wait for the oldest if too many are under way
         while pending and (len(pending) >= self.sends or pending[0][0].is_completed()):
             wait_for(pending[0][0])
             pending.popleft()
         tensor = tensor.detach().contiguous()
-        tensor = self.shared.chunk(tensor.view(-1)) if self.cut else tensor
+        if self.cut:
+            tensor = self.shared.chunk(tensor.view(-1))
         work = dist.isend(
             tensor, group=self.groups[channel], dst=self._world_rank(channel.destination), tag=tag
         )
@@ -168,12 +172,14 @@ class P2P:
 
         Collective over `shared`.
         """
-        begun = self.expected[self._route(i)]
-        if not begun:
+        expected = self.expected[self._route(i)]
+        if not expected:
             self.post_recv(i)
-        work, tensor = begun.popleft()
+        work, tensor = expected.popleft()
         wait_for(work)
-        return self.shared.gather(tensor).view(self.shape) if self.cut else tensor
+        if self.cut:
+            return self.shared.gather(tensor).view(self.shape)
+        return tensor
 
     def finish(self) -> None:
         """Wait until every send is received, and release the tensors."""
@@ -183,13 +189,17 @@ class P2P:
                 pending.popleft()
 
     def _route(self, i: Instruction) -> tuple[Channel, int]:
+        """Return the channel and the tag of the message of `i`."""
         message = Message.of(i)
         assert message is not None, f"{i} transfers nothing"
+        channel = Channel.of(message, self.rank_of_stage)
+        if self.match == "order":
+            return channel, 0
         # The direction implies the message type, so the tag omits it. Tags start at 1, because tag
         # 0 belongs to transfers without tags in this group (megaprec/comm/gloo.py).
-        tag = 1 + message.microbatch * self.stages + message.stage
-        return Channel.of(message, self.rank_of_stage), tag if self.match == "tag" else 0
+        return channel, 1 + message.microbatch * self.stages + message.stage
 
     def _world_rank(self, rank: int) -> int:
+        """Return the rank in the world of a pipeline rank."""
         assert self.axis.group is not None
         return dist.get_global_rank(self.axis.group, rank)

@@ -26,69 +26,77 @@ def posts(schedule: Schedule) -> list[dict[Instruction, int]]:
 
     The schedule must run to its end.
     """
-    times = _order(schedule)
-    sent = {
-        Message.of(i): times[rank, i]
-        for rank, p in enumerate(schedule.programs)
-        for i in p
-        if i.op in SENDS
-    }
-    return [
-        _posts_of(p, [times[rank, i] for i in p], sent) for rank, p in enumerate(schedule.programs)
-    ]
+    order = _global_order(schedule)
+    sends: dict[Message | None, int] = {}
+    for (_, i), time in order.items():
+        if i.op in SENDS:
+            sends[Message.of(i)] = time
+    posted = []
+    for rank, program in enumerate(schedule.programs):
+        times = [order[rank, i] for i in program]
+        posted.append(_posts_of_rank(program, times, sends))
+    return posted
 
 
-def _order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
-    """Return the place of each rank's instructions in an order of all of them."""
-    at = [0] * len(schedule.programs)
+def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
+    """Return the position of each rank's instructions in an order of all of them."""
+    next_index = [0] * len(schedule.programs)
     sent = set[Message | None]()
-    times = dict[tuple[int, Instruction], int]()
+    order = dict[tuple[int, Instruction], int]()
     rank = 0
-    while rank < len(at):
-        program = schedule.programs[rank]
-        begun = at[rank]
-        while at[rank] < len(program) and not (
-            _receives(i := program[at[rank]]) and Message.of(i) not in sent
-        ):
+    while rank < len(next_index):
+        start = next_index[rank]
+        for i in schedule.programs[rank][start:]:
+            if i.op in RECEIVES and Message.of(i) not in sent:
+                break
             if i.op in SENDS:
                 sent.add(Message.of(i))
-            times[rank, i] = len(times)
-            at[rank] += 1
-        rank = 0 if at[rank] > begun and rank else rank + 1
-    return times
+            order[rank, i] = len(order)
+            next_index[rank] += 1
+        # what a rank sends may let the ranks before it go on
+        moved = next_index[rank] > start
+        rank = 0 if moved and rank > 0 else rank + 1
+    return order
 
 
-def _receives(i: Instruction) -> bool:
-    return i.op in RECEIVES
-
-
-def _posts_of(
-    program: Program, times: Sequence[int], sent: Mapping[Message | None, int]
+def _posts_of_rank(
+    program: Program, times: Sequence[int], sends: Mapping[Message | None, int]
 ) -> dict[Instruction, int]:
-    found = dict[Instruction, int]()
-    least = 0
-    for at, i in enumerate(program):
-        if _receives(i):
-            place = at
-            while place > least and times[place - 1] > sent[Message.of(i)]:
-                place -= 1
-            found[i], least = place, at + 1
-    return found
+    """Return the index in `program` before which each receive is posted.
+
+    times: the position of each instruction in the global order. sends: that of each message's send.
+    """
+    indices = dict[Instruction, int]()
+    earliest = 0
+    for index, i in enumerate(program):
+        if i.op in RECEIVES:
+            sent_at = sends[Message.of(i)]
+            post = index
+            while post > earliest and times[post - 1] > sent_at:
+                post -= 1
+            indices[i] = post
+            # one message is under way at a time: the next receive stays behind this one
+            earliest = index + 1
+    return indices
 
 
 def moved(schedule: Schedule) -> Schedule:
     """Return the schedule with each receive where it is posted: as if it blocked its rank from
     there on."""
-    programs = zip(schedule.programs, posts(schedule), strict=True)
-    return replace(
-        schedule, programs=tuple(_moved(program, places) for program, places in programs)
-    )
+    programs = []
+    for program, posted in zip(schedule.programs, posts(schedule), strict=True):
+        programs.append(_move_receives(program, posted))
+    return replace(schedule, programs=tuple(programs))
 
 
-def _moved(program: Program, places: Mapping[Instruction, int]) -> Program:
-    return tuple(
-        i
-        for _, _, i in sorted(
-            (places.get(i, at), i not in places, i) for at, i in enumerate(program)
-        )
-    )
+def _move_receives(program: Program, posted: Mapping[Instruction, int]) -> Program:
+    """Return `program` with each receive before the instruction whose index `posted` has."""
+    moved_program: list[Instruction] = []
+    # receives by the instruction before which they are posted; at most one is posted at a place
+    receives = {index: i for i, index in posted.items()}
+    for index, i in enumerate(program):
+        if index in receives:
+            moved_program.append(receives[index])
+        if i not in posted:
+            moved_program.append(i)
+    return tuple(moved_program)

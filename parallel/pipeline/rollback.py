@@ -14,13 +14,13 @@ from parallel.pipeline.instructions import Channel, Instruction, Message, Op, Pr
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import sends_under_way, simulate
 
-_OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
+_WARMUP_OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
 
 def warmup(program: Sequence[Instruction]) -> Program:
     """Return the part of `program` before the first backward pass and before the receive that this
     pass needs."""
-    return tuple(takewhile(lambda i: i.op in _OPS, program))
+    return tuple(takewhile(lambda i: i.op in _WARMUP_OPS, program))
 
 
 def unread(schedule: Schedule) -> tuple[Program, ...]:
@@ -32,6 +32,7 @@ def unread(schedule: Schedule) -> tuple[Program, ...]:
     """
     warmups = [warmup(program) for program in schedule.programs]
     received = {Message.of(i) for i in chain(*warmups) if i.op is Op.RECV_ACTIVATION}
+    # by rank
     drains: list[list[Instruction]] = [[] for _ in warmups]
     for message in map(Message.of, chain(*warmups)):
         if message is not None and message not in received:

@@ -31,17 +31,23 @@ from parallel.pipeline.instructions import (
     Program,
 )
 
+SHOWN_AROUND = 4  # instructions before and after the current one in a picture
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule. programs: by pipeline rank. rank_of_stage: the pipeline rank on which
-    each stage lives."""
+    """A pipeline schedule.
+
+    programs: by pipeline rank.
+    rank_of_stage: the pipeline rank on which each stage lives.
+    """
 
     programs: tuple[Program, ...]
     rank_of_stage: tuple[int, ...]
 
     @property
     def microbatches(self) -> int:
+        """Return the number of micro-batches."""
         return 1 + max((i.microbatch for i in chain(*self.programs)), default=NO_MICROBATCH)
 
     def __str__(self) -> str:
@@ -60,34 +66,37 @@ class Schedule:
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
             try:
-                programs += [tuple(map(Instruction.parse, words))] if words else []
+                if words:
+                    programs.append(tuple(map(Instruction.parse, words)))
             except UserError as error:
                 problems += (f"line {number}: {problem}" for problem in error.problems)
-        homes = {
-            i.stage: rank for rank, program in reversed([*enumerate(programs)]) for i in program
-        }
-        stages = range(1 + max(homes, default=0))
+        rank_of_stage = _first_ranks(programs)
+        stages = range(1 + max(rank_of_stage, default=0))
+        missing = [stage for stage in stages if stage not in rank_of_stage]
         if not problems:
-            problems += (
-                f"no line has an instruction of stage {stage}"
-                for stage in stages
-                if stage not in homes
-            )
+            problems = [f"no line has an instruction of stage {stage}" for stage in missing]
         if problems:
             raise UserError(*problems)
-        rank_of_stage = tuple(homes[stage] for stage in stages)
+        placement = tuple(rank_of_stage[stage] for stage in stages)
         if all(i.op in COMPUTATIONS for i in chain(*programs)):
-            return complete(programs, rank_of_stage)
-        return cls(tuple(programs), rank_of_stage)
+            return complete(programs, placement)
+        return cls(tuple(programs), placement)
+
+
+def _first_ranks(programs: Sequence[Program]) -> dict[int, int]:
+    """Return the first rank whose program names each stage."""
+    ranks: dict[int, int] = {}
+    for rank, program in enumerate(programs):
+        for i in program:
+            ranks.setdefault(i.stage, rank)
+    return ranks
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of `schedule` and their transfers, for evaluation."""
     forward = {Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
-    return Schedule(
-        tuple(tuple(i for i in p if i.op in forward) for p in schedule.programs),
-        schedule.rank_of_stage,
-    )
+    programs = [tuple(i for i in program if i.op in forward) for program in schedule.programs]
+    return Schedule(tuple(programs), schedule.rank_of_stage)
 
 
 def complete(
@@ -102,18 +111,20 @@ def complete(
     """
     programs = []
     for program in computations:
-        last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
-        out: list[Instruction] = []
+        last_of_stage = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
+        completed: list[Instruction] = []
         for i in program:
-            out += _with_transfers(i, rank_of_stage)
-            if i == last.get(i.stage):
-                out.append(Instruction(Op.REDUCE, i.stage))
-        programs.append(tuple(out))
+            completed += _with_transfers(i, rank_of_stage)
+            if i == last_of_stage.get(i.stage):
+                completed.append(Instruction(Op.REDUCE, i.stage))
+        programs.append(tuple(completed))
     return Schedule(tuple(programs), tuple(rank_of_stage))
 
 
 def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[Instruction]:
+    """Yield the receive that `i` needs, `i`, and the send of its result."""
     here = rank_of_stage[i.stage]
+    # the stage before, or after, is on another rank
     below = i.stage > 0 and rank_of_stage[i.stage - 1] != here
     above = i.stage < len(rank_of_stage) - 1 and rank_of_stage[i.stage + 1] != here
     if below and i.op is Op.FORWARD:
@@ -132,17 +143,19 @@ def picture(
 ) -> str:
     """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and
     the rank's note."""
-    around = 4
     rows = []
     for rank, program in programs.items():
         here = at[rank]
         words = [*map(str, program)]
-        left = ["..."] * (here > around) + words[max(0, here - around) : here]
-        right = words[here + 1 : here + 1 + around] + ["..."] * (here + 1 + around < len(words))
-        current = f"[{words[here] if here < len(words) else 'end'}]"
-        rows.append(
-            (f"rank {rank}:", " ".join(left), " ".join([current, *right]), notes.get(rank, ""))
-        )
+        current = words[here] if here < len(words) else "end"
+        before = words[max(0, here - SHOWN_AROUND) : here]
+        if here > SHOWN_AROUND:
+            before = ["...", *before]
+        after = words[here + 1 : here + 1 + SHOWN_AROUND]
+        if here + 1 + SHOWN_AROUND < len(words):
+            after = [*after, "..."]
+        right = " ".join([f"[{current}]", *after])
+        rows.append((f"rank {rank}:", " ".join(before), right, notes.get(rank, "")))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = (
         f"{rank:<{widths[0]}}  {left:>{widths[1]}} {right:<{widths[2]}}  {note and '<-- ' + note}"

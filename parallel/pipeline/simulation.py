@@ -44,8 +44,8 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A note on instruction number `at` of a rank's program; `at` is the program's length for a
-    note on its end."""
+    """A note on a rank's program. at: index of the instruction; the program's length for a note on
+    its end."""
 
     at: int
     note: str
@@ -62,9 +62,10 @@ class Refused(UserError):
         self, *problems: str, schedule: Schedule, spans: Sequence[Span], marks: Mapping[int, Mark]
     ) -> None:
         programs = dict(enumerate(schedule.programs))
-        at = {rank: marks[rank].at if rank in marks else 0 for rank in programs}
+        # ranks without a mark are shown from their beginning
+        indices = {rank: marks[rank].at if rank in marks else 0 for rank in programs}
         notes = {rank: mark.note for rank, mark in marks.items()}
-        super().__init__(*problems, *picture(programs, at, notes).splitlines())
+        super().__init__(*problems, *picture(programs, indices, notes).splitlines())
         self.spans = spans
         self.marks = marks
 
@@ -79,23 +80,24 @@ def textbook(i: Instruction) -> float:
 def simulate(
     schedule: Schedule,
     cost: Cost = textbook,
-    communicator: Communicator = lambda m: m,
+    communicator: Communicator = lambda message: message,
     sends: int = SENDS_UNDER_WAY,
 ) -> list[Span]:
     """Return the time span of each instruction.
 
     The cost of a send is the transfer time of its message; a receive costs nothing. Every message
     has its own communicator unless `communicator` says otherwise. A rank waits while one
-    communicator has `sends` unfinished sends of it. Raises Refused with a picture of all ranks if
-    some instruction can never run.
+    communicator has `sends` unfinished sends of it.
+    Raises Refused with a picture of all ranks if some instruction can never run.
     """
-    clockwork = _Clockwork(schedule, cost, communicator, sends)
-    while sum(
-        clockwork.run(rank) for rank in range(len(schedule.programs))
-    ):  # not any(): every rank has its turn
-        pass
-    clockwork.require_finished()
-    return clockwork.spans
+    simulation = _Simulation(schedule, cost, communicator, sends)
+    progress = True
+    while progress:
+        # every rank has its turn before the question is asked
+        moved = [simulation.run(rank) for rank in range(len(schedule.programs))]
+        progress = any(moved)
+    simulation.require_finished()
+    return simulation.spans
 
 
 def sends_under_way(schedule: Schedule) -> int:
@@ -103,15 +105,16 @@ def sends_under_way(schedule: Schedule) -> int:
     send: two or more."""
     changes: dict[Channel, list[tuple[float, int]]] = defaultdict(list)
     for span in simulate(schedule):
-        if span.instruction.op in SENDS and (message := Message.of(span.instruction)):
-            changes[Channel.of(message, schedule.rank_of_stage)] += [
-                (span.start, +1),
-                (span.end, -1),
-            ]
-    depths = chain.from_iterable(
-        accumulate(step for _, step in sorted(c)) for c in changes.values()
-    )
-    return max(chain((SENDS_UNDER_WAY,), depths))
+        message = Message.of(span.instruction)
+        if span.instruction.op in SENDS and message is not None:
+            channel = Channel.of(message, schedule.rank_of_stage)
+            changes[channel] += [(span.start, +1), (span.end, -1)]
+    most = SENDS_UNDER_WAY
+    for of_channel in changes.values():
+        # at equal times the ends come before the starts
+        under_way = accumulate(step for _, step in sorted(of_channel))
+        most = max(most, *under_way)
+    return most
 
 
 def bubble(spans: Sequence[Span]) -> float:
@@ -121,31 +124,37 @@ def bubble(spans: Sequence[Span]) -> float:
     (p - 1) / m for GPipe and 1F1B on p ranks of equal cost with m micro-batches. REDUCE counts as a
     computation.
     """
-    waits = []
-    for own in _by_rank(spans):
-        busy = sum(s.end - s.start for s in own)
-        waits.append(
-            (max(s.end for s in own) - min(s.start for s in own) - busy) / busy if busy else 0.0
-        )
-    return max(waits, default=0.0)
+    bubbles = [0.0]
+    for computations in _computations_by_rank(spans):
+        busy = _total(computations)
+        if busy:
+            start = min(span.start for span in computations)
+            end = max(span.end for span in computations)
+            bubbles.append((end - start - busy) / busy)
+    return max(bubbles)
 
 
 def idle(spans: Sequence[Span]) -> list[float]:
     """Return, by rank, the idle fraction of the step, from the first computation of all ranks to
     the last."""
-    ranks = _by_rank(spans)
-    start = min(s.start for own in ranks for s in own)
-    end = max(s.end for own in ranks for s in own)
-    return [1 - sum(s.end - s.start for s in own) / (end - start) for own in ranks]
+    ranks = _computations_by_rank(spans)
+    everything = [span for computations in ranks for span in computations]
+    start = min(span.start for span in everything)
+    end = max(span.end for span in everything)
+    return [1 - _total(computations) / (end - start) for computations in ranks]
 
 
-def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
+def _total(spans: Sequence[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
+
+
+def _computations_by_rank(spans: Sequence[Span]) -> list[list[Span]]:
     """Return the computations of each rank that has any."""
-    found: dict[int, list[Span]] = {}
+    by_rank: dict[int, list[Span]] = {}
     for span in spans:
         if Message.of(span.instruction) is None:
-            found.setdefault(span.rank, []).append(span)
-    return [found[rank] for rank in sorted(found)]
+            by_rank.setdefault(span.rank, []).append(span)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def peak(
@@ -159,26 +168,25 @@ def peak(
         sends.
     """
     sends = sends_under_way(schedule)
-    return [
-        max(
-            _in_use(program, growth, within, _travelling(schedule, program, message, sends)),
-            default=0,
-        )
-        for program in schedule.programs
-    ]
+    peaks = []
+    for program in schedule.programs:
+        messages = _message_memory(schedule, program, message, sends)
+        peaks.append(max(_memory_in_use(program, growth, within, messages), default=0))
+    return peaks
 
 
-def _in_use(
-    program: Sequence[Instruction], growth: Cost, within: Cost, travelling: Iterable[float]
+def _memory_in_use(
+    program: Sequence[Instruction], growth: Cost, within: Cost, messages: Iterable[float]
 ) -> Iterator[float]:
-    held = 0
-    for i, on_its_way in zip(program, travelling, strict=True):
-        yield held + on_its_way + within(i)
-        held += growth(i)
-        yield held + on_its_way
+    """Yield a rank's memory while and after it runs each instruction; arguments as for `peak`."""
+    activations = 0
+    for i, of_messages in zip(program, messages, strict=True):
+        yield activations + of_messages + within(i)
+        activations += growth(i)
+        yield activations + of_messages
 
 
-def _travelling(
+def _message_memory(
     schedule: Schedule, program: Sequence[Instruction], message: float, sends: int
 ) -> Iterator[float]:
     """Yield the memory that a rank holds for messages while it runs each instruction."""
@@ -187,17 +195,12 @@ def _travelling(
     to_come = sum(i.op in RECEIVES for i in program)
     for i in program:
         if i.op is Op.FORWARD:
-            used = Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch)
-        else:
-            used = None
+            unused.discard(Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch))
         if i.op in INPUT_GRADIENTS:
-            used = Message(MessageType.GRADIENT, i.stage, i.microbatch)
-        else:
-            used = used
-        unused.discard(used)  # type: ignore[arg-type]
-        yield message * (
-            len(unused) + bool(to_come) + sum(min(count, sends) for count in sent.values())
-        )
+            unused.discard(Message(MessageType.GRADIENT, i.stage, i.microbatch))
+        posted = 1 if to_come else 0
+        unfinished = sum(min(count, sends) for count in sent.values())
+        yield message * (len(unused) + posted + unfinished)
         moved = Message.of(i)
         if moved and i.op in RECEIVES:
             unused.add(moved)
@@ -209,10 +212,8 @@ def _travelling(
 def in_flight(schedule: Schedule) -> list[int]:
     """Return, by rank, the most activations held at once: forwards whose weight gradients are still
     to come."""
-    return [
-        int(most)
-        for most in peak(schedule, lambda i: (i.op is Op.FORWARD) - (i.op in WEIGHT_GRADIENTS))
-    ]
+    peaks = peak(schedule, lambda i: (i.op is Op.FORWARD) - (i.op in WEIGHT_GRADIENTS))
+    return [int(count) for count in peaks]
 
 
 class _Posted(NamedTuple):
@@ -224,7 +225,7 @@ class _Posted(NamedTuple):
     time: float
 
 
-class _Clockwork:
+class _Simulation:
     """The state of the simulation of all ranks."""
 
     def __init__(
@@ -235,12 +236,14 @@ class _Clockwork:
         self.communicator = communicator
         self.sends = sends
         self.programs = schedule.programs
-        self.at = [0] * len(self.programs)
+        # by rank: the index of the next instruction, and the time
+        self.next_index = [0] * len(self.programs)
         self.clock = [0.0] * len(self.programs)
-        self.receiving: set[int] = set()  # ranks that asked for a message and wait for it
-        self.crowded: dict[
-            int, Hashable
-        ] = {}  # ranks that wait until a communicator can take one more send
+        # ranks that asked for a message and wait for it
+        self.receiving: set[int] = set()
+        # ranks that wait until a communicator can take one more send
+        self.crowded: dict[int, Hashable] = {}
+        # by communicator and rank
         self.queues: dict[Hashable, dict[int, deque[_Posted]]] = defaultdict(
             lambda: defaultdict(deque)
         )
@@ -249,79 +252,91 @@ class _Clockwork:
         self.spans: list[Span] = []
 
     def run(self, rank: int) -> bool:
-        """Runs `rank` until it must wait. Whether it moved at all."""
-        start = self.at[rank]
+        """Run `rank` until it must wait. Return True if it moved at all."""
+        start = self.next_index[rank]
         program = self.programs[rank]
-        while (
-            rank not in self.receiving
-            and self.at[rank] < len(program)
-            and self._issue(rank, program[self.at[rank]])
-        ):
-            pass
-        return self.at[rank] > start
+        moves = True
+        while moves and rank not in self.receiving and self.next_index[rank] < len(program):
+            moves = self._issue(rank, program[self.next_index[rank]])
+        return self.next_index[rank] > start
 
     def _issue(self, rank: int, i: Instruction) -> bool:
+        """Run a computation or ask for a transfer. Return False if the transfer must be asked for
+        again later."""
         message = Message.of(i)
         if message is not None:
             return self._post(_Posted(message, rank, i, self.clock[rank]))
         end = self.clock[rank] + self.cost(i)
         self.spans.append(Span(rank, i, self.clock[rank], end))
         self.clock[rank] = end
-        self.at[rank] += 1
+        self.next_index[rank] += 1
         return True
 
-    def _post(self, new: _Posted) -> bool:
-        communicator = self.communicator(new.message)
-        queue = self.queues[communicator][new.rank]
-        if new.instruction.op not in SENDS:
-            self.receiving.add(new.rank)
+    def _post(self, transfer: _Posted) -> bool:
+        """Ask for a transfer. Return False if its communicator can take no more sends now."""
+        communicator = self.communicator(transfer.message)
+        queue = self.queues[communicator][transfer.rank]
+        if transfer.instruction.op not in SENDS:
+            # a receive blocks its rank: `_transfer` moves the rank on
+            self.receiving.add(transfer.rank)
         elif len(queue) == self.sends:
-            self.crowded[new.rank] = communicator
+            self.crowded[transfer.rank] = communicator
             return False
         else:
-            self.at[new.rank] += 1
-        queue.append(new)
+            # a send does not block its rank
+            self.next_index[transfer.rank] += 1
+        queue.append(transfer)
         self._transfer(communicator)
         return True
 
     def _transfer(self, communicator: Hashable) -> None:
         """Run the transfers that are first in the queues of both ends."""
         while True:
-            ends = [queue for queue in self.queues[communicator].values() if queue]
-            if len(ends) < 2 or ends[0][0].message != ends[1][0].message:
+            # one queue for each rank that has asked, of at most two
+            queues = [queue for queue in self.queues[communicator].values() if queue]
+            if len(queues) < 2 or queues[0][0].message != queues[1][0].message:
                 return
-            send, receive = sorted(
-                (queue.popleft() for queue in ends), key=lambda p: p.instruction.op not in SENDS
-            )
-            end = max(send.time, receive.time, self.free_at[communicator]) + self.cost(
-                send.instruction
-            )
-            self.free_at[communicator] = self.clock[receive.rank] = end
-            self.spans += (Span(p.rank, p.instruction, p.time, end) for p in (send, receive))
+            ends = [queue.popleft() for queue in queues]
+            send, receive = sorted(ends, key=lambda posted: posted.instruction.op not in SENDS)
+            # both ends must have asked, and transfers of a communicator do not overlap
+            start = max(send.time, receive.time, self.free_at[communicator])
+            end = start + self.cost(send.instruction)
+            self.free_at[communicator] = end
+            self.clock[receive.rank] = end
+            for posted in (send, receive):
+                self.spans.append(Span(posted.rank, posted.instruction, posted.time, end))
             self.receiving.remove(receive.rank)
-            self.at[receive.rank] += 1
+            self.next_index[receive.rank] += 1
+            # the sender may wait for room for one more
             if self.crowded.get(send.rank) == communicator:
                 self.clock[send.rank] = max(end, self.clock[send.rank])
                 del self.crowded[send.rank]
 
     def require_finished(self) -> None:
-        under_way = [
-            p for queues in self.queues.values() for queue in queues.values() for p in queue
-        ]
-        ended = all(at == len(program) for at, program in zip(self.at, self.programs, strict=True))
-        if ended and not under_way:
+        """Raise Refused, with the reason at each rank, if an instruction has not run or a message
+        is not received."""
+        notes: dict[int, str] = {}
+        for rank, program in enumerate(self.programs):
+            if self.next_index[rank] < len(program):
+                notes[rank] = self._describe_wait(rank)
+        for queues in self.queues.values():
+            for posted in chain(*queues.values()):
+                # of a rank that waits itself, that is the better reason
+                if self._has_ended(posted.rank):
+                    notes[posted.rank] = f"no rank receives {posted.instruction}"
+        if not notes:
             return
-        notes = {r: self._waits_for(r) for r, p in enumerate(self.programs) if self.at[r] < len(p)}
-        notes |= {
-            p.rank: f"no rank receives {p.instruction}" for p in under_way if p.rank not in notes
-        }
-        marks = {rank: Mark(self.at[rank], note) for rank, note in sorted(notes.items())}
+        marks = {rank: Mark(self.next_index[rank], note) for rank, note in sorted(notes.items())}
         raise Refused(
             "this schedule cannot finish", schedule=self.schedule, spans=self.spans, marks=marks
         )
 
-    def _waits_for(self, rank: int) -> str:
-        i = self.programs[rank][self.at[rank]]
+    def _has_ended(self, rank: int) -> bool:
+        return self.next_index[rank] == len(self.programs[rank])
+
+    def _describe_wait(self, rank: int) -> str:
+        """Return what `rank` waits for."""
+        i = self.programs[rank][self.next_index[rank]]
         message = Message.of(i)
         assert message is not None, f"{i} waits for no rank"
         channel = Channel.of(message, self.schedule.rank_of_stage)

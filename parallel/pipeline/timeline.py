@@ -5,7 +5,6 @@ leaves a barrier of the pipeline; ranks leave the barrier within the time that a
 takes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -35,12 +34,12 @@ class Recording:
         """Return the spans of all ranks, in seconds from the start. Collective over the pipeline
         axis."""
         times = torch.zeros(max(map(len, schedule.programs)), 2, dtype=torch.float64, device=device)
-        own = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
-        times[: len(own)] = torch.tensor(own, dtype=torch.float64)
-        everyone = self.pp.gather(times).view(self.pp.size, -1, 2).tolist()
-        return [span for rank, rows in enumerate(everyone) for span in _spans(schedule, rank, rows)]
-
-
-def _spans(schedule: Schedule, rank: int, times: Sequence[Sequence[float]]) -> list[Span]:
-    program = schedule.programs[rank]
-    return [Span(rank, i, start, end) for i, (start, end) in zip(program, times, strict=False)]
+        local = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
+        times[: len(local)] = torch.tensor(local, dtype=torch.float64)
+        of_ranks = self.pp.gather(times).view(self.pp.size, -1, 2).tolist()
+        spans = []
+        for rank, program in enumerate(schedule.programs):
+            # not strict: shorter programs are padded with zeros
+            for i, (start, end) in zip(program, of_ranks[rank], strict=False):
+                spans.append(Span(rank, i, start, end))
+        return spans

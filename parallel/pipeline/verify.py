@@ -37,97 +37,123 @@ def check(schedule: Schedule) -> None:
     messages of one channel are matched by order and sends wait for their receives, even if each
     receive blocks its rank from where it is posted on (`posting.py`).
     """
-    faults = list(
-        chain.from_iterable(_faults(schedule, rank) for rank in range(len(schedule.programs)))
-    )
+    faults: list[_Fault] = []
+    for rank in range(len(schedule.programs)):
+        faults += _find_faults(schedule, rank)
     if faults:
-        marks = {fault.rank: Mark(fault.at, fault.note) for fault in reversed(faults)}
-        problems = (f"rank {fault.rank}: {fault.note}" for fault in faults)
+        # reversed, so that the first fault of a rank is the one that is kept
+        marks = {fault.rank: Mark(fault.index, fault.note) for fault in reversed(faults)}
         raise Refused(
-            *problems,
+            *(f"rank {fault.rank}: {fault.note}" for fault in faults),
             schedule=schedule,
-            spans=_before(schedule, marks),
+            spans=_spans_before(schedule, marks),
             marks=dict(sorted(marks.items())),
         )
     sends = sends_under_way(schedule)
-    for placed in (lambda made: made, moved):
+    for blocking in (schedule, moved(schedule)):
         simulate(
-            placed(schedule),
-            communicator=lambda m: Channel.of(m, schedule.rank_of_stage),
+            blocking,
+            communicator=lambda message: Channel.of(message, schedule.rank_of_stage),
             sends=sends,
         )
 
 
-def _before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:
+def _spans_before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:
     """Return the spans of the instructions that would run if each rank stopped at its mark."""
-    programs = (
-        p[: marks[rank].at] if rank in marks else p for rank, p in enumerate(schedule.programs)
-    )
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        programs.append(program[: marks[rank].at] if rank in marks else program)
     try:
         return simulate(replace(schedule, programs=tuple(programs)))
-    except Refused as stopped:
-        return stopped.spans
+    except Refused as deadlock:
+        return deadlock.spans
 
 
 class _Fault(NamedTuple):
-    """The fault of instruction number `at` of `rank`."""
+    """The fault of the instruction at `index` of the program of `rank`."""
 
     rank: int
-    at: int
+    index: int
     note: str
 
 
-def _faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
+def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
+    """Yield the faults of one rank's program."""
     program = schedule.programs[rank]
-    there = {*schedule.programs[rank]}
-    due = _due(schedule, rank)
+    present = {*program}
+    required = _required(schedule, rank)
     seen: Counter[Instruction] = Counter()
-    for at, i in enumerate(program):
+    for index, i in enumerate(program):
         seen[i] += 1
-        if not 0 <= i.stage < len(schedule.rank_of_stage):
-            yield _Fault(rank, at, f"{i} is for a stage that does not exist")
-        elif (home := schedule.rank_of_stage[i.stage]) != rank:
-            yield _Fault(rank, at, f"{i} is for stage {i.stage}, which lives on rank {home}")
-        elif i not in due:
-            yield _Fault(rank, at, f"{i} has no purpose here")
+        needed = [needs for needs in _prerequisites(i, required) if needs in present]
+        late = [needs for needs in needed if needs not in seen]
+        if note := _describe_misplaced(i, schedule.rank_of_stage, rank):
+            yield _Fault(rank, index, note)
+        elif i not in required:
+            yield _Fault(rank, index, f"{i} has no purpose here")
         elif seen[i] > 1:
-            yield _Fault(rank, at, f"{i} occurs here for the second time")
-        elif late := [need for need in _needs(i, due) if need not in seen and need in there]:
-            yield _Fault(rank, at, f"{i} comes before {late[0]}")
-    for i in sorted(due, key=lambda i: i.op not in COMPUTATIONS):  # stable
-        if i not in there:
+            yield _Fault(rank, index, f"{i} occurs here for the second time")
+        elif late:
+            yield _Fault(rank, index, f"{i} comes before {late[0]}")
+    # computations first, because transfers follow from them; the sort is stable
+    for i in sorted(required, key=lambda i: i.op not in COMPUTATIONS):
+        if i not in present:
             yield _Fault(rank, len(program), f"{i} is missing")
 
 
-def _due(schedule: Schedule, rank: int) -> dict[Instruction, None]:
+def _describe_misplaced(i: Instruction, rank_of_stage: Sequence[int], rank: int) -> str:
+    """Return why an instruction of this stage is not for `rank`; empty if it is."""
+    if not 0 <= i.stage < len(rank_of_stage):
+        return f"{i} is for a stage that does not exist"
+    home = rank_of_stage[i.stage]
+    if home != rank:
+        return f"{i} is for stage {i.stage}, which lives on rank {home}"
+    return ""
+
+
+def _required(schedule: Schedule, rank: int) -> dict[Instruction, None]:
     """Return all instructions that `rank` must run; the order is stable but has no meaning."""
-    trains = any(i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS for i in chain(*schedule.programs))
+    backward_ops = INPUT_GRADIENTS | WEIGHT_GRADIENTS
+    trains = any(i.op in backward_ops for i in chain(*schedule.programs))
     split = {(i.stage, i.microbatch) for i in schedule.programs[rank] if i.op in HALVES}
-    stages = [stage for stage, home in enumerate(schedule.rank_of_stage) if home == rank]
     computations: list[Instruction] = []
-    for stage in stages:
-        for m in range(schedule.microbatches):
-            backward = HALVES if (stage, m) in split else (Op.BACKWARD,)
-            computations += (
-                Instruction(op, stage, m) for op in (Op.FORWARD, *(backward if trains else ()))
-            )
+    for stage, home in enumerate(schedule.rank_of_stage):
+        if home != rank:
+            continue
+        for microbatch in range(schedule.microbatches):
+            ops = [Op.FORWARD]
+            if trains:
+                ops += HALVES if (stage, microbatch) in split else (Op.BACKWARD,)
+            computations += [Instruction(op, stage, microbatch) for op in ops]
     return dict.fromkeys(complete([computations], schedule.rank_of_stage).programs[0])
 
 
-def _needs(i: Instruction, due: dict[Instruction, None]) -> Iterator[Instruction]:
+# by operation, the operations that must come before it, and the distance of their stage from its
+# own
+BEFORE_BACKWARD = (
+    (Op.FORWARD, 0),
+    (Op.RECV_GRADIENT, 0),
+    (Op.BACKWARD, +1),
+    (Op.BACKWARD_INPUT, +1),
+)
+PREREQUISITES: Mapping[Op, Sequence[tuple[Op, int]]] = {
+    Op.FORWARD: ((Op.RECV_ACTIVATION, 0), (Op.FORWARD, -1)),
+    Op.SEND_ACTIVATION: ((Op.FORWARD, 0),),
+    Op.BACKWARD: BEFORE_BACKWARD,
+    Op.BACKWARD_INPUT: BEFORE_BACKWARD,
+    Op.BACKWARD_WEIGHT: ((Op.BACKWARD_INPUT, 0),),
+    Op.SEND_GRADIENT: ((Op.BACKWARD, 0), (Op.BACKWARD_INPUT, 0)),
+}
+
+
+def _prerequisites(i: Instruction, required: Mapping[Instruction, None]) -> Iterator[Instruction]:
     """Yield the instructions of this rank that must run before `i`, among those that the rank runs
     at all."""
-    backward = ((Op.FORWARD, 0), (Op.RECV_GRADIENT, 0), (Op.BACKWARD, +1), (Op.BACKWARD_INPUT, +1))
-    near = {
-        Op.FORWARD: ((Op.RECV_ACTIVATION, 0), (Op.FORWARD, -1)),
-        Op.SEND_ACTIVATION: ((Op.FORWARD, 0),),
-        Op.BACKWARD: backward,
-        Op.BACKWARD_INPUT: backward,
-        Op.BACKWARD_WEIGHT: ((Op.BACKWARD_INPUT, 0),),
-        Op.SEND_GRADIENT: ((Op.BACKWARD, 0), (Op.BACKWARD_INPUT, 0)),
-    }.get(i.op, ())
-    yield from (
-        need for op, step in near if (need := Instruction(op, i.stage + step, i.microbatch)) in due
-    )
+    for op, distance in PREREQUISITES.get(i.op, ()):
+        prerequisite = Instruction(op, i.stage + distance, i.microbatch)
+        if prerequisite in required:
+            yield prerequisite
     if i.op is Op.REDUCE:
-        yield from (b for b in due if b.op in WEIGHT_GRADIENTS and b.stage == i.stage)
+        for other in required:
+            if other.op in WEIGHT_GRADIENTS and other.stage == i.stage:
+                yield other

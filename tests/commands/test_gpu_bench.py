@@ -116,7 +116,7 @@ def test_a_system_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("CUDA out of memory\nmore")
 
     monkeypatch.setitem(gpu.PEERS, "torch", broken)
-    rows = gpu.measured(replace(WORK, layers=1), ["torch"], 1)
+    rows = gpu.measure_systems(replace(WORK, layers=1), ["torch"], 1)
     assert rows == {"torch": "RuntimeError: CUDA out of memory"}
     assert "| torch | not measured: RuntimeError: CUDA out of memory |" in page(
         {"device": "x"}, WORK, rows, {}
@@ -143,7 +143,7 @@ def test_the_outcome_of_each_test_is_on_the_page_and_a_failure_is_the_exit_code(
     monkeypatch.setattr(gpu, "outcomes", lambda: found)
     monkeypatch.setattr(
         gpu,
-        "measured",
+        "measure_systems",
         lambda *_: {"megaprec": {"tokens_per_s": 1.0, "step_s": 1.0, "tflops": 1.0}},
     )
     assert bench.main(["gpu", "--device", "cpu", "--page", str(tmp_path / "gpu.md")]) == 1

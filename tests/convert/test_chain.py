@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import save
 from megaprec.precision.plan import plan
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from parallel.pipeline.builders import schedule
 from tests.other_systems import CONFIGS, FOR_MEGATRON, WITHOUT_MEGATRON, write_folder
@@ -53,14 +54,12 @@ def train_from(mesh: DeviceMesh, folders: Sequence[Path]) -> None:
     folder."""
     for folder in folders:
         model = open_initial(folder).model.model_copy(update={"router_correction_speed": 0.0})
-        engine = Engine(
+        engine = Engine.build(
             model,
             plan("bf16"),
             mesh,
             schedule("1f1b", 2, 2),
-            micro_batch=2,
-            seq_length=12,
-            sequence=True,
+            EngineOptions(micro_batch=2, seq_length=12, sequence=True),
         )
         start_from(folder, engine.optimizer)
         report = engine.step(Share(TOKENS, TOKENS.roll(-1, 1)), lr=0.0, number=0)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.precision.plan import plan
+from models.cutting import EngineOptions
 from models.engine import Engine
 from parallel.pipeline.builders import schedule
 from tests.other_systems import slow, write_folder
@@ -72,13 +73,12 @@ def test_numbers_are_counted_whatever_their_sum(dtype: torch.dtype) -> None:
 def started(mesh: DeviceMesh, folder: Path) -> str:
     """What is said as ranks begin a run with the weights of a folder."""
     model = open_initial(folder).model
-    engine = Engine(
+    engine = Engine.build(
         model,
         plan("bf16"),
         mesh,
         schedule("1f1b", mesh["pp"].size(), 2),
-        micro_batch=2,
-        seq_length=12,
+        EngineOptions(micro_batch=2, seq_length=12),
     )
     with redirect_stdout(StringIO()) as said:
         start_from(folder, engine.optimizer)

@@ -49,7 +49,7 @@ def test_memory_is_bounded_and_does_not_grow_with_the_text(tmp_path: Path) -> No
             str(path),
             str(tmp_path / f"out{repeats}"),
         ]
-        found.append(peak([*command, "--vocab-size", "400", "--workers", "2"], often=0.1)[0])
+        found.append(peak([*command, "--vocab-size", "400", "--workers", "2"], interval=0.1)[0])
     assert max(found) < BOUND
     assert found[1] - found[0] < GROWTH, f"{found} bytes"
 
@@ -57,6 +57,6 @@ def test_memory_is_bounded_and_does_not_grow_with_the_text(tmp_path: Path) -> No
 def test_memory_of_a_program_does_not_count_twice_while_it_starts_another() -> None:
     true = which("true")
     assert true
-    largest, looks = peak([sys.executable, "-c", STARTS_MANY, true], often=0.01)
+    largest, looks = peak([sys.executable, "-c", STARTS_MANY, true], interval=0.01)
     assert looks > 10
     assert 200_000_000 < largest < 300_000_000

@@ -26,9 +26,9 @@ from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name, plan
 from megaprec.precision.tf32 import round_tf32
 from models.blocks import Attention, DecoderLayer
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine
 from models.mlp import MLP
-from models.stages import Stage
 from parallel.norms import RMSNorm
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.p2p import P2P
@@ -211,26 +211,20 @@ def note_state(engine: Engine, seen: Seen) -> None:
 
 
 def make(mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool, clip: float) -> Engine:
-    def make_optimizer(
-        parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
-    ) -> Recording:
-        # a smaller one makes of each gradient its sign, and of noise near zero a whole step
-        rule = AdamW(eps=1e-4)
-        return Recording(
-            parts, plan, mesh, rule=rule, clip=clip, zero_size=0 if zero else 1, seed=5, plant=None
-        )
-
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
-    return Engine(
+    return Engine.build(
         ModelConfig(**MODEL),
         made,
         mesh,
         schedule("1f1b", pp, 2),
-        micro_batch=SAMPLES // 2 // dp,
-        seq_length=LENGTH,
-        seed=3,
-        trace=False,
-        make_optimizer=make_optimizer,
+        EngineOptions(micro_batch=SAMPLES // 2 // dp, seq_length=LENGTH, seed=3, trace=False),
+        kind=Recording,
+        # a smaller one makes of each gradient its sign, and of noise near zero a whole step
+        rule=AdamW(eps=1e-4),
+        clip=clip,
+        zero_size=0 if zero else 1,
+        seed=5,
+        plant=None,
     )
 
 

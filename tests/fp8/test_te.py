@@ -31,7 +31,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.cutting import EngineOptions, cuts
 from models.engine import Engine
 from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import Recompute
@@ -333,7 +333,7 @@ def test_its_memory_is_known_before_launch_and_a_pass_begins_when_all_products_a
     config = ModelConfig(family="llama", **sizes)
     made = cuts(config, 2, 16)
     often, once = (
-        kept_bytes(config, plan("bf16", fp8=recipe), made, 16, 2)
+        kept_bytes(config, plan("bf16", fp8=recipe), made, EngineOptions(2, 16))
         for recipe in (RECIPE, FP8Recipe())
     )
     for te, step in zip(often, once, strict=True):

@@ -22,7 +22,7 @@ from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.cutting import EngineOptions, cuts
 from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import Recompute
 from tests import transformer_engine as stand_in
@@ -209,7 +209,7 @@ def test_memory_is_told_without_it() -> None:
     chosen.cache_clear()  # what is tried in between is not counted
     model = ModelConfig(**MODEL)
     kept = [
-        kept_bytes(model, plan("bf16", fp8=by(backend)), cuts(model, 1, 8), 8, 2)
+        kept_bytes(model, plan("bf16", fp8=by(backend)), cuts(model, 1, 8), EngineOptions(2, 8))
         for backend in ("torch", "transformer_engine")
     ]
     assert kept[0] == kept[1]

@@ -22,9 +22,10 @@ from models import partial_attention
 from models.config import ModelConfig
 from models.context_attention import attend_over_ranks
 from models.context_limits import require_cut
+from models.cutting import EngineOptions
 from models.engine import Share
 from models.estimate.memory import kept_bytes
-from models.estimate.storage import Alive
+from models.estimate.storage import LiveMemory
 from models.packing import causal_mask
 from models.partial_attention import Gradients, Merged, Rule, pairs
 from models.stages import Cut, Stage
@@ -336,14 +337,14 @@ def measure_rank(mesh: DeviceMesh, ring: bool) -> tuple[int, int]:
         parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
     ids = take(torch.arange(LONG.max_positions).unsqueeze(1) % LONG.vocab, context.cp, 0)
     stage(ids[: len(ids)])  # makes the rotary tables, which are kept for good
-    with Alive() as alive:
+    with LiveMemory() as live:
         logits = stage(ids, MicrobatchInfo(0, torch.arange(1), torch.ones(())))
         loss = stage.losses(logits, ids).sum()
         del logits
-        forward = alive.most
-        kept = alive.begin()
+        forward = live.peak
+        kept = live.begin()
         loss.backward()
-    return kept, max(forward, alive.most)
+    return kept, max(forward, live.peak)
 
 
 LONG = ModelConfig(
@@ -355,14 +356,20 @@ WHOLE_MODEL = Cut(0, range(2), True, True)
 @pytest.mark.slow
 def test_activations_are_at_most_a_quarter_on_four_ranks_and_are_those_foretold() -> None:
     ((whole, _),) = run_ranks(measure_rank, {}, ring=True)
-    (foretold_whole,) = kept_bytes(LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1)
+    (foretold_whole,) = kept_bytes(
+        LONG, plan("bf16"), [WHOLE_MODEL], EngineOptions(1, LONG.max_positions)
+    )
     assert whole == pytest.approx(foretold_whole.activations, rel=0.01)
     keys_and_values = LONG.max_positions * 2 * LONG.kv_heads * LONG.head_dim
     peaks = dict[bool, int]()
     for ring in (True, False):
         measured = run_ranks(measure_rank, {"cp": 4}, ring=ring)
         (foretold,) = kept_bytes(
-            LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1, cp=4, ring=ring
+            LONG,
+            plan("bf16"),
+            [WHOLE_MODEL],
+            EngineOptions(1, LONG.max_positions, ring=ring),
+            cp=4,
         )
         assert len(set(measured)) == 1
         kept, peaks[ring] = measured[0]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.cutting import EngineOptions, cuts
 from models.estimate.flops import stage_costs, training_flops
 from models.estimate.memory import kept_bytes
 from models.stages import Stage
@@ -191,7 +191,9 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
     config = ModelConfig(**model)
     made = stages(config, 3, precision)
     for stage, kept in zip(
-        made, kept_bytes(config, plan(precision), [s.cut for s in made], LENGTH, BATCH), strict=True
+        made,
+        kept_bytes(config, plan(precision), [s.cut for s in made], EngineOptions(BATCH, LENGTH)),
+        strict=True,
     ):
         x, ids = inputs(stage)
         with torch.no_grad():

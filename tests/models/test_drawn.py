@@ -17,7 +17,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models.computed import as_computed
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.cutting import EngineOptions, cuts
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
 from models.kv_cache import CachedStage
@@ -146,7 +146,9 @@ def test_stages_keep_the_bytes_that_are_foretold(seed: int) -> None:
     recompute = (KEEP, Recompute(MODULES), Recompute(fraction=0.5), Recompute(("attention",)))[
         seed // 2 % 4
     ]
-    foretold = StageMemory(config, precision, LENGTH, BATCH, recompute=recompute, halves=False)
+    foretold = StageMemory(
+        config, precision, EngineOptions(BATCH, LENGTH, recompute=recompute), halves=False
+    )
     for cut in cuts(config, 2, LENGTH):
         found = bytes_kept(
             Stage(config, Context(precision, recompute=recompute), cut).to(precision.parameters)

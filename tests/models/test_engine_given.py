@@ -6,6 +6,7 @@ import pytest
 
 from megaprec import UserError, plan
 from models import Engine, preset
+from models.cutting import EngineOptions
 from parallel.pipeline import schedule
 
 GOOD: dict[str, Any] = {
@@ -13,6 +14,7 @@ GOOD: dict[str, Any] = {
     "plan": plan("fp32"),
     "mesh": None,
     "schedule": schedule("1f1b", 1, 1),
+    "options": EngineOptions(micro_batch=1, seq_length=4),
 }
 
 
@@ -30,4 +32,4 @@ def test_an_argument_of_another_kind_and_a_vocabulary_that_nobody_knows_are_refu
 ) -> None:
     for value in values:
         with pytest.raises(UserError, match=rf"^{name}.*{says.removeprefix('config')}"):
-            Engine(**GOOD | {name: value}, micro_batch=1, seq_length=4)
+            Engine.build(**GOOD | {name: value})

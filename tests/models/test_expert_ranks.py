@@ -26,6 +26,7 @@ from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import LossScaling, plan
 from models import moe
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.dispatch import Exchange
 from models.estimate.memory import StageMemory
 from models.routing import Router
@@ -377,9 +378,18 @@ def test_a_rank_keeps_what_is_foretold(axes: dict[str, int], spread: Spread) -> 
     """To five per cent."""
     for recompute in (KEEP, Recompute(("activation",))):
         memory = StageMemory(
-            ModelConfig(**WIDE), plan("fp32"), LONG, 2, axes.get("tp", 1), spread.sequence, recompute,
-            expert=spread.expert, expert_tensor=spread.expert_tensor,
-        )  # fmt: skip
+            ModelConfig(**WIDE),
+            plan("fp32"),
+            EngineOptions(
+                2,
+                LONG,
+                spread.sequence,
+                recompute=recompute,
+                expert=spread.expert,
+                expert_tensor=spread.expert_tensor,
+            ),
+            axes.get("tp", 1),
+        )
         said = memory.kept(Cut(1, range(1, 3), first=False, last=False)).activations
         for real in run_ranks(kept_on_a_rank, axes, spread=spread, recompute=recompute):
             assert real == pytest.approx(said, rel=0.05)

@@ -11,6 +11,7 @@ import torch
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.data.training import train_hugging_face
 from megaprec.errors import UserError
+from models.cutting import EngineOptions
 from models.engine import Engine
 from parallel import layers
 from parallel.pipeline.builders import schedule
@@ -329,5 +330,7 @@ def test_no_initial_weight_is_drawn_for_a_run_that_loads_others(
     )
     model = config.model.with_vocab(330)
     one = schedule("1f1b", 1, 1)
-    blank = Engine(model, config.plan, None, one, micro_batch=1, seq_length=8, blank=True)
+    blank = Engine.build(
+        model, config.plan, None, one, EngineOptions(micro_batch=1, seq_length=8, blank=True)
+    )
     assert all(p.isnan().all() for stage in blank.stages.values() for p in stage.parameters())

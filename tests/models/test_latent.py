@@ -15,7 +15,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.estimate.storage import Alone
+from models.estimate.storage import SimulatedAxis
 from models.latent_attention import LatentAttention
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
@@ -71,7 +71,7 @@ def test_a_head_is_as_wide_as_its_query_and_the_key_of_yarn_scales_scores_too() 
     assert plain.attention_scalar == plain.head_dim, "only latent attention does so"
 
 
-class Counting(Alone):
+class Counting(SimulatedAxis):
     """An axis that counts its collectives and the elements that they carry."""
 
     def __init__(self, size: int) -> None:

@@ -19,7 +19,7 @@ from megaprec.comm.axis import Axis
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.cutting import EngineOptions, cuts
 from models.engine import Engine, Share
 from models.estimate import memory
 from models.estimate.memory import Kept, StageMemory, kept_bytes, message_bytes
@@ -103,16 +103,18 @@ def allocations() -> Iterator[list[int]]:
 
 def foretold(case: Case, cut: Sequence[Cut], tp: int) -> list[Kept]:
     config = ModelConfig(**case.model)
-    return kept_bytes(config, case.plan, cut, LENGTH, BATCH, tp, case.sequence, case.recompute)
+    return kept_bytes(config, case.plan, cut, options_of(case), tp)
+
+
+def options_of(case: Case) -> EngineOptions:
+    return EngineOptions(BATCH, LENGTH, case.sequence, recompute=case.recompute)
 
 
 def foretold_activations(case: Case, tp: int) -> int:
     """Of a stage in the middle, without the passes that only tell peaks."""
     config = ModelConfig(**case.model)
     cut = middle(case.model)
-    memory = StageMemory(
-        config, case.plan, LENGTH, BATCH, tp, case.sequence, case.recompute, halves=False
-    )
+    memory = StageMemory(config, case.plan, options_of(case), tp, halves=False)
     return memory.kept(cut).activations
 
 
@@ -171,15 +173,12 @@ def peaks(mesh: DeviceMesh, cases: Sequence[Case]) -> list[int]:
 
 def _peak(mesh: DeviceMesh, case: Case) -> int:
     config = ModelConfig(**case.model)
-    engine = Engine(
+    engine = Engine.build(
         config,
         case.plan,
         mesh,
         schedule(case.kind, mesh["pp"].size(), MICRO_BATCHES),
-        micro_batch=BATCH,
-        seq_length=LENGTH,
-        sequence=case.sequence,
-        recompute=case.recompute,
+        options_of(case),
     )
     ids = torch.arange(MICRO_BATCHES * BATCH * LENGTH).view(-1, LENGTH) % config.vocab
     share = Share(ids, ids)
@@ -217,7 +216,7 @@ def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> Non
                 case, cuts(config, stages, LENGTH), axes.get("tp", 1)
             )
         kept = known[case.recompute, stages]
-        message = message_bytes(config, case.plan, LENGTH, BATCH, axes.get("tp", 1), case.sequence)
+        message = message_bytes(config, case.plan, options_of(case), axes.get("tp", 1))
         expected.append(peak(planned, partial(_growth, kept), partial(_within, kept), message))
     for rank, found in enumerate(run_ranks(peaks, axes, cases=cases)):
         for case, real, said in zip(cases, found, expected, strict=True):
@@ -252,11 +251,10 @@ def test_deep_stages_keep_what_few_layers_foretell(
     deep: dict[str, Any] = {**model, "layers": 18, "vocab": 3001}
     config = ModelConfig(**deep)
     cut = cuts(config, 3, LENGTH, (6, 6, 6))
-    shortly = kept_bytes(config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda")
+    options = EngineOptions(1, LENGTH, sequence=True, recompute=OFTEN[recompute])
+    shortly = kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
     monkeypatch.setattr(memory, "FEW", ())
-    assert shortly == kept_bytes(
-        config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda"
-    )
+    assert shortly == kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
 
 
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
@@ -268,8 +266,7 @@ def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
         config,
         plan("fp32"),
         [Cut(0, range(1, 4), False, False), Cut(1, range(4, 7), False, False)],
-        LENGTH,
-        1,
+        EngineOptions(1, LENGTH),
     )
     assert alone.activations != other.activations
 
@@ -283,7 +280,7 @@ def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     cut = [middle(FAMILIES["llama"])]
     (cpu,), (gpu,) = (
-        kept_bytes(model, plan("bf16"), cut, LENGTH, BATCH, device=device)
+        kept_bytes(model, plan("bf16"), cut, EngineOptions(BATCH, LENGTH), device=device)
         for device in ("cpu", "cuda")
     )
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.02)
@@ -304,7 +301,12 @@ def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: st
     )
     for device, cp, packed in devices:
         of_family = StageMemory(
-            config, plan("bf16"), 16, BATCH, device=device, cp=cp, packed=packed
+            config,
+            plan("bf16"),
+            EngineOptions(BATCH, 16),
+            device=device,
+            cp=cp,
+            packed=packed,
         ).kept(whole)
         assert of_family.activations > 0 and of_family.backward > 0
 
@@ -317,8 +319,9 @@ def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Ki
     fp8 = plan("bf16", fp8=FP8Recipe(kind=kind))
     cut = middle(FAMILIES["llama"])
     recompute = Recompute(("attention",))
-    cpu = StageMemory(model, fp8, LENGTH, BATCH, recompute=recompute).kept(cut)
-    gpu = StageMemory(model, fp8, LENGTH, BATCH, recompute=recompute, device="cuda").kept(cut)
+    options = EngineOptions(BATCH, LENGTH, recompute=recompute)
+    cpu = StageMemory(model, fp8, options).kept(cut)
+    gpu = StageMemory(model, fp8, options, device="cuda").kept(cut)
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.01)
     assert gpu.backward <= cpu.backward
 

@@ -2,7 +2,6 @@
 added."""
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.engine import SUMMING, Engine, Share
+from models.cutting import EngineOptions
+from models.engine import Engine, Share
 from models.post_validation import PostValidation
 from parallel.pipeline.builders import schedule
 from tests import oracle
@@ -57,12 +57,12 @@ def ids() -> tuple[Tensor, Tensor]:
 
 
 def engine_of(
-    mesh: DeviceMesh | None, config: ModelConfig, dp: int, pp: int, **more: Any
+    mesh: DeviceMesh | None, config: ModelConfig, dp: int, pp: int, canonical: int = 0, **more: Any
 ) -> Engine:
     scaled = plan("fp32", scaling=LossScaling("dynamic", initial=2.0**8, growth_interval=3))
     microbatches = SAMPLES // dp // 2
-    kind: dict[str, Any] = {"micro_batch": 2, "seq_length": LENGTH, "seed": 5} | more
-    return Engine(config, scaled, mesh, schedule("1f1b", pp, microbatches), **kind)
+    options = EngineOptions(2, LENGTH, seed=5, canonical_shards=canonical)
+    return Engine.build(config, scaled, mesh, schedule("1f1b", pp, microbatches), options, **more)
 
 
 def share_of(engine: Engine, mask: Tensor) -> Share:
@@ -82,7 +82,7 @@ def with_an_empty_step(
     every = torch.ones(SAMPLES, LENGTH)
     none = torch.zeros(SAMPLES, LENGTH)
     config = PLAIN if canonical else MODEL
-    one = engine_of(mesh, config, dp, pp, canonical_shards=canonical)
+    one = engine_of(mesh, config, dp, pp, canonical)
     reports = [one.step(share_of(one, every), RATE, 0)]
     before = one.optimizer.state_dict()
     reports.append(one.step(share_of(one, none), RATE, 1))
@@ -90,7 +90,7 @@ def with_an_empty_step(
     reports.append(one.step(share_of(one, every), RATE, 2))
     kept = [torch.equal(after["tensors"][name], value) for name, value in before["tensors"].items()]
     kept += [before["steps"] == after["steps"], before["scaler"] == after["scaler"]]
-    without = engine_of(mesh, config, dp, pp, canonical_shards=canonical)
+    without = engine_of(mesh, config, dp, pp, canonical)
     for number in (0, 2):
         without.step(share_of(without, every), RATE, number)
     theirs = without.optimizer.state_dict()
@@ -118,7 +118,7 @@ def test_a_step_in_which_no_token_counts_changes_nothing(layout: str, canonical:
 
 
 def optimistic(mesh: DeviceMesh) -> tuple[list[str], bool]:
-    one = engine_of(mesh, PLAIN, 1, 2, make_optimizer=_after)
+    one = engine_of(mesh, PLAIN, 1, 2, kind=PostValidationOptimizer, clip=0.0)
     steps = PostValidation(one)
     masks = [torch.ones(SAMPLES, LENGTH), torch.zeros(SAMPLES, LENGTH), torch.ones(SAMPLES, LENGTH)]
     said = list[str]()
@@ -127,16 +127,12 @@ def optimistic(mesh: DeviceMesh) -> tuple[list[str], bool]:
         said += [report.outcome for report in told]
     if last := steps.settle():
         said.append(last.outcome)
-    without = engine_of(mesh, PLAIN, 1, 2, make_optimizer=partial(SUMMING, clip=0.0))
+    without = engine_of(mesh, PLAIN, 1, 2, clip=0.0)
     for number in (0, 2):
         without.step(share_of(without, masks[0]), RATE, number)
     ours = one.optimizer.state_dict()["tensors"]
     theirs = without.optimizer.state_dict()["tensors"]
     return said, all(torch.equal(ours[name], value) for name, value in theirs.items())
-
-
-def _after(*args: Any, **options: Any) -> PostValidationOptimizer:
-    return PostValidationOptimizer(*args, average=False, clip=0.0, **options)
 
 
 def test_an_optimistic_step_in_which_no_token_counts_is_taken_back() -> None:
@@ -161,9 +157,13 @@ def losses(mesh: DeviceMesh | None, w: dict[str, Tensor]) -> dict[str, tuple[flo
     dp, pp = (1, 1) if mesh is None else (mesh["dp"].size(), mesh["pp"].size())
     found = {}
     for name, mask in MASKS.items():
-        one = Engine(
-            PLAIN, plan("fp64"), mesh, schedule("1f1b", pp, SAMPLES // dp // 2), micro_batch=2, seq_length=LENGTH,
-        )  # fmt: skip
+        one = Engine.build(
+            PLAIN,
+            plan("fp64"),
+            mesh,
+            schedule("1f1b", pp, SAMPLES // dp // 2),
+            EngineOptions(micro_batch=2, seq_length=LENGTH),
+        )
         for stage in one.stages.values():
             put(stage, w)
         evaluated = one.evaluate(share_of(one, mask))
@@ -173,8 +173,12 @@ def losses(mesh: DeviceMesh | None, w: dict[str, Tensor]) -> dict[str, tuple[flo
 
 
 def weights() -> dict[str, Tensor]:
-    one = Engine(
-        PLAIN, plan("fp64"), None, schedule("1f1b", 1, 1), micro_batch=2, seq_length=LENGTH
+    one = Engine.build(
+        PLAIN,
+        plan("fp64"),
+        None,
+        schedule("1f1b", 1, 1),
+        EngineOptions(micro_batch=2, seq_length=LENGTH),
     )
     tensors = one.optimizer.state_dict()["tensors"]
     return {

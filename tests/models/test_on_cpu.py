@@ -13,18 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.estimate.memory import Kept, StageMemory
 from models.estimate.on_cpu import OnCPU
-from models.estimate.storage import Alive
+from models.estimate.storage import LiveMemory
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from tests.models.test_memory import BATCH, FAMILIES, LENGTH, middle
 
 
 def kept(family: str, **how: Any) -> Kept:
     precision = plan(how.pop("precision", "bf16"), fp8=how.pop("fp8", None))
-    memory = StageMemory(
-        ModelConfig(**FAMILIES[family]), precision, LENGTH, BATCH, **{"tp": 2, **how}
-    )
+    tp = how.pop("tp", 2)
+    device = how.pop("device", "cpu")
+    options = EngineOptions(BATCH, LENGTH, **how)
+    memory = StageMemory(ModelConfig(**FAMILIES[family]), precision, options, tp, device=device)
     return memory.kept(middle(FAMILIES[family]))
 
 
@@ -103,7 +105,7 @@ def test_a_real_tensor_among_them_is_refused_for_its_bytes_would_not_be_counted(
 def test_all_results_of_an_operator_count_and_views_and_what_is_written_to_do_not() -> None:
     x = torch.rand(1000)
     out = torch.rand(1000)
-    with Alive() as alive:
+    with LiveMemory() as live:
         kept = [*x.sort(), *x.split(10), torch.add(x, 1, out=out)]
-    assert alive.now == 1000 * (4 + 8)
+    assert live.now == 1000 * (4 + 8)
     assert len(kept) == 103

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import layout_of
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Resets, Samples
-from megaprec.precision.plan import PrecisionPlan, plan
+from megaprec.precision.plan import plan
 from models import blocks, stages
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.engine import Engine, Share
+from models.cutting import EngineOptions, cuts
+from models.engine import Engine, Share, build_stages
 from models.packing import WHOLE, Packing, causal_mask
 from models.stages import Stage
 from parallel.context import Context
@@ -143,23 +143,16 @@ def packed(mesh: DeviceMesh, what: bytes, sequence: bool) -> list[tuple[float, l
 def _step(
     mesh: DeviceMesh, config: ModelConfig, share: Share, sequence: bool
 ) -> tuple[float, list[Fragment]]:
-    def make_optimizer(
-        stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
-    ) -> Recording:
-        for stage in stages:
-            put(stage, weights_of(config))
-        return Recording(stages, plan, mesh, clip=0.0, plant=None)
-
-    engine = Engine(
+    parts = build_stages(
         config,
         plan("fp64"),
         mesh,
         schedule("1f1b", mesh["pp"].size(), SAMPLES // 2),
-        micro_batch=2,
-        seq_length=LENGTH,
-        sequence=sequence,
-        make_optimizer=make_optimizer,
+        EngineOptions(micro_batch=2, seq_length=LENGTH, sequence=sequence),
     )
+    for stage in parts.by_number.values():
+        put(stage, weights_of(config))
+    engine = Engine(parts, parts.make_optimizer(Recording, clip=0.0, plant=None))
     report = engine.step(share, lr=0.0, number=0)
     assert isinstance(engine.optimizer, Recording)
     return report.loss, engine.optimizer.seen[0]

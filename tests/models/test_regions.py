@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.regions import HeadRule, NormRule, add_norm, heads
 from parallel.activation_checkpoint import Recompute
@@ -48,15 +49,12 @@ def trained(
     config: ModelConfig, leaves: Leaves, precision: str = "bf16", **more: Any
 ) -> list[Tensor]:
     """The losses, gradient norms and weights of two steps."""
-    engine = Engine(
+    engine = Engine.build(
         config,
         plan(precision),
         None,
         schedule("1f1b", 1, 2),
-        micro_batch=2,
-        seq_length=12,
-        leaves=leaves,
-        **more,
+        EngineOptions(micro_batch=2, seq_length=12, leaves=leaves, **more),
     )
     ids = torch.randint(0, config.vocab, (4, 13), generator=torch.Generator().manual_seed(0))
     reports = [engine.step(Share(ids[:, :-1], ids[:, 1:]), 1e-2, n) for n in range(2)]
@@ -123,14 +121,12 @@ def test_a_region_keeps_no_more_than_its_modules() -> None:
 def test_a_module_whose_result_a_hook_awaits_is_called_itself() -> None:
     config = config_of(CASES["llama"])
     seen = []
-    engine = Engine(
+    engine = Engine.build(
         config,
         plan("fp32"),
         None,
         schedule("1f1b", 1, 1),
-        micro_batch=2,
-        seq_length=12,
-        leaves=by_region()[0],
+        EngineOptions(micro_batch=2, seq_length=12, leaves=by_region()[0]),
     )
     engine.stages[0].get_submodule("layers.1.mlp_norm").register_forward_hook(
         lambda *_: seen.append(1)

@@ -3,7 +3,6 @@ holds, to the byte."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,10 +15,10 @@ from megaprec.optim.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.engine import SUMMING, Engine
-from models.estimate.state import Held, Sharding, held_bytes
-from models.estimate.storage import Alive
+from models.cutting import EngineOptions, cuts
+from models.engine import Engine
+from models.estimate.state import Sharding, StateBytes, state_bytes
+from models.estimate.storage import LiveMemory
 from parallel.pipeline.builders import schedule
 from tests.given import declare
 from tests.other_systems import slow
@@ -68,10 +67,10 @@ class Case:
 
 def held(mesh: DeviceMesh | None, cases: Sequence[Case], pp: int = 1) -> list[dict[str, int]]:
     """The bytes by kind that this rank's engine holds in each case."""
-    return [_held(mesh, case, pp) for case in cases]
+    return [_bytes_of_rank(mesh, case, pp) for case in cases]
 
 
-def _held(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
+def _bytes_of_rank(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
     engine = _engine(mesh, case, pp)
     found = [buffer.bytes_by_kind() for buffer in engine.optimizer.all_buffers()]
     return {kind: sum(one[kind] for one in found) for kind in KINDS}
@@ -79,41 +78,43 @@ def _held(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
 
 def _engine(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
     made = schedule(case.kind, pp, 4)
-    return Engine(
+    return Engine.build(
         ModelConfig(**case.model),
         case.plan,
         mesh,
         made,
-        micro_batch=1,
-        seq_length=LENGTH,
-        layers=case.layers,
-        make_optimizer=partial(SUMMING, rule=case.rule),
-        expert=case.expert,
-        expert_tensor=case.expert_tensor,
-        canonical_shards=case.canonical,
+        EngineOptions(
+            micro_batch=1,
+            seq_length=LENGTH,
+            layers=case.layers,
+            expert=case.expert,
+            expert_tensor=case.expert_tensor,
+            canonical_shards=case.canonical,
+        ),
+        rule=case.rule,
     )
 
 
-def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[Held]:
+def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[StateBytes]:
     model = ModelConfig(**case.model)
     placed = schedule(case.kind, pp, 4).rank_of_stage
     cut = cuts(model, len(placed), LENGTH, case.layers, placed)
     sharding = Sharding(tp, dp, dp, expert=case.expert, expert_tensor=case.expert_tensor)
-    return held_bytes(model, case.plan, cut, placed, sharding, case.rule)
+    return state_bytes(model, case.plan, cut, placed, sharding, case.rule)
 
 
 @pytest.mark.parametrize("precision", PLANS)
 def test_one_process_holds_what_is_foretold_in_every_precision(precision: str) -> None:
     case = Case(LLAMA, PLANS[precision])
     (said,) = foretold(case)
-    assert _held(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
+    assert _bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_holds_what_is_foretold_of_every_family(model: str) -> None:
     case = Case(MODELS[model], plan("bf16"))
     (said,) = foretold(case)
-    assert _held(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
+    assert _bytes_of_rank(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -123,8 +124,8 @@ def test_one_process_holds_what_its_virtual_ranks_would(model: str) -> None:
     made = schedule(case.kind, 1, 4).rank_of_stage
     config = ModelConfig(**case.model)
     cut = cuts(config, 1, LENGTH, case.layers, made)
-    (said,) = held_bytes(config, case.plan, cut, made, Sharding(2, apart=True), case.rule)
-    assert _held(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
+    (said,) = state_bytes(config, case.plan, cut, made, Sharding(2, separate_head=True), case.rule)
+    assert _bytes_of_rank(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
 
 
 FEW = [
@@ -189,9 +190,9 @@ def peak_of_update(mesh: DeviceMesh | None, case: Case, pp: int = 1) -> int:
     """The bytes that an optimizer step adds at its peak, on this rank, with gradients of zero."""
     optimizer = _engine(mesh, case, pp).optimizer
     declare(optimizer)
-    with torch.no_grad(), Alive() as alive:
+    with torch.no_grad(), LiveMemory() as live:
         optimizer.step(1e-3)
-    return alive.most
+    return live.peak
 
 
 def test_the_first_step_takes_two_megabytes_at_most_however_large_a_parameter_is() -> None:

@@ -17,10 +17,10 @@ from torch.distributed import distributed_c10d
 
 from megaprec.comm import gloo
 from megaprec.comm.axis import Axis
-from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine
 from parallel.mesh import make_mesh
 from parallel.pipeline.builders import KINDS, schedule
@@ -69,15 +69,13 @@ def start(pp: int, dp: int, tp: int, cp: int = 1) -> None:
         "ffn": 8 * tp,
     }
     config = ModelConfig(family="llama", **sizes, vocab=64, max_positions=64, tied=True)  # type: ignore[arg-type]
-    Engine(
+    Engine.build(
         config,
         plan("bf16", fp8=FP8Recipe(history="te")),
         make_mesh(pp, dp, tp, cp=cp),
         schedule("interleaved", pp, 2 * pp, 2),
-        micro_batch=1,
-        seq_length=64,
-        sequence=True,
-        make_optimizer=partial(ParallelAMPOptimizer, average=False, zero_size=2),
+        EngineOptions(micro_batch=1, seq_length=64, sequence=True),
+        zero_size=2,
     )
 
 

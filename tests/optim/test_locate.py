@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.precision.plan import LossScaling, plan
+from models.cutting import EngineOptions
 from models.engine import Engine
 from models.stages import Stage
 from parallel.pipeline.instructions import Instruction, Op
@@ -200,14 +201,12 @@ def step_of_several_chunks(mesh: DeviceMesh) -> StepReport:
     for op, order in ((Op.FORWARD, range(4)), (Op.BACKWARD, reversed(range(4)))):
         for stage in order:
             rows[stage % 2] += [Instruction(op, stage, microbatch) for microbatch in range(4)]
-    engine = Engine(
+    engine = Engine.build(
         run.config,
         plan("fp32"),
         mesh,
         complete(rows, (0, 1, 0, 1)),
-        micro_batch=2,
-        seq_length=LENGTH,
-        seed=3,
+        EngineOptions(micro_batch=2, seq_length=LENGTH, seed=3),
     )
     for stage in engine.stages.values():
         poison_backward(stage, "2", 5)

@@ -23,6 +23,7 @@ from megaprec.optim.step_report import StepReport
 from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import LossScaling, plan
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.post_validation import PostValidation
 from parallel.pipeline.builders import schedule
@@ -155,29 +156,24 @@ def make(mesh: DeviceMesh, case: Case, kind: str, after: bool) -> Engine:
     run = case.run
     pp = mesh["pp"].size()
     dp = mesh["dp"].size()
-    options = {
-        "average": False,
+    options: dict[str, Any] = {
+        "kind": After if after else Before,
+        "rule": rule(case.rule),
         "clip": 1e2,
         "zero_size": run.zero_size,
         "planted": case.planted,
         **run.options,
     }
+    if after:
+        options["always"] = case.always
 
-    def make_optimizer(*args: Any) -> ParallelAMPOptimizer:
-        chosen = rule(case.rule)
-        if after:
-            return After(*args, rule=chosen, always=case.always, **options)
-        return Before(*args, rule=chosen, **options)
-
-    return Engine(
+    return Engine.build(
         run.config,
         plan(run.compute, run.scaling, **run.changes),
         mesh,
         schedule(kind, pp, SAMPLES // run.micro_batch // dp),
-        micro_batch=run.micro_batch,
-        seq_length=LENGTH,
-        seed=3,
-        make_optimizer=make_optimizer,
+        EngineOptions(micro_batch=run.micro_batch, seq_length=LENGTH, seed=3),
+        **options,
     )
 
 
@@ -407,14 +403,14 @@ def go_ahead(mesh: DeviceMesh, folder: Path) -> list[str]:
     Patient.folder = folder
     run = Run(MODEL, "fp32", steps=STEPS)
     kind = schedule("1f1b", 2, SAMPLES // run.micro_batch)
-    engine = Engine(
+    engine = Engine.build(
         run.config,
         plan("fp32"),
         mesh,
         kind,
-        micro_batch=run.micro_batch,
-        seq_length=LENGTH,
-        make_optimizer=never_clips,
+        EngineOptions(micro_batch=run.micro_batch, seq_length=LENGTH),
+        kind=Patient,
+        clip=0.0,
     )
     steps = PostValidation(engine)
     stage = next(iter(engine.stages.values()))
@@ -426,10 +422,6 @@ def go_ahead(mesh: DeviceMesh, folder: Path) -> list[str]:
         known += [steps.accumulate(share_of(mesh, batch), number), steps.update(1e-2)]
     known.append(steps.settle())
     return [report.outcome for report in known if report is not None]
-
-
-def never_clips(*args: Any) -> Patient:
-    return Patient(*args, clip=0.0)
 
 
 def test_a_stage_begins_the_next_step_while_another_has_not_come_to_the_end_of_this_one(

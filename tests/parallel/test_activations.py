@@ -15,6 +15,7 @@ import torch
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.estimate.memory import kept_bytes
 from models.stages import Cut
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
@@ -81,7 +82,8 @@ def counted(
 ) -> int:
     """Bytes that a layer keeps of a micro-batch in bf16."""
     stages = [Cut(1, range(1, 1 + layers), False, False) for layers in (1, 2)]
-    one, two = kept_bytes(config, plan("bf16"), stages, length, batch, tp, sequence, recompute)
+    options = EngineOptions(batch, length, sequence, recompute=recompute)
+    one, two = kept_bytes(config, plan("bf16"), stages, options, tp)
     return two.activations - one.activations
 
 

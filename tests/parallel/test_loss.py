@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from models.estimate.storage import Alive, Alone
+from models.estimate.storage import LiveMemory, SimulatedAxis
 from parallel import loss
 from parallel.loss import cross_entropy
 from tests.ranks import run_ranks
@@ -100,20 +100,20 @@ class Head(torch.autograd.Function):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_loss_on_a_gpu_takes_less_than_a_tenth_of_logits_in_fp32(tp: int) -> None:
     """Bytes beside the logits in bf16, of an 8B model: on meta tensors, in the blocks of a GPU."""
-    axis = Alone("tp", 0, tp)
+    axis = SimulatedAxis("tp", 0, tp)
     part = Part.cut("head.weight", (VOCAB, 4), 0, axis)
-    with torch.device("meta"), Alive() as alive:
+    with torch.device("meta"), LiveMemory() as live:
         logits = torch.zeros(TOKENS, part.local[0], dtype=torch.bfloat16).requires_grad_()
         made = Head.apply(logits)
-        before = alive.begin()
+        before = live.begin()
         losses = cross_entropy(
             made, torch.zeros(TOKENS, dtype=torch.int64), part, axis, consume=True
         )
         del made
-        forward = alive.most - before
-        kept = alive.begin()
+        forward = live.peak - before
+        kept = live.begin()
         losses.sum().backward()
-        backward = alive.most - kept
+        backward = live.peak - kept
     assert forward + backward < 0.1 * WHOLE / tp, (forward, backward)
 
 

@@ -16,6 +16,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, set_fp32_attr_to_module
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine
 from models.packing import WHOLE, Packing
 from models.stages import Cut, Stage
@@ -87,20 +88,13 @@ def engine_of(
 ) -> Engine:
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
 
-    def make_optimizer(
-        parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
-    ) -> ParallelAMPOptimizer:
-        return ParallelAMPOptimizer(parts, plan, mesh, zero_size=zero_size, average=False)
-
-    return Engine(
+    return Engine.build(
         ModelConfig(**model),
         made,
         mesh,
         schedule("1f1b", pp, 2),
-        micro_batch=SAMPLES // 2 // dp,
-        seq_length=LENGTH,
-        seed=3,
-        make_optimizer=make_optimizer,
+        EngineOptions(micro_batch=SAMPLES // 2 // dp, seq_length=LENGTH, seed=3),
+        zero_size=zero_size,
         make_stage=make_stage,
     )
 

@@ -406,6 +406,6 @@ def lost_rows(inner: Any) -> Any:
 
 def dropped_work(inner: Any) -> Any:
     def backward_weight(self: Any, i: Any) -> None:
-        inner(self, i) if i.microbatch else self._put_off.pop((i.stage, i.microbatch)).clear()
+        inner(self, i) if i.microbatch else self._weight_work.pop((i.stage, i.microbatch)).clear()
 
     return backward_weight

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.fp8.state import FP8State
-from models.estimate.storage import Alone, without_storage
+from models.estimate.storage import SimulatedAxis, without_storage
 from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -104,7 +104,7 @@ def test_bounds_by_which_layouts_are_left_out_hold_for_experts(layout: dict[str,
         assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9)
 
 
-class Counted(Alone):
+class Counted(SimulatedAxis):
     """An axis without its other ranks, which counts the bytes that this rank sends to them."""
 
     def __init__(self, name: str, size: int, sent: Counter[str]) -> None:

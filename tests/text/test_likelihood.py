@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine
 from models.relay import Relay
 from models.stages import Stage
@@ -93,8 +94,12 @@ def with_experts_on_rank(
     """The likelihoods of the first samples, of each number of them."""
     pp = 1 if mesh is None else mesh["pp"].size()
     made = schedule("1f1b", pp, 1)
-    engine = Engine(
-        EXPERTS, plan("fp64"), mesh, made, micro_batch=1, seq_length=16, seed=3, **experts
+    engine = Engine.build(
+        EXPERTS,
+        plan("fp64"),
+        mesh,
+        made,
+        EngineOptions(micro_batch=1, seq_length=16, seed=3, **experts),
     )
     world = engine.optimizer.world
     relay = Relay(engine.stages, made.rank_of_stage, engine.pp, engine.dp, world, engine.device)

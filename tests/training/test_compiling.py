@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.errors import UserError
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.packing import Packing
 from parallel.leaves import PLAIN, Call, Leaves
@@ -19,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.runs import steps, train, write_run
 from tools.config.run_file import RunConfig, load_run
 from tools.training import compiling
-from tools.training.compiling import calls_of, leaves_of, tried
+from tools.training.compiling import compile_leaves, leaf_calls, try_calls
 
 SMALL = ["model.vocab=61", "model.layers=3", "model.hidden=16", "model.heads=2", "model.ffn=32"]
 SMALL += [
@@ -56,15 +57,17 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
     """The calls of leaves in a real training step."""
     noted: dict[Call, None] = {}
     train = config.train
-    engine = Engine(
+    engine = Engine.build(
         config.model,
         config.plan,
         None,
         config.schedule,
-        micro_batch=train.micro_batch,
-        seq_length=train.seq_length,
-        recompute=config.recompute,
-        leaves=Leaves(noted=noted, by_region=train.compile == "block"),
+        EngineOptions(
+            micro_batch=train.micro_batch,
+            seq_length=train.seq_length,
+            recompute=config.recompute,
+            leaves=Leaves(noted=noted, by_region=train.compile == "block"),
+        ),
     )
     ids = torch.randint(
         61, (train.global_batch, train.seq_length + 1), generator=torch.Generator().manual_seed(0)
@@ -80,17 +83,17 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
 )
 def test_the_calls_of_a_step_are_known_before_it_and_do_not_grow_with_its_layers(name: str) -> None:
     config = loaded(*RUNS[name])
-    calls = calls_of(config, config.model, None, torch.device("cpu"))
+    calls = leaf_calls(config, config.model, None, torch.device("cpu"))
     seen = noted_in_a_step(config)
     if name == "experts":  # each expert gets as many tokens as the router sends it
         seen = {call for call in seen if "glu" not in call.name}
     assert seen and seen <= set(calls)
     deeper = loaded(*RUNS[name], "model.layers=6")
-    assert len(calls_of(deeper, deeper.model, None, torch.device("cpu"))) <= len(calls) + 2
+    assert len(leaf_calls(deeper, deeper.model, None, torch.device("cpu"))) <= len(calls) + 2
 
 
 def tried_with(broken: str) -> Callable[..., Any]:
-    """`tried`, where all leaves "compile" but the broken one."""
+    """`try_calls`, where all leaves "compile" but the broken one."""
 
     def form(call: Call) -> Any:
         if call.name == broken:
@@ -100,13 +103,13 @@ def tried_with(broken: str) -> Callable[..., Any]:
         return lambda *tensors: call.bound(tensors)
 
     compiling.compiled = form
-    return tried
+    return try_calls
 
 
 def names_on_rank(mesh: DeviceMesh, broken_on: int) -> tuple[str, set[str]]:
-    compiling.tried = tried_with("rotary" if mesh.get_rank() == broken_on else "")
+    compiling.try_calls = tried_with("rotary" if mesh.get_rank() == broken_on else "")
     config = loaded("train.compile=leaves", "parallel.data=2")
-    leaves = leaves_of(config, config.model, mesh)
+    leaves = compile_leaves(config, config.model, mesh)
     return leaves.names, {call.name for call in leaves.compiled}
 
 
@@ -124,9 +127,9 @@ def test_the_lines_name_what_is_compiled_and_why_others_are_not(
 ) -> None:
     monkeypatch.setattr(compiling, "compiled", compiling.compiled)
     config = loaded("train.compile=leaves")
-    assert leaves_of(loaded(), config.model, None) is PLAIN and not capsys.readouterr().out
+    assert compile_leaves(loaded(), config.model, None) is PLAIN and not capsys.readouterr().out
     tried_with("rotary")
-    leaves = leaves_of(config, config.model, None)
+    leaves = compile_leaves(config, config.model, None)
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "compiling  8 forms: some seconds each at first, less in later runs"
     assert lines[0].startswith(
@@ -147,7 +150,7 @@ def test_a_machine_without_a_compiler_says_so_once(
 
     monkeypatch.setattr(compiling, "compiled", missing)
     config = loaded("train.compile=leaves")
-    assert not leaves_of(config, config.model, None).compiled
+    assert not compile_leaves(config, config.model, None).compiled
     _, line = capsys.readouterr().out.splitlines()
     assert line.endswith(
         "; the reason on rank 0: RuntimeError: No working C++ compiler found in gcc, g++"
@@ -156,9 +159,9 @@ def test_a_machine_without_a_compiler_says_so_once(
 
 def test_a_form_that_computes_other_numbers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     config = loaded()
-    calls = calls_of(config, config.model, None, torch.device("cpu"))
+    calls = leaf_calls(config, config.model, None, torch.device("cpu"))
     monkeypatch.setattr(compiling, "compiled", lambda call: lambda *tensors: tensors[0] + 1)
-    _, failed = tried(calls)
+    _, failed = try_calls(calls)
     assert set(failed) == {call.name for call in calls}
     assert "its compiled form computes other numbers" in failed.values()
 

@@ -24,6 +24,7 @@ from megaprec.fp8.matmul import ways
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from parallel.mesh import make_mesh, world
 from parallel.pipeline.builders import schedule
@@ -134,47 +135,46 @@ def product_record(name: str, shape: Shape, kind: Kind, args: argparse.Namespace
     device = torch.device(args.device)
     recipe = FP8Recipe(kind)
     times = linear_times(shape, recipe, torch.bfloat16, device)
-    record: dict[str, Any] = {"what": name, "shape": str(shape), "kind": kind}
-    record |= {
+    record: dict[str, Any] = {
+        "what": name,
+        "shape": str(shape),
+        "kind": kind,
         "bf16_ms": _ms(times.wide),
         "tflops_bf16": round(3 * shape.flops / times.wide / 1e12, 2),
-    }
-    record |= {
         "fp8_products_ms": _ms(times.products),
         "casts_ms": _ms(times.casts),
         "weight_cast_ms": _ms(times.weight),
+        "gain": round(times.gain(args.microbatches), 3),
     }
-    record["gain"] = round(times.gain(args.microbatches), 3)
     if device.type == "cuda":
         fused = linear_times(shape, recipe, torch.bfloat16, device, compiled=True)
         record |= {"fused_casts_ms": _ms(fused.casts), "fused_weight_cast_ms": _ms(fused.weight)}
         record["fused_gain"] = round(fused.gain(args.microbatches), 3)
-    return record | {
-        "made": sorted(set(ways(recipe, device, torch.bfloat16, torch.float32).values()))
-    }
+    record["made"] = sorted({*ways(recipe, device, torch.bfloat16, torch.float32).values()})
+    return record
 
 
 def stack_records(config: ModelConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Yield tokens per second and MFU of training steps, in bf16 and with each kind of scales; the
+    """Return tokens per second and MFU of training steps, in bf16 and with each kind of scales; the
     steps alternate."""
     mesh = make_mesh(device=args.device)
     recipes = {"bf16": None} | {kind: FP8Recipe(kind, history_length=16) for kind in args.kinds}
     engines = {
-        name: Engine(
+        name: Engine.build(
             config,
             plan("bf16", fp8=recipe),
             mesh,
             schedule("1f1b", 1, args.microbatches),
-            micro_batch=args.micro_batch,
-            seq_length=args.tokens,
+            EngineOptions(args.micro_batch, args.tokens),
         )
         for name, recipe in recipes.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(args.rounds + 1):
         for name, engine in engines.items():
-            took = _step_seconds(engine, _share(args, engine.device), number)
-            seconds[name] += [took] if number else []  # the first is a warm-up
+            duration = _step_seconds(engine, _share(args, engine.device), number)
+            if number > 0:  # the first is a warm-up
+                seconds[name].append(duration)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     tokens = args.microbatches * args.micro_batch * args.tokens
     return [_stack_record(name, config, args, tokens / medians[name], medians) for name in engines]
@@ -187,24 +187,19 @@ def _stack_record(
     speed: float,
     medians: dict[str, float],
 ) -> dict[str, Any]:
-    settings = {
+    record: dict[str, Any] = {
+        "what": "training steps",
+        "precision": name,
         "layers": config.layers,
         "hidden": config.hidden,
         "ffn": config.ffn,
         "seq_length": args.tokens,
-    }
-    record = {
-        "what": "training steps",
-        "precision": name,
-        **settings,
         "tokens_per_s": round(speed, 1),
+        "gain": round(medians["bf16"] / medians[name], 3),
     }
-    record["gain"] = round(medians["bf16"] / medians[name], 3)
     if peak := args.peak or _peak(args.device):
-        record |= {
-            "mfu": round(speed * 3 * config.flops_per_token(args.tokens) / peak, 4),
-            "peak_tflops": peak / 1e12,
-        }
+        record["mfu"] = round(speed * 3 * config.flops_per_token(args.tokens) / peak, 4)
+        record["peak_tflops"] = peak / 1e12
     return record | {"step_s": round(medians[name], 4), "torch": torch.__version__}
 
 
@@ -218,13 +213,13 @@ def _step_seconds(engine: Engine, share: Share, number: int) -> float:
 
 def _share(args: argparse.Namespace, device: torch.device) -> Share:
     rows = args.microbatches * args.micro_batch
-    ids = torch.randint(
-        0, VOCAB, (rows, args.tokens + 1), generator=torch.Generator().manual_seed(0)
-    ).to(device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (rows, args.tokens + 1), generator=generator).to(device)
     return Share(ids[:, :-1], ids[:, 1:])
 
 
 def _peak(device: str) -> float | None:
+    """Return the FLOP/s of the device; None if they are not known."""
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 

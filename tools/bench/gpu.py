@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,6 +26,7 @@ import torch
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import EngineOptions
 from models.engine import Engine, Share
 from models.estimate.gpus import gpu_named
 from parallel.mesh import make_mesh, world
@@ -58,10 +60,9 @@ def add_parser(subparsers: Any) -> None:
         "--systems", nargs="+", choices=(OURS, *PEERS), default=[OURS, *PEERS], metavar="NAME"
     )
     parser.add_argument("--no-tests", action="store_true", help="measure only")
-    for name, default, what in SIZES:
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
+    for name, default, meaning in SIZES:
+        words = f"{meaning} (default: {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=words)
     parser.set_defaults(run=main)
 
 
@@ -78,8 +79,11 @@ SIZES = (
 
 @dataclass
 class Record:
-    """The result of the program. rows: numbers by system, or why it was not measured; tests:
-    outcomes by name."""
+    """The result of the program.
+
+    rows: numbers by system, or why it was not measured.
+    tests: outcomes by name.
+    """
 
     machine: dict[str, str]
     work: Work
@@ -99,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.no_tests:
         record.tests = outcomes()
     with world(args.device):
-        record.rows = measured(record.work, args.systems, args.rounds)
+        record.rows = measure_systems(record.work, args.systems, args.rounds)
     args.page.write_text(
         page(record.machine, record.work, record.rows, record.tests), encoding="utf-8"
     )
@@ -111,18 +115,18 @@ def main(args: argparse.Namespace) -> int:
 
 def machine(device: str) -> dict[str, str]:
     """Return what a reader must know of the machine and the software."""
-    found = {
+    if device == "cpu":
+        facts = {"device": "no GPU: the CPU, to try the program"}
+    else:
+        devices = torch.cuda.device_count()
+        facts = {
+            "device": f"{devices} x {torch.cuda.get_device_name()}",
+            "CUDA": str(torch.version.cuda),
+        }
+    return facts | {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "torch": torch.__version__,
         "commit": _commit(),
-    }
-    if device == "cpu":
-        return {"device": "no GPU: the CPU, to try the program", **found}
-    count = torch.cuda.device_count()
-    return {
-        "device": f"{count} x {torch.cuda.get_device_name()}",
-        "CUDA": str(torch.version.cuda),
-        **found,
     }
 
 
@@ -136,9 +140,18 @@ def _commit() -> str:
 def work_of(args: argparse.Namespace) -> Work:
     """Return the work of a step."""
     heads = max(4, args.hidden // 128)
-    ffn = args.hidden * 7 // 2
-    sizes = (args.layers, args.hidden, heads, max(2, heads // 4), ffn, args.vocab, args.tokens)
-    return Work(*sizes, args.micro_batch, args.microbatches, args.device)
+    return Work(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=heads,
+        kv_heads=max(2, heads // 4),
+        ffn=args.hidden * 7 // 2,
+        vocab=args.vocab,
+        tokens=args.tokens,
+        micro_batch=args.micro_batch,
+        microbatches=args.microbatches,
+        device=args.device,
+    )
 
 
 def outcomes() -> dict[str, str]:
@@ -154,50 +167,61 @@ def outcomes() -> dict[str, str]:
 
 def read_outcomes(xml: str) -> dict[str, str]:
     """Return the outcome of each test of pytest's report."""
-    found = {}
+    by_test = {}
     for case in ElementTree.fromstring(xml).iter("testcase"):
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        worse = next(
-            (child for child in case if child.tag in ("failure", "error", "skipped")), None
-        )
-        if worse is None:
-            found[name] = "passed"
-        else:
-            kind = "skipped" if worse.tag == "skipped" else "failed"
-            found[name] = (
-                f"{kind}: "
-                f"{worse.get('message', '').splitlines()[0] if worse.get('message') else ''}"
-            )
-    return found
+        by_test[name] = _read_outcome(case)
+    return by_test
+
+
+def _read_outcome(case: ElementTree.Element) -> str:
+    """Return the outcome of one test case of pytest's report."""
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            kind = "skipped" if child.tag == "skipped" else "failed"
+            message = child.get("message", "").splitlines() or [""]
+            return f"{kind}: {message[0]}"
+    return "passed"
 
 
 def model_of(work: Work) -> ModelConfig:
     """Return the model as megaprec has it."""
     return ModelConfig(
-        family="llama", layers=work.layers, hidden=work.hidden, heads=work.heads, kv_heads=work.kv_heads,
-        ffn=work.ffn, vocab=work.vocab, tied=False,
-    )  # fmt: skip
+        family="llama",
+        layers=work.layers,
+        hidden=work.hidden,
+        heads=work.heads,
+        kv_heads=work.kv_heads,
+        ffn=work.ffn,
+        vocab=work.vocab,
+        tied=False,
+    )
 
 
 def megaprec(work: Work) -> Step:
     """Return the step of megaprec on one rank."""
-    engine = Engine(
-        model_of(work), plan("bf16"), make_mesh(device=work.device), schedule("1f1b", 1, work.microbatches),
-        micro_batch=work.micro_batch, seq_length=work.tokens,
-    )  # fmt: skip
-    parts = work.batches()
-    share = Share(
-        torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])
+    engine = Engine.build(
+        model_of(work),
+        plan("bf16"),
+        make_mesh(device=work.device),
+        schedule("1f1b", 1, work.microbatches),
+        EngineOptions(work.micro_batch, work.tokens),
     )
-    numbers = iter(range(10**9))
+    batches = work.batches()
+    tokens = torch.cat([tokens for tokens, _ in batches])
+    targets = torch.cat([targets for _, targets in batches])
+    share = Share(tokens, targets)
+    numbers = count()
     return lambda: engine.step(share, LR, next(numbers))
 
 
-def measured(work: Work, systems: list[str], rounds: int) -> dict[str, dict[str, float] | str]:
+def measure_systems(
+    work: Work, systems: list[str], rounds: int
+) -> dict[str, dict[str, float] | str]:
     """Return tokens a second, memory and MFU of each system, or why it was not measured. Passes
     alternate."""
-    ways: dict[str, Callable[[Work], Step]] = {OURS: megaprec, **PEERS}
-    seconds = dict[str, list[float]]()
+    builders: dict[str, Callable[[Work], Step]] = {OURS: megaprec, **PEERS}
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
     gib = dict[str, float]()
     refused = dict[str, str]()
     for _ in range(PASSES):
@@ -205,32 +229,34 @@ def measured(work: Work, systems: list[str], rounds: int) -> dict[str, dict[str,
             if name in refused:
                 continue
             try:
-                times, gib[name] = timed(ways[name], work, rounds)
-                seconds[name] = [*seconds.get(name, []), *times]
-            except (
-                Exception
-            ) as error:  # a system that cannot do the work here is a row that says why
+                times, gib[name] = time_steps(builders[name], work, rounds)
+                seconds[name] += times
+            except Exception as error:
+                # a system that cannot do the work here is a row that says why
                 kind = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
                 refused[name] = f"{kind}{error}".splitlines()[0]
-    rows: dict[str, dict[str, float] | str] = dict(refused)
+    rows: dict[str, dict[str, float] | str] = {}
     for name in systems:
-        if name not in refused:
+        if name in refused:
+            rows[name] = refused[name]
+        else:
             rows[name] = {**speeds(work, statistics.median(seconds[name])), "gib": gib[name]}
-    return {name: rows[name] for name in systems}
+    return rows
 
 
-def timed(way: Callable[[Work], Step], work: Work, rounds: int) -> tuple[list[float], float]:
+def time_steps(build: Callable[[Work], Step], work: Work, rounds: int) -> tuple[list[float], float]:
     """Build a system, take WARMUP steps, and return the seconds of `rounds` more and the peak of
     its memory in GiB."""
     gc.collect()
     if work.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    step = way(work)
+    step = build(work)
     for _ in range(WARMUP):
         step()
     times = [_seconds(step, work.device) for _ in range(rounds)]
-    return times, torch.cuda.max_memory_allocated() / 2**30 if work.device == "cuda" else 0.0
+    peak = torch.cuda.max_memory_allocated() if work.device == "cuda" else 0
+    return times, peak / 2**30
 
 
 def _seconds(step: Step, device: str) -> float:
@@ -246,6 +272,8 @@ def speeds(work: Work, seconds: float) -> dict[str, float]:
     config = model_of(work)
     rate = work.micro_batch * work.microbatches * work.tokens / seconds
     flops = rate * 3 * config.flops_per_token(work.tokens)
-    made = {"tokens_per_s": rate, "step_s": seconds, "tflops": flops / 1e12}
+    record = {"tokens_per_s": rate, "step_s": seconds, "tflops": flops / 1e12}
     gpu = gpu_named(torch.cuda.get_device_name()) if work.device == "cuda" else None
-    return made | ({"mfu": flops / 1e12 / gpu.tflops(plan("bf16"))} if gpu else {})
+    if gpu is not None:
+        record["mfu"] = flops / 1e12 / gpu.tflops(plan("bf16"))
+    return record

@@ -1,13 +1,16 @@
 """The page docs/gpu.md: what was seen on a GPU, or that nothing was."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from tools.bench.gpu_peers import Work
 
 HEAD = """# On a GPU
 
-`make gpu` runs all that needs a GPU, and writes this page: the tests with the marker `gpu`, and training steps beside
-plain torch and, where they are installed, Megatron-core and Transformer Engine. Whoever has a GPU runs this command;
+`make gpu` runs all that needs a GPU, and writes this page: the tests with the marker `gpu`, and \
+training steps beside
+plain torch and, where they are installed, Megatron-core and Transformer Engine. Whoever has a \
+GPU runs this command;
 without one it says so in a line, and the page stays as it is.
 
 ```console
@@ -18,7 +21,8 @@ python -m tools.bench gpu --no-tests --layers 4     # the table alone, of a smal
 NOTHING = """
 ## What has been seen
 
-**Nothing on this page has been run on a GPU.** There was none. The table and the results of the tests are written
+**Nothing on this page has been run on a GPU.** There was none. The table and the results of the \
+tests are written
 here by the first `make gpu`.
 
 | what | state |
@@ -32,20 +36,27 @@ here by the first `make gpu`.
 TAIL = """
 ## What the tests hold
 
-Each law is a test for both devices. On the CPU it compares the run with itself through the same code.
+Each law is a test for both devices. On the CPU it compares the run with itself through the same \
+code.
 
 | law | file |
 |---|---|
 | every family trains in float64 as on a CPU, to nine digits | `tests/gpu/test_training.py` |
-| fp32, bf16, fp16, split masters and FP8 train as on a CPU as far as their digits go | `tests/gpu/test_training.py` |
+| fp32, bf16, fp16, split masters and FP8 train as on a CPU as far as their digits go | \
+`tests/gpu/test_training.py` |
 | an overflow is skipped, and its tensor is named as on a CPU | `tests/gpu/test_training.py` |
-| a checkpoint of a GPU goes on on a CPU, and the other way round; a text is made of it | `tests/gpu/test_training.py` |
-| attention within windows and documents, which has no mask there, is that of the mask | `tests/gpu/test_windows.py` |
+| a checkpoint of a GPU goes on on a CPU, and the other way round; a text is made of it | \
+`tests/gpu/test_training.py` |
+| attention within windows and documents, which has no mask there, is that of the mask | \
+`tests/gpu/test_windows.py` |
 | attention with sinks and its gradients are those of the formula | `tests/gpu/test_sinks.py` |
-| grouped products and products added to FP32 totals are right, long sums too | `tests/gpu/test_products.py` |
+| grouped products and products added to FP32 totals are right, long sums too | \
+`tests/gpu/test_products.py` |
 | kernels are right, and there from the generation on that has them | `tests/gpu/test_kernels.py` |
-| every kind of FP8 is computed by a kernel, or emulated for a reason that is said | `tests/gpu/test_kernels.py` |
-| two GPUs train over NCCL in float64 what one process trains; their links are in order | `tests/gpu/test_several.py` |
+| every kind of FP8 is computed by a kernel, or emulated for a reason that is said | \
+`tests/gpu/test_kernels.py` |
+| two GPUs train over NCCL in float64 what one process trains; their links are in order | \
+`tests/gpu/test_several.py` |
 """
 
 
@@ -58,20 +69,15 @@ def page(
     """Return the page. machine: None if nothing was run."""
     if machine is None or work is None:
         return HEAD + NOTHING + TAIL
-    seen = [
-        "",
-        "## What has been seen",
-        "",
-        ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
-    ]
-    return (
-        "\n".join([HEAD.rstrip(), *seen, *_table(work, rows or {}), *_tests(tests or {})])
-        + "\n"
-        + TAIL
-    )
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+    lines = [HEAD.rstrip(), "", "## What has been seen", "", f"{facts}."]
+    lines += _table(work, rows or {})
+    lines += _tests(tests or {})
+    return "\n".join(lines) + "\n" + TAIL
 
 
 def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterator[str]:
+    """Yield the table of training steps."""
     yield ""
     yield (
         f"Training steps in bf16 with FP32 masters: {work.layers} layers of hidden "
@@ -96,16 +102,15 @@ def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterato
 
 
 def _tests(tests: Mapping[str, str]) -> Iterator[str]:
+    """Yield how many tests passed, and the others by name."""
     if not tests:
         yield from ("", "The tests were not run (`--no-tests`).")
         return
-    count = {
-        kind: sum(outcome.startswith(kind) for outcome in tests.values())
-        for kind in ("passed", "failed", "skipped")
-    }
+    counts = Counter(outcome.partition(":")[0] for outcome in tests.values())
+    kinds = ("passed", "failed", "skipped")
     yield from (
         "",
-        f"Tests: {', '.join(f'{number} {kind}' for kind, number in count.items())}.",
+        f"Tests: {', '.join(f'{counts[kind]} {kind}' for kind in kinds)}.",
         "",
     )
     for name, outcome in tests.items():

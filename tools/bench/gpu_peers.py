@@ -25,7 +25,13 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step. heads are 128 wide unless hidden is small; tokens: of a sequence."""
+    """The work of a step.
+
+    heads: 128 wide, unless hidden is small.
+    tokens: of a sequence.
+    micro_batch: sequences of a micro-batch.
+    microbatches: of a step.
+    """
 
     layers: int
     hidden: int
@@ -42,10 +48,10 @@ class Work:
         """Return (tokens, targets) of each micro-batch, int64 [micro_batch, tokens], on the
         device."""
         rows = self.micro_batch * self.microbatches
-        ids = torch.randint(
-            0, self.vocab, (rows, self.tokens + 1), generator=torch.Generator().manual_seed(0)
-        )
-        return [(part[:, :-1], part[:, 1:]) for part in ids.to(self.device).split(self.micro_batch)]
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab, (rows, self.tokens + 1), generator=generator)
+        microbatches = ids.to(self.device).split(self.micro_batch)
+        return [(samples[:, :-1], samples[:, 1:]) for samples in microbatches]
 
 
 Step = Callable[[], object]
@@ -55,8 +61,8 @@ class MasterAdamW:
     """AdamW on FP32 copies of bf16 parameters, with clipping at 1: torch's own, fused."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
-        self.masters = [p.detach().float() for p in self.parameters]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
         self.rule = torch.optim.AdamW(
             self.masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -80,7 +86,9 @@ class Layer(nn.Module):
         super().__init__()
         self.work = work
         self.head_dim = work.hidden // work.heads
-        self.sizes = [n * self.head_dim for n in (work.heads, work.kv_heads, work.kv_heads)]
+        # features of queries, keys and values
+        heads = (work.heads, work.kv_heads, work.kv_heads)
+        self.sizes = [count * self.head_dim for count in heads]
         self.norm1 = nn.RMSNorm(work.hidden, eps=1e-5)
         self.norm2 = nn.RMSNorm(work.hidden, eps=1e-5)
         self.qkv = nn.Linear(work.hidden, sum(self.sizes), bias=False)
@@ -90,15 +98,19 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the activations [b, s, hidden] after the layer."""
-        b, s, _ = x.shape
-        q, k, v = (
-            t.view(b, s, -1, self.head_dim) for t in self.qkv(self.norm1(x)).split(self.sizes, -1)
+        batch, length, _ = x.shape
+        query, key, value = (
+            features.view(batch, length, -1, self.head_dim)
+            for features in self.qkv(self.norm1(x)).split(self.sizes, -1)
         )
-        q, k = (rotated(t, cos, sin).transpose(1, 2) for t in (q, k))
-        made = F.scaled_dot_product_attention(
-            q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True
+        attended = F.scaled_dot_product_attention(
+            rotate(query, cos, sin).transpose(1, 2),
+            rotate(key, cos, sin).transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
         )
-        x = x + self.out(made.transpose(1, 2).reshape(b, s, -1))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -114,9 +126,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(work.hidden, work.vocab, bias=False)
         dim = work.hidden // work.heads
         angles = torch.outer(torch.arange(work.tokens), BASE ** -(torch.arange(0, dim, 2) / dim))
-        self.cos, self.sin = (
-            nn.Buffer(part, persistent=False) for part in (angles.cos(), angles.sin())
-        )
+        self.cos = nn.Buffer(angles.cos(), persistent=False)
+        self.sin = nn.Buffer(angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a micro-batch."""
@@ -127,25 +138,26 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [b, s, heads, head_dim] with rotary positions: both halves of a head are the two
     coordinates."""
-    one, other = x.chunk(2, -1)
+    real, imaginary = x.chunk(2, -1)
     cos = cos[:, None].to(x.dtype)
     sin = sin[:, None].to(x.dtype)
-    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
 
 
-def _stepping(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def _make_step(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """Return a step of `model` with `MasterAdamW`. loss: of a micro-batch's tokens and targets."""
     optimizer = MasterAdamW(list(model.parameters()))
     batches = work.batches()
 
     def step() -> Tensor:
         total = torch.zeros((), device=work.device)
         for tokens, targets in batches:
-            part = loss(tokens, targets) / len(batches)
-            part.backward()
-            total += part.detach()
+            share = loss(tokens, targets) / len(batches)
+            share.backward()
+            total += share.detach()
         optimizer.step()
         return total
 
@@ -155,13 +167,13 @@ def _stepping(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Ten
 def torch_native(work: Work) -> Step:
     """Return the step of plain torch modules."""
     model = Decoder(work, [Layer(work) for _ in range(work.layers)]).to(work.device, torch.bfloat16)
-    return _stepping(model, work, model)
+    return _make_step(model, work, model)
 
 
 def torch_compiled(work: Work) -> Step:
     """Return the step of plain torch modules, compiled as a whole."""
     model = Decoder(work, [Layer(work) for _ in range(work.layers)]).to(work.device, torch.bfloat16)
-    return _stepping(model, work, torch.compile(model))
+    return _make_step(model, work, torch.compile(model))
 
 
 def transformer_engine(work: Work) -> Step:
@@ -169,18 +181,28 @@ def transformer_engine(work: Work) -> Step:
     te = _module("transformer_engine.pytorch")
     layers = [_EngineLayer(te, work) for _ in range(work.layers)]
     model = Decoder(work, layers).to(work.device, torch.bfloat16)
-    return _stepping(model, work, model)
+    return _make_step(model, work, model)
 
 
 class _EngineLayer(nn.Module):
     def __init__(self, te: Any, work: Work) -> None:
         super().__init__()
         self.layer = te.TransformerLayer(
-            work.hidden, work.ffn, work.heads, num_gqa_groups=work.kv_heads, layernorm_epsilon=1e-5,
-            hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal", normalization="RMSNorm",
-            activation="swiglu", bias=False, attn_input_format="bshd", fuse_qkv_params=True,
+            work.hidden,
+            work.ffn,
+            work.heads,
+            num_gqa_groups=work.kv_heads,
+            layernorm_epsilon=1e-5,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            self_attn_mask_type="causal",
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            attn_input_format="bshd",
+            fuse_qkv_params=True,
             params_dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
         frequencies = te.attention.RotaryPositionEmbedding(work.hidden // work.heads)(work.tokens)
         self.positions = nn.Buffer(frequencies, persistent=False)
 
@@ -200,11 +222,15 @@ def megatron_core(work: Work) -> Step:
         _module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(0)
     config = _megatron_config(work)
     model = gpt.GPTModel(
-        config, _megatron_layer(), vocab_size=work.vocab, max_sequence_length=work.tokens,
-        share_embeddings_and_output_weights=False, position_embedding_type="rope",
-    ).to(work.device, torch.bfloat16)  # fmt: skip
-    reduced = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = distributed.DistributedDataParallel(config, reduced, model)
+        config,
+        _megatron_layer(),
+        vocab_size=work.vocab,
+        max_sequence_length=work.tokens,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    ).to(work.device, torch.bfloat16)
+    reduction = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = distributed.DistributedDataParallel(config, reduction, model)
     settings = optim.OptimizerConfig(
         optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=1.0, bf16=True
     )
@@ -213,11 +239,22 @@ def megatron_core(work: Work) -> Step:
 
 def _megatron_config(work: Work) -> Any:
     return _module("megatron.core.transformer.transformer_config").TransformerConfig(
-        num_layers=work.layers, hidden_size=work.hidden, num_attention_heads=work.heads,
-        num_query_groups=work.kv_heads, ffn_hidden_size=work.ffn, hidden_dropout=0.0, attention_dropout=0.0,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        params_dtype=torch.bfloat16, bf16=True, layernorm_epsilon=1e-5, gradient_accumulation_fusion=False,
-    )  # fmt: skip
+        num_layers=work.layers,
+        hidden_size=work.hidden,
+        num_attention_heads=work.heads,
+        num_query_groups=work.kv_heads,
+        ffn_hidden_size=work.ffn,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        layernorm_epsilon=1e-5,
+        gradient_accumulation_fusion=False,
+    )
 
 
 def _megatron_layer() -> Any:
@@ -241,11 +278,10 @@ def _megatron_step(work: Work, model: Any, optimizer: Any) -> Step:
         optimizer.zero_grad()
         total = torch.zeros((), device=work.device)
         for tokens, targets in batches:
-            loss = model(
-                tokens, positions.expand_as(tokens), mask, labels=targets
-            ).float().mean() / len(batches)
-            loss.backward()
-            total += loss.detach()
+            losses = model(tokens, positions.expand_as(tokens), mask, labels=targets)
+            share = losses.float().mean() / len(batches)
+            share.backward()
+            total += share.detach()
         model.finish_grad_sync()
         optimizer.step()
         return total
@@ -254,6 +290,7 @@ def _megatron_step(work: Work, model: Any, optimizer: Any) -> Step:
 
 
 def _module(name: str) -> Any:
+    """Import a module of a system that need not be installed. Raises Absent."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -44,7 +44,7 @@ RUN = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `hot-path`."""
+    """Add `hot-path` to the measurements."""
     parser = subparsers.add_parser(
         "hot-path", help="files and lines that a training step executes", description=__doc__
     )
@@ -56,7 +56,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `python -m tools.bench hot-path`: starts the ranks, or is one. Raises UserError."""
+    """Run `python -m tools.bench hot-path`: start the ranks, or be one of them.
+
+    Raises UserError.
+    """
     layout = (f"parallel.{name}={getattr(args, name)}" for name in ("tensor", "pipeline", "data"))
     config = load_run(None, [*RUN, *layout])
     if config.world_size > 1 and "RANK" not in os.environ:
@@ -76,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def traced() -> Iterator[dict[Path, set[int]]]:
-    """The numbers of the lines that run inside, in this thread, by file of the project's
+    """Provide the numbers of the lines that run inside, in this thread, by file of the project's
     library."""
     seen: dict[Path, set[int]] = {}
 
@@ -95,42 +98,40 @@ def traced() -> Iterator[dict[Path, set[int]]]:
 
 
 def report(lines: dict[Path, set[int]], by_file: bool = False) -> None:
-    """Prints one line of JSON with the sums; before it one for each file, if that is asked for."""
-    rows = [
-        {
-            "file": str(file.relative_to(ROOT)),
-            **counts(file.read_text(encoding="utf-8"), ran),
-            "executed": len(ran),
-        }
-        for file, ran in sorted(lines.items())
-    ]
-    for row in rows if by_file else ():
-        print(json.dumps(row))
-    sums = {
-        key: sum(row[key] for row in rows) for key in ("lines", "code", "functions", "executed")
-    }
-    print(json.dumps({"files": len(rows), **sums}), flush=True)
+    """Print one line of JSON with the sums; before it one for each file, if that is asked for."""
+    rows: list[dict[str, Any]] = []
+    for file, executed in sorted(lines.items()):
+        row = {"file": str(file.relative_to(ROOT))}
+        row |= counts(file.read_text(encoding="utf-8"), executed)
+        rows.append({**row, "executed": len(executed)})
+    if by_file:
+        for row in rows:
+            print(json.dumps(row))
+    sums = {"files": len(rows)}
+    for key in ("lines", "code", "functions", "executed"):
+        sums[key] = sum(row[key] for row in rows)
+    print(json.dumps(sums), flush=True)
 
 
-def counts(source: str, ran: Collection[int]) -> dict[str, int]:
-    """All lines of a module, those that are code, and those of the functions that ran. ran: numbers
-    of lines."""
+def counts(source: str, executed: Collection[int]) -> dict[str, int]:
+    """Return the number of all lines of a module, of those that are code, and of those of the
+    functions that ran. executed: numbers of lines."""
     lines = source.splitlines()
     functions = set[int]()
-    code = {
-        number
-        for number, line in enumerate(lines, 1)
-        if line.strip() and not line.strip().startswith("#")
-    }
+    code: set[int] = set()
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.strip().startswith("#"):
+            code.add(number)
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-        if isinstance(node, ast.FunctionDef) and any(
-            node.body[0].lineno <= n <= (node.end_lineno or 0) for n in ran
-        ):
-            functions |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):  # a docstring
+                code -= _lines_of(node)
+        elif isinstance(node, ast.FunctionDef):
+            body = range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+            if any(number in body for number in executed):
+                functions |= _lines_of(node)
     return {"lines": len(lines), "code": len(code), "functions": len(functions)}
+
+
+def _lines_of(node: ast.stmt) -> set[int]:
+    return {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}

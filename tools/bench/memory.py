@@ -1,10 +1,11 @@
 """Memory of programs whose memory must not grow with their input: tokenizing text and converting a
 model.
 
-    data       tokenize a JSONL file of the standard library's sources, repeated; all processes together
-    convert    convert a Llama with random weights to a megaprec checkpoint, a Hugging Face and a Megatron folder, each
-               in a process that has converted a small model before; the growth of its resident
-               memory
+    data       tokenize a JSONL file of the standard library's sources, repeated; all processes
+               together
+    convert    convert a Llama with random weights to a megaprec checkpoint, a Hugging Face and a
+               Megatron folder, each in a process that has converted a small model before; the
+               growth of its resident memory
 
 Files are written to a temporary folder. Linux only: memory is read from /proc.
 """
@@ -34,14 +35,15 @@ from tools.convert.core.tensors import fill, reserve_safetensors
 from tools.convert.formats import open_source as open_model
 from tools.convert.hf.config import from_hugging_face
 
-OFTEN = 0.3  # seconds between two looks
+INTERVAL = 0.3  # seconds between two looks
 LLAMA = {
     "model_type": "llama",
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
 }
-LLAMA |= {"max_position_embeddings": 2048, "hidden_act": "silu"}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
 LARGE = {
     "hidden_size": 2048,
@@ -49,8 +51,8 @@ LARGE = {
     "num_hidden_layers": 6,
     "vocab_size": 32000,
 }
-# folders; the first is a Hugging Face one
-WAYS = (
+# from one folder to another; the folder "given" is a Hugging Face one
+CONVERSIONS = (
     ("given", "megaprec"),
     ("megaprec", "hf"),
     ("given", "megatron"),
@@ -92,38 +94,35 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def held(pid: int, above: str = "") -> dict[str, int]:
-    """Return the bytes of memory of a process and of all its children, by pid. A page that several
-    of them share is divided among them: just after a fork all pages are shared, and would otherwise
-    count twice.
+def memory_by_process(pid: int, parent_report: str = "") -> dict[str, int]:
+    """Return the bytes of memory of a process and of all its children, by pid.
 
-    above: what the kernel says of the memory of the process that has started it. A process of which
-    it says the same to the byte is in that memory (vfork) until it runs its own program, and does
-    not count.
+    A page that several of them share is divided among them: just after a fork all pages are shared,
+    and would otherwise count twice.
+
+    parent_report: what the kernel says of the memory of the process that has started it. A process
+        of which it says the same to the byte is in that memory (vfork) until it runs its own
+        program, and does not count.
     """
+    children: list[str] = []
     try:
-        said = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        children = [
-            c
-            for t in Path(f"/proc/{pid}/task").iterdir()
-            for c in (t / "children").read_text().split()
-        ]
+        report = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += (thread / "children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return {}  # it has ended
-    if said == above:
+    if report == parent_report:
         return {}
-    sizes = {
-        f"{pid}": next(
-            (int(line.split()[1]) * 1024 for line in said.splitlines() if line.startswith("Pss:")),
-            0,
-        )
-    }
+    sizes = {f"{pid}": 0}
+    for line in report.splitlines():
+        if line.startswith("Pss:"):
+            sizes[f"{pid}"] = int(line.split()[1]) * 1024
     for child in children:
-        sizes |= held(int(child), said)
+        sizes |= memory_by_process(int(child), report)
     return sizes
 
 
-def peak(command: list[str], often: float = OFTEN) -> tuple[int, int]:
+def peak(command: list[str], interval: float = INTERVAL) -> tuple[int, int]:
     """Return the largest memory of a program and its children, and the number of samples. The
     program must succeed.
 
@@ -132,46 +131,38 @@ def peak(command: list[str], often: float = OFTEN) -> tuple[int, int]:
     twice.
     """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        largest = looks = 0
+        largest = 0
+        looks = 0
         before = dict[str, int]()
         while process.poll() is None:
-            now = held(process.pid)
-            largest = max(largest, sum(now[pid] for pid in now.keys() & before.keys()))
-            looks = looks + 1
+            now = memory_by_process(process.pid)
+            seen_twice = now.keys() & before.keys()
+            largest = max(largest, sum(now[pid] for pid in seen_twice))
+            looks += 1
             before = now
-            time.sleep(often)
+            time.sleep(interval)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
     return largest, looks
 
 
 def _data(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    documents = _write_text(folder / "text.jsonl", args.megabytes * 1_000_000)
-    command = [
-        sys.executable,
-        "-m",
-        "megaprec",
-        "data",
-        "build",
-        str(folder / "text.jsonl"),
-        str(folder / "tokens"),
-    ]
+    """Return the record of tokenizing a text."""
+    text = folder / "text.jsonl"
+    documents = _write_text(text, args.megabytes * 1_000_000)
+    build = [sys.executable, "-m", "megaprec", "data", "build", str(text), str(folder / "tokens")]
     options = ["--vocab-size", str(args.vocab_size), "--workers", str(args.workers)]
-    began = time.monotonic()
-    largest, looks = peak([*command, *options])
-    took = time.monotonic() - began
-    size = (folder / "text.jsonl").stat().st_size
-    record = {
-        "bytes": size,
+    start = time.monotonic()
+    largest, looks = peak([*build, *options])
+    seconds = time.monotonic() - start
+    return {
+        "bytes": text.stat().st_size,
         "documents": documents,
         "tokens_bytes": (folder / "tokens.bin").stat().st_size,
-    }
-    return {
-        **record,
         "workers": args.workers,
         "peak_bytes": largest,
         "looks": looks,
-        "seconds": round(took),
+        "seconds": round(seconds),
     }
 
 
@@ -179,21 +170,24 @@ def _write_text(file: Path, size: int) -> int:
     """Write the standard library's sources repeatedly, up to `size` bytes; return the number of
     documents."""
     texts = [json.dumps({"text": text}) + "\n" for _, text in open_source("python")]
-    written = documents = 0
+    written = 0
+    documents = 0
     with file.open("w") as opened:
         for line in cycle(texts):
             if written >= size:
                 return documents
-            written += opened.write(line)  # a character is a byte: json.dumps escapes all others
+            # a character is a byte: json.dumps escapes all others
+            written += opened.write(line)
             documents += 1
     raise AssertionError("there are no sources")
 
 
 def _conversions(folder: Path, layers: int) -> Iterator[dict[str, Any]]:
+    """Yield a record for each conversion."""
     for name, sizes in (("small", SMALL), ("large", {**LARGE, "num_hidden_layers": layers})):
         size, largest = _write_model(folder / name / "given", {**LLAMA, **sizes})
     spawned = multiprocessing.get_context("spawn")
-    for origin, to in WAYS:
+    for origin, to in CONVERSIONS:
         with ProcessPoolExecutor(1, spawned) as process:
             grew = process.submit(_growth, folder, origin, to).result()
         yield {
@@ -211,13 +205,15 @@ def _growth(folder: Path, origin: str, to: str) -> int:
     with redirect_stdout(sys.stderr):
         write_model(open_model(folder / "small" / origin), to, folder / "small" / to)
         Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
-        before = _status("VmRSS:")
+        before = _status_bytes("VmRSS:")
         write_model(open_model(folder / "large" / origin), to, folder / "large" / to)
-    return _status("VmHWM:") - before
+    return _status_bytes("VmHWM:") - before
 
 
-def _status(what: str) -> int:
-    return int(Path("/proc/self/status").read_text().split(what)[1].split()[0]) * 1024
+def _status_bytes(field: str) -> int:
+    """Return a field of this process's status in /proc, which is in units of 1024 bytes."""
+    _, _, after = Path("/proc/self/status").read_text().partition(field)
+    return int(after.split()[0]) * 1024
 
 
 def _write_model(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
@@ -225,14 +221,11 @@ def _write_model(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     largest."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        match.foreign: match.shape
-        for match in matches(HUGGING_FACE["llama"], from_hugging_face(config))
-    }
+    tensors = matches(HUGGING_FACE["llama"], from_hugging_face(config))
+    shapes = {tensor.foreign: tensor.shape for tensor in tensors}
     file = folder / "model.safetensors"
-    starts = reserve_safetensors(
-        file, {name: (torch.float32, shape) for name, shape in shapes.items()}, True
-    )
+    forms = {name: (torch.float32, shape) for name, shape in shapes.items()}
+    starts = reserve_safetensors(file, forms, True)
     for name, shape in shapes.items():
         fill(file, starts[name], torch.randn(shape))
     sizes = [4 * prod(shape) for shape in shapes.values()]

@@ -4,10 +4,13 @@
 backward pass. The steps are timed in turn, so that whatever disturbs the machine disturbs all of
 them:
 
-    bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping, no weights to round
-    ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the weights
+    bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping,
+             no weights to round
+    ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the
+             weights
     native   the same with native=True, if --native is given
-    naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused AdamW, round
+    naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused
+             AdamW, round
     foreach  the same with torch's for-each AdamW
 """
 
@@ -76,16 +79,19 @@ def main(args: argparse.Namespace) -> int:
         for number in range(args.rounds + 1):
             for name, (prepare, step) in steps.items():
                 prepare()
-                took = _seconds(step)
-                seconds[name] += [took] if number else []  # the first is a warm-up
+                duration = _seconds(step)
+                if number > 0:  # the first is a warm-up
+                    seconds[name].append(duration)
         parameters = args.matrices * args.width**2
         record: dict[str, Any] = {
             "parameters": parameters,
             "bucket": args.bucket,
             "device": args.device,
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "extra_memory": _extra_memory(*steps["ours"], parameters),
+            **_compare(seconds),
         }
-        record |= {"threads": args.threads, "torch": torch.__version__}
-        record |= {"extra_memory": _extra_memory(*steps["ours"], parameters), **_compared(seconds)}
         print(json.dumps(record), flush=True)
         if args.profile:
             _profile(*steps["ours"])
@@ -93,15 +99,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _steps(args: argparse.Namespace) -> dict[str, Timed]:
+    """Return the measured steps, by name."""
     sizes = args.matrices, args.width
     steps = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
-    steps |= {"native": ours(*sizes, args.bucket, native=True)} if args.native else {}
-    return steps | {name: naive(*sizes, name == "foreach") for name in ("naive", "foreach")}
+    if args.native:
+        steps["native"] = ours(*sizes, args.bucket, native=True)
+    return steps | {
+        "naive": naive(*sizes, foreach=False),
+        "foreach": naive(*sizes, foreach=True),
+    }
 
 
-def _compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _compare(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return medians in ms, and their ratios."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
+    record = {f"{name}_ms": round(median * 1e3, 3) for name, median in medians.items()}
     pairs = [
         ("ours", "bare"),
         ("naive", "ours"),
@@ -109,12 +121,10 @@ def _compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
         ("native", "bare"),
         ("naive", "native"),
     ]
-    ratios = {
-        f"{a}_over_{b}": round(medians[a] / medians[b], 2)
-        for a, b in pairs
-        if {a, b} <= medians.keys()
-    }
-    return {f"{name}_ms": round(median * 1e3, 3) for name, median in medians.items()} | ratios
+    for name, other in pairs:
+        if name in medians and other in medians:
+            record[f"{name}_over_{other}"] = round(medians[name] / medians[other], 2)
+    return record
 
 
 def _profile(prepare: Callable[[], object], step: Callable[[], object]) -> None:
@@ -171,9 +181,22 @@ def bare(matrices: int, width: int) -> Timed:
 
     def step() -> None:
         torch._fused_adamw_(
-            [weights], [grads], [state[0]], [state[1]], [], [steps], lr=LR, beta1=0.9, beta2=0.95, weight_decay=0.1,
-            eps=1e-8, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-        )  # fmt: skip
+            [weights],
+            [grads],
+            [state[0]],
+            [state[1]],
+            [],
+            [steps],
+            lr=LR,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
 
     return lambda: steps.add_(1), step
 
@@ -184,8 +207,8 @@ def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) 
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
-    numbers = plan("bf16", LossScaling("constant", SCALE))
-    optimizer = ParallelAMPOptimizer([model], numbers, bucket=bucket, native=native)
+    precision = plan("bf16", LossScaling("constant", SCALE))
+    optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket, native=native)
     buffers = optimizer.all_buffers()
     grads = [_values(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)
@@ -202,7 +225,7 @@ def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) 
 def naive(matrices: int, width: int, foreach: bool) -> Timed:
     """Return a step that does the same work in separate passes."""
     masters = [nn.Parameter(_values(width**2, 0.02).view(width, width)) for _ in range(matrices)]
-    weights = [p.detach().bfloat16() for p in masters]
+    weights = [master.detach().bfloat16() for master in masters]
     grads = [_values(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]
     optimizer = torch.optim.AdamW(
         masters,
@@ -211,25 +234,27 @@ def naive(matrices: int, width: int, foreach: bool) -> Timed:
         weight_decay=0.1,
         **({"foreach": True} if foreach else {"fused": True}),
     )
-    for p in masters:
-        p.grad = torch.empty_like(p)
+    for master in masters:
+        master.grad = torch.empty_like(master)
 
     def prepare() -> None:
-        for p, grad in zip(masters, grads, strict=True):
-            assert p.grad is not None
-            p.grad.copy_(grad)
+        for master, grad in zip(masters, grads, strict=True):
+            assert master.grad is not None
+            master.grad.copy_(grad)
 
     @torch.no_grad()
     def step() -> None:
-        with_grad = [p.grad for p in masters if p.grad is not None]
-        found = torch.zeros(())
-        torch._amp_foreach_non_finite_check_and_unscale_(with_grad, found, torch.tensor(1 / SCALE))
-        if found:
+        with_grad = [master.grad for master in masters if master.grad is not None]
+        found_inf = torch.zeros(())
+        inverse_scale = torch.tensor(1 / SCALE)
+        torch._amp_foreach_non_finite_check_and_unscale_(with_grad, found_inf, inverse_scale)
+        if found_inf:
             return
-        torch.stack([g.numel() - torch.count_nonzero(g) for g in with_grad]).sum().item()
+        zeros = [grad.numel() - torch.count_nonzero(grad) for grad in with_grad]
+        torch.stack(zeros).sum().item()
         nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
-        for p, weight in zip(masters, weights, strict=True):
-            weight.copy_(p)
+        for master, weight in zip(masters, weights, strict=True):
+            weight.copy_(master)
 
     return prepare, step

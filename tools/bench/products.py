@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 NAMES = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_int_mm")
 FUSED = "_scaled_dot_product"  # beginning of the names of fused attention
-REPEATED = 9
+REPEATS = 9  # of each product; the first warms up
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Operand:
     dtype: torch.dtype
     device: torch.device
 
-    def made(self) -> Tensor:
+    def make(self) -> Tensor:
         """Return random numbers of this form."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:
@@ -53,38 +53,42 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in NAMES or name.startswith(FUSED):
-            described = tree_map(_described, (args, kwargs or {}))
-            key = f"{func} {described}"
+            operands = tree_map(_describe, (args, kwargs or {}))
+            key = f"{func} {operands}"
             self.counts[key] += 1
-            self.calls.setdefault(key, _call(func, described))
+            self.calls.setdefault(key, _make_call(func, operands))
         return func(*args, **(kwargs or {}))
 
     def seconds(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """Return the seconds of all recorded products, each alone, by this clock."""
-        return sum(count * _median(self.calls[key](), clock) for key, count in self.counts.items())
+        total = 0.0
+        for key, count in self.counts.items():
+            total += count * _median_seconds(self.calls[key](), clock)
+        return total
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
+    """Return the form of a tensor; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     return Operand(tuple(value.shape), value.stride(), value.dtype, value.device)
 
 
-def _call(func: Any, described: Any) -> Callable[[], Callable[[], object]]:
+def _make_call(func: Any, operands: Any) -> Callable[[], Callable[[], object]]:
     """Return a function that makes operands and returns the call with them."""
 
-    def prepared() -> Callable[[], object]:
+    def prepare() -> Callable[[], object]:
         args, kwargs = tree_map(
-            lambda value: value.made() if isinstance(value, Operand) else value, described
+            lambda value: value.make() if isinstance(value, Operand) else value, operands
         )
         return lambda: func(*args, **kwargs)
 
-    return prepared
+    return prepare
 
 
-def _median(call: Callable[[], object], clock: Callable[[], float]) -> float:
+def _median_seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
     times = []
-    for _ in range(REPEATED):
+    for _ in range(REPEATS):
         start = clock()
         call()
         times.append(clock() - start)

@@ -54,8 +54,8 @@ def main(args: argparse.Namespace) -> int:
         )
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    with world(), tempfile.TemporaryDirectory(dir=args.folder or None) as own:
-        folder = Path(args.folder or own)
+    with world(), tempfile.TemporaryDirectory(dir=args.folder or None) as temporary:
+        folder = Path(args.folder or temporary)
         bench = train.Bench(config, make_mesh(args.pipeline, args.data, args.tensor))
         for _ in range(args.warmup):
             bench.step()
@@ -70,15 +70,17 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
     optimizer = bench.engine.optimizer
     step = bench.step()
     start = time.perf_counter()
-    copied = take_snapshot(optimizer, copy=True)
+    snapshot = take_snapshot(optimizer, copy=True)
     copy = time.perf_counter() - start
-    size = sum(values.nbytes for held in copied.files.values() for values in held.values())
-    del copied
+    size = 0
+    for tensors in snapshot.files.values():
+        size += sum(values.nbytes for values in tensors.values())
+    del snapshot
     dist.barrier()
     start = time.perf_counter()
     saving = Saving(folder, bench.number, optimizer, {}, keep=Keep(1), background=True)
     stall = time.perf_counter() - start
-    beside = list[float]()
+    steps_beside = list[float]()
     while True:
         dist.barrier()  # ranks whose steps differ wait for each other with or without a save
         start = time.perf_counter()
@@ -86,7 +88,7 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
         stall += time.perf_counter() - start
         if outcome is not None:
             break
-        beside.append(bench.step())
+        steps_beside.append(bench.step())
     dist.barrier()
     start = time.perf_counter()
     Saving(folder, bench.number + 1, optimizer, {}, keep=Keep(1)).finish()
@@ -96,18 +98,17 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
         "step": step,
         "copy": copy,
         "stall": stall,
-        "beside": beside,
+        "beside": steps_beside,
         "between": between,
     }
 
 
 def _record(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return medians of rank 0, in seconds."""
-    found = {
-        f"{key}_s": round(statistics.median(r[key] for r in rounds), 4)
-        for key in ("step", "copy", "stall")
-    }
-    found["between_s"] = round(statistics.median(r["between"] for r in rounds), 4)
-    beside = [seconds for r in rounds for seconds in r["beside"]]
-    found["step_beside_s"] = round(statistics.median(beside), 4) if beside else 0.0
-    return {"mb_of_rank_0": round(rounds[0]["mb"], 1), **found, "steps_beside": len(beside)}
+    record: dict[str, Any] = {"mb_of_rank_0": round(rounds[0]["mb"], 1)}
+    for key in ("step", "copy", "stall", "between"):
+        record[f"{key}_s"] = round(statistics.median(times[key] for times in rounds), 4)
+    beside = [seconds for times in rounds for seconds in times["beside"]]
+    record["step_beside_s"] = round(statistics.median(beside), 4) if beside else 0.0
+    record["steps_beside"] = len(beside)
+    return record

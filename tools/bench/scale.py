@@ -4,7 +4,8 @@ that are not there.
     groups     process groups of a mesh in torch's fake world: calls, CPU seconds
     messages   texts of all ranks, exchanged in memory: seconds of CPU, and bytes that travel
     weights    initial weights: nanoseconds of one thread per number
-    data       a data set of holes with the record of its check: seconds and memory to open it and read a batch
+    data       a data set of holes with the record of its check: seconds and memory to open it and
+               read a batch
 
 Each line is one measurement. Seconds are of this process' CPU, so they hold on a busy machine too.
 """
@@ -60,33 +61,30 @@ def main(args: argparse.Namespace) -> int:
 
 def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ranks = args.pipeline * args.data * args.tensor
-    yield {
-        "what": "groups",
-        "ranks": ranks,
-        **_timed(lambda: _make_groups(args.pipeline, args.data, args.tensor)),
-    }
+    groups = _timed(lambda: _make_groups(args.pipeline, args.data, args.tensor))
+    yield {"what": "groups", "ranks": ranks, **groups}
     for different in (1, args.pipeline, ranks):
-        yield {
-            "what": "messages",
-            "ranks": ranks,
-            "different": different,
-            **_exchange(ranks, different),
-        }
-    shape = (4096, 4096)
+        exchange = _exchange(ranks, different)
+        yield {"what": "messages", "ranks": ranks, "different": different, **exchange}
     torch.set_num_threads(1)
-    drawn = _timed(
-        lambda: {"numbers": normal_part(Part("w", shape), 0, 0.02, torch.bfloat16).numel()}
-    )
-    yield {"what": "weights", **drawn, "ns": drawn["cpu_s"] / drawn["numbers"] * 1e9}
+    weights = _timed(_draw_weights)
+    nanoseconds = weights["cpu_s"] / weights["numbers"] * 1e9
+    yield {"what": "weights", **weights, "ns": nanoseconds}
     with tempfile.TemporaryDirectory() as folder:
         prefix = sparse_set(Path(folder), args.tokens, args.tokens // 1000)
         yield {"what": "data", "tokens": args.tokens, **_timed(lambda: _open(prefix))}
 
 
+def _draw_weights() -> dict[str, Any]:
+    weights = normal_part(Part("w", (4096, 4096)), 0, 0.02, torch.bfloat16)
+    return {"numbers": weights.numel()}
+
+
 def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of a job with its seconds of CPU time."""
     start = time.process_time()
-    made = job()
-    return {**made, "cpu_s": time.process_time() - start}
+    record = job()
+    return {**record, "cpu_s": time.process_time() - start}
 
 
 def _make_groups(pp: int, dp: int, tp: int) -> dict[str, Any]:
@@ -125,12 +123,12 @@ class _Memory(Axis):
     def sum_(self, tensor: Tensor) -> Tensor:
         start = sum(self.moved[1:])
         self.moved.append(tensor.nbytes)
-        return tensor.copy_(
-            torch.frombuffer(bytearray(self.texts[start : start + len(tensor)]), dtype=torch.uint8)
-        )
+        text = bytearray(self.texts[start : start + len(tensor)])
+        return tensor.copy_(torch.frombuffer(text, dtype=torch.uint8))
 
 
 def _announced(value: dict[str, Any]) -> Tensor:
+    """Return what a rank tells the others of its text before it is sent."""
     alone = _Memory("world", 0, 1, texts=json.dumps(value).encode())
     everyones(value, alone, CPU)
     return alone.announced
@@ -138,16 +136,17 @@ def _announced(value: dict[str, Any]) -> Tensor:
 
 def _exchange(ranks: int, different: int) -> dict[str, Any]:
     """Exchange a text of every rank, of which `different` are not equal to another."""
-    values = [{f"layers.{n}.weight": [0.125, 2.0, 3.0]} for n in range(different)]
-    heads = [_announced(value) for value in values]
-    announced = torch.cat([heads[rank * different // ranks] for rank in range(ranks)])
+    values = [{f"layers.{number}.weight": [0.125, 2.0, 3.0]} for number in range(different)]
+    announcements = [_announced(value) for value in values]
+    of_ranks = [announcements[rank * different // ranks] for rank in range(ranks)]
     texts = b"".join(json.dumps(value).encode() for value in values)
-    world = _Memory("world", 0, ranks, announced=announced, texts=texts)
-    made = _timed(lambda: {"entries": len(everyones(values[0], world, CPU))})
-    return {**made, "bytes": sum(world.moved)}
+    world = _Memory("world", 0, ranks, announced=torch.cat(of_ranks), texts=texts)
+    record = _timed(lambda: {"entries": len(everyones(values[0], world, CPU))})
+    return {**record, "bytes": sum(world.moved)}
 
 
 def _open(prefix: Path) -> dict[str, Any]:
+    """Open a data set and read a batch; return its documents and the growth of memory in MB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     dataset = IndexedDataset(prefix)
     Samples(dataset, 4096, 0, True).batch(0, 8)
@@ -162,24 +161,25 @@ def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
     The sequences before the last ones are empty, and so are all documents but the last.
     """
     prefix = folder / "sparse"
-    lengths_at = HEADER.size
     lengths = np.diff(np.append(np.arange(0, tokens, LONGEST_SEQUENCE), tokens))
-    pointers_at = lengths_at + 4 * documents
+    starts = np.cumsum(lengths) - lengths
+    # an index is a header, then for each sequence its length (4 bytes) and start (8 bytes), then
+    # the first sequence of each document (8 bytes)
+    pointers_at = HEADER.size + 4 * documents
+    documents_at = pointers_at + 8 * documents
+    at_the_end = {
+        pointers_at - 4 * len(lengths): lengths.astype("<i4"),
+        documents_at - 8 * len(lengths): starts.astype("<i8"),
+        documents_at + 8 * documents: np.array([documents], "<i8"),
+    }
     with beside(prefix, ".bin").open("wb") as file:
         file.truncate(tokens)
     with beside(prefix, ".idx").open("wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 1, documents, documents + 1))
-        for at, values in (
-            (pointers_at - 4 * len(lengths), lengths.astype("<i4")),
-            (
-                pointers_at + 8 * (documents - len(lengths)),
-                (np.cumsum(lengths) - lengths).astype("<i8"),
-            ),
-            (pointers_at + 16 * documents, np.array([documents], "<i8")),
-        ):
-            file.seek(at)
+        for offset, values in at_the_end.items():
+            file.seek(offset)
             file.write(values.tobytes())
-    idx = os.stat(beside(prefix, ".idx"))
-    checked = Checked(idx.st_size, idx.st_mtime_ns, tokens, "0" * 64)
+    index = os.stat(beside(prefix, ".idx"))
+    checked = Checked(index.st_size, index.st_mtime_ns, tokens, "0" * 64)
     beside(prefix, ".checked").write_text(json.dumps(asdict(checked)))
     return prefix

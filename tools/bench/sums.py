@@ -45,11 +45,10 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench sums`: start the ranks, or be one of them. Raises UserError."""
-    given = {"ranks": args.ranks, "numbers": min(args.numbers), "rounds": args.rounds}
-    if wrong := [
-        f"--{name}: must be at least {LEAST[name]}" for name, n in given.items() if n < LEAST[name]
-    ]:
-        raise UserError(*wrong)
+    values = {"ranks": args.ranks, "numbers": min(args.numbers), "rounds": args.rounds}
+    too_small = [name for name, value in values.items() if value < LEAST[name]]
+    if too_small:
+        raise UserError(*(f"--{name}: must be at least {LEAST[name]}" for name in too_small))
     if not dist.is_torchelastic_launched():
         return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], args.ranks, 1)
     torch.set_num_threads(1)
@@ -81,8 +80,8 @@ def _timed(way: Callable[[Axis, Tensor], object], axis: Axis, numbers: int, roun
 
 
 def _direct(axis: Axis, tensor: Tensor) -> Tensor:
-    whole = start_gather(tensor, axis.rank, _group(axis))()
-    return tensor.copy_(whole.view(axis.size, -1).sum(0))
+    gathered = start_gather(tensor, axis.rank, _group(axis))()
+    return tensor.copy_(gathered.view(axis.size, -1).sum(0))
 
 
 def _ring(axis: Axis, tensor: Tensor) -> None:

@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import DTYPES
-from models.engine import SUMMING, Engine, Share
+from models.engine import Engine, Share, build_stages
 from models.sentinel import Sentinel
 from parallel.activation_checkpoint import MODULES
 from parallel.mesh import make_mesh, world
@@ -40,11 +39,24 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
 from tools.training.allocator import keep_freed_memory
-from tools.training.compiling import leaves_of
+from tools.training.compiling import compile_leaves
 from tools.training.launch import start_ranks
 from tools.training.throughput import Throughput
 
 VOCAB = 8192
+LAYOUT_KEYS = (  # of [parallel], which are options of the same names
+    "tensor",
+    "pipeline",
+    "data",
+    "context",
+    "context_by",
+    "expert",
+    "sequence",
+    "overlap",
+    "schedule",
+    "chunks",
+    "recompute",
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -198,12 +210,12 @@ def main(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) -> None:
     """Take the steps; rank 0 prints the record. Collective over the mesh."""
     bench = Bench(config, mesh)
-    seconds = [bench.step() for _ in range(args.warmup + args.steps)][args.warmup :]
-    record = {
-        **_settings(args, config),
-        **bench.record(seconds),
-        **(bench.limit(seconds) if args.limit else {}),
-    }
+    for _ in range(args.warmup):
+        bench.step()
+    seconds = [bench.step() for _ in range(args.steps)]
+    record = {**_settings(args, config), **bench.record(seconds)}
+    if args.limit:
+        record |= bench.limit(seconds)
     if dist.get_rank() == 0:
         print(json.dumps(record), flush=True)
     if args.profile:
@@ -217,56 +229,46 @@ def run_of(args: argparse.Namespace) -> RunConfig:
 
 def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Return the options as keys of a run file."""
-    gated = args.model == "llama"
-    sizes = {"layers": args.layers, "hidden": args.hidden, "heads": max(4, args.hidden // 64)}
-    sizes |= {
-        "ffn": -(-8 * args.hidden // (3 * 32)) * 32 if gated else 4 * args.hidden,
-        "tied": False,
-    }
-    sizes |= {"experts": args.experts} if args.experts else {}
-    yield from {"model.family": args.model, "model.vocab": VOCAB}.items()
-    yield from ((f"model.{name}", value) for name, value in sizes.items())
-    layout = (
-        "tensor",
-        "pipeline",
-        "data",
-        "context",
-        "context_by",
-        "expert",
-        "sequence",
-        "overlap",
-    )
-    layout += ("schedule", "chunks", "recompute")
-    yield from ((f"parallel.{name}", getattr(args, name)) for name in layout)
+    yield "model.family", args.model
+    yield "model.vocab", VOCAB
+    yield "model.layers", args.layers
+    yield "model.hidden", args.hidden
+    yield "model.heads", max(4, args.hidden // 64)
+    if args.model == "llama":
+        # 8/3 of hidden, rounded up to 32s
+        yield "model.ffn", -(-8 * args.hidden // (3 * 32)) * 32
+    else:
+        yield "model.ffn", 4 * args.hidden
+    yield "model.tied", False
+    if args.experts:
+        yield "model.experts", args.experts
+    for name in LAYOUT_KEYS:
+        yield f"parallel.{name}", getattr(args, name)
     if args.recompute_modules:
         yield "parallel.recompute_modules", args.recompute_modules
     yield "precision.compute", args.precision
-    yield from {"optimizer.name": args.optimizer, "optimizer.native": args.native}.items()
-    batch = {"global_batch": args.micro_batch * args.microbatches, "micro_batch": args.micro_batch}
-    batch |= {
-        "steps": args.warmup + args.steps,
-        "seq_length": args.tokens,
-        "sentinel": int(args.sentinel),
-    }
-    batch |= {"compile": args.compile}
+    yield "optimizer.name", args.optimizer
+    yield "optimizer.native", args.native
+    yield "train.global_batch", args.micro_batch * args.microbatches
+    yield "train.micro_batch", args.micro_batch
+    yield "train.steps", args.warmup + args.steps
+    yield "train.seq_length", args.tokens
+    yield "train.sentinel", int(args.sentinel)
+    yield "train.compile", args.compile
     if args.canonical:
-        batch |= {
-            "numerics": "canonical",
-            "canonical_shards": args.canonical,
-            "threads": args.threads,
-        }
-    yield from ((f"train.{name}", value) for name, value in batch.items())
+        yield "train.numerics", "canonical"
+        yield "train.canonical_shards", args.canonical
+        yield "train.threads", args.threads
     yield "log.peak_tflops", args.peak_tflops
 
 
 def _settings(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return the options and the settings that follow from them."""
-    asked = {
-        name: value for name, value in vars(args).items() if name not in ("run", "profile", "limit")
-    }
-    asked["chunks"] = len(config.schedule.rank_of_stage) // args.pipeline
-    asked["recompute_modules"] = [*config.parallel.recompute_modules]
-    return asked | {"torch": torch.__version__}
+    actions = ("run", "profile", "limit")
+    settings = {name: value for name, value in vars(args).items() if name not in actions}
+    settings["chunks"] = len(config.schedule.rank_of_stage) // args.pipeline
+    settings["recompute_modules"] = [*config.parallel.recompute_modules]
+    return settings | {"torch": torch.__version__}
 
 
 class Updates(StepObserver):
@@ -295,25 +297,14 @@ class Bench:
     def __post_init__(self) -> None:
         config = self.config
         train = self.config.train
-        self.engine = Engine(
-            config.model,
-            config.plan,
-            self.mesh,
-            config.schedule,
-            micro_batch=train.micro_batch,
-            seq_length=train.seq_length,
-            sequence=config.parallel.sequence,
-            expert=config.parallel.expert,
-            expert_tensor=config.parallel.expert_tensor,
-            ring=config.parallel.context_by == "ring",
-            canonical_shards=config.canonical_shards,
-            recompute=config.recompute,
-            make_optimizer=partial(
-                SUMMING, rule=make_rule(config.optimizer), native=config.optimizer.native
-            ),
-            observers=[self.updates],
-            leaves=leaves_of(config, config.model, self.mesh),
+        options = replace(
+            config.engine_options, leaves=compile_leaves(config, config.model, self.mesh)
         )
+        parts = build_stages(config.model, config.plan, self.mesh, config.schedule, options)
+        optimizer = parts.make_optimizer(
+            rule=make_rule(config.optimizer), native=config.optimizer.native
+        )
+        self.engine = Engine(parts, optimizer, [self.updates])
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)
         self.parts = ids.chunk(config.parallel.data)
@@ -324,8 +315,8 @@ class Bench:
 
     def share(self, replica: int) -> Share:
         """Return the samples of a data-parallel rank."""
-        own = self.parts[replica]
-        return Share(own[:, :-1], own[:, 1:], first=replica * len(own))
+        samples = self.parts[replica]
+        return Share(samples[:, :-1], samples[:, 1:], first=replica * len(samples))
 
     def step(self) -> float:
         """Take one step and return its seconds, between two barriers."""
@@ -345,9 +336,8 @@ class Bench:
         rss[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         median = statistics.median(seconds)
         tokens_per_s = self.config.tokens_per_step / median
-        speed = Throughput.of(self.config, self.config.model, self.engine.device).fields(
-            tokens_per_s
-        )
+        throughput = Throughput.of(self.config, self.config.model, self.engine.device)
+        speed = throughput.fields(tokens_per_s)
         return {
             "tokens_per_s": round(tokens_per_s, 1),
             **{name: round(value, 4) for name, value in speed.items()},
@@ -365,20 +355,21 @@ class Bench:
         with Products() as products:
             self.step()
         dist.barrier()
-        alone = torch.tensor(
-            [products.seconds(), products.seconds(time.process_time)], dtype=torch.float64
-        )
+        seconds_alone = products.seconds()
+        cpu_alone = products.seconds(time.process_time)
+        alone = torch.tensor([seconds_alone, cpu_alone], dtype=torch.float64)
         slowest, cpu = self.engine.optimizer.world.max_(alone).tolist()
         return {
             "products_s": round(slowest, 3),
             "products_cpu_s": round(cpu, 3),
             "limit_tokens_per_s": round(self.config.tokens_per_step / slowest, 1),
             "of_limit": round(slowest / statistics.median(seconds), 3),
+            # without the step that recorded the products
             "of_limit_cpu": round(cpu / statistics.median(self.cpu[-len(seconds) - 1 : -1]), 3),
         }
 
     def profile(self) -> None:
-        """Return the self time of rank 0's operators in one step."""
+        """Print the self time of rank 0's operators in one step."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             self.step()
         if dist.get_rank() == 0:

@@ -31,7 +31,7 @@ from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_t
 from megaprec.precision.plan import PrecisionPlan
 from models.computed import TRAINING
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.cutting import EngineOptions, cuts
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
@@ -144,6 +144,24 @@ class RunConfig(BaseModel):
         if self.train.numerics == "canonical":
             return self.train.canonical_shards
         return 0
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """The options of the run's engine; initial weights are drawn, and nothing is compiled."""
+        parallel = self.parallel
+        return EngineOptions(
+            micro_batch=self.train.micro_batch,
+            seq_length=self.train.seq_length,
+            sequence=parallel.sequence,
+            canonical_shards=self.canonical_shards,
+            layers=parallel.cuts,
+            recompute=self.recompute,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            ring=parallel.context_by == "ring",
+            seed=self.train.seed,
+            trace=self.precision.trace_overflows,
+        )
 
     @property
     def tokens_per_step(self) -> int:

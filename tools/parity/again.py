@@ -10,18 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm.axis import device_of
 from megaprec.optim.main_grad import cleared
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.precision.plan import PrecisionPlan
-from models.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.parity.gather import Record, Tensors
 from tools.parity.record import fragments
 from tools.training.corpus import Corpus
-from tools.training.trainer import Trainer, optimizer_options
+from tools.training.trainer import Trainer
 
 
 def updates(
@@ -59,10 +55,9 @@ class _Told(ParallelAMPOptimizer):
 class _Again(Trainer):
     """Trainer that takes steps with given gradients."""
 
-    def _optimizer(
-        self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None
-    ) -> ParallelAMPOptimizer:
-        return _Told(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)))
+    @staticmethod
+    def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
+        return _Told
 
     def apply(self, grads: Tensors | None, norm: float) -> None:
         """Take one step with these gradients by name, of the given `norm`; skip it if there are

@@ -32,8 +32,11 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A rank's device. memory: in bytes, 0 if it is not known. gpu: its data sheet, None if it is
-    not known."""
+    """A rank's device.
+
+    memory: in bytes; 0 if it is not known.
+    gpu: its data sheet; None if it is not known.
+    """
 
     device: Device
     name: str
@@ -46,7 +49,7 @@ class Target:
         return int(self.memory * (1 - RESERVED))
 
     def verdict(self, needed: int) -> str:
-        """Return if so many bytes fit: fits, does not fit or not known."""
+        """Return whether `needed` bytes fit: "fits", "does not fit" or "not known"."""
         if not self.memory:
             return "not known"
         return "fits" if needed <= self.usable else "does not fit"
@@ -57,22 +60,23 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0
 
     ranks: that share it if it is a CPU; 0: those of the run.
     """
-    size = _size(memory) if memory else 0
+    size = _parse_size(memory) if memory else 0
     if gpu:
-        found = _named(gpu)
-        return Target("cuda", found.name, size or int(found.gigabytes * 10**9), found)
+        sheet = _require_gpu(gpu)
+        return Target("cuda", sheet.name, size or int(sheet.gigabytes * 10**9), sheet)
     if size:
         return Target("cuda", f"a GPU of {memory}", size)
     if config.train.device != "cpu" and torch.cuda.is_available():
-        here = torch.cuda.get_device_properties(0)
-        return Target("cuda", here.name, here.total_memory, gpu_named(here.name))
+        properties = torch.cuda.get_device_properties(0)
+        name = properties.name
+        return Target("cuda", name, properties.total_memory, gpu_named(name))
     if config.train.device == "cuda":
         return Target("cuda", "a GPU that is not here")
     ranks = ranks or config.world_size
-    here = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
-    return Target(
-        "cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", memory_bytes() // ranks
-    )
+    name = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
+    if ranks > 1:
+        name += f" over {ranks:,} ranks"
+    return Target("cpu", name, memory_bytes() // ranks)
 
 
 def assumed_devices(config: RunConfig) -> Iterator[str]:
@@ -81,9 +85,10 @@ def assumed_devices(config: RunConfig) -> Iterator[str]:
         yield 'train.device = "auto" is a CPU on this machine; --gpu NAME plans for a GPU'
 
 
-def _named(name: str) -> GPU:
-    if found := gpu_named(name):
-        return found
+def _require_gpu(name: str) -> GPU:
+    """Return the data sheet of the GPU of this name. Raises UserError."""
+    if gpu := gpu_named(name):
+        return gpu
     names = [gpu.name for gpu in GPUS]
     raise UserError(
         f"--gpu {name}: not in the table{did_you_mean(name, names)}; there are "
@@ -92,16 +97,17 @@ def _named(name: str) -> GPU:
     )
 
 
-def _size(text: str) -> int:
-    """Return the bytes of a size such as 80GB or 79.6GiB."""
-    said = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    if not said or said[2].upper() not in UNITS or not 0 < float(said[1]) < 10**18:
+def _parse_size(text: str) -> int:
+    """Return the bytes of a size such as 80GB or 79.6GiB. Raises UserError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS or not 0 < float(match[1]) < 10**18:
         raise UserError(
             f"--gpu-memory {text}: give a size such as 80GB (10^9 bytes) or 79.6GiB (2^30)"
         )
-    size = int(float(said[1]) * UNITS[said[2].upper()])
-    if not said[2] and size < 10**6:
+    number, unit = match.groups()
+    size = int(float(number) * UNITS[unit.upper()])
+    if not unit and size < 10**6:
         raise UserError(
-            f"--gpu-memory {text}: this would be bytes; give a unit too, such as {said[1]}GB"
+            f"--gpu-memory {text}: this would be bytes; give a unit too, such as {number}GB"
         )
     return size

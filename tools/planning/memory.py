@@ -9,12 +9,11 @@ CUDA and NCCL themselves, and gaps between tensors; `Target.usable` leaves some 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 from megaprec.optim.microbatch_sums import sums_set_aside
 from models.estimate.flops import StageCost
 from models.estimate.memory import Kept, StageMemory, message_bytes
-from models.estimate.state import Sharding, held_bytes
+from models.estimate.state import Sharding, state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT
 from parallel.pipeline.schedules import Schedule
@@ -29,8 +28,8 @@ PROCESS = 300 * 10**6  # bytes of Python and torch in a process on a CPU
 class RankBytes:
     """Bytes of one pipeline rank; its tensor-parallel ranks and replicas have as many.
 
-    activations: the peak of a step's passes, with messages between stages. logits: the part of it
-        that is one micro-batch's logits, on the rank of the last stage.
+    activations: the peak of a step's passes, with messages between stages.
+    logits: the part of it that is one micro-batch's logits, on the rank of the last stage.
     buffers: rotary tables and FP8 casts of weights.
     communication: copies of gradients that travel between replicas: in another dtype, or under
         canonical numerics.
@@ -88,66 +87,76 @@ class MemoryModel:
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[Kept]:
         """Return what each stage keeps of a micro-batch."""
-        whole, lanes = in_virtual_ranks(config)
-        p = whole.parallel
-        t = config.train
-        halves = bool(p.schedule_file) or p.schedule in SPLIT
-        layout = p.tensor, p.sequence, config.recompute
-        run: tuple[Any, ...] = (config.sized_model, config.plan, t.seq_length, t.micro_batch)
-        stages = _stage_memory(
-            *run,
-            *layout,
-            self.device,
-            halves,
-            p.expert,
-            p.expert_tensor,
-            p.context,
-            p.context_by == "ring",
+        virtual, lanes = in_virtual_ranks(config)
+        parallel = virtual.parallel
+        memory = StageMemory(
+            config.sized_model,
+            config.plan,
+            virtual.engine_options,
+            tp=parallel.tensor,
+            cp=parallel.context,
+            device=self.device,
+            halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
         )
-        each = (stages.kept(cost.cut) for cost in costs)
-        return [Kept(*(lanes * getattr(one, part.name) for part in fields(Kept))) for one in each]
+        memory = _first_equal(memory)
+        return [_times(lanes, memory.kept(cost.cut)) for cost in costs]
 
     def of(self, config: RunConfig, passes: Passes) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
         kept = self.kept(config, passes.costs)
-        placed = passes.schedule.rank_of_stage
-        held = held_bytes(
+        placement = passes.schedule.rank_of_stage
+        states = state_bytes(
             config.sized_model,
             config.plan,
             [cost.cut for cost in passes.costs],
-            placed,
+            placement,
             sharding_of(config),
             make_rule(config.optimizer),
             self.device,
         )
         peaks = peak_bytes(config, passes, kept)
-        lanes = in_virtual_ranks(config)[1]
-        waiting = sums_set_aside(config.num_microbatches) if config.canonical_shards else 0
-        arriving = config.canonical_shards > 0 and config.parallel.copies > 1
-        cpu = self.device == "cpu"
+        # by pipeline rank, like `states` and `peaks`
+        buffers = [0] * len(states)
+        for stage, rank in enumerate(placement):
+            buffers[rank] += kept[stage].buffers
+
+        _, lanes = in_virtual_ranks(config)
+        canonical = config.canonical_shards > 0
+        waiting = sums_set_aside(config.num_microbatches) if canonical else 0
+        # sums of canonical numerics need the gradients of each replica
+        gathers = canonical and config.parallel.copies > 1
+        undoes = config.optimizer.validation == "after"
+        on_cpu = self.device == "cpu"
+        copies_to_save = on_cpu and config.checkpoint.background
         return [
             RankBytes(
-                lanes * one.weights,
-                lanes * one.gradients,
-                lanes * one.masters,
-                lanes * one.moments,
-                peaks[rank],
-                logits_bytes(config) if rank == placed[-1] else 0,
-                sum(kept[stage].buffers for stage, home in enumerate(placed) if home == rank),
-                lanes * (one.gradients if arriving else one.reduction),
-                lanes * one.gradients * waiting,
-                one.update + (lanes * one.copies if config.optimizer.validation == "after" else 0),
-                lanes * one.saved if cpu and config.checkpoint.background else 0,
-                PROCESS if cpu else 0,
+                weights=lanes * state.weights,
+                gradients=lanes * state.gradients,
+                masters=lanes * state.masters,
+                moments=lanes * state.moments,
+                activations=peaks[rank],
+                logits=logits_bytes(config) if rank == placement[-1] else 0,
+                buffers=buffers[rank],
+                communication=lanes * (state.gradients if gathers else state.reduction),
+                sums=lanes * state.gradients * waiting,
+                optimizer=state.update + (lanes * state.copies if undoes else 0),
+                save=lanes * state.saved if copies_to_save else 0,
+                process=PROCESS if on_cpu else 0,
             )
-            for rank, one in enumerate(held)
+            for rank, state in enumerate(states)
         ]
 
 
 @lru_cache(maxsize=1024)
-def _stage_memory(*fields: Any) -> StageMemory:
-    """Return the one `StageMemory` of these fields, which knows the stages that were run before."""
-    return StageMemory(*fields)
+def _first_equal(memory: StageMemory) -> StageMemory:
+    """Return the first `StageMemory` that was equal to this one, which knows the stages that were
+    run before."""
+    return memory
+
+
+def _times(lanes: int, kept: Kept) -> Kept:
+    """Return what `lanes` virtual ranks keep, each as much as `kept`."""
+    return Kept(*(lanes * getattr(kept, part.name) for part in fields(Kept)))
 
 
 def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
@@ -158,51 +167,50 @@ def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     there together.
     """
     shards = config.canonical_shards
-    p = config.parallel
+    parallel = config.parallel
     if not shards:
         return config, 1
-    cut = p.model_copy(update={"tensor": shards, "sequence": True})
-    return config.with_parallel(cut, "canonical numerics"), shards // p.tensor
+    # virtual ranks always cut the sequence
+    virtual = parallel.model_copy(update={"tensor": shards, "sequence": True})
+    return config.with_parallel(virtual, "canonical numerics"), shards // parallel.tensor
 
 
 def sharding_of(config: RunConfig) -> Sharding:
     """Return how the run shards its state, or a virtual rank its own."""
-    p = config.parallel
-    tensor = config.canonical_shards or config.parallel.tensor
-    zero = (p.zero_size or p.copies) if p.zero else 1
-    apart = config.canonical_shards > 0
-    return Sharding(tensor, p.copies, zero, p.bucket, p.expert, p.expert_tensor, apart)
+    parallel = config.parallel
+    return Sharding(
+        config.canonical_shards or parallel.tensor,
+        parallel.copies,
+        (parallel.zero_size or parallel.copies) if parallel.zero else 1,
+        parallel.bucket,
+        parallel.expert,
+        parallel.expert_tensor,
+        separate_head=config.canonical_shards > 0,
+    )
 
 
 def peak_bytes(config: RunConfig, passes: Passes, kept: Sequence[Kept]) -> list[int]:
     """Return the peak of each pipeline rank's activations in a step."""
-    whole, lanes = in_virtual_ranks(config)
-    p = whole.parallel
-    t = config.train
-    made = passes.schedule
-    layout = p.tensor, p.sequence, p.context
+    virtual, lanes = in_virtual_ranks(config)
+    parallel = virtual.parallel
     message = lanes * message_bytes(
-        config.sized_model, config.plan, t.seq_length, t.micro_batch, *layout
+        config.sized_model, config.plan, virtual.engine_options, parallel.tensor, parallel.context
     )
+    schedule = passes.schedule
     peaks = peak(
-        made, lambda i: kept[i.stage].growth(i), lambda i: kept[i.stage].within(i), message
+        schedule, lambda i: kept[i.stage].growth(i), lambda i: kept[i.stage].within(i), message
     )
-    more = [0] * len(peaks)
-    if p.schedule == "gpipe" and not p.schedule_file:  # the one kind that keeps all micro-batches
-        for stage, rank in enumerate(made.rank_of_stage):
-            more[rank] += passes.more * kept[stage].activations
-    return [round(one) + further for one, further in zip(peaks, more, strict=True)]
+    further = [0] * len(peaks)
+    # the one kind that keeps all micro-batches
+    if parallel.schedule == "gpipe" and not parallel.schedule_file:
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            further[rank] += passes.more * kept[stage].activations
+    return [round(size) + extra for size, extra in zip(peaks, further, strict=True)]
 
 
 def logits_bytes(config: RunConfig) -> int:
     """Return the bytes of one micro-batch's logits on a rank of the last stage."""
-    p = config.parallel
-    t = config.train
-    rows = -(-config.sized_model.vocab // p.tensor)
-    return (
-        t.seq_length
-        // p.context
-        * t.micro_batch
-        * rows
-        * config.plan.compute_dtype("head.weight").itemsize
-    )
+    parallel = config.parallel
+    tokens = config.train.seq_length // parallel.context * config.train.micro_batch
+    rows = -(-config.sized_model.vocab // parallel.tensor)
+    return tokens * rows * config.plan.compute_dtype("head.weight").itemsize

@@ -1,7 +1,7 @@
 """The words of a plan: the bytes of a rank, the verdict, the predicted step, and the table of
 layouts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -10,6 +10,7 @@ from models.estimate.flops import training_flops
 from tools.config.expert_ranks import slices
 from tools.config.layouts import AXES, in_words
 from tools.config.run_file import RunConfig
+from tools.config.settings import Parallel
 from tools.console.units import duration, flops, size
 from tools.planning.device import RESERVED, Target, target_of
 from tools.planning.memory import MemoryModel, RankBytes
@@ -30,54 +31,64 @@ OTHERS = {
 def head(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield the lines on the run and its device."""
     model = config.sized_model
-    p = config.parallel
-    t = config.train
-    modes = [p.schedule_file or p.schedule] if p.pipeline > 1 else []
-    modes += ["sequence parallel"] * p.sequence + ["ZeRO-1"] * (p.zero and p.copies > 1)
-    modes += [f"context by {p.context_by}"] * (p.context > 1)
-    modes += (
-        [f"recompute {', '.join(p.recompute_modules) or p.recompute}"]
-        if p.recompute != "none"
-        else []
-    )
+    parallel = config.parallel
+    train = config.train
     yield (
-        f"model      {model.family}, {model.num_parameters:,} parameters, {t.seq_length:,} tokens "
-        "a sequence"
+        f"model      {model.family}, {model.num_parameters:,} parameters, {train.seq_length:,} "
+        "tokens a sequence"
     )
-    yield f"layout     {', '.join((in_words(p), *modes))}"
-    passes = f"{p.data:,} x {config.num_microbatches:,} micro-batches x {t.micro_batch:,}"
+    yield f"layout     {', '.join((in_words(parallel), *_modes(parallel)))}"
+    microbatches = f"{config.num_microbatches:,} micro-batches x {train.micro_batch:,}"
     yield (
-        f"batch      {t.global_batch:,} samples = {passes}, {config.tokens_per_step:,} tokens a "
-        "step"
+        f"batch      {train.global_batch:,} samples = {parallel.data:,} x {microbatches}, "
+        f"{config.tokens_per_step:,} tokens a step"
     )
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
     yield f"device     {target.name}" + ("" if target.device == "cpu" else f": {memory}")
 
 
+def _modes(parallel: Parallel) -> Iterator[str]:
+    """Yield what a layout does besides its sizes."""
+    if parallel.pipeline > 1:
+        yield str(parallel.schedule_file or parallel.schedule)
+    if parallel.sequence:
+        yield "sequence parallel"
+    if parallel.zero and parallel.copies > 1:
+        yield "ZeRO-1"
+    if parallel.context > 1:
+        yield f"context by {parallel.context_by}"
+    if parallel.recompute != "none":
+        yield f"recompute {', '.join(parallel.recompute_modules) or parallel.recompute}"
+
+
 def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
     """Yield the table of bytes by pipeline rank, and the verdict."""
     rows: list[tuple[str, ...]] = [("rank", *STATE, "other", "total")]
-    for first, last, one in _alike(planned.ranks):
-        kinds = one.by_kind()
-        other = sum(kinds[kind] for kind in OTHERS)
+    for first, last, rank in _equal_runs(planned.ranks):
+        kinds = rank.by_kind()
         number = str(first) if first == last else f"{first}-{last}"
-        rows.append((number, *(size(kinds[kind]) for kind in STATE), size(other), size(one.total)))
+        state = [size(kinds[kind]) for kind in STATE]
+        rows.append((number, *state, size(_other(kinds)), size(rank.total)))
     yield "bytes of a rank, by pipeline rank; activations at their peak"
     yield from aligned(rows)
-    fullest = planned.ranks[planned.fullest]
-    kinds = fullest.by_kind()
-    if other := ", ".join(
-        f"{what} {size(kinds[kind])}" for kind, what in OTHERS.items() if kinds[kind]
-    ):
-        yield f"other      {other}"
-    if logits := planned.ranks[-1].logits or max(one.logits for one in planned.ranks):
+    kinds = planned.ranks[planned.fullest].by_kind()
+    others = [f"{words} {size(kinds[kind])}" for kind, words in OTHERS.items() if kinds[kind]]
+    if others:
+        yield f"other      {', '.join(others)}"
+    logits = planned.ranks[-1].logits or max(rank.logits for rank in planned.ranks)
+    if logits:
         yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
     yield f"verdict    {fit(planned.ranks, target)}"
 
 
+def _other(kinds: Mapping[str, int]) -> int:
+    """Return the bytes of the kinds that tables show together."""
+    return sum(kinds[kind] for kind in OTHERS)
+
+
 def fit(ranks: Sequence[RankBytes], target: Target) -> str:
     """Return whether the run fits, with the numbers that say so."""
-    total = max(one.total for one in ranks)
+    total = max(rank.total for rank in ranks)
     needs = f"{target.verdict(total)}: {size(total)} on the fullest rank"
     if not target.memory:
         return f"{needs}; --gpu says what there is"
@@ -95,34 +106,41 @@ def one_line(config: RunConfig) -> str:
     target = target_of(config)
     planned = plan_run(config, MemoryModel(target.device), None)
     kinds = planned.ranks[planned.fullest].by_kind()
-    parts = {kind: kinds[kind] for kind in STATE} | {"other": sum(kinds[kind] for kind in OTHERS)}
-    there = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
-    said = ", ".join(f"{kind} {size(count)}" for kind, count in parts.items())
+    counts = {kind: kinds[kind] for kind in STATE} | {"other": _other(kinds)}
+    parts = ", ".join(f"{kind} {size(count)}" for kind, count in counts.items())
+    available = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
     refused = "; DOES NOT FIT" if target.verdict(planned.total) == "does not fit" else ""
-    return f"{size(planned.total)}{there} a rank: {said}{refused}"
+    return f"{size(planned.total)}{available} a rank: {parts}{refused}"
 
 
 def prediction_lines(
     config: RunConfig, predicted: Prediction, assumed: Assumptions
 ) -> Iterator[str]:
     """Yield the predicted step and what it rests on."""
-    p = predicted
     sent = predicted.traffic
-    speed = rates(config, p, assumed)
-    hours = config.train.steps * p.seconds / 3600
+    speed = rates(config, predicted, assumed)
+    hours = config.train.steps * predicted.seconds / 3600
     within = "tensor and context" if sent.cp else "tensor"
-    axes = (("tensor", sent.tp), ("context", sent.cp), ("pipeline", sent.pp), ("data", sent.dp))
-    axes += (("experts", sent.experts),)
-    traffic = ", ".join(f"{size(count)} over {axis}" for axis, count in axes if count) or "nothing"
+    by_axis = {
+        "tensor": sent.tp,
+        "context": sent.cp,
+        "pipeline": sent.pp,
+        "data": sent.dp,
+        "experts": sent.experts,
+    }
+    traffic = [f"{size(count)} over {axis}" for axis, count in by_axis.items() if count]
     yield "prediction, not a measurement"
     yield (
-        f"step       {duration(p.seconds)}: products {duration(p.compute)}, {within} traffic "
-        f"{duration(p.tp)},"
+        f"step       {duration(predicted.seconds)}: products {duration(predicted.compute)}, "
+        f"{within} traffic {duration(predicted.tp)},"
     )
-    yield f"           replicas {duration(p.dp)}; ranks wait {p.idle:.1%} of the passes"
-    yield f"sends      a rank, a step: {traffic}"
-    each = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
-    yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {each}"
+    yield (
+        f"           replicas {duration(predicted.dp)}; ranks wait {predicted.idle:.1%} of the "
+        "passes"
+    )
+    yield f"sends      a rank, a step: {', '.join(traffic) or 'nothing'}"
+    of_rank = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
+    yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {of_rank}"
     spent = f"{hours * config.world_size:,.1f} rank-hours"
     yield f"run        {config.train.steps:,} steps in {duration(hours * 3600)}: {spent}"
     yield (
@@ -139,20 +157,15 @@ def prediction_lines(
 def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:
     """Return tokens a second of the run, and model TFLOP/s and MFU of a rank."""
     tokens = config.tokens_per_step / predicted.seconds
-    each = (
-        tokens
-        * training_flops(config.sized_model, config.train.seq_length)
-        / config.world_size
-        / 1e12
-    )
-    return {"tokens_per_s": tokens, "tflops": each, "mfu": each / assumed.tflops}
+    of_token = training_flops(config.sized_model, config.train.seq_length)
+    tflops = tokens * of_token / config.world_size / 1e12
+    return {"tokens_per_s": tokens, "tflops": tflops, "mfu": tflops / assumed.tflops}
 
 
 def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions) -> Iterator[str]:
     """Yield the table of the layouts that fit."""
-    small = f" (the smallest needs {size(found.smallest)})" if found.too_large else ""
-    cut = any(planned.config.parallel.context > 1 for planned in found.layouts)
-    axes = [axis for axis in AXES if cut or axis != "context"]
+    has_context = any(planned.config.parallel.context > 1 for planned in found.layouts)
+    axes = [axis for axis in AXES if has_context or axis != "context"]
     yield f"layouts of {ranks:,} ranks, {' x '.join(axes)}, that fit; fastest first"
     if target.device == "cpu":
         yield (
@@ -162,30 +175,38 @@ def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions)
     if not found.layouts:
         yield none_found(found, ranks)
         return
-    yield f"{found.too_large} others do not fit{small}, {found.slower} are slower"
-    spread = ("experts",) if found.layouts[0].config.model.experts else ()
-    if spread:
+    smallest = f" (the smallest needs {size(found.smallest)})" if found.too_large else ""
+    yield f"{found.too_large} others do not fit{smallest}, {found.slower} are slower"
+    has_experts = found.layouts[0].config.model.experts > 0
+    if has_experts:
         yield "experts: the ranks over which they are spread x the slices of each"
-    rows = [("layout", *spread, "recompute", "sequence", "memory", "waits", "sends", "step", "MFU")]
+    columns = ["layout", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU"]
+    if has_experts:
+        columns.insert(1, "experts")
+    rows = [tuple(columns)]
     for planned in found.layouts:
-        predicted = planned.prediction
-        p = planned.config.parallel
-        assert predicted is not None
-        sent = predicted.traffic
-        rows.append(
-            (
-                " x ".join(str(getattr(p, axis)) for axis in axes),
-                *(f"{p.expert} x {slices(p)}" for _ in spread),
-                p.recompute,
-                "yes" if p.sequence else "no",
-                size(planned.total),
-                f"{predicted.idle:.1%}",
-                size(sent.tp + sent.cp + sent.pp + sent.dp + sent.experts),
-                duration(predicted.seconds),
-                f"{rates(planned.config, predicted, assumed)['mfu']:.1%}",
-            )
-        )
+        cells = _layout_cells(planned, axes, assumed)
+        rows.append(tuple(cells[column] for column in columns))
     yield from aligned(rows)
+
+
+def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -> dict[str, str]:
+    """Return the cells of a row of the table of layouts, by column."""
+    parallel = planned.config.parallel
+    predicted = planned.prediction
+    assert predicted is not None
+    sent = predicted.traffic
+    return {
+        "layout": " x ".join(str(getattr(parallel, axis)) for axis in axes),
+        "experts": f"{parallel.expert} x {slices(parallel)}",
+        "recompute": parallel.recompute,
+        "sequence": "yes" if parallel.sequence else "no",
+        "memory": size(planned.total),
+        "waits": f"{predicted.idle:.1%}",
+        "sends": size(sent.tp + sent.cp + sent.pp + sent.dp + sent.experts),
+        "step": duration(predicted.seconds),
+        "MFU": f"{rates(planned.config, predicted, assumed)['mfu']:.1%}",
+    }
 
 
 def none_found(found: Found, ranks: int) -> str:
@@ -202,32 +223,35 @@ def none_found(found: Found, ranks: int) -> str:
 
 def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> dict[str, Any]:
     """Return a plan as plain values, for JSON."""
-    p = planned.config.parallel
     predicted = planned.prediction
-    said: dict[str, Any] = {
-        "parallel": p.model_dump(),
-        "ranks": [
-            {**one.by_kind(), "logits": one.logits, "total": one.total} for one in planned.ranks
-        ],
+    ranks = [
+        {**rank.by_kind(), "logits": rank.logits, "total": rank.total} for rank in planned.ranks
+    ]
+    data: dict[str, Any] = {
+        "parallel": planned.config.parallel.model_dump(),
+        "ranks": ranks,
         "total": planned.total,
         "verdict": target.verdict(planned.total),
     }
     if predicted and assumed:
-        said["prediction"] = asdict(predicted) | rates(planned.config, predicted, assumed)
-    return said
+        data["prediction"] = asdict(predicted) | rates(planned.config, predicted, assumed)
+    return data
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the rows as lines with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def _alike(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:
+def _equal_runs(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:
     """Yield runs of neighbouring ranks with the same bytes: first, last, and the bytes."""
-    for one, run in groupby(enumerate(ranks), lambda pair: pair[1]):
-        numbers = [number for number, _ in run]
-        yield numbers[0], numbers[-1], one
+    first = 0
+    for of_rank, run in groupby(ranks):
+        last = first + len([*run]) - 1
+        yield first, last, of_rank
+        first = last + 1

@@ -23,7 +23,7 @@ from tools.planning.memory import MemoryModel, RankBytes
 from tools.planning.speed import Assumptions, Prediction, least_seconds, passes_of, predict
 
 ORIGIN = "megaprec plan"
-MOST = 10  # layouts that are found
+MOST_LAYOUTS = 10  # that are found
 # tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter
 # parts
 LONG = 8192
@@ -59,8 +59,9 @@ class Planned:
 class Found:
     """The fastest layouts that fit, fastest first.
 
-    slower: how many others cannot be faster. too_large: how many do not fit. smallest: the bytes of
-    the one of those that needs least.
+    slower: how many others cannot be faster.
+    too_large: how many do not fit.
+    smallest: the bytes of the one of those that needs least.
     """
 
     layouts: Sequence[Planned]
@@ -83,75 +84,81 @@ def search(
     assumed: Assumptions,
     progress: Callable[[int, int], None],
 ) -> Found:
-    """Return the `MOST` fastest layouts of `ranks` ranks. progress: is told how many of how many
-    are looked at."""
+    """Return the `MOST_LAYOUTS` fastest layouts of `ranks` ranks.
+
+    progress: is told how many of how many are looked at.
+    """
     memory = MemoryModel(target.device)
-    found = list[Planned]()
+    planned_layouts = list[Planned]()
     too_large = list[int]()
     slower = 0
-    every = sorted(
-        ((least_seconds(one, assumed), one) for one in candidates(config, ranks, assumed.machine)),
-        key=lambda pair: pair[0],
-    )
-    for number, (least_time, one) in enumerate(every):
-        progress(number, len(every))
-        least = least_bytes(one)
+    timed = [
+        (least_seconds(layout, assumed), layout)
+        for layout in candidates(config, ranks, assumed.machine)
+    ]
+    timed.sort(key=lambda pair: pair[0])
+    for number, (least_time, layout) in enumerate(timed):
+        progress(number, len(timed))
+        least = least_bytes(layout)
         if target.verdict(least) == "does not fit":
             too_large.append(least)
-        elif len(found) >= MOST and least_time > _rank(found[MOST - 1])[0]:
+            continue
+        enough = len(planned_layouts) >= MOST_LAYOUTS
+        if enough and least_time > _rank(planned_layouts[MOST_LAYOUTS - 1])[0]:
             slower += 1
+            continue
+        planned = plan_run(layout, memory, assumed)
+        if target.verdict(planned.total) == "does not fit":
+            too_large.append(planned.total)
         else:
-            planned = plan_run(one, memory, assumed)
-            if target.verdict(planned.total) == "does not fit":
-                too_large.append(planned.total)
-            else:
-                found.append(planned)
-                found.sort(key=_rank)
-    progress(len(every), len(every))
-    slower += max(0, len(found) - MOST)
-    return Found(found[:MOST], slower, len(too_large), min(too_large, default=0))
+            planned_layouts.append(planned)
+            planned_layouts.sort(key=_rank)
+    progress(len(timed), len(timed))
+    slower += max(0, len(planned_layouts) - MOST_LAYOUTS)
+    fastest = planned_layouts[:MOST_LAYOUTS]
+    return Found(fastest, slower, len(too_large), min(too_large, default=0))
 
 
 def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfig]:
     """Yield the run in each layout of `ranks` ranks that its rules allow."""
-    p = config.parallel
-    own = {key: getattr(p, key) for key in RECOMPUTE[0]}
+    parallel = config.parallel
+    current = {key: getattr(parallel, key) for key in RECOMPUTE[0]}
     seen = set[str]()
     for axes in _axes(config, ranks, machine):
         tensor = axes["tensor"]
         copies = axes["data"] * axes["context"]
-        sequences = (p.sequence, True) if tensor > 1 else (p.sequence,)
-        for experts in every_cut(p, config.model.experts, tensor, copies):
-            for again, sequence in product((own, *RECOMPUTE), sequences):
-                fitting = fitted(
-                    config, {**axes, **experts, **again, "sequence": sequence, "schedule_file": ""}
-                )
-                if fitting and (said := _said(fitting.parallel)) not in seen:
-                    seen.add(said)
-                    yield config.with_parallel(fitting.parallel, ORIGIN)
+        sequences = (parallel.sequence, True) if tensor > 1 else (parallel.sequence,)
+        expert_cuts = every_cut(parallel, config.model.experts, tensor, copies)
+        for experts, recompute, sequence in product(expert_cuts, (current, *RECOMPUTE), sequences):
+            keys = {**axes, **experts, **recompute, "sequence": sequence, "schedule_file": ""}
+            fitting = fitted(config, keys)
+            if fitting is None:
+                continue
+            identity = _identity(fitting.parallel)
+            if identity not in seen:
+                seen.add(identity)
+                yield config.with_parallel(fitting.parallel, ORIGIN)
 
 
 def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int]]:
     """Yield the sizes of tensor, pipeline, context and data that make `ranks` ranks and share the
     batch evenly."""
-    p = config.parallel
-    t = config.train
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    contexts = sorted({1, p.context, *(n for n in divisors if t.seq_length // n >= LONG)})
+    parallel = config.parallel
+    train = config.train
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    long_enough = [number for number in divisors if train.seq_length // number >= LONG]
+    contexts = sorted({1, parallel.context, *long_enough})
+    most_tensor = max(machine, parallel.tensor)
     for tensor, pipeline, context in product(divisors, divisors, contexts):
         shared = tensor * pipeline * context
-        if ranks % shared or pipeline > config.model.layers or tensor > max(machine, p.tensor):
+        if ranks % shared or pipeline > config.model.layers or tensor > most_tensor:
             continue
-        if t.global_batch % (t.micro_batch * (ranks // shared)) == 0:
-            yield {
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "context": context,
-                "data": ranks // shared,
-            }
+        data = ranks // shared
+        if train.global_batch % (train.micro_batch * data) == 0:
+            yield {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
 
 
-def _said(parallel: Parallel) -> str:
+def _identity(parallel: Parallel) -> str:
     """Return a text that is the same for the same layout, however the slices of experts are
     said."""
     return parallel.model_copy(update={"expert_tensor": slices(parallel)}).model_dump_json()
@@ -160,21 +167,28 @@ def _said(parallel: Parallel) -> str:
 def least_bytes(config: RunConfig) -> int:
     """Return the bytes of the mean rank's weights, gradients and optimizer state, by the bytes of a
     parameter."""
-    p = config.parallel
+    parallel = config.parallel
+    plan = config.plan
     moments = least_moments(make_rule(config.optimizer))
-    whole, sharded = config.plan.bytes_per_parameter(moments)
-    in_fp8 = config.plan.bytes_per_parameter(moments, True) if config.plan.fp8 else (whole, sharded)
-    least = min(whole, in_fp8[0]), min(sharded, in_fp8[1])
-    over = (p.zero_size or p.copies) if p.zero else 1
+    # on each rank, and divided among ranks that share state
+    local, sharded = plan.bytes_per_parameter(moments)
+    if plan.fp8:
+        fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True)
+        local = min(local, fp8_local)
+        sharded = min(sharded, fp8_sharded)
+    sharers = (parallel.zero_size or parallel.copies) if parallel.zero else 1
     experts = config.sized_model.expert_parameters
     others = config.sized_model.num_parameters - experts
-    parts = ((others, p.tensor, over), (experts, p.expert * slices(p), sharing(p)))
-    held = (
-        count / (cut * p.pipeline) * (least[0] + least[1] / shared) for count, cut, shared in parts
-    )
-    return int(sum(held))
+    total = 0.0
+    for count, cut, sharing_ranks in (
+        (others, parallel.tensor, sharers),
+        (experts, parallel.expert * slices(parallel), sharing(parallel)),
+    ):
+        total += count / (cut * parallel.pipeline) * (local + sharded / sharing_ranks)
+    return int(total)
 
 
 def _rank(planned: Planned) -> tuple[float, int]:
+    """Return the order of layouts: faster first, then smaller."""
     assert planned.prediction is not None
     return planned.prediction.seconds, planned.total

@@ -31,8 +31,10 @@ MANY = 1024  # forward passes; of a longer schedule only the first micro-batches
 class Assumptions:
     """Speeds that a prediction rests on.
 
-    tflops: a rank's peak. efficiency: the fraction of it that matrix products reach. fast, slow:
-    GB/s in each direction within a machine and between machines. machine: ranks of a machine.
+    tflops: a rank's peak.
+    efficiency: the fraction of it that matrix products reach.
+    fast, slow: GB/s in each direction within a machine and between machines.
+    machine: ranks of a machine.
     device: cpu or cuda; on a CPU, ranks compute and communicate on the same cores.
     """
 
@@ -46,8 +48,10 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that the busiest rank sends in a step, by axis. experts: of tokens to experts on other
-    ranks, and back."""
+    """Bytes that the busiest rank sends in a step, by axis.
+
+    experts: of tokens to experts on other ranks, and back.
+    """
 
     tp: float
     pp: float
@@ -60,9 +64,11 @@ class Traffic:
 class Prediction:
     """The predicted times of one step, in seconds.
 
-    seconds: of the step. compute: of the matrix products of a rank, on average. tp, dp: of
-    communication in the passes of a rank (over cp too), and at the end of the step. idle: the
-    fraction of the passes that a rank waits, on average.
+    seconds: of the step.
+    compute: of the matrix products of a rank, on average.
+    tp: of communication in the passes of a rank, over cp too.
+    dp: of communication at the end of the step.
+    idle: the fraction of the passes that a rank waits, on average.
     """
 
     seconds: float
@@ -76,85 +82,128 @@ class Prediction:
 def passes_of(config: RunConfig) -> Passes:
     """Return the passes of a step; of many micro-batches only as many as the schedule needs to
     become regular."""
-    p = config.parallel
-    all_of_them = config.num_microbatches
-    # they repeat themselves once the pipeline is full, the others later
-    simple = p.schedule in (
-        "gpipe",
-        "1f1b",
+    parallel = config.parallel
+    microbatches = config.num_microbatches
+    pipeline = parallel.pipeline
+    if parallel.schedule in ("gpipe", "1f1b"):
+        # they repeat themselves once the pipeline is full
+        few = pipeline + 4
+        further = 8
+    else:
+        few = 2 * pipeline
+        further = pipeline
+    is_short = pipeline * microbatches <= MANY or microbatches <= few + further
+    if parallel.schedule_file or is_short:
+        schedule = config.schedule
+        return Passes(schedule, config.stage_costs(config.sized_model, schedule.rank_of_stage))
+    placement = pipeline_schedule(parallel, few).rank_of_stage
+    costs = config.stage_costs(config.sized_model, placement)
+    schedule, longer = (
+        pipeline_schedule(parallel, count, lambda i: costs[i.stage].of(i))
+        for count in (few, few + further)
     )
-    few, further = (p.pipeline + 4, 8) if simple else (2 * p.pipeline, p.pipeline)
-    if p.schedule_file or p.pipeline * all_of_them <= MANY or all_of_them <= few + further:
-        made = config.schedule
-        return Passes(made, config.stage_costs(config.sized_model, made.rank_of_stage))
-    placed = pipeline_schedule(p, few).rank_of_stage
-    costs = config.stage_costs(config.sized_model, placed)
-    made, longer = (
-        pipeline_schedule(p, n, lambda i: costs[i.stage].of(i)) for n in (few, few + further)
-    )
-    return Passes(made, costs, all_of_them - few, longer)
+    return Passes(schedule, costs, microbatches - few, longer)
+
+
+class _InstructionCosts:
+    """The times and bytes of a run's instructions.
+
+    speed: FLOPs a second. links: bytes a second, by axis.
+    """
+
+    def __init__(self, config: RunConfig, costs: Sequence[StageCost], assumed: Assumptions) -> None:
+        self.config = config
+        self.costs = costs
+        self.speed = _speed(config, assumed)
+        self.links = {axis: _link(config, axis, assumed) * 1e9 for axis in (*AXES, "experts")}
+        parallel = config.parallel
+        self.message = message_bytes(
+            config.sized_model,
+            config.plan,
+            config.engine_options,
+            parallel.tensor,
+            parallel.context,
+        )
+
+    def sent(self, i: Instruction) -> tuple[float, float, float]:
+        """Return the bytes that a rank sends in a computation: over tp, over cp, and to experts."""
+        cost = self.costs[i.stage]
+        return (
+            _tensor_bytes(self.config, cost, i.op),
+            _context_bytes(self.config, cost, i.op),
+            _expert_bytes(self.config, cost, i.op),
+        )
+
+    def compute_seconds(self, i: Instruction) -> float:
+        """Return the time of an instruction's matrix products."""
+        return self.costs[i.stage].of(i) / self.speed
+
+    def traffic_seconds(self, i: Instruction) -> float:
+        """Return the time of an instruction's communication with ranks of the same stage."""
+        tensor, context, experts = self.sent(i)
+        links = self.links
+        return tensor / links["tp"] + context / links["cp"] + experts / links["experts"]
+
+    def seconds(self, i: Instruction) -> float:
+        """Return the time of an instruction."""
+        if i.op in SENDS:
+            return self.message / self.links["pp"]
+        return self.compute_seconds(i) + self.traffic_seconds(i)
 
 
 def predict(
     config: RunConfig, passes: Passes, ranks: Sequence[RankBytes], assumed: Assumptions
 ) -> Prediction:
     """Return the predicted times of a step. ranks: the bytes of each pipeline rank."""
-    made = passes.schedule
-    costs = passes.costs
-    p = config.parallel
-    speed = _speed(config, assumed)
-    links = {axis: _link(config, axis, assumed) * 1e9 for axis in (*AXES, "experts")}
-    layout = p.tensor, p.sequence, p.context
-    message = message_bytes(
-        config.sized_model, config.plan, config.train.seq_length, config.train.micro_batch, *layout
-    )
-
-    def computes(i: Instruction) -> float:
-        return costs[i.stage].of(i) / speed
-
-    def travels(i: Instruction) -> float:
-        return _expert_bytes(config, costs[i.stage], i.op)
-
-    def talks(i: Instruction) -> float:
-        own = _tensor_bytes(config, costs[i.stage], i.op)
-        around = _context_bytes(config, costs[i.stage], i.op)
-        return own / links["tp"] + around / links["cp"] + travels(i) / links["experts"]
-
-    def takes(i: Instruction) -> float:
-        return message / links["pp"] if i.op in SENDS else computes(i) + talks(i)
-
-    spans = simulate(made, takes)
-    count = len(made.programs)
-    work, talk, sent, around, far = ([0.0] * count for _ in range(5))
+    schedule = passes.schedule
+    stages = len(passes.costs)
+    costs = _InstructionCosts(config, passes.costs, assumed)
+    spans = simulate(schedule, costs.seconds)
+    count = len(schedule.programs)
+    # by rank, over the passes of the schedule
+    work = [0.0] * count
+    talk = [0.0] * count
+    tensor_bytes = [0.0] * count
+    context_bytes = [0.0] * count
+    expert_bytes = [0.0] * count
     for span in spans:
-        if (i := span.instruction).op not in SENDS:
-            work[span.rank] += computes(i)
-            talk[span.rank] += talks(i)
-            sent[span.rank] += _tensor_bytes(config, costs[i.stage], i.op)
-            around[span.rank] += _context_bytes(config, costs[i.stage], i.op)
-            far[span.rank] += travels(i)
-    times = 1 + passes.more / made.microbatches
+        i = span.instruction
+        if i.op in SENDS:
+            continue
+        tensor, context, experts = costs.sent(i)
+        work[span.rank] += costs.compute_seconds(i)
+        talk[span.rank] += costs.traffic_seconds(i)
+        tensor_bytes[span.rank] += tensor
+        context_bytes[span.rank] += context
+        expert_bytes[span.rank] += experts
+
+    # a long step is longer by what some more micro-batches of the simulated one take each
+    repeats = 1 + passes.more / schedule.microbatches  # passes of the step, in those simulated
     length = max(span.end for span in spans)
     if passes.longer:
-        end = max(span.end for span in simulate(passes.longer, takes))
-        length += passes.more * (end - length) / (passes.longer.microbatches - made.microbatches)
-    mean_work = times * sum(work) / count
-    mean_talk = times * sum(talk) / count
+        end = max(span.end for span in simulate(passes.longer, costs.seconds))
+        further = passes.longer.microbatches - schedule.microbatches
+        length += passes.more * (end - length) / further
+    mean_work = repeats * sum(work) / count
+    mean_talk = repeats * sum(talk) / count
+    # an activation and a gradient of each micro-batch at each border of stages
+    messages = 2 * costs.message * config.num_microbatches * stages / count
     traffic = Traffic(
-        times * max(sent),
-        2 * message * config.num_microbatches * len(costs) / count if count > 1 else 0.0,
-        max(_replica_bytes(config, one.gradients, one.weights) for one in ranks),
-        times * max(far),
-        times * max(around),
+        tp=repeats * max(tensor_bytes),
+        pp=messages if count > 1 else 0.0,
+        dp=max(_replica_bytes(config, rank.gradients, rank.weights) for rank in ranks),
+        experts=repeats * max(expert_bytes),
+        cp=repeats * max(context_bytes),
     )
-    end = traffic.dp / links["dp"]
+    reduction = traffic.dp / costs.links["dp"]
+    overlaps = config.parallel.overlaps(assumed.device)
     return Prediction(
-        max(length, end) if p.overlaps(assumed.device) else length + end,
-        mean_work,
-        mean_talk,
-        end,
-        max(0.0, 1 - (mean_work + mean_talk) / length),
-        traffic,
+        seconds=max(length, reduction) if overlaps else length + reduction,
+        compute=mean_work,
+        tp=mean_talk,
+        dp=reduction,
+        idle=max(0.0, 1 - (mean_work + mean_talk) / length),
+        traffic=traffic,
     )
 
 
@@ -164,31 +213,43 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
 
     Raises KeyError for a schedule from a file.
     """
-    p = config.parallel
+    parallel = config.parallel
     plan = config.plan
-    stages = p.pipeline * (p.chunks or default_chunks(p.schedule))
+    pipeline = parallel.pipeline
+    stages = pipeline * (parallel.chunks or default_chunks(parallel.schedule))
     costs = config.stage_costs(config.sized_model, range(stages))
-    rates = {"forward": Op.FORWARD, "input": Op.BACKWARD_INPUT, "weight": Op.BACKWARD_WEIGHT}
-    link, around, far = (_link(config, axis, assumed) * 1e9 for axis in ("tp", "cp", "experts"))
-    F, I, W = (  # noqa: E741  # as in the formulas
-        sum(
-            getattr(c, name) / _speed(config, assumed)
-            + _tensor_bytes(config, c, op) / link
-            + _context_bytes(config, c, op) / around
-            + _expert_bytes(config, c, op) / far
-            for c in costs
-        )
-        / p.pipeline
-        for name, op in rates.items()
+    instructions = _InstructionCosts(config, costs, assumed)
+    speed = instructions.speed
+    links = instructions.links
+
+    def seconds_of_rank(op: Op) -> float:
+        total = 0.0
+        for cost in costs:
+            flops = cost.of(Instruction(op, cost.cut.stage))
+            total += (
+                flops / speed
+                + _tensor_bytes(config, cost, op) / links["tp"]
+                + _context_bytes(config, cost, op) / links["cp"]
+                + _expert_bytes(config, cost, op) / links["experts"]
+            )
+        return total / pipeline
+
+    sizes = Sizes(
+        pipeline,
+        config.num_microbatches,
+        stages // pipeline,
+        F=seconds_of_rank(Op.FORWARD),
+        I=seconds_of_rank(Op.BACKWARD_INPUT),
+        W=seconds_of_rank(Op.BACKWARD_WEIGHT),
     )
-    sizes = Sizes(p.pipeline, config.num_microbatches, stages // p.pipeline, F, I, W)
-    passes = sizes.work * (1 + TEXTBOOK[p.schedule].bubble.value(sizes))
-    elements = sum(_elements(config)) / p.pipeline
+    passes = sizes.work * (1 + TEXTBOOK[parallel.schedule].bubble.value(sizes))
+    elements = sum(_elements(config)) / pipeline
     weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
-    end = _replica_bytes(config, elements * plan.gradients.itemsize, weights) / (
-        _link(config, "dp", assumed) * 1e9
-    )
-    return max(passes, end) if p.overlaps(assumed.device) else passes + end
+    sent = _replica_bytes(config, elements * plan.gradients.itemsize, weights)
+    reduction = sent / links["dp"]
+    if parallel.overlaps(assumed.device):
+        return max(passes, reduction)
+    return passes + reduction
 
 
 def _speed(config: RunConfig, assumed: Assumptions) -> float:
@@ -205,10 +266,16 @@ def _speed(config: RunConfig, assumed: Assumptions) -> float:
 def _link(config: RunConfig, axis: str, assumed: Assumptions) -> float:
     """Return the GB/s between neighbours of an axis. Ranks of a mesh are numbered along tp, cp, dp
     and pp."""
-    p = config.parallel
-    shared = p.tensor * p.context
-    spans = {"tp": p.tensor, "cp": shared, "dp": shared * p.data, "pp": config.world_size}
-    spans["experts"] = p.expert * slices(p)
+    parallel = config.parallel
+    shared = parallel.tensor * parallel.context
+    # neighbouring ranks among which an axis lies
+    spans = {
+        "tp": parallel.tensor,
+        "cp": shared,
+        "dp": shared * parallel.data,
+        "pp": config.world_size,
+        "experts": parallel.expert * slices(parallel),
+    }
     return assumed.fast if spans[axis] <= assumed.machine else assumed.slow
 
 
@@ -220,35 +287,50 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     experts. Whole experts alone have nothing to sum under sequence parallelism. An all-reduce is a
     reduce-scatter and an all-gather.
     """
-    p = config.parallel
-    t = config.train
+    parallel = config.parallel
+    train = config.train
     model = config.model
     layers = cost.cut.layers
-    one = (
-        t.seq_length
-        // p.context
-        * t.micro_batch
+    local_length = train.seq_length // parallel.context
+    # a gather or a scatter of one activation
+    transfer = (
+        local_length
+        * train.micro_batch
         * model.hidden
         * config.plan.compute.itemsize
-        * (1 - 1 / p.tensor)
+        * (1 - 1 / parallel.tensor)
     )
-    ends = (1 if p.sequence else 2) * one
-    many = _expert_layers(config, cost)
-    alone = many if p.sequence and slices(p) == 1 and not model.shared_experts else 0
-    forward = (4 * len(layers) - alone) * one
-    again = config.recompute.whole(len(layers)) / len(layers)
-    of_input = forward * (1 + again) + cost.cut.last * ends + (cost.cut.first and p.sequence) * one
-    of_weight = (2 * len(layers) - many + cost.cut.last) * one if p.sequence else 0.0
-    forward += cost.cut.first * ends + (cost.cut.last and p.sequence) * one
-    sums = {Op.FORWARD: forward, Op.BACKWARD: of_input + of_weight}
-    sums |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}
-    return sums.get(op, 0.0)
+    at_ends = (1 if parallel.sequence else 2) * transfer
+    expert_layers = _expert_layers(config, cost)
+    # layers that sum nothing over tp
+    unsummed = 0
+    if parallel.sequence and slices(parallel) == 1 and not model.shared_experts:
+        unsummed = expert_layers
+    forward = (4 * len(layers) - unsummed) * transfer
+    recomputed = config.recompute.whole(len(layers)) / len(layers)
+    # the input gradient reverses the forward's transfers; a recomputed layer makes them again
+    of_input = (
+        forward * (1 + recomputed)
+        + cost.cut.last * at_ends
+        + (cost.cut.first and parallel.sequence) * transfer
+    )
+    of_weight = 0.0
+    if parallel.sequence:
+        of_weight = (2 * len(layers) - expert_layers + cost.cut.last) * transfer
+    forward += cost.cut.first * at_ends + (cost.cut.last and parallel.sequence) * transfer
+    by_op = {
+        Op.FORWARD: forward,
+        Op.BACKWARD: of_input + of_weight,
+        Op.BACKWARD_INPUT: of_input,
+        Op.BACKWARD_WEIGHT: of_weight,
+    }
+    return by_op.get(op, 0.0)
 
 
 def _expert_layers(config: RunConfig, cost: StageCost) -> int:
     """Return how many layers of a stage have experts."""
     if config.model.experts:
-        return sum(n not in config.model.dense_layers for n in cost.cut.layers)
+        return sum(layer not in config.model.dense_layers for layer in cost.cut.layers)
     return 0
 
 
@@ -258,49 +340,55 @@ def _expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
 
     Rows go to their experts and results come back, in the forward pass and for the input gradient.
     """
-    p = config.parallel
-    t = config.train
+    parallel = config.parallel
+    train = config.train
     model = config.model
     layers = cost.cut.layers
-    if p.expert == 1:
+    if parallel.expert == 1:
         return 0.0
-    tokens = t.seq_length // p.context * t.micro_batch * slices(p) / p.tensor
+    local_length = train.seq_length // parallel.context
+    tokens = local_length * train.micro_batch * slices(parallel) / parallel.tensor
     row = model.hidden * config.plan.compute.itemsize
-    one = (
+    forward = (
         2
         * _expert_layers(config, cost)
         * tokens
         * model.experts_per_token
         * row
-        * (1 - 1 / p.expert)
+        * (1 - 1 / parallel.expert)
     )
-    backward = one * (1 + config.recompute.whole(len(layers)) / len(layers))
-    return {Op.FORWARD: one, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}.get(op, 0.0)
+    backward = forward * (1 + config.recompute.whole(len(layers)) / len(layers))
+    by_op = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+    return by_op.get(op, 0.0)
 
 
 def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     """Return the bytes that a rank sends to the ranks that share its sequences in an instruction.
 
     Each layer sends the own keys and values to all others, forward and backward, and their
-    gradients, in FP32, once
-    more: by ring they go all the way round, and by gather they are summed where they belong.
+    gradients, in FP32, once more: by ring they go all the way round, and by gather they are summed
+    where they belong.
     """
-    p = config.parallel
-    t = config.train
+    parallel = config.parallel
+    train = config.train
     model = config.model
-    if p.context == 1:
+    if parallel.context == 1:
         return 0.0
-    heads = max(1, model.kv_heads // p.tensor)
+    heads = max(1, model.kv_heads // parallel.tensor)
+    local_length = train.seq_length // parallel.context
     # elements of keys and values
-    one = 2 * heads * model.head_dim * t.micro_batch * (t.seq_length // p.context)
-    parts = one * config.plan.attention.itemsize * (p.context - 1)
+    elements = 2 * heads * model.head_dim * train.micro_batch * local_length
+    others = parallel.context - 1
+    of_layer = elements * config.plan.attention.itemsize * others
     layers = len(cost.cut.layers)
-    gradients = one * 4 * (p.context if p.context_by == "ring" else p.context - 1)
-    again = config.recompute.whole(layers) + layers * ("attention" in config.recompute.modules)
-    backward = (layers + again) * parts + layers * gradients
-    return {Op.FORWARD: layers * parts, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}.get(
-        op, 0.0
-    )
+    gradients = elements * 4 * (parallel.context if config.engine_options.ring else others)
+    recomputed = config.recompute.whole(layers)
+    if "attention" in config.recompute.modules:
+        recomputed += layers
+    forward = layers * of_layer
+    backward = (layers + recomputed) * of_layer + layers * gradients
+    by_op = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+    return by_op.get(op, 0.0)
 
 
 def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
@@ -309,28 +397,30 @@ def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float
 
     gradients, weights: the bytes that the rank holds.
     """
-    p = config.parallel
-    sharding = sharding_of(config)
+    parallel = config.parallel
     plan = config.plan
-    travels = gradients * plan.reduce.itemsize / plan.gradients.itemsize
+    travelling = gradients * plan.reduce.itemsize / plan.gradients.itemsize
     of_experts, others = _elements(config)
     experts = of_experts / (of_experts + others)
+    # by part of the weights: their share, its replicas, and those among them that share state
+    parts = (
+        (1 - experts, parallel.copies, sharding_of(config).zero),
+        (experts, replicas(parallel), sharing(parallel)),
+    )
     sent = 0.0
-    for part, every, shared in (
-        (1 - experts, p.copies, sharding.zero),
-        (experts, replicas(p), sharing(p)),
-    ):
-        whole = 1 if shared == every else 2  # a reduce-scatter, or an all-reduce
-        sent += part * (whole * (1 - 1 / every) * travels + (1 - 1 / shared) * weights)
+    for part, copies, sharers in parts:
+        transfers = 1 if sharers == copies else 2  # a reduce-scatter, or an all-reduce
+        of_gradients = transfers * (1 - 1 / copies) * travelling
+        sent += part * (of_gradients + (1 - 1 / sharers) * weights)
     return sent
 
 
 def _elements(config: RunConfig) -> tuple[float, float]:
     """Return the elements of experts and of other weights that the ranks of a pipeline hold
     together."""
-    p = config.parallel
+    parallel = config.parallel
     model = config.sized_model
     return (
-        model.expert_parameters / (p.expert * slices(p)),
-        (model.num_parameters - model.expert_parameters) / p.tensor,
+        model.expert_parameters / (parallel.expert * slices(parallel)),
+        (model.num_parameters - model.expert_parameters) / parallel.tensor,
     )

@@ -12,6 +12,7 @@ import importlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.training.changed_keys import MARK
 
-LONGEST = 160  # characters of a compiler's error
+MOST_CHARACTERS = 160  # of a compiler's error
 
 
-def leaves_of(
+def compile_leaves(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, resumed: Path | None = None
 ) -> Leaves:
     """Return the form of the leaves by `train.compile`, the same on every rank. Collective; rank 0
@@ -48,98 +49,106 @@ def leaves_of(
     world = Axis.world(mesh)
     device = device_of(mesh)
     start = time.perf_counter()
-    calls = calls_of(config, model, mesh, device)
+    calls = leaf_calls(config, model, mesh, device)
     if world.rank == 0:
         say(
             f"compiling  {counted(len(calls), 'form')}: some seconds each at first, less in "
             "later runs"
         )
-    made, failed = tried(calls)
-    every = everyones(dict.fromkeys((call.name for call in made), ""), world, device)
-    failures = everyones(
-        {name: f"rank {world.rank}: {why}" for name, why in failed.items()}, world, device
-    )
+    forms, hindrances = try_calls(calls)
+    # what one rank cannot compile is compiled on none
+    every = everyones(dict.fromkeys((call.name for call in forms), ""), world, device)
+    reasons = {name: f"rank {world.rank}: {reason}" for name, reason in hindrances.items()}
+    failures = everyones(reasons, world, device)
     names = ", ".join(sorted({*every} - {*failures}))
     if world.rank == 0:
         seconds = time.perf_counter() - start
-        for line in (*_outcome(names, failures, seconds), *_changed(names, resumed)):
+        for line in (
+            *_describe_outcome(names, failures, seconds),
+            *_describe_change(names, resumed),
+        ):
             say(line)
-    forms = {call: form for call, form in made.items() if call.name not in failures}
+    forms = {call: form for call, form in forms.items() if call.name not in failures}
     return Leaves(forms, names, by_region=config.train.compile == "block")
 
 
-def _outcome(names: str, failures: Mapping[str, str], seconds: float) -> Iterator[str]:
+def _describe_outcome(names: str, failures: Mapping[str, str], seconds: float) -> Iterator[str]:
     """Yield a line for the compiled leaves, and one for each reason why others are not."""
     if names:
         yield f"compiled   {names}: {seconds:.0f} s; torch keeps the code in {_folder()}"
-    for why in dict.fromkeys(failures.values()):
-        affected = ", ".join(sorted(name for name, reason in failures.items() if reason == why))
-        yield f"note       not compiled on any rank: {affected}; the reason on {why}"
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in failures.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    for reason, affected in names_by_reason.items():
+        leaves = ", ".join(sorted(affected))
+        yield f"note       not compiled on any rank: {leaves}; the reason on {reason}"
 
 
-def _changed(names: str, resumed: Path | None) -> Iterator[str]:
+def _describe_change(names: str, resumed: Path | None) -> Iterator[str]:
     """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was
     the same."""
-    was = Store(resumed).index.get("compiled", names) if resumed else names
-    if was != names:
-        yield f"changed    compiled code: {was or 'none'} -> {names or 'none'}{MARK}"
+    before = Store(resumed).index.get("compiled", names) if resumed else names
+    if before != names:
+        yield f"changed    compiled code: {before or 'none'} -> {names or 'none'}{MARK}"
 
 
-def calls_of(
+def leaf_calls(
     config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device
 ) -> list[Call]:
     """Return the calls of leaves in a training step of this rank."""
-    train = config.train
-    parallel = config.parallel
-    schedule = config.schedule
     noted = dict[Call, None]()
+    options = replace(
+        config.engine_options,
+        leaves=Leaves(noted=noted, by_region=config.train.compile == "block"),
+    )
     memory = StageMemory(
         model,
         config.plan,
-        train.seq_length,
-        train.micro_batch,
-        parallel.tensor,
-        parallel.sequence,
-        config.recompute,
-        "cuda" if device.type == "cuda" else "cpu",
+        options,
+        tp=config.parallel.tensor,
+        cp=config.parallel.context,
+        device="cuda" if device.type == "cuda" else "cpu",
         halves=False,
         packed=config.data.reset_position_ids,
-        leaves=Leaves(noted=noted, by_region=train.compile == "block"),
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        cp=parallel.context,
-        ring=parallel.context_by == "ring",
     )
-    places = schedule.rank_of_stage
-    for cut in cuts(model, len(places), train.seq_length, parallel.cuts, places, config.recompute):
-        if places[cut.stage] == Axis.of(mesh, "pp").rank:
-            memory.kept(cut)
+    pp_rank = Axis.of(mesh, "pp").rank
+    placement = config.schedule.rank_of_stage
+    cut = cuts(
+        model, len(placement), options.seq_length, options.layers, placement, options.recompute
+    )
+    for stage in cut:
+        if placement[stage.stage] == pp_rank:
+            memory.kept(stage)
     return list(dict.fromkeys(call.on(device.type) for call in noted))
 
 
-def tried(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, str]]:
+def try_calls(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, str]]:
     """Compile and try each call; return the compiled forms, and why leaves cannot be compiled, by
     name."""
-    made = dict[Call, Callable[..., Any]]()
-    failed = dict[str, str]()
+    forms = dict[Call, Callable[..., Any]]()
+    reasons = dict[str, str]()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
         for call in calls:
             try:
-                made[call] = compiled_region(call) if call.region else compiled(call)
-                why = (hindrance_of_region if call.region else hindrance)(call, made[call])
+                if call.region:
+                    forms[call] = compiled_region(call)
+                    reason = hindrance_of_region(call, forms[call])
+                else:
+                    forms[call] = compiled(call)
+                    reason = hindrance(call, forms[call])
             except Exception as error:  # whatever a compiler that is missing or broken raises
-                why = _said(error)
-            if why:
-                failed.setdefault(call.name, why)
-    return made, failed
+                reason = _error_line(error)
+            if reason:
+                reasons.setdefault(call.name, reason)
+    return forms, reasons
 
 
-def _said(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return a compiler's error in one line: the first that tells of an error."""
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
-    telling = next((line for line in lines if "error:" in line.lower()), lines[0])
-    return f"{type(error).__name__}: {telling}"[:LONGEST]
+    line = next((line for line in lines if "error:" in line.lower()), lines[0])
+    return f"{type(error).__name__}: {line}"[:MOST_CHARACTERS]
 
 
 def _folder() -> str:

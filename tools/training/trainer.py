@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,14 +30,12 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
 from megaprec.precision.gemm import fp32_sums
-from megaprec.precision.plan import PrecisionPlan
 from megaprec.precision.tf32 import tf32
-from models.engine import Engine, OutsideVocabulary, Share
+from models.engine import Engine, OutsideVocabulary, Share, build_stages
 from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
 from models.post_validation import PostValidation
 from models.sentinel import SilentFault
-from models.stages import Stage
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
@@ -48,7 +46,7 @@ from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
-from tools.training.compiling import leaves_of
+from tools.training.compiling import compile_leaves
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.place_in_data import resumed_progress
@@ -64,32 +62,37 @@ from tools.training.throughput import Throughput
 
 
 def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of ParallelAMPOptimizer on `device`. Raises
-    UserError."""
-    o = config.optimizer
+    """Return the run's settings as keyword arguments of `RankStages.make_optimizer`. Raises
+    UserError.
+
+    device: on which the run trains.
+    """
+    optimizer = config.optimizer
     parallel = config.parallel
     return {
-        "average": False,  # the engine divides by the tokens of the global batch
-        "rule": make_rule(o),
-        "weight_decay": o.weight_decay,
-        "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
-        "clip": o.clip,
-        "norm": o.norm,
+        "rule": make_rule(optimizer),
+        "weight_decay": optimizer.weight_decay,
+        "groups": [
+            Group(group.pattern, group.lr, group.weight_decay) for group in optimizer.groups
+        ],
+        "clip": optimizer.clip,
+        "norm": optimizer.norm,
         "overlap": parallel.overlaps(device.type),
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "seed": config.train.seed,
-        "native": o.native,
+        "native": optimizer.native,
     }
 
 
 class Trainer:
-    """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step
-    1.
+    """One rank of a run.
 
-    mesh: None for one process without torch.distributed. observers: of the optimizer's steps.
-    position: is kept up to date for a watchdog. noticed: returns events about stragglers since the
-    last call.
+    mesh: None for one process without torch.distributed.
+    checkpoint: from which the run resumes, the same on every rank; None: it starts at step 1.
+    observers: of the optimizer's steps.
+    position: is kept up to date for a watchdog.
+    noticed: returns events about stragglers since the last call.
     """
 
     def __init__(
@@ -107,31 +110,7 @@ class Trainer:
         self.config = config
         self.corpus = corpus
         self.resumed = checkpoint
-        train = config.train
-        parallel = config.parallel
-        self.engine = Engine(
-            corpus.model,
-            config.plan,
-            mesh,
-            config.schedule,
-            micro_batch=train.micro_batch,
-            seq_length=train.seq_length,
-            sequence=parallel.sequence,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            canonical_shards=config.canonical_shards,
-            recompute=config.recompute,
-            seed=train.seed,
-            blank=bool(checkpoint or train.init_from),
-            trace=config.precision.trace_overflows,
-            make_optimizer=self._optimizer,
-            layers=parallel.cuts,
-            make_stage=stage_maker(config.model.factory),
-            observers=[StepPosition(self.position), *observers],
-            position=self.position,
-            ring=parallel.context_by == "ring",
-            leaves=leaves_of(config, corpus.model, mesh, checkpoint),
-        )
+        self.engine = self._build_engine(mesh, observers)
         self._checks = Checks(self.engine, config)
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
@@ -146,36 +125,56 @@ class Trainer:
         # after the last step whose outcome is known; one more step may have been taken
         self.progress = TrainState()
         self._raised: NonFiniteStep | None = None
-        # the signal that asked this rank to stop; True when all ranks know of one
+        # the signal that asked this rank to stop
         self._signal = 0
+        # True when all ranks know of one
         self._stops = False
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
         if checkpoint:
             self._resume(checkpoint)
-        elif train.init_from:
-            start_from(Path(train.init_from), self.engine.optimizer)
+        elif config.train.init_from:
+            start_from(Path(config.train.init_from), self.engine.optimizer)
         self._saves = Saves(config, self.engine)
-        self._taken = self._saved = self.progress.step  # _saved: the step of the newest checkpoint
-        self._shadows: dict[
-            int, Shadow
-        ] = {}  # by step number, of steps whose outcome is not yet known
-        self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
+        self._taken = self.progress.step  # steps, also those whose outcome is not yet known
+        self._saved = self.progress.step  # the step of the newest checkpoint
+        # of steps whose outcome is not yet known: comparisons by step number, and durations
+        self._shadows: dict[int, Shadow] = {}
+        self._seconds: deque[float] = deque()
 
-    def _optimizer(
-        self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any
-    ) -> ParallelAMPOptimizer:
-        if self.config.optimizer.validation == "after":
-            kind = PostValidationOptimizer
-        else:
-            kind = ParallelAMPOptimizer
-        return kind(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)), **more)
+    def _build_engine(self, mesh: DeviceMesh | None, observers: Sequence[StepObserver]) -> Engine:
+        """Build the stages of this rank, the optimizer over them, and their engine. Collective."""
+        config = self.config
+        options = replace(
+            config.engine_options,
+            blank=bool(self.resumed or config.train.init_from),
+            leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
+        )
+        parts = build_stages(
+            self.corpus.model,
+            config.plan,
+            mesh,
+            config.schedule,
+            options,
+            stage_maker(config.model.factory),
+        )
+        settings = optimizer_options(config, device_of(mesh))
+        optimizer = parts.make_optimizer(self._optimizer_class(config), **settings)
+        return Engine(parts, optimizer, [StepPosition(self.position), *observers], self.position)
+
+    @staticmethod
+    def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
+        """Return the class of the run's optimizer."""
+        if config.optimizer.validation == "after":
+            return PostValidationOptimizer
+        return ParallelAMPOptimizer
 
     def _resume(self, checkpoint: Path) -> None:
-        with warnings.catch_warnings(record=True, action="always") as said:
+        """Load the state of the run from a checkpoint."""
+        with warnings.catch_warnings(record=True, action="always") as caught:
             load(checkpoint, self.engine.optimizer, self.engine.fp8)
-        for warning in said:
+        for warning in caught:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
         self.progress = resumed_progress(store, self.config, self.corpus)
@@ -194,9 +193,8 @@ class Trainer:
             )
             print_memory(self.engine.optimizer)
             print_marked(self.engine.optimizer)
-            if (
-                self.progress.step < self.config.train.steps
-            ):  # else run.toml would differ from the steps taken
+            # without a step left, run.toml would differ from the steps taken
+            if self.progress.step < self.config.train.steps:
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
             with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
@@ -213,47 +211,55 @@ class Trainer:
             if journal is not None:
                 journal.write_event(event)
         while self.progress.step < self.config.train.steps and not self._stops:
-            diverged = ""
+            divergence = ""
+            # the step that is taken now, which may be one after the last whose outcome is known
             self.position.enter(Phase.STEP, self._taken + 1)
+            # a run whose folder was removed has nowhere to save, and stops on all ranks
             self.engine.optimizer.stop |= folder.is_gone()
             try:
-                known = self._timed_step()
-            except SilentFault as found:
-                self._end_for(found, journal)
-            for report, progress, seconds in known:
+                finished = self._timed_step()
+            except SilentFault as error:
+                self._end_for(error, journal)
+            for report, progress, seconds in finished:
                 self._write(journal, report, progress, seconds)
-                diverged = diverged or self._divergence()
+                divergence = divergence or self._describe_divergence()
             done = self.progress.step
             if self._stops:
                 folder.require_there(done, self.engine.optimizer)
+            # only then do the weights belong to a step whose outcome is known
             if done == self._taken:
-                self._saves.require_whole()
-                self._saves.poll()
-            if done == self._taken and (diverged or self._stops or self._saves_after(done)):
-                with self.position.during(Phase.SAVE):
-                    self._save()
-            if diverged:
-                self._saves.finish(done, diverged)
-                raise TrainingDiverged(f"stopped after step {done}, state saved: {diverged}")
+                self._save_if_due(ends=bool(divergence or self._stops))
+            # after the save, so that the state is there to look at
+            if divergence:
+                self._saves.finish(done, divergence)
+                raise TrainingDiverged(f"stopped after step {done}, state saved: {divergence}")
+
+    def _save_if_due(self, ends: bool) -> None:
+        """Look after a save that is under way, and begin one that is due. ends: the run does."""
+        self._saves.require_whole()
+        self._saves.poll()
+        if ends or self._saves_after(self.progress.step):
+            with self.position.during(Phase.SAVE):
+                self._save()
 
     def _ask_to_stop(self, number: int) -> None:
         """Stop after the next step; its consensus tells all ranks."""
         self._signal = number
         self.engine.optimizer.stop = True
 
-    def _end_for(self, found: SilentFault, journal: Journal | None) -> NoReturn:
+    def _end_for(self, error: SilentFault, journal: Journal | None) -> NoReturn:
         """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved
         if it is sound."""
         with self.position.during(Phase.SAVE):
-            if found.fault.sound and self.progress.step > self._saved:
+            if error.fault.sound and self.progress.step > self._saved:
                 self._save()
-            self._saves.finish(self.progress.step, str(found))
-        event, stop = self._checks.outcome(found, self.progress.step, self._saved)
+            self._saves.finish(self.progress.step, str(error))
+        event, stop = self._checks.outcome(error, self.progress.step, self._saved)
         if journal is not None:
             journal.write_event(event)
         raise stop
 
-    def _divergence(self) -> str:
+    def _describe_divergence(self) -> str:
         """Return the reason why further steps are of no use; empty if training may go on."""
         if self._raised is not None:
             return f'precision.on_nonfinite = "raise", and {self._raised}'
@@ -271,9 +277,10 @@ class Trainer:
         """Take the next step. Returns the steps whose outcome is now known, with the progress and
         seconds of each."""
         start = time.perf_counter()
-        known = self.step()
+        finished = self.step()
+        # a step whose outcome comes one step late keeps its own duration
         self._seconds.append(time.perf_counter() - start)
-        return [(report, progress, self._seconds.popleft()) for report, progress in known]
+        return [(report, progress, self._seconds.popleft()) for report, progress in finished]
 
     def _write(
         self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float
@@ -284,14 +291,16 @@ class Trainer:
         shadow = self._shadows.pop(progress.step, None)
         if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
-                record |= {
-                    name: self.evaluate(samples) for name, samples in self.corpus.evaluated.items()
-                }
+                for name, samples in self.corpus.evaluated.items():
+                    record[name] = self.evaluate(samples)
                 record |= self._harness.results()
         record |= self._checks.fields(progress.step)
         self.position.record()
         self.monitor.note(report)
-        events = [] if report.outcome == "applied" else [self._skip_event(report, progress)]
+        # evaluations are collective, so every rank gets here; rank 0 alone writes
+        events = []
+        if report.outcome != "applied":
+            events.append(self._skip_event(report, progress))
         events += self._digests.of_step(report, progress)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
@@ -323,12 +332,15 @@ class Trainer:
         return fields
 
     def _evaluates_after(self, step: int) -> bool:
+        """Return True if an evaluation is due after this step."""
         return _due(self.config.train.eval_every, step)
 
     def _saves_after(self, step: int) -> bool:
+        """Return True if a checkpoint is due after this step."""
         return step == self.config.train.steps or _due(self.config.checkpoint.every, step)
 
     def _skip_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
+        """Return the event of a step that changed nothing."""
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
         if report.outcome == NO_TOKENS:
             return no_tokens_event(progress.step, samples)
@@ -341,34 +353,33 @@ class Trainer:
         With optimizer.validation = "before" that is this step. With "after" it may be the step
         before, both or none. A NonFiniteStep is kept, to be raised once the state is saved.
         """
-        position = (
-            self.progress.samples
-            + (self._taken - self.progress.step) * self.config.train.global_batch
-        )
-        if self._taken + 1 == self.config.log.timeline:
+        number = self._taken  # from 0
+        batch = self.config.train.global_batch
+        position = self.progress.samples + (number - self.progress.step) * batch
+        if number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
         else:
             recording = None
         share = self._batches.take(position)
-        if _due(self.config.fp8.shadow_every, self._taken + 1):
+        if _due(self.config.fp8.shadow_every, number + 1):
+            # before the step, with the weights that it will read
             with self.position.during(Phase.COMPARISON):
-                self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
-        others = partial(self.share, self.corpus.train, position)
-        number = self._taken
-        self._taken = self._taken + 1
-        known = list[tuple[StepReport, TrainState]]()
-        with self._locating(self.corpus.train), self._checks.checking(number, others):
+                self._shadows[number + 1] = run_shadow(self.engine.passes, share, number)
+        share_of = partial(self.share, self.corpus.train, position)
+        self._taken = number + 1
+        finished = list[tuple[StepReport, TrainState]]()
+        with self._locating(self.corpus.train), self._checks.checking(number, share_of):
             for report in self._reports(share, number, recording):
                 self._advance(report)
-                known.append((report, self.progress))
+                finished.append((report, self.progress))
         if recording:
             self._write_timeline(recording)
-        return known
+        return finished
 
     def _reports(
         self, share: Share, number: int, recording: Recording | None
     ) -> Iterator[StepReport]:
-        """Takes the step. Yields the reports of the steps whose outcome becomes known."""
+        """Take the step. Yield the reports of the steps whose outcome becomes known."""
         if self._validation is not None:
             yield from self._validation.step(
                 share, number, self._lr, self._needs_outcome, recording
@@ -377,6 +388,7 @@ class Trainer:
         try:
             yield self.engine.step(share, self._lr(), number, recording)
         except NonFiniteStep as error:
+            # the run ends once the state is saved (`_describe_divergence`)
             self._raised = error
             yield error.report
 
@@ -391,35 +403,30 @@ class Trainer:
             yield
         except OutsideVocabulary as error:
             start = self.progress.samples if position is None else position
-            place = samples.place(start + error.sample)
+            location = samples.place(start + error.sample)
             length = self.config.train.seq_length + 1
-            raise UserError(describe_bad_id(*place, length, error.vocab) or str(error)) from error
+            message = describe_bad_id(*location, length, error.vocab) or str(error)
+            raise UserError(message) from error
 
     def _needs_outcome(self) -> bool:
         """Return True if the outcome of the step just taken must be known before the next step
         begins."""
         step = self._taken
-        shadows = self.config.fp8.shadow_every
-        # with weights that are final
-        repeats = _due(shadows, step + 1) or self._checks.due(step + 1)
-        due = (
-            self._evaluates_after(step)
-            or self._saves_after(step)
-            or self._digests.due(step)
-            or repeats
+        # these repeat a micro-batch of the next step, with weights that are final
+        repeats = _due(self.config.fp8.shadow_every, step + 1) or self._checks.due(step + 1)
+        reads_weights = (
+            self._evaluates_after(step) or self._saves_after(step) or self._digests.due(step)
         )
-        return self._stops or due or self._saves.under_way
+        return self._stops or reads_weights or repeats or self._saves.under_way
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
-        done = self.progress
-        unit = self.config.lr.unit
-        return self.config.lr_schedule.at(
-            done.applied_samples if unit == "samples" else done.applied
-        )
+        if self.config.lr.unit == "samples":
+            return self.config.lr_schedule.at(self.progress.applied_samples)
+        return self.config.lr_schedule.at(self.progress.applied)
 
     def _advance(self, report: StepReport) -> None:
-        """Add a step whose outcome is known to `progress`; note whether a rank was asked to
+        """Add a step whose outcome is known to `progress`, and note whether a rank was asked to
         stop."""
         self._stops |= report.stop
         before = self.progress
@@ -477,4 +484,5 @@ class Trainer:
 
 
 def _due(every: int, step: int) -> bool:
+    """Return True if something happens in this step. every: 0: never."""
     return bool(every) and step % every == 0

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from parallel.linear import Input, Linear
 from parallel.pipeline.builders import KINDS, schedule
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.p2p import CPU, P2P, Match
 from parallel.pipeline.schedules import Schedule, complete, forward_only
@@ -30,7 +30,7 @@ WIDTH = 5
 DTYPE = torch.float64
 
 
-class Toy:
+class Toy(StageHooks):
     """A model of `stages` stages and its batch, the same wherever it is made."""
 
     def __init__(self, stages: int, microbatches: int, seed: int = 0) -> None:
@@ -64,6 +64,16 @@ class Toy:
         return self
 
 
+class Forward(StageHooks):
+    """Hooks of a forward function alone."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        return self.function(stage, microbatch, received)
+
+
 def open_links(
     mesh: DeviceMesh | None, rank_of_stage: Sequence[int], match: Match | None = None
 ) -> P2P:
@@ -72,7 +82,7 @@ def open_links(
 
 def train(s: Schedule, links: P2P, seed: int = 0) -> Toy:
     toy = Toy(links.stages, s.microbatches, seed)
-    Executor(s.programs[links.axis.rank], links, toy.forward, toy.reduce).run()
+    Executor(s.programs[links.axis.rank], links, toy).run()
     return toy
 
 
@@ -164,9 +174,7 @@ def test_evaluation_needs_forwards_alone_and_may_have_another_shape(mesh: Device
     toy.batch = toy.batch[:, :2]
     evaluation = forward_only(schedule("1f1b", 2, 3))
     with torch.no_grad():
-        Executor(
-            evaluation.programs[links.axis.rank], replace(links, shape=(2, WIDTH)), toy.forward
-        ).run()
+        Executor(evaluation.programs[links.axis.rank], replace(links, shape=(2, WIDTH)), toy).run()
     assert all(weight.grad is None for weight in toy.weights)
     if links.axis.rank == 1:
         assert len(toy.losses) == 3
@@ -204,12 +212,13 @@ def test_nothing_of_a_step_is_left() -> None:
     s, links = one_process(stages=3, microbatches=2)
     toy = Toy(3, 2)
     seen = []
-    executor = Executor(s.programs[0], links, remember(toy.forward, seen), toy.reduce)
+    toy.forward = remember(toy.forward, seen)
+    executor = Executor(s.programs[0], links, toy)
     executor.run()
     assert len(seen) == 10
     assert not any(tensor() is not None for tensor in seen)
     with pytest.raises(AssertionError, match="left over"):
-        Executor(s.programs[0][:3], links, toy.forward).run()
+        Executor(s.programs[0][:3], links, toy).run()
 
 
 def test_an_output_is_not_held_until_its_backward() -> None:
@@ -219,13 +228,14 @@ def test_an_output_is_not_held_until_its_backward() -> None:
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         # a product by a number needs no output in its backward
-        output = toy.forward(stage, microbatch, received) * 2
+        output = Toy.forward(toy, stage, microbatch, received) * 2
         outputs.append(weakref.ref(output))
         if stage == 1:
             assert outputs[0]() is None
         return output
 
-    Executor(s.programs[0], links, forward, toy.reduce).run()
+    toy.forward = forward
+    Executor(s.programs[0], links, toy).run()
 
 
 def test_a_failure_names_the_instruction_and_the_rank() -> None:
@@ -237,7 +247,7 @@ def test_a_failure_names_the_instruction_and_the_rank() -> None:
         return Toy(2, 2).forward(stage, microbatch, received)
 
     with pytest.raises(RuntimeError) as failure:
-        Executor(s.programs[0], links, forward).run()
+        Executor(s.programs[0], links, Forward(forward)).run()
     headline, picture = str(failure.value).split("\n")
     assert headline == "F1.1 failed on pipeline rank 0: FloatingPointError: too much"
     assert picture == "rank 0:  F0.0 F1.0 F0.1 [F1.1] B1.0 B0.0 B1.1 R1 ...  <-- failed here"
@@ -249,7 +259,7 @@ def fail_on_the_second_rank(mesh: DeviceMesh) -> None:
     toy = Toy(2, 2)
     if links.axis.rank == 1:
         toy.weights[1].data = torch.zeros(1, dtype=DTYPE)
-    Executor(schedule("1f1b", 2, 2).programs[links.axis.rank], links, toy.forward, toy.reduce).run()
+    Executor(schedule("1f1b", 2, 2).programs[links.axis.rank], links, toy).run()
 
 
 def test_a_failure_on_one_rank_of_a_pipeline_is_the_one_that_is_seen() -> None:
@@ -259,17 +269,18 @@ def test_a_failure_on_one_rank_of_a_pipeline_is_the_one_that_is_seen() -> None:
 
 def test_a_loss_that_is_no_scalar_and_a_missing_reduce_are_named() -> None:
     s, links = one_process(stages=1, microbatches=1)
+    wrong = Forward(lambda *_: torch.zeros(2, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"F0\.0 failed.*must return a scalar loss, not \[2\]"):
-        Executor(s.programs[0], links, lambda *_: torch.zeros(2, requires_grad=True)).run()
+        Executor(s.programs[0], links, wrong).run()
     with pytest.raises(RuntimeError, match=r"R0 failed.*no `reduce` was given"):
-        Executor(s.programs[0], links, Toy(1, 1).forward).run()
+        Executor(s.programs[0], links, Forward(Toy(1, 1).forward)).run()
 
 
 def test_spans_tell_when_each_instruction_ran() -> None:
     s, links = one_process(stages=2, microbatches=2)
     toy = Toy(2, 2)
     spans = list[Span]()
-    Executor(s.programs[0], links, toy.forward, toy.reduce, spans).run()
+    Executor(s.programs[0], links, toy, spans=spans).run()
     assert tuple(span.instruction for span in spans) == s.programs[0]
     times = [time for span in spans for time in (span.start, span.end)]
     assert times == sorted(times)
@@ -279,7 +290,8 @@ def test_whoever_asks_is_called_after_each_instruction() -> None:
     s, links = one_process(stages=2, microbatches=2)
     toy = Toy(2, 2)
     called = list[Instruction]()
-    Executor(s.programs[0], links, toy.forward, toy.reduce, after=called.append).run()
+    toy.after = called.append
+    Executor(s.programs[0], links, toy).run()
     assert tuple(called) == s.programs[0]
 
 
@@ -300,15 +312,10 @@ def test_weight_gradients_are_made_by_their_own_instruction_and_with_the_same_bi
         seen.clear()
         weight.main_grad.zero_()  # type: ignore[attr-defined]
         program = Schedule.parse(text).programs[0]
-        after = lambda i: seen.append(weight.main_grad.clone())  # type: ignore[attr-defined]  # noqa: E731
-        Executor(
-            program,
-            open_links(None, (0,)),
-            forward,
-            lambda stage: None,
-            deferred=deferred,
-            after=after,
-        ).run()
+        hooks = Forward(forward)
+        hooks.reduce = lambda stage: None
+        hooks.after = lambda i: seen.append(weight.main_grad.clone())  # type: ignore[attr-defined]
+        Executor(program, open_links(None, (0,)), hooks, deferred=deferred).run()
         return list(seen)
 
     whole = run("F0.0 B0.0 F0.1 B0.1")
@@ -322,7 +329,7 @@ def test_a_half_that_never_comes_is_noticed() -> None:
     program = [Instruction.parse(word) for word in ["F0.0", "I0.0"]]
     toy = Toy(1, 1)
     with pytest.raises(AssertionError, match="left over"):
-        Executor(program, open_links(None, (0,)), toy.forward).run()
+        Executor(program, open_links(None, (0,)), toy).run()
 
 
 @on_ranks(pp=2)
@@ -332,7 +339,7 @@ def test_a_recording_has_all_ranks_on_one_clock(mesh: DeviceMesh) -> None:
     arrived = perf_counter()
     toy = Toy(2, 3)
     recording = Recording.start(links.axis)
-    Executor(s.programs[links.axis.rank], links, toy.forward, toy.reduce, recording.spans).run()
+    Executor(s.programs[links.axis.rank], links, toy, spans=recording.spans).run()
     spans = recording.gather(s, CPU)
     assert [(span.rank, span.instruction) for span in spans] == [
         (r, i) for r in (0, 1) for i in s.programs[r]
@@ -365,14 +372,16 @@ def test_a_message_travels_while_the_stage_that_will_take_it_computes(mesh: Devi
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         if (stage, microbatch) == (1, 0):
             dist.recv(torch.empty(1), src=0, group=aside)
-        return toy.forward(stage, microbatch, received)
+        return Toy.forward(toy, stage, microbatch, received)
 
     def after(i: Instruction) -> None:
         if str(i) == "sA0.1":
             links.finish()
             dist.send(torch.ones(1), dst=1, group=aside)
 
-    Executor(s.programs[links.axis.rank], links, forward, toy.reduce, after=after).run()
+    toy.forward = forward
+    toy.after = after
+    Executor(s.programs[links.axis.rank], links, toy).run()
     require_plain_gradients(toy, links)
     assert not any(links.expected.values())
 
@@ -387,7 +396,8 @@ def test_matched_by_order_no_receive_is_begun_before_its_turn(mesh: DeviceMesh) 
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         assert not any(links.expected.values())
-        return toy.forward(stage, microbatch, received)
+        return Toy.forward(toy, stage, microbatch, received)
 
-    Executor(s.programs[links.axis.rank], links, forward, toy.reduce).run()
+    toy.forward = forward
+    Executor(s.programs[links.axis.rank], links, toy).run()
     require_plain_gradients(toy, links)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from parallel.pipeline import executor, timeline
 from parallel.pipeline.builders import schedule
-from parallel.pipeline.executor import Executor
+from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Message
 from parallel.pipeline.p2p import CPU, P2P
 from parallel.pipeline.schedules import Schedule
@@ -80,11 +80,15 @@ def recorded(mesh: DeviceMesh, s: Schedule) -> list[Span]:
         clock.now = max(clock.now, float(message[0]))
         return message
 
-    def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        last = stage == links.stages - 1
-        x = torch.ones(2, requires_grad=True) if received is None else received
-        y = Counted.apply(x, clock, deferred, SLOWEST if last else 1.0)
-        return y.sum() if last else y
+    class Timed(StageHooks):
+        def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+            last = stage == links.stages - 1
+            x = torch.ones(2, requires_grad=True) if received is None else received
+            y = Counted.apply(x, clock, deferred, SLOWEST if last else 1.0)
+            return y.sum() if last else y
+
+        def reduce(self, stage: int) -> None:
+            pass
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(P2P, "send", stamped)
@@ -93,9 +97,7 @@ def recorded(mesh: DeviceMesh, s: Schedule) -> list[Span]:
             patch.setattr(module, "perf_counter", lambda: clock.now)
         recording = Recording.start(links.axis)
         program = s.programs[links.axis.rank]
-        Executor(
-            program, links, forward, lambda stage: None, recording.spans, deferred=deferred
-        ).run()
+        Executor(program, links, Timed(), spans=recording.spans, deferred=deferred).run()
         return recording.gather(s, CPU)
 
 

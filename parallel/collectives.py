@@ -3,11 +3,11 @@
 Each collective is a linear map on the tensors that all ranks hold together, where a tensor that is
 replicated on every rank counts once. Its backward pass is the transpose of that map:
 
-    forward                         backward
+    forward                         backward           use
     copy        (nothing)           all-reduce         replicated input of a column-parallel layer
     reduce      all-reduce          (nothing)          output of a row-parallel layer
-    gather      all-gather, dim 0   reduce-scatter     sequence parallelism, into a column-parallel layer
-    scatter     reduce-scatter      all-gather, dim 0  sequence parallelism, out of a row-parallel layer
+    gather      all-gather, dim 0   reduce-scatter     sequence shards to a column-parallel layer
+    scatter     reduce-scatter      all-gather, dim 0  a row-parallel layer to sequence shards
     split       own shard, dim d    all-gather         replicated to sharded
     join        all-gather, dim d   own shard          sharded to replicated
 
@@ -48,8 +48,8 @@ def scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's shard of x: dimension `dim` shrinks from size * n to n; the backward pass
-    is an all-gather."""
+    """Return this rank's shard of x: `dim` shrinks from size * n to n; the backward pass is an
+    all-gather over the axis."""
     return _Split.apply(x, axis, dim) if axis.size > 1 else x
 
 
@@ -59,14 +59,15 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
         raise UserError(
             f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension "
-            f"{x.cut.dim} is {x.cut.outer} "
-            "slices of features: join it along that dimension, before it is merged with others"
+            f"{x.cut.dim} is {x.cut.outer} slices of features: join it along that dimension, before it is merged with others"
         )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 
 
 def _gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return axis.gather(x.movedim(dim, 0).contiguous()).movedim(0, dim)
+    """All-gather x along `dim`."""
+    gathered = axis.gather(x.movedim(dim, 0).contiguous())
+    return gathered.movedim(0, dim)
 
 
 class _Copy(torch.autograd.Function):
@@ -77,6 +78,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # a copy: autograd may use the same gradient elsewhere
         return ctx.axis.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
 

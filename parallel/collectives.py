@@ -59,7 +59,8 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
         raise UserError(
             f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension "
-            f"{x.cut.dim} is {x.cut.outer} slices of features: join it along that dimension, before it is merged with others"
+            f"{x.cut.dim} is {x.cut.outer} slices of features: join it along that dimension, "
+            "before it is merged with others"
         )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 

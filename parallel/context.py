@@ -66,8 +66,8 @@ class Context:
         self._require_kinds()
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError(
-                "the plan and fp8 have different recipes: give the context an FP8State of "
-                "the same recipe"
+                "the plan and fp8 have different recipes: give the context an FP8State of the same "
+                "recipe"
             )
         recipe = self.plan.fp8
         local_scales = recipe and recipe.kind == "delayed" and not recipe.reduce_amax
@@ -79,8 +79,8 @@ class Context:
             )
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError(
-                'fp8.history = "te" advances the scales before a layer is recomputed: '
-                'recompute modules instead of whole layers, or set fp8.history = "step"'
+                'fp8.history = "te" advances the scales before a layer is recomputed: recompute '
+                'modules instead of whole layers, or set fp8.history = "step"'
             )
 
     def _require_kinds(self) -> None:
@@ -104,8 +104,8 @@ class Context:
             )
         if not _is_recompute(self.recompute):
             problems.append(
-                f"recompute = {self.recompute!r:.60}: must be a Recompute(modules=..., "
-                f"fraction=0 to 1, layers=...), of the modules {', '.join(MODULES)}"
+                f"recompute = {self.recompute!r:.60}: must be a Recompute(modules=..., fraction=0 "
+                f"to 1, layers=...), of the modules {', '.join(MODULES)}"
             )
         if not is_number(self.seed, whole=True):
             problems.append(f"seed = {self.seed!r:.40}: must be a whole number")

@@ -24,8 +24,7 @@ from megaprec.precision.nested import mapped, tensors
 
 JOIN_AND_SPLIT = (
     "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by "
-    "parallel.split, or give "
-    'the layer before it the style "whole"'
+    'parallel.split, or give the layer before it the style "whole"'
 )
 MOVED_STRIDE = 1 << 40
 """The stride of the cut dimension of a tensor that is used to see where an operation puts that dimension."""
@@ -238,9 +237,8 @@ PYTHON_OPERATORS = (
 )
 MORE_ELEMENTWISE = (
     "hardswish logsigmoid softsign tanhshrink multiply divide subtract negative absolute "
-    "floor_divide fill_ zero_ "
-    "greater less less_equal greater_equal not_equal zeros_like ones_like full_like "
-    "empty_like copy_ isclose"
+    "floor_divide fill_ zero_ greater less less_equal greater_equal not_equal zeros_like ones_like "
+    "full_like empty_like copy_ isclose"
 )
 
 
@@ -304,9 +302,8 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
     if length != 1:
         raise call.refuse(
             f"takes a tensor with {length} features beside a slice of {size}",
-            'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, '
-            "dim), or make this one "
-            "whole by parallel.join(y, tp, dim)",
+            'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, dim), '
+            "or make this one whole by parallel.join(y, tp, dim)",
         )
     require_shared_gradient(call, x)
 
@@ -317,9 +314,8 @@ def require_shared_gradient(call: Call, x: Tensor) -> None:
     if not (x.requires_grad and torch.is_grad_enabled()) or _is_copied(x):
         return
     raise call.refuse(
-        f"takes a tensor {list(x.shape)} that all features share, and each rank would compute "
-        "its gradient from its "
-        "own features only",
+        f"takes a tensor {list(x.shape)} that all features share, and each rank would compute its "
+        "gradient from its own features only",
         "give it as parallel.copy(x, tp), which sums the gradients",
     )
 
@@ -383,9 +379,8 @@ def _reshaped(call: Call) -> Placed:
         end = next((d for d in range(dim + 1, y.dim() + 1) if products[d] >= reach), y.dim())
         if any(d in derived for d in range(dim + 1, end)) and y.shape[dim] > 1:
             raise call.refuse(
-                f"splits the features into {list(y.shape[dim:end])}, of which the number was "
-                "not left open that tensor-"
-                "parallel ranks share",
+                f"splits the features into {list(y.shape[dim:end])}, of which the number was not "
+                "left open that tensor-parallel ranks share",
                 (
                     "leave the number of heads open and give the size of a head, e.g. view(..., "
                     "-1, head_dim)"
@@ -632,9 +627,8 @@ def _triangle(call: Call) -> Placed:
 def _loss(call: Call) -> Placed:
     raise call.refuse(
         "compares a slice of the outputs with targets of all of them",
-        "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another "
-        "loss make the outputs whole "
-        "by parallel.join(y, tp, -1)",
+        "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another loss "
+        "make the outputs whole by parallel.join(y, tp, -1)",
     )
 
 
@@ -681,15 +675,14 @@ CASTS = (
     "requires_grad_ data"
 )
 VIEWS = (
-    "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select "
-    "narrow __getitem__ expand "
-    "chunk split tensor_split unbind"
+    "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select narrow "
+    "__getitem__ expand chunk split tensor_split unbind"
 )
 LOSSES = (
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
-    "binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss "
-    "gaussian_nll_loss poisson_nll_loss "
-    "soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss ctc_loss"
+    "binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss gaussian_nll_loss "
+    "poisson_nll_loss soft_margin_loss multi_margin_loss multilabel_margin_loss "
+    "multilabel_soft_margin_loss ctc_loss"
 )
 RULES: dict[str, Callable[[Call], Placed]] = dict(
     [

@@ -35,8 +35,8 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     there = [f"{name}={described[name]}" for name in WORLD if name not in missing]
     raise UserError(
-        f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun "
-        "does, or none"
+        f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun does, "
+        "or none"
     )
 
 
@@ -46,9 +46,9 @@ def require_alone(environ: Mapping[str, str]) -> None:
     for name in OTHERS:
         if environ.get(name, "1") not in ("", "0", "1"):
             raise UserError(
-                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these "
-                "processes would train alone; "
-                "start them by torchrun, or set these variables, and LOCAL_RANK, for each"
+                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these processes "
+                "would train alone; start them by torchrun, or set these variables, and "
+                "LOCAL_RANK, for each"
             )
 
 
@@ -71,9 +71,9 @@ def require_sound(environ: Mapping[str, str]) -> None:
     each_is_a_rank = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ["WORLD_SIZE"]
     if each_is_a_rank and task != environ["RANK"]:
         raise UserError(
-            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: "
-            "RANK was set before srun, so "
-            "all tasks would be the same rank; leave RANK and WORLD_SIZE to the step"
+            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: RANK was "
+            "set before srun, so all tasks would be the same rank; leave RANK and WORLD_SIZE to "
+            "the step"
         )
 
 
@@ -92,16 +92,14 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     needed = [name for name in SLURMS if name != "SLURM_STEP_NODELIST" or not address]
     if missing := [name for name in needed if not environ.get(name)]:
         raise UserError(
-            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them "
-            "for each task of a step; "
-            "set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its place, or "
-            "start by torchrun"
+            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them for "
+            "each task of a step; set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
+            "place, or start by torchrun"
         )
     if environ.get("WORLD_SIZE", tasks) not in ("", tasks):
         raise UserError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={tasks}: the step's "
-            "tasks are the ranks; "
-            "leave WORLD_SIZE out, or set RANK too"
+            "tasks are the ranks; leave WORLD_SIZE out, or set RANK too"
         )
     local = _tasks_of_node(environ)
     return {
@@ -128,9 +126,8 @@ def lone_task(environ: Mapping[str, str]) -> str:
         return ""
     variables = " ".join(name for name in OTHERS if environ.get(name, "1") not in ("", "0", "1"))
     return (
-        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is "
-        "there: start the command "
-        f"with srun, or unset {variables} to run without the others"
+        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is there: "
+        f"start the command with srun, or unset {variables} to run without the others"
     )
 
 
@@ -176,7 +173,7 @@ def _number(name: str, environ: Mapping[str, str], default: str = "") -> int:
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):
         raise UserError(
-            f"{name}={text!r} is no number of a launcher's: give a whole number without a "
-            "leading zero"
+            f"{name}={text!r} is no number of a launcher's: give a whole number without a leading "
+            "zero"
         )
     return int(text)

@@ -97,8 +97,7 @@ def _connected(
             ) from error
         raise UserError(
             f"{here} has had no answer from {address}:{port} for {seconds:.0f} s: the first "
-            "machine must run there, "
-            f"and let others reach that port ({reason})"
+            f"machine must run there, and let others reach that port ({reason})"
         ) from error
 
 
@@ -157,10 +156,9 @@ def _unreachable(seats: Sequence[Seat]) -> str:
     if lost is None:
         return ""
     return (
-        f"{lost.host} is {lost.address} to itself (/etc/hosts), which no other machine "
-        f"reaches: set {INTERFACE} "
-        "on each machine to the network interface that joins them (ip -brief address lists "
-        "them), such as eth0"
+        f"{lost.host} is {lost.address} to itself (/etc/hosts), which no other machine reaches: "
+        f"set {INTERFACE} on each machine to the network interface that joins them (ip -brief "
+        "address lists them), such as eth0"
     )
 
 

@@ -185,8 +185,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int32, torch.int64):
             raise UserError(
-                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by "
-                "ids.long(), because torch reads bytes and truth values as a mask of rows"
+                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by ids.long(), "
+                "because torch reads bytes and truth values as a mask of rows"
             )
         tp = self.context.tp
         dtype = self.context.plan.residual

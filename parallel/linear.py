@@ -65,9 +65,8 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             raise UserError(
-                "torch.autocast is on, but parallel layers compute in the dtypes of their "
-                "plan, such as "
-                'megaprec.plan("bf16"): leave autocast out, or switch it off around them '
+                "torch.autocast is on, but parallel layers compute in the dtypes of their plan, "
+                'such as megaprec.plan("bf16"): leave autocast out, or switch it off around them '
                 "(enabled=False)"
             )
         ctx.input_layout = input_layout

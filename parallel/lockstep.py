@@ -136,8 +136,8 @@ class Lockstep:
         if len(asked) != len(self._lanes) or len(kinds) > 1:
             raise RuntimeError(
                 f"{len(asked)} of {len(self._lanes)} virtual ranks wait for "
-                f"{' and '.join(sorted(kinds))}: all of them "
-                "must call the same collectives in the same order"
+                f"{' and '.join(sorted(kinds))}: all of them must call the same collectives in the "
+                "same order"
             )
         with torch.no_grad():
             made = COLLECTIVES[kinds.pop()](self.virtual, [one.tensor for one in asked])

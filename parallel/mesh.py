@@ -54,9 +54,8 @@ def make_mesh(
     if world != needed:
         context = f"context {cp} x " if cp > 1 else ""
         raise UserError(
-            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} "
-            f"needs {needed}: "
-            f"start {needed} ranks or change [parallel]"
+            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs "
+            f"{needed}: start {needed} ranks or change [parallel]"
         )
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
     ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
@@ -73,8 +72,8 @@ def _require_type_of_device(device: object) -> None:
         known = False
     if not known:
         raise UserError(
-            f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", '
-            "without a number"
+            f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", without a '
+            "number"
         )
 
 
@@ -110,9 +109,8 @@ def world(
         raise UserError(f"minutes = {minutes!r:.40}: must be a number above 0")
     if dist.is_initialized():
         raise UserError(
-            f"this process has joined torch.distributed already, over {dist.get_backend()}: "
-            "use make_mesh without "
-            "world(), or leave init_process_group to world()"
+            f"this process has joined torch.distributed already, over {dist.get_backend()}: use "
+            "make_mesh without world(), or leave init_process_group to world()"
         )
     os.environ.update(slurm_environment(os.environ))
     own = _own_device() if device == "cuda" else None
@@ -144,9 +142,8 @@ def _telling_of_interfaces() -> Iterator[None]:
         if not reason:
             raise
         raise UserError(
-            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up "
-            "(ip link set lo up), or "
-            "name another in GLOO_SOCKET_IFNAME"
+            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up (ip "
+            "link set lo up), or name another in GLOO_SOCKET_IFNAME"
         ) from error
 
 
@@ -209,16 +206,15 @@ def _own_device() -> torch.device:
     there = torch.cuda.device_count()
     if "LOCAL_RANK" not in os.environ and there > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"LOCAL_RANK is not set, and torch sees {there} CUDA devices: the ranks of a "
-            "machine would share the "
-            "first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
+            f"LOCAL_RANK is not set, and torch sees {there} CUDA devices: the ranks of a machine "
+            "would share the first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if not there or (there > 1 and local >= there):
         raise UserError(
-            f'device = "cuda": local rank {local} has no CUDA device of its own, because '
-            f"torch sees {there}: look at "
-            'CUDA_VISIBLE_DEVICES and the driver, start fewer ranks on this machine, or use "cpu"'
+            f'device = "cuda": local rank {local} has no CUDA device of its own, because torch '
+            f"sees {there}: look at CUDA_VISIBLE_DEVICES and the driver, start fewer ranks on this "
+            'machine, or use "cpu"'
         )
     device = torch.device("cuda", local if there > 1 else 0)
     torch.cuda.set_device(device)

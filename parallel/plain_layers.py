@@ -100,11 +100,9 @@ class Watch:
         )
         if apart.any():
             raise UserError(
-                f"{path}: the input differs between tensor-parallel ranks, which compute one "
-                "batch together: give all "
-                "of them the same samples in the same order and the same random numbers, "
-                "e.g. torch.manual_seed with "
-                "one seed on all of them"
+                f"{path}: the input differs between tensor-parallel ranks, which compute one batch "
+                "together: give all of them the same samples in the same order and the same random "
+                "numbers, e.g. torch.manual_seed with one seed on all of them"
             )
 
 
@@ -263,15 +261,13 @@ class _Norm(Watched):
         if isinstance(x, CutTensor) and heads and not self.of_heads:
             raise UserError(
                 f"{self.path} is given heads that tensor-parallel ranks share, of the "
-                f"{x.cut.source}, and each rank "
-                'would compute its gradient from its own heads: give it the style "heads", '
-                "which sums them"
+                f"{x.cut.source}, and each rank would compute its gradient from its own heads: "
+                'give it the style "heads", which sums them'
             )
         if self.of_heads and checks and not heads:
             raise UserError(
-                f'{self.path} has the style "heads", but its input is none that '
-                "tensor-parallel ranks share: leave the "
-                "style out"
+                f'{self.path} has the style "heads", but its input is none that tensor-parallel '
+                "ranks share: leave the style out"
             )
 
 
@@ -338,16 +334,14 @@ class Dropout(nn.Dropout):
             return
         if cut is not None and cut.outer != 1:
             raise UserError(
-                f"{self.path} is given heads that are merged with samples: call it before "
-                "they are merged, with "
-                "[b, heads, ...]"
+                f"{self.path} is given heads that are merged with samples: call it before they are "
+                "merged, with [b, heads, ...]"
             )
         from_last = 0 if cut is None else x.dim() - cut.dim
         if self._from_last not in (None, from_last):
             raise UserError(
-                f"{self.path} is called with features that tensor-parallel ranks share, and "
-                "with whole ones or others: "
-                "give each place an nn.Dropout of its own"
+                f"{self.path} is called with features that tensor-parallel ranks share, and with "
+                "whole ones or others: give each place an nn.Dropout of its own"
             )
         self._from_last = from_last
 
@@ -377,16 +371,14 @@ def _require_sequence(x: CutTensor, path: str, watch: Watch) -> None:
 
 def _cut_elsewhere(x: CutTensor, path: str) -> UserError:
     return UserError(
-        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of "
-        f"the {x.cut.source}, not "
-        "its features: make it whole by parallel.join(x, tp, dim), or bring the heads into "
-        "the features first"
+        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the "
+        f"{x.cut.source}, not its features: make it whole by parallel.join(x, tp, dim), or bring "
+        "the heads into the features first"
     )
 
 
 def _under_sequence(path: str) -> UserError:
     return UserError(
-        f"{path} is given features in another way than layers of style column and row follow "
-        "each other, which "
-        "sequence parallelism does not support: set Context(sequence=False)"
+        f"{path} is given features in another way than layers of style column and row follow each "
+        "other, which sequence parallelism does not support: set Context(sequence=False)"
     )

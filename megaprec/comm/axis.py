@@ -72,8 +72,8 @@ class Axis:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
             raise UserError(
-                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: "
-                "they must be the same"
+                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: they "
+                "must be the same"
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
@@ -128,8 +128,8 @@ class Axis:
         """
         if self.size % size:
             raise UserError(
-                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it "
-                "must divide them"
+                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it must "
+                "divide them"
             )
         if self.runs is None or size == 1:
             return Axis(new_name)
@@ -303,8 +303,8 @@ class Axis:
     def _require_divides(self, tensor: Tensor, dim: int) -> None:
         if tensor.shape[dim] % self.size:
             raise ValueError(
-                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} "
-                f"ranks of {self.name}"
+                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks "
+                f"of {self.name}"
             )
 
 
@@ -316,8 +316,7 @@ def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     if names != in_order or not names:
         raise UserError(
             f"the mesh has the axes {', '.join(names) or 'without names'}: name them with "
-            "mesh_dim_names, some of "
-            f"{', '.join(AXES)} in this order"
+            f"mesh_dim_names, some of {', '.join(AXES)} in this order"
         )
     return names
 

@@ -154,8 +154,8 @@ def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
     if tuple(parameter.shape) != expected:
         raise ValueError(
-            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout "
-            f"says {expected}"
+            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says "
+            f"{expected}"
         )
     parameter.megaprec_layout = layout  # type: ignore[attr-defined]
     return parameter
@@ -190,8 +190,8 @@ def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") ->
     """
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"attach_whole takes a torch module, not a {type(module).__name__}: call it for "
-            "each model"
+            f"attach_whole takes a torch module, not a {type(module).__name__}: call it for each "
+            "model"
         )
     if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
         raise UserError(

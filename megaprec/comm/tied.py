@@ -48,8 +48,8 @@ def _all_gather_sets(
     """
     if len(local_sets) > _MAX_SETS:
         raise ValueError(
-            "a pipeline rank may share parameters with at most "
-            f"{_MAX_SETS} different sets of others"
+            f"a pipeline rank may share parameters with at most {_MAX_SETS} different sets of "
+            "others"
         )
     codes = torch.zeros(_MAX_SETS, dtype=torch.int64, device=device)
     for i, ranks in enumerate(local_sets):

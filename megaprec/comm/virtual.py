@@ -42,9 +42,8 @@ class VirtualAxis:
     def __post_init__(self) -> None:
         if self.size < 1 or self.size % self.real.size:
             raise UserError(
-                f"{self.size} virtual ranks cannot be shared out evenly among "
-                f"{self.real.size} processes of "
-                f"{self.real.name}: their number must be a multiple of the processes"
+                f"{self.size} virtual ranks cannot be shared out evenly among {self.real.size} "
+                f"processes of {self.real.name}: their number must be a multiple of the processes"
             )
 
     @property
@@ -69,8 +68,8 @@ class VirtualAxis:
         dtype = leaves[0].dtype
         if leaves[0].shape[0] % self.size:
             raise ValueError(
-                f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} "
-                "virtual ranks"
+                f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} virtual "
+                "ranks"
             )
         if self.real.size == 1:
             chunked = [leaf.chunk(self.size) for leaf in leaves]

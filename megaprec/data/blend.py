@@ -112,9 +112,9 @@ def shares(weights: Sequence[float]) -> list[int]:
     least = [n // math.gcd(*whole) for n in whole]
     if sum(least) > LONGEST_PERIOD:
         raise UserError(
-            f"weights {', '.join(map(repr, weights))} need {sum(least):,} samples, the "
-            "shortest stretch with exact "
-            f"proportions; at most {LONGEST_PERIOD:,} are supported: give weights with fewer digits"
+            f"weights {', '.join(map(repr, weights))} need {sum(least):,} samples, the shortest "
+            f"stretch with exact proportions; at most {LONGEST_PERIOD:,} are supported: give "
+            "weights with fewer digits"
         )
     return least
 

@@ -149,9 +149,8 @@ def build(
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError(
-                f"{prefix}: no room for the data set ({error.strerror}); what was written of "
-                "it is removed: "
-                "free some room or choose another place"
+                f"{prefix}: no room for the data set ({error.strerror}); what was written of it is "
+                "removed: free some room or choose another place"
             ) from error
         raise
     counts = asdict(state.counts)
@@ -381,8 +380,8 @@ def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
     idx = beside(prefix, ".idx")
     if idx.exists() and not overwrite:
         raise UserError(
-            f"{idx} exists and was made of another text or tokenizer; choose another prefix "
-            "or remove it"
+            f"{idx} exists and was made of another text or tokenizer; choose another prefix or "
+            "remove it"
         )
 
 

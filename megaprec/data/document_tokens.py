@@ -59,9 +59,9 @@ def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
         return dataset
     if share > 0:
         raise UserError(
-            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: "
-            "build it again from its text "
-            'without begin tokens, or set data.begin = "none" to take it as it is'
+            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: build it "
+            'again from its text without begin tokens, or set data.begin = "none" to take it as it '
+            "is"
         )
     return Begun(dataset, begin)
 

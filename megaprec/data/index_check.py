@@ -157,9 +157,8 @@ def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
     if len(other):
         at = start + int(other[0])
         raise UserError(
-            f"{index.path}: sequence {at} has mode {index.modes[at]} (an image or the like, "
-            "of a multimodal set); "
-            "text only, mode 0, is trained on: build the set from its text"
+            f"{index.path}: sequence {at} has mode {index.modes[at]} (an image or the like, of a "
+            "multimodal set); text only, mode 0, is trained on: build the set from its text"
         )
     begins = begin + np.cumsum(sizes) - sizes
     wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
@@ -167,8 +166,8 @@ def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
         at = start + int(wrong[0])
         raise corrupt(
             index.path,
-            f"sequence {at} begins at byte {index.pointers[at]} where the lengths before it "
-            f"end at byte {begins[wrong[0]]} (only back-to-back sequences are read)",
+            f"sequence {at} begins at byte {index.pointers[at]} where the lengths before it end at "
+            f"byte {begins[wrong[0]]} (only back-to-back sequences are read)",
         )
     return int(begins[-1] + sizes[-1])
 

@@ -134,10 +134,9 @@ class IndexedWriter:
         wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
         document = self._documents.tell() // 8 - 1 + int(np.searchsorted(ends, wrong, side="right"))
         return UserError(
-            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a "
-            "vocabulary of "
-            f"{self._vocab_size}, "
-            f"the first is {tokens[wrong]} in document {document}; give the tokenizer's own size"
+            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary "
+            f"of {self._vocab_size}, the first is {tokens[wrong]} in document {document}; give the "
+            "tokenizer's own size"
         )
 
     def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
@@ -270,8 +269,8 @@ class IndexedDataset:
         read-only view."""
         if not 0 <= index < self.num_documents:
             raise UserError(
-                f"document {index} does not exist; {self.prefix} has {self.num_documents}, "
-                "counted from 0"
+                f"document {index} does not exist; {self.prefix} has {self.num_documents}, counted "
+                "from 0"
             )
         first = self._documents[index]
         last = self._documents[index + 1]
@@ -388,8 +387,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     if head.startswith(OLD_MAGIC):
         raise UserError(
             f"{path}: the format TNTIDX of fairseq and of Megatron's first sets, which is not "
-            "read; "
-            "convert the set to MMIDIDX with the tools that made it, or build it again from "
+            "read; convert the set to MMIDIDX with the tools that made it, or build it again from "
             "its text"
         )
     if head[: len(MAGIC)] != MAGIC:
@@ -408,8 +406,8 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
         raise corrupt(
             path,
             (
-                f"{state}: {size} bytes where {sequences} sequences and {indices} document "
-                f"indices take {expected}"
+                f"{state}: {size} bytes where {sequences} sequences and {indices} document indices "
+                f"take {expected}"
             ),
         )
     pointers_at = HEADER.size + 4 * sequences

@@ -131,9 +131,9 @@ def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> Non
     else:
         first = f"; the first is {dataset.tokens(token, 1)[0]} {place_of(dataset, token)}"
     raise UserError(
-        f"{dataset.prefix} has token ids {seen.low} to {seen.high}, which a vocabulary of "
-        f"{vocab} does not hold{first}"
-        f": set the vocabulary to at least {seen.high + 1} or give the tokenizer's own data"
+        f"{dataset.prefix} has token ids {seen.low} to {seen.high}, which a vocabulary of {vocab} "
+        f"does not hold{first}: set the vocabulary to at least {seen.high + 1} or give the "
+        "tokenizer's own data"
     )
 
 
@@ -193,8 +193,8 @@ def describe_bad_id(
     token = first + int(wrong[0])
     return (
         f"sample {sample} has token id {ids[wrong[0]]} {place_of(dataset, token)}, which a "
-        f"vocabulary of {vocab} does "
-        f"not hold; no step was taken with it: restore the file, or build it again"
+        f"vocabulary of {vocab} does not hold; no step was taken with it: restore the file, or "
+        "build it again"
     )
 
 

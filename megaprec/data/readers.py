@@ -224,8 +224,8 @@ def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Pi
         if other := _other_form(file):
             raise UserError(f"{file}: not a JSON list ({other})")
         raise UserError(
-            f"{file}: not a JSON list of texts or of objects with a text; one object a line "
-            "is .jsonl"
+            f"{file}: not a JSON list of texts or of objects with a text; one object a line is "
+            ".jsonl"
         )
     number = 0
     try:

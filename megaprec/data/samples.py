@@ -135,10 +135,9 @@ class Samples:
             if (documents[1:] == documents[:-1]).any():
                 return
         raise UserError(
-            f"no token of the {what} counts in the loss: every document there is one token "
-            "long, and "
-            "data.eod_mask_loss = true leaves out the first token of each; set it to false, "
-            "or give longer documents"
+            f"no token of the {what} counts in the loss: every document there is one token long, "
+            "and data.eod_mask_loss = true leaves out the first token of each; set it to false, or "
+            "give longer documents"
         )
 
     def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
@@ -217,7 +216,6 @@ def count_samples(dataset: IndexedDataset, seq_length: int) -> int:
 
 def _too_short(dataset: IndexedDataset, seq_length: int, samples: int) -> UserError:
     return UserError(
-        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of "
-        f"sequence length {seq_length} "
-        f"need {samples * seq_length + 1}; give more text or a shorter sequence"
+        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of sequence "
+        f"length {seq_length} need {samples * seq_length + 1}; give more text or a shorter sequence"
     )

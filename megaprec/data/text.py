@@ -215,8 +215,8 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
     if not path.exists():
         here = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UserError(
-            f"{name}: no such file or folder{here}; "
-            "give 'python', a text file, a folder, a .jsonl, .json or .parquet file"
+            f"{name}: no such file or folder{here}; give 'python', a text file, a folder, a "
+            ".jsonl, .json or .parquet file"
         )
     if not (path.is_dir() or path.is_file()):
         raise UserError(

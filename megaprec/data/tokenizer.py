@@ -322,9 +322,8 @@ def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> 
     there = [name for name in there if name in special] or there
     if len(there) > 1:
         raise UserError(
-            f"{path} has {' and '.join(there)}, and nothing says which of them ends a "
-            f"document: name it in {CONFIG} "
-            f'beside it: {{"eos_token": "{there[0]}"}}'
+            f"{path} has {' and '.join(there)}, and nothing says which of them ends a document: "
+            f'name it in {CONFIG} beside it: {{"eos_token": "{there[0]}"}}'
         )
     return vocabulary[there[0]] if there else None
 

@@ -189,18 +189,15 @@ def require_as_written(
     to be split."""
     if definition["model"].get("dropout"):
         raise UserError(
-            f"{path}: model.dropout = {definition['model']['dropout']} splits texts at "
-            "random, so a text has "
-            "other tokens each time: set it to null"
+            f"{path}: model.dropout = {definition['model']['dropout']} splits texts at random, so "
+            "a text has other tokens each time: set it to null"
         )
     for one in definition.get("added_tokens") or ():
         if (found := vocabulary.get(one["content"])) != one["id"]:
             raise UserError(
-                f"{path}: added_tokens has {one['content']!r} as token {one['id']}, but it "
-                f"becomes token {found}, for "
-                "a token of the model keeps its id, and others follow without a gap: add "
-                "tokens of any name for ids "
-                "between"
+                f"{path}: added_tokens has {one['content']!r} as token {one['id']}, but it becomes "
+                f"token {found}, for a token of the model keeps its id, and others follow without "
+                "a gap: add tokens of any name for ids between"
             )
     owner = dict[int, str]()
     for token, number in vocabulary.items():
@@ -271,8 +268,8 @@ def another_kind(path: Path, content: bytes) -> str:
     lines = [line.split() for line in content[:4096].split(b"\n")[:-1]]
     if not found and lines and all(len(line) == 2 and line[1].isdigit() for line in lines):
         found = (
-            "it is a vocabulary of tiktoken: convert it to a tokenizer.json (TikTokenConverter "
-            "of transformers)"
+            "it is a vocabulary of tiktoken: convert it to a tokenizer.json (TikTokenConverter of "
+            "transformers)"
         )
     if not found and path.suffix == ".json":
         found = "it holds no JSON object; tokenizers of Keras and lists of tokens are not read"
@@ -318,9 +315,8 @@ def require_whole(path: Path, content: bytes) -> None:
     lacking = parts.keys() - {number for number, _ in protobuf_fields(content)}
     if lacking:
         raise UserError(
-            f"{path} has no {' and no '.join(parts[one] for one in sorted(lacking))}, which "
-            "is the end of every "
-            "SentencePiece model: it is cut off; copy it again"
+            f"{path} has no {' and no '.join(parts[one] for one in sorted(lacking))}, which is the "
+            "end of every SentencePiece model: it is cut off; copy it again"
         )
 
 
@@ -415,8 +411,8 @@ def _kind_of_json(said: Any) -> str:
         return f"it has the settings of a tokenizer ({CONFIG}): give the tokenizer.json beside it"
     if said and all(type(value) is int for value in said.values()):
         return (
-            "it is a vocabulary (vocab.json) without merges: give the tokenizer.json that is "
-            "made of both"
+            "it is a vocabulary (vocab.json) without merges: give the tokenizer.json that is made "
+            "of both"
         )
     if "class_name" in said:
         return "it is a tokenizer of Keras, which is not read"

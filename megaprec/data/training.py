@@ -212,8 +212,7 @@ def train_hugging_face(
     if (there := made.get_vocab_size()) < vocab_size:
         raise UserError(
             f"a vocabulary of {vocab_size} cannot be learned from this text: there are only "
-            f"{there} pieces in it; give "
-            "at most that, or more text"
+            f"{there} pieces in it; give at most that, or more text"
         )
     return _publish(path, made.to_str(pretty=True).encode(), overwrite)
 

@@ -67,8 +67,8 @@ def remember(content: bytes) -> None:
 
 def _refused(path: Path, why: str) -> UserError:
     return UserError(
-        f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by "
-        "the library"
+        f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by the "
+        "library"
     )
 
 

@@ -73,8 +73,8 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
     except (BrokenPipeError, EOFError) as error:
         code = process.wait()
         raise UserError(
-            f"a process that turns text into tokens ended with code {code}"
-            f"{' (killed, perhaps because memory ran out)' if code == -9 else ''}: try fewer "
+            "a process that turns text into tokens ended with code "
+            f"{code}{' (killed, perhaps because memory ran out)' if code == -9 else ''}: try fewer "
             "workers"
         ) from error
 

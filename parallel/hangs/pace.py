@@ -53,8 +53,8 @@ class Straggler:
             return f"{who} is no longer slow"
         usual = "as at the start of the run" if self.alone else "as the other ranks of its stage"
         return (
-            f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since about "
-            f"step {self.since}"
+            f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since about step "
+            f"{self.since}"
         )
 
 

@@ -56,8 +56,8 @@ def judge_silent(
         here = [one.rank for one in known.values() if one.host == me.host]
         reason = (
             f"{where} has not been heard of for {seconds:.0f} s by {me.host} "
-            f"({ranks_in_words(here)}): the machine is "
-            f"down, or the link to it is cut; {_last(min(silent), known.get(min(silent)))}"
+            f"({ranks_in_words(here)}): the machine is down, or the link to it is cut; "
+            f"{_last(min(silent), known.get(min(silent)))}"
         )
     else:
         stopped = "; ".join(_last(rank, known.get(rank)) for rank in sorted(silent))

@@ -20,7 +20,7 @@ from megaprec.comm.random import key
 from megaprec.errors import UserError
 from parallel import collectives
 from parallel.context import Context
-from parallel.cut_features import Cut, CutTensor, marked, unchecked
+from parallel.cut_features import Cut, CutTensor, mark_cut, unchecked
 from parallel.dropout import drop
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
@@ -144,12 +144,12 @@ class Watched(nn.Module):
             "weight"
         )
         rows = "rows" if dim == 0 else "columns"
-        return marked(
+        return mark_cut(
             value, Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy)
         )
 
 
-# What is marked is a copy: the output of an autograd function of ours could not be modified in
+# What is mark_cut is a copy: the output of an autograd function of ours could not be modified in
 # place as one of torch's.
 
 
@@ -163,7 +163,7 @@ class Column(Watched, ColumnParallelLinear):
         with self.computing() as checks:
             y = super().forward(self._whole(x, checks))
         if checks:
-            return marked(
+            return mark_cut(
                 y.clone(), Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
             )
         return y
@@ -204,7 +204,7 @@ class Row(Watched, RowParallelLinear):
             _require_last(x, self.path)
             y = super().forward(unchecked(x))
         if checks and self.watch.sequence:
-            return marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+            return mark_cut(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
         return y
 
 
@@ -223,7 +223,7 @@ class Vocab(Watched, VocabParallelEmbedding):
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
         if checks and self.watch.sequence:
-            return marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+            return mark_cut(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
         return y
 
 
@@ -243,7 +243,7 @@ class _Norm(Watched):
             else:
                 self._require_understood(x, checks)
                 y = norm(unchecked(x))
-        return marked(y, x.cut) if isinstance(x, CutTensor) else y
+        return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
     def _of_slice(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         _require_last(x, self.path)
@@ -325,7 +325,7 @@ class Dropout(nn.Dropout):
             # After a frozen layer y has no gradient, and would be taken for numbers made elsewhere.
             with torch._C.DisableTorchFunctionSubclass():
                 return x.copy_(y)
-        return marked(y, x.cut) if isinstance(x, CutTensor) else y
+        return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
     def _note(self, x: Tensor) -> None:
         """Keep along which dimension inputs are cut, as a pass shows that is checked."""

@@ -312,8 +312,8 @@ def _require_combinable(call: Call, x: Tensor, from_last: int, size: int) -> Non
 
     `x` is the same for all features, or a slice itself. What is the same for all has a gradient
     that each rank would compute from its own features only. A slice was computed from weights and
-    has a gradient; numbers that code has made for the size of the slice, such as random ones, would be
-    the same for different features.
+    has a gradient; numbers that code has made for the size of the slice, such as random ones, would
+    be the same for different features.
     """
     length = x.shape[-from_last] if x.dim() >= from_last else 1
     if length == size and size > 1:
@@ -556,7 +556,7 @@ def _matmul_rule(call: Call) -> CutOf:
 
 
 def _cut_from_last(x: Tensor) -> int:
-    """Return the cut dimension of `x`, counted from the last one, which is 1; 0 if it is not cut."""
+    """Return the cut dimension of `x`, counted from the last one as 1; 0 if it is not cut."""
     return x.dim() - x.cut.dim if isinstance(x, CutTensor) else 0
 
 

@@ -8,6 +8,7 @@ the dtype of the input, of the products or of the residual stream. The optimizer
 weights, gradients and master weights in FP32 on every rank; it finds them by their names.
 """
 
+import torch
 from torch import nn
 
 from megaprec.errors import UserError
@@ -36,10 +37,15 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
     for _, part in marked_parts(model):
         for module in part.modules():
             _widen(module, plan)
-        made = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
-        compute_in_fp32(
-            part, lambda given, made=made: made or given or plan.residual, plan.sensitive
-        )
+        # norms of this project round to the dtype of products, whatever their input has
+        norm_dtype = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
+
+        def output_dtype(
+            input_dtype: torch.dtype | None, norm_dtype: torch.dtype | None = norm_dtype
+        ) -> torch.dtype:
+            return norm_dtype or input_dtype or plan.residual
+
+        compute_in_fp32(part, output_dtype, plan.sensitive)
 
 
 def _widen(module: nn.Module, plan: PrecisionPlan) -> None:

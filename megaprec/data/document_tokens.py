@@ -144,7 +144,7 @@ class Begun(IndexedDataset):
         return numbers
 
     def stored_place(self, token: int) -> int:
-        """Return the place in the file of a token; for a begin token, that of the token after it."""
+        """Return the place in the file of a token; of a begin token, that of the token after it."""
         number = self._document_at(token)
         return max(token, self._start_of(number) + 1) - number - 1
 

@@ -16,7 +16,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 8
+ROUNDS = 8  # of the Feistel network
 
 
 def order(
@@ -31,17 +31,17 @@ def order(
     epochs, indices = np.divmod(positions, samples)
     if not shuffle:
         return indices
-    chosen = np.empty_like(indices)
+    numbers = np.empty_like(indices)
     for epoch in set(epochs.ravel().tolist()):  # np.unique imports numpy.ma first, in every process
-        here = epochs == epoch
-        chosen[here] = permute(indices[here], samples, seed, epoch)
-    return chosen
+        of_epoch = epochs == epoch
+        numbers[of_epoch] = permute(indices[of_epoch], samples, seed, epoch)
+    return numbers
 
 
 def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the images of `indices` (each in [0, n)) under the permutation of [0, n) keyed by
     (seed, epoch)."""
-    half = np.uint64(((n - 1).bit_length() + 1) // 2)
+    half = np.uint64(((n - 1).bit_length() + 1) // 2)  # bits of half a number, rounded up
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
     images = _feistel(indices.astype(np.uint64), half, keys)

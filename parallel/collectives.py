@@ -47,13 +47,21 @@ def scatter(x: Tensor, axis: Axis) -> Tensor:
     return _Scatter.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
-def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def split(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+) -> Tensor:
     """Return this rank's shard of x: `dim` shrinks from size * n to n; the backward pass is an
     all-gather over the axis."""
     return _Split.apply(x, axis, dim) if axis.size > 1 else x
 
 
-def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def join(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+) -> Tensor:
     """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of
     the gradient."""
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
@@ -65,7 +73,11 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 
 
-def _gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _gather_dim(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+) -> Tensor:
     """All-gather x along `dim`."""
     gathered = axis.gather(x.movedim(dim, 0).contiguous())
     return gathered.movedim(0, dim)
@@ -73,7 +85,11 @@ def _gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
@@ -85,7 +101,11 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         return axis.sum_(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -95,7 +115,11 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         ctx.axis = axis
         return axis.gather(x)
 
@@ -106,7 +130,11 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         ctx.axis = axis
         return axis.scatter_sum(x)
 
@@ -117,7 +145,12 @@ class _Scatter(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+    ) -> Tensor:
         ctx.axis = axis
         ctx.dim = dim
         return axis.chunk(x, dim).contiguous()
@@ -129,7 +162,12 @@ class _Split(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+    ) -> Tensor:
         ctx.axis = axis
         ctx.dim = dim
         return _gather_dim(x, axis, dim)

@@ -20,7 +20,10 @@ from parallel.leaves import Call
 TOLERANCE = 64
 
 
-def inductor(graph: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+def inductor(
+    graph: GraphModule,
+    examples: list[Tensor],
+) -> Callable[..., Any]:
     """Return a graph compiled by torch, a function of tensors like `examples`.
 
     Raises what torch's compiler raises.
@@ -73,7 +76,11 @@ def _is_close(result: Tensor, expected: Tensor) -> bool:
     return rounded_apart(result, expected, torch.finfo(expected.dtype).eps)
 
 
-def rounded_apart(result: Tensor, expected: Tensor, eps: float) -> bool:
+def rounded_apart(
+    result: Tensor,
+    expected: Tensor,
+    eps: float,
+) -> bool:
     """Return True if two tensors differ by rounding only.
 
     eps: of the dtype in which they were rounded.

@@ -137,7 +137,12 @@ class Call:
             return self.func.__self__.__name__  # type: ignore[attr-defined]
         return name
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
+    def argument(
+        self,
+        position: int,
+        name: str,
+        default: Any = None,
+    ) -> Any:
         """Return the argument at a position or of a name; `default` if there is none."""
         if name in self.kwargs:
             return self.kwargs[name]
@@ -304,7 +309,12 @@ def _is_cut_alike(x: CutTensor, other: CutTensor) -> bool:
     return same_dim and x.cut.outer == other.cut.outer
 
 
-def _require_combinable(call: Call, x: Tensor, from_last: int, size: int) -> None:
+def _require_combinable(
+    call: Call,
+    x: Tensor,
+    from_last: int,
+    size: int,
+) -> None:
     """Raise UserError unless `x`, of which nothing is known, may be combined with a slice.
 
     from_last: the cut dimension, counted from the last one, which is 1.
@@ -402,7 +412,13 @@ def _reshape_rule(call: Call) -> CutOf:
         counts_before = [prod(y.shape[:dim]) for dim in range(y.dim() + 1)]
         starts = [dim for dim in range(y.dim()) if counts_before[dim] == slice_count]
         if not starts:
-            return _merged_cut(call, y, counts_before, slice_count, size)
+            return _merged_cut(
+                call,
+                y,
+                counts_before,
+                slice_count,
+                size,
+            )
         open_in_result = {dim % y.dim() for dim in open_dims}
         dim = _start_of_slices(y, starts, open_in_result, size)
         # dimensions of size 1 after the last features were split from them too
@@ -421,7 +437,12 @@ def _reshape_rule(call: Call) -> CutOf:
     return cut_of
 
 
-def _start_of_slices(y: Tensor, starts: Sequence[int], open_dims: set[int], size: int) -> int:
+def _start_of_slices(
+    y: Tensor,
+    starts: Sequence[int],
+    open_dims: set[int],
+    size: int,
+) -> int:
     """Return the cut dimension of `y` among those at which a slice can begin.
 
     All but the last of `starts` have size 1. One of them may be the number of heads of this rank,
@@ -438,7 +459,11 @@ def _start_of_slices(y: Tensor, starts: Sequence[int], open_dims: set[int], size
 
 
 def _merged_cut(
-    call: Call, y: Tensor, counts_before: Sequence[int], slice_count: int, size: int
+    call: Call,
+    y: Tensor,
+    counts_before: Sequence[int],
+    slice_count: int,
+    size: int,
 ) -> Cut:
     """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads
     with samples.
@@ -473,7 +498,11 @@ def _open_dims(call: Call) -> list[int]:
     ]
 
 
-def _named_dims(call: Call, position: int, default: Any = None) -> list[int] | None:
+def _named_dims(
+    call: Call,
+    position: int,
+    default: Any = None,
+) -> list[int] | None:
     """Return the dimensions that an argument names, from 0; None if it names none."""
     named = call.argument(position, "dim", call.kwargs.get("axis", default))
     if named is None:

@@ -186,7 +186,11 @@ def _tasks_of_node(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_NTASKS_PER_NODE", "")
 
 
-def _read_number(name: str, environ: Mapping[str, str], default: str = "") -> int:
+def _read_number(
+    name: str,
+    environ: Mapping[str, str],
+    default: str = "",
+) -> int:
     """Return the number that a variable states. Raises UserError for what is none."""
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):

@@ -34,7 +34,11 @@ class MicrobatchInfo:
 
 
 def dropout(
-    x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None
+    x: Tensor,
+    probability: float,
+    context: Context,
+    name: str,
+    place: MicrobatchInfo | None,
 ) -> Tensor:
     """Apply dropout to activations x [s, b, hidden].
 
@@ -46,7 +50,14 @@ def dropout(
     positions = positions_between(context, x.shape[0], x.device)
     features = torch.arange(x.shape[2], device=x.device)
     coordinates = (positions, place.samples, features)
-    return _drop(x, probability, context, name, place, coordinates)
+    return _drop(
+        x,
+        probability,
+        context,
+        name,
+        place,
+        coordinates,
+    )
 
 
 def attention_dropout(
@@ -71,14 +82,26 @@ def attention_dropout(
         place.samples,
         *(_indices(span, weights.device) for span in (heads, queries, keys)),
     )
-    return _drop(weights, probability, context, name, place, coordinates)
+    return _drop(
+        weights,
+        probability,
+        context,
+        name,
+        place,
+        coordinates,
+    )
 
 
 def _indices(span: range, device: torch.device) -> Tensor:
     return torch.arange(span.start, span.stop, device=device)
 
 
-def drop(x: Tensor, probability: float, secret: int, ranges: Sequence[range]) -> Tensor:
+def drop(
+    x: Tensor,
+    probability: float,
+    secret: int,
+    ranges: Sequence[range],
+) -> Tensor:
     """Apply dropout to `x` of any shape.
 
     secret: the key of the random numbers.
@@ -110,7 +133,12 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probability: float, secret: int, leaves: Leaves, *coordinates: Tensor
+        ctx: Any,
+        x: Tensor,
+        probability: float,
+        secret: int,
+        leaves: Leaves,
+        *coordinates: Tensor,
     ) -> Tensor:
         # a tensor, as it differs between calls
         number = torch.full((), secret, dtype=torch.int64, device=x.device)
@@ -128,7 +156,10 @@ class _Dropout(torch.autograd.Function):
 
 
 def _dropout(
-    x: Tensor, probability: float, secret: Tensor, *coordinates: Tensor
+    x: Tensor,
+    probability: float,
+    secret: Tensor,
+    *coordinates: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return x after dropout, and True where an element is kept."""
     index = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -139,6 +170,10 @@ def _dropout(
     return _dropout_gradient(x, mask, probability), mask
 
 
-def _dropout_gradient(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+def _dropout_gradient(
+    x: Tensor,
+    mask: Tensor,
+    probability: float,
+) -> Tensor:
     """Return x / (1 - probability) where the mask is True, otherwise 0; forward and backward."""
     return torch.where(mask, x / (1 - probability), 0)

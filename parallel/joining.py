@@ -39,7 +39,9 @@ OUTCOME = "why not all ranks have joined"  # key of the store; empty if they hav
 
 
 def join(
-    environment: Mapping[str, str] = os.environ, seconds: float = 0.0, over_gloo: bool = False
+    environment: Mapping[str, str] = os.environ,
+    seconds: float = 0.0,
+    over_gloo: bool = False,
 ) -> tuple[dist.Store, int, int]:
     """Return the ranks' store, this rank and the number of ranks, once all ranks have joined.
 
@@ -59,11 +61,24 @@ def join(
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connect(rank, size, address, port, hosts, seconds)
+    store = _connect(
+        rank,
+        size,
+        address,
+        port,
+        hosts,
+        seconds,
+    )
     store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
         ends_alone = is_interactive(environment, _reads_a_terminal())
-        problem = _wait_for_ranks(store, size, seconds, lone_task(environment), ends_alone)
+        problem = _wait_for_ranks(
+            store,
+            size,
+            seconds,
+            lone_task(environment),
+            ends_alone,
+        )
         if over_gloo and not problem:
             problem = _unreachable([_read_seat(store, number) for number in range(size)])
         store.set(OUTCOME, problem)
@@ -78,7 +93,12 @@ def join(
 
 
 def _connect(
-    rank: int, size: int, address: str, port: int, hosts: bool, seconds: float
+    rank: int,
+    size: int,
+    address: str,
+    port: int,
+    hosts: bool,
+    seconds: float,
 ) -> dist.Store:
     """Return the store.
 
@@ -168,7 +188,11 @@ def _reads_a_terminal() -> bool:
 
 
 def _wait_for_ranks(
-    store: dist.Store, size: int, seconds: float, alone: str = "", ends_alone: bool = False
+    store: dist.Store,
+    size: int,
+    seconds: float,
+    alone: str = "",
+    ends_alone: bool = False,
 ) -> str:
     """Wait for all ranks. Return the reason why some are missing, "" if none is.
 

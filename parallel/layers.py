@@ -86,9 +86,23 @@ class ColumnParallelLinear(nn.Module):
                 )
             weight_shape = (matrix.rows, input_size)
             weight_parts.append(
-                Part.cut(f"{matrix.name}.weight", weight_shape, 0, tp, matrix.shards)
+                Part.cut(
+                    f"{matrix.name}.weight",
+                    weight_shape,
+                    0,
+                    tp,
+                    matrix.shards,
+                )
             )
-            bias_parts.append(Part.cut(f"{matrix.name}.bias", (matrix.rows,), 0, tp, matrix.shards))
+            bias_parts.append(
+                Part.cut(
+                    f"{matrix.name}.bias",
+                    (matrix.rows,),
+                    0,
+                    tp,
+                    matrix.shards,
+                )
+            )
         self.weight = parameter(context, weight_parts, std, partial=True)
         self.products = context.products(self.weight)
         self.bias = parameter(context, bias_parts, 0.0, partial=True) if bias else None
@@ -149,7 +163,15 @@ class RowParallelLinear(nn.Module):
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred, self.products)
+        y = Linear.apply(
+            x,
+            self.weight,
+            None,
+            Input.OWN,
+            tp,
+            self.context.deferred,
+            self.products,
+        )
         # The bias is added after the sum, so that it is added once.
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         return y if self.bias is None else Add.apply(y, self.bias, None)
@@ -193,10 +215,22 @@ class VocabParallelEmbedding(nn.Module):
         valid_ids = ids.clamp(0, self.part.shape[0] - 1)
         outside = valid_ids != ids
         if tp.size == 1:
-            return Lookup.apply(valid_ids, self.weight, None, dtype, outside)
+            return Lookup.apply(
+                valid_ids,
+                self.weight,
+                None,
+                dtype,
+                outside,
+            )
         rows = valid_ids - self.part.start
         foreign = (rows < 0) | (rows >= self.part.local[0])
-        x = Lookup.apply(rows.masked_fill(foreign, 0), self.weight, foreign, dtype, outside)
+        x = Lookup.apply(
+            rows.masked_fill(foreign, 0),
+            self.weight,
+            foreign,
+            dtype,
+            outside,
+        )
         if self.context.cut_sequence:
             return collectives.scatter(x, tp)
         return collectives.reduce(x, tp)
@@ -276,5 +310,11 @@ def parameter(
             values.fill_(mean)
         slices.append(padded)
     stacked = torch.cat(slices) if slices[0].dim() else slices[0]  # torch.cat takes no scalars
-    layout = Layout(tuple(parts), partial, tied, again, expert=context.of_experts)
+    layout = Layout(
+        tuple(parts),
+        partial,
+        tied,
+        again,
+        expert=context.of_experts,
+    )
     return attach(nn.Parameter(stacked), layout)

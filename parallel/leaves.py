@@ -75,7 +75,11 @@ class Call:
         return self.leaf(*arguments)
 
 
-def call_of(leaf: Callable[..., Any], arguments: tuple[Any, ...], region: bool = False) -> Call:
+def call_of(
+    leaf: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    region: bool = False,
+) -> Call:
     """Return the call whose compiled form computes leaf(*arguments)."""
     return Call(leaf, tuple(map(_form, arguments)), region)
 
@@ -107,7 +111,10 @@ class Leaves:
     by_region: bool = False
 
     def __call__(
-        self, leaf: Callable[..., Any], *arguments: Any, otherwise: Callable[..., Any] | None = None
+        self,
+        leaf: Callable[..., Any],
+        *arguments: Any,
+        otherwise: Callable[..., Any] | None = None,
     ) -> Any:
         """Return the leaf's result.
 

@@ -148,7 +148,11 @@ def _start_weight_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:
     return lambda: products.keep(_as_matrix(gather()))
 
 
-def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable[[], Tensor]:
+def _start_input_gradient(
+    ctx: Any,
+    grad: Factor,
+    shape: torch.Size,
+) -> Callable[[], Tensor]:
     """Compute the input gradient and start its all-reduce or reduce-scatter over tp.
 
     shape: of the gradient of the output, [s', b, n]. The returned function waits for the result and
@@ -170,14 +174,21 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
 
 
 def add_weight_gradient(
-    products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor
+    products: GemmProvider,
+    weight: nn.Parameter,
+    grad: Factor,
+    x: Factor,
 ) -> None:
     """Add the weight gradient to the main gradient."""
     main, first = begin_accumulation(weight)
     products.add_weight_gradient_(main, grad, x, first)
 
 
-def add_gradient(vector: nn.Parameter, rows: Tensor, target: Destination) -> Tensor | None:
+def add_gradient(
+    vector: nn.Parameter,
+    rows: Tensor,
+    target: Destination,
+) -> Tensor | None:
     """Return the sum of `rows` [tokens, n], the gradient of `vector` [n], if autograd wants it.
 
     Otherwise return None; a sum that goes to the main gradient is added there.
@@ -209,7 +220,10 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | Tensor | None = None
+        ctx: Any,
+        x: Tensor,
+        parameter: nn.Parameter,
+        rows: slice | Tensor | None = None,
     ) -> Tensor:
         ctx.parameter = parameter
         ctx.rows = rows
@@ -244,7 +258,11 @@ class Widen(torch.autograd.Function):
     rounded first."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.parameter = parameter
         return parameter.to(dtype, copy=True)
 

@@ -96,7 +96,13 @@ class Lockstep:
         self._lanes = [_Lane() for _ in virtual.ranks] if virtual.held > 1 else []
         lanes = self._lanes or [None]
         self.axes = [
-            LaneAxis(virtual.real.name, rank, virtual.size, virtual=virtual, lane=lane)
+            LaneAxis(
+                virtual.real.name,
+                rank,
+                virtual.size,
+                virtual=virtual,
+                lane=lane,
+            )
             for rank, lane in zip(virtual.ranks, lanes, strict=True)
         ]
         for rank, lane in zip(virtual.ranks, self._lanes, strict=False):

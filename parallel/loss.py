@@ -140,7 +140,12 @@ class CrossEntropy(torch.autograd.Function):
         return result.view(ctx.shape), None, None, None, None, None, None
 
 
-def _loss_sums(logits: Tensor, local: Tensor, here: Tensor, largest: Tensor) -> Tensor:
+def _loss_sums(
+    logits: Tensor,
+    local: Tensor,
+    here: Tensor,
+    largest: Tensor,
+) -> Tensor:
     """Return the sum of the exponentials of each row, and its target's logit: [2, rows].
 
     logits: [rows, columns] without padding.
@@ -152,7 +157,12 @@ def _loss_sums(logits: Tensor, local: Tensor, here: Tensor, largest: Tensor) -> 
     return torch.stack((wide.exp().sum(-1), target))
 
 
-def _loss_sums_by_blocks(logits: Tensor, local: Tensor, here: Tensor, largest: Tensor) -> Tensor:
+def _loss_sums_by_blocks(
+    logits: Tensor,
+    local: Tensor,
+    here: Tensor,
+    largest: Tensor,
+) -> Tensor:
     """Return what `_loss_sums` does, computed a block of rows at a time."""
     sums = torch.zeros(2, len(logits), dtype=largest.dtype, device=logits.device)
     for block in _blocks(logits):
@@ -166,7 +176,12 @@ def _loss_sums_by_blocks(logits: Tensor, local: Tensor, here: Tensor, largest: T
 
 
 def _loss_gradient(
-    rows: Tensor, local: Tensor, here: Tensor, log_sum: Tensor, grad: Tensor, columns: int
+    rows: Tensor,
+    local: Tensor,
+    here: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+    columns: int,
 ) -> Tensor:
     """Overwrite logits, which are `columns` and padding, with their gradient."""
     column = torch.arange(rows.shape[1], device=rows.device)

@@ -32,7 +32,11 @@ PARTING = 10.0  # seconds that a failed rank waits for its communication in prog
 
 
 def make_mesh(
-    pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    device: str = "cpu",
+    cp: int = 1,
 ) -> DeviceMesh:
     """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
 

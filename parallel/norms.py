@@ -40,7 +40,13 @@ class RMSNorm(nn.Module):
         self.context = context
         self.eps = eps
         self.offset = offset
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0 - offset, own)
+        self.weight = vector(
+            context,
+            f"{name}.weight",
+            hidden,
+            1.0 - offset,
+            own,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
@@ -67,7 +73,15 @@ class Normalize(torch.autograd.Function):
         offset: float = 0.0,
         leaves: Leaves = PLAIN,
     ) -> Tensor:
-        y, inverse = leaves(_norm, x, weight, eps, sensitive, output_dtype, offset)
+        y, inverse = leaves(
+            _norm,
+            x,
+            weight,
+            eps,
+            sensitive,
+            output_dtype,
+            offset,
+        )
         ctx.weight = weight
         ctx.offset = offset
         ctx.leaves = leaves
@@ -124,7 +138,11 @@ def _norm_gradients(
     return grad_x, grad_weight
 
 
-def shifted(weight: Tensor, offset: float, sensitive: torch.dtype) -> Tensor:
+def shifted(
+    weight: Tensor,
+    offset: float,
+    sensitive: torch.dtype,
+) -> Tensor:
     """Return weight + offset in the sensitive dtype."""
     wide = weight.to(sensitive)
     return wide + offset if offset else wide
@@ -138,38 +156,82 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(
-        self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False
+        self,
+        context: Context,
+        hidden: int,
+        *,
+        name: str,
+        eps: float = 1e-5,
+        own: bool = False,
     ) -> None:
         super().__init__()
         self.context = context
         self.eps = eps
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
-        self.bias = vector(context, f"{name}.bias", hidden, 0.0, own)
+        self.weight = vector(
+            context,
+            f"{name}.weight",
+            hidden,
+            1.0,
+            own,
+        )
+        self.bias = vector(
+            context,
+            f"{name}.bias",
+            hidden,
+            0.0,
+            own,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         weight = Widen.apply(self.weight, plan.sensitive)
         bias = Widen.apply(self.bias, plan.sensitive)
-        return layer_norm(x, weight, bias, self.eps, plan.compute)
+        return layer_norm(
+            x,
+            weight,
+            bias,
+            self.eps,
+            plan.compute,
+        )
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, output_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    output_dtype: torch.dtype,
 ) -> Tensor:
     """Return LayerNorm of x over its last dimension, in `output_dtype`.
 
     It is computed in the dtype of `weight`.
     """
-    y = F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps)
+    y = F.layer_norm(
+        x.to(weight.dtype),
+        weight.shape,
+        weight,
+        bias,
+        eps,
+    )
     return y.to(output_dtype)
 
 
 def vector(
-    context: Context, name: str, hidden: int, value: float, own: bool = False
+    context: Context,
+    name: str,
+    hidden: int,
+    value: float,
+    own: bool = False,
 ) -> nn.Parameter:
     """Return a parameter [hidden], replicated over tp, filled with `value`.
 
     own: each rank has a partial gradient, also without sequence parallelism.
     """
     replicated = Part.cut(name, (hidden,), None, context.tp)
-    return parameter(context, [replicated], 0.0, context.cut_sequence or own, mean=value)
+    return parameter(
+        context,
+        [replicated],
+        0.0,
+        context.cut_sequence or own,
+        mean=value,
+    )

@@ -94,7 +94,13 @@ class Watch:
             return
         # Three sums in place of all elements: the second, weighted by position, sees another order.
         flat = x.detach().reshape(-1).double()
-        weights = torch.linspace(0.5, 1.5, len(flat), dtype=torch.float64, device=flat.device)
+        weights = torch.linspace(
+            0.5,
+            1.5,
+            len(flat),
+            dtype=torch.float64,
+            device=flat.device,
+        )
         sums = torch.stack((flat.sum(), (flat * weights).sum(), flat.square().sum().sqrt()))
         largest = self.tp.max_(sums.clone())
         smallest = -self.tp.max_(-sums)
@@ -299,7 +305,12 @@ class Dropout(nn.Dropout):
     therefore be the same on all ranks of tp, which is checked in some passes.
     """
 
-    def __init__(self, plain: nn.Dropout, path: str, watch: Watch) -> None:
+    def __init__(
+        self,
+        plain: nn.Dropout,
+        path: str,
+        watch: Watch,
+    ) -> None:
         super().__init__(plain.p, plain.inplace)
         self.path = path
         self.watch = watch
@@ -353,7 +364,11 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_slice(x: Tensor, features: int, tp: Axis) -> bool:
+def _is_slice(
+    x: Tensor,
+    features: int,
+    tp: Axis,
+) -> bool:
     """Return True if x has the number of features of a slice over tp."""
     return x.shape[-1] != features and x.shape[-1] * tp.size == features
 
@@ -364,7 +379,11 @@ def _require_last(x: Tensor, path: str) -> None:
         raise _other_cut_error(x, path)
 
 
-def _require_sequence(x: CutTensor, path: str, watch: Watch) -> None:
+def _require_sequence(
+    x: CutTensor,
+    path: str,
+    watch: Watch,
+) -> None:
     """Raise UserError unless `x` is cut along the sequence, as layers under sequence parallelism
     expect it."""
     if not (watch.sequence and x.cut.dim == 0 and x.cut.outer == 1):

@@ -90,7 +90,10 @@ EMBEDDING_OPTIONS = {
 
 
 def parallelize(
-    module: nn.Module, context: Context, styles: Mapping[str, Style], prefix: str = ""
+    module: nn.Module,
+    context: Context,
+    styles: Mapping[str, Style],
+    prefix: str = "",
 ) -> nn.Module:
     """Replace layers of `module` in place by parallel layers with the same values, and return the
     module.
@@ -132,7 +135,13 @@ def parallelize(
     replacements: dict[int, nn.Module] = {}
     for path, layer in cut.items():
         if id(layer) not in replacements:  # a layer may have several paths
-            new_layer = _parallel_layer(layer, chosen[path], context, prefix + path, watch)
+            new_layer = _parallel_layer(
+                layer,
+                chosen[path],
+                context,
+                prefix + path,
+                watch,
+            )
             replacements[id(layer)] = new_layer
             layer.register_forward_pre_hook(partial(_refuse_replaced, path))
         module.set_submodule(path, replacements[id(layer)])
@@ -159,7 +168,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _unmatched_patterns(
-    styles: Mapping[str, Style], module: nn.Module, layers: Mapping[str, nn.Module]
+    styles: Mapping[str, Style],
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
 ) -> Iterator[str]:
     """Yield a line about each pattern that matches no layer."""
     for pattern in styles:
@@ -167,7 +178,11 @@ def _unmatched_patterns(
             yield _describe_unmatched(pattern, module, layers)
 
 
-def _describe_unmatched(pattern: str, module: nn.Module, layers: Mapping[str, nn.Module]) -> str:
+def _describe_unmatched(
+    pattern: str,
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+) -> str:
     for path, child in module.named_modules():
         has_parameters = next(child.parameters(), None) is not None
         if not (path and fnmatchcase(path, pattern) and has_parameters):
@@ -186,7 +201,9 @@ def _describe_unmatched(pattern: str, module: nn.Module, layers: Mapping[str, nn
 
 
 def _undivided_layers(
-    layers: Mapping[str, nn.Module], chosen: Mapping[str, str], context: Context
+    layers: Mapping[str, nn.Module],
+    chosen: Mapping[str, str],
+    context: Context,
 ) -> Iterator[str]:
     """Yield a line for each linear layer whose features do not divide by the number of
     tensor-parallel ranks."""
@@ -202,7 +219,11 @@ def _undivided_layers(
             )
 
 
-def _replace_dropouts(module: nn.Module, prefix: str, watch: Watch) -> None:
+def _replace_dropouts(
+    module: nn.Module,
+    prefix: str,
+    watch: Watch,
+) -> None:
     """Replace each nn.Dropout of the module.
 
     nn.MultiheadAttention and recurrent layers drop by themselves and have none.
@@ -232,7 +253,10 @@ def _register_watch(module: nn.Module, watch: Watch) -> None:
 
 
 def _note_slices(
-    path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    path: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Note in slices that torch's own module is given them; raise UserError if it has parameters or
     buffers."""
@@ -260,7 +284,12 @@ def _refuse_replaced(path: str, *_: object) -> None:
     )
 
 
-def _require_kinds(module: object, context: object, styles: object, prefix: object) -> None:
+def _require_kinds(
+    module: object,
+    context: object,
+    styles: object,
+    prefix: object,
+) -> None:
     """Raise UserError for arguments of another kind, and for a module without values, of which
     ranks keep slices."""
     problems: list[str] = []
@@ -290,7 +319,11 @@ def _has_parallel_form(layer: nn.Module) -> bool:
     return isinstance(layer, PLAIN)
 
 
-def _style_of(path: str, layer: nn.Module, styles: Mapping[str, Style]) -> str:
+def _style_of(
+    path: str,
+    layer: nn.Module,
+    styles: Mapping[str, Style],
+) -> str:
     """Return the style of a layer, or a description of the problem with it."""
     matching = (style for pattern, style in styles.items() if fnmatchcase(path, pattern))
     style = next(matching, "")
@@ -374,7 +407,10 @@ def _shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def _broken_ties(
-    module: nn.Module, cut: Mapping[str, nn.Module], chosen: Mapping[str, str], context: Context
+    module: nn.Module,
+    cut: Mapping[str, nn.Module],
+    chosen: Mapping[str, str],
+    context: Context,
 ) -> Iterator[str]:
     """Yield a line for each parameter with several paths of which not all would be the same
     slice."""
@@ -399,7 +435,11 @@ def _broken_ties(
             )
 
 
-def _tie(module: nn.Module, shared: list[list[str]], cut: Mapping[str, nn.Module]) -> None:
+def _tie(
+    module: nn.Module,
+    shared: list[list[str]],
+    cut: Mapping[str, nn.Module],
+) -> None:
     """Make parameters that were one parameter one again, after their layers have been replaced."""
     for paths in shared:
         first, *other_paths = paths
@@ -412,7 +452,9 @@ def _tie(module: nn.Module, shared: list[list[str]], cut: Mapping[str, nn.Module
 
 
 def _problems_of_uncut_parameters(
-    module: nn.Module, cut: Mapping[str, nn.Module], context: Context
+    module: nn.Module,
+    cut: Mapping[str, nn.Module],
+    context: Context,
 ) -> list[str]:
     """Return the problems of the parameters that no parallel layer replaces."""
     plan = context.plan
@@ -432,12 +474,22 @@ def _problems_of_uncut_parameters(
 
 
 def _parallel_layer(
-    layer: nn.Module, style: str, context: Context, name: str, watch: Watch
+    layer: nn.Module,
+    style: str,
+    context: Context,
+    name: str,
+    watch: Watch,
 ) -> nn.Module:
     """Return the parallel layer of a style with this rank's slice of the values of `layer`."""
     watched = context.tp.size > 1
     if isinstance(layer, NORMS):
-        new = _parallel_norm(layer, context, name, watched, of_heads=style == "heads")
+        new = _parallel_norm(
+            layer,
+            context,
+            name,
+            watched,
+            of_heads=style == "heads",
+        )
     elif isinstance(layer, nn.Embedding):
         embedding = Vocab if watched else VocabParallelEmbedding
         new = embedding(context, layer.num_embeddings, layer.embedding_dim, name=name)
@@ -449,7 +501,13 @@ def _parallel_layer(
             linear = Column if watched else ColumnParallelLinear
         else:
             linear = Row if watched else RowParallelLinear
-        new = linear(context, layer.in_features, layer.out_features, name=name, bias=has_bias)
+        new = linear(
+            context,
+            layer.in_features,
+            layer.out_features,
+            name=name,
+            bias=has_bias,
+        )
     if isinstance(new, Watched):
         new.watch = watch
         new.path = name
@@ -461,7 +519,11 @@ def _parallel_layer(
 
 
 def _parallel_norm(
-    layer: nn.Module, context: Context, name: str, watched: bool, of_heads: bool
+    layer: nn.Module,
+    context: Context,
+    name: str,
+    watched: bool,
+    of_heads: bool,
 ) -> nn.Module:
     if isinstance(layer, nn.RMSNorm):
         kind = WatchedRMSNorm if watched else RMSNorm
@@ -471,7 +533,13 @@ def _parallel_norm(
         assert isinstance(layer, nn.LayerNorm)
         kind = WatchedLayerNorm if watched else LayerNorm
         eps = layer.eps
-    norm = kind(context, layer.normalized_shape[0], name=name, eps=eps, own=of_heads)
+    norm = kind(
+        context,
+        layer.normalized_shape[0],
+        name=name,
+        eps=eps,
+        own=of_heads,
+    )
     if isinstance(norm, WatchedRMSNorm | WatchedLayerNorm):
         norm.of_heads = of_heads
     return norm

@@ -51,7 +51,11 @@ class Passes:
 
 class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: Passes, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        passes: Passes,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
         outputs = passes.forward(*(x.detach() for x in inputs))
         pool = (*inputs, *outputs)
         ctx.passes = passes
@@ -60,7 +64,10 @@ class _Run(torch.autograd.Function):
         return tuple(outputs[: passes.results])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(
+        ctx: Any,
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         passes = ctx.passes
         needed = [tensor.detach() for tensor in ctx.saved_tensors]
         contiguous = [grad.contiguous() for grad in grads]
@@ -89,7 +96,13 @@ def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
     tangents = [torch.randn_like(y) for y in pool[len(inputs) :][:result_count]]
     needed = [pool[position] for position in traced.needed]
     backward = compiler(backward_graph, [*needed, *tangents])
-    return Passes(forward, backward, traced.needed, result_count, traced.differentiable)
+    return Passes(
+        forward,
+        backward,
+        traced.needed,
+        result_count,
+        traced.differentiable,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,14 +147,20 @@ class _Traced:
         return forward, backward
 
 
-def _trace(region: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Traced:
+def _trace(
+    region: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+) -> _Traced:
     """Trace a region with its gradients. Writes in place become new tensors, so that each node is
     one value."""
     result_count = 0
     saved_count = 0
     differentiable: tuple[int, ...] = ()
 
-    def run_both_passes(arguments: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+    def run_both_passes(
+        arguments: list[Tensor],
+        tangents: list[Tensor],
+    ) -> list[Tensor]:
         """Return results, saved tensors and gradients, and note how many there are of each."""
         nonlocal result_count, saved_count, differentiable
         saved: list[Tensor] = []
@@ -216,7 +235,10 @@ def _nodes_before(ends: Sequence[Node], stops: set[Node]) -> set[Node]:
     return reached
 
 
-def _cut_graph(inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+def _cut_graph(
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+) -> GraphModule:
     """Return the part of a graph that computes outputs from inputs."""
     part = Graph()
     values = dict[Node, Node]()
@@ -248,7 +270,9 @@ def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
 
 
 def _run_with_gradients(
-    function: Callable[..., Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the results of a function, and the gradients of its inputs, zero where none flows."""
     leaves = _leaves_of(inputs)

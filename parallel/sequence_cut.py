@@ -30,7 +30,11 @@ def unit(context: int, tensor: int = 1) -> int:
     return context * lcm(2, tensor) if context > 1 else tensor
 
 
-def chunks(rank: int, size: int, own: int) -> tuple[range, range]:
+def chunks(
+    rank: int,
+    size: int,
+    own: int,
+) -> tuple[range, range]:
     """Return the positions of both chunks of a rank that has `own` tokens of each sequence."""
     length = own // 2
     first = rank * length
@@ -38,7 +42,11 @@ def chunks(rank: int, size: int, own: int) -> tuple[range, range]:
     return range(first, first + length), range(second, second + length)
 
 
-def positions(cp: Axis, own: int, device: torch.device | str = "cpu") -> Tensor:
+def positions(
+    cp: Axis,
+    own: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Return the positions of this rank's tokens in their sequence: int64 [own]."""
     if cp.size == 1:
         return torch.arange(own, device=device)
@@ -46,7 +54,11 @@ def positions(cp: Axis, own: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in of_chunks])
 
 
-def positions_between(context: Context, length: int, device: torch.device | str = "cpu") -> Tensor:
+def positions_between(
+    context: Context,
+    length: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Return the positions of the `length` tokens that this rank has between blocks: int64
     [length]."""
     if not context.cut_sequence:
@@ -54,7 +66,11 @@ def positions_between(context: Context, length: int, device: torch.device | str 
     return context.tp.chunk(positions(context.cp, length * context.tp.size, device))
 
 
-def take(x: Tensor, cp: Axis, dim: int) -> Tensor:
+def take(
+    x: Tensor,
+    cp: Axis,
+    dim: int,
+) -> Tensor:
     """Return the part of x that belongs to this rank's tokens.
 
     dim: the one of the positions of a sequence.

@@ -40,8 +40,20 @@ class ShardedRMSNorm(nn.Module):
         self.context = context
         self.eps = eps
         self.offset = offset
-        part = Part.cut(f"{name}.weight", (width,), 0, context.tp, shards)
-        self.weight = parameter(context, [part], 0.0, partial=True, mean=1.0 - offset)
+        part = Part.cut(
+            f"{name}.weight",
+            (width,),
+            0,
+            context.tp,
+            shards,
+        )
+        self.weight = parameter(
+            context,
+            [part],
+            0.0,
+            partial=True,
+            mean=1.0 - offset,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan

@@ -18,7 +18,11 @@ _ROUND = 1 << 24  # bytes of text that one collective transfers
 _WORDS = 3  # int64 of an announcement: the length and a digest of 128 bits
 
 
-def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[str, Any]:
+def everyones(
+    mine: dict[str, Any],
+    world: Axis,
+    device: torch.device,
+) -> dict[str, Any]:
     """All-gather the entries of every rank and return them merged in rank order, later ranks
     winning. Collective."""
     merged: dict[str, Any] = {}
@@ -27,7 +31,11 @@ def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[s
     return merged
 
 
-def everyones_texts(mine: bytes, world: Axis, device: torch.device) -> list[bytes]:
+def everyones_texts(
+    mine: bytes,
+    world: Axis,
+    device: torch.device,
+) -> list[bytes]:
     """Return the different texts of all ranks, each once, in the order of the last rank that has
     it. Collective."""
     lengths = _sender_lengths(mine, world, device)
@@ -43,7 +51,11 @@ def everyones_texts(mine: bytes, world: Axis, device: torch.device) -> list[byte
     return [bytes(joined[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
 
 
-def _sender_lengths(mine: bytes, world: Axis, device: torch.device) -> dict[int, int]:
+def _sender_lengths(
+    mine: bytes,
+    world: Axis,
+    device: torch.device,
+) -> dict[int, int]:
     """Return the length of the text of each rank that is the last one with its text, in rank
     order."""
     announcements = world.gather(_announcement(mine).to(device)).cpu().numpy().tobytes()

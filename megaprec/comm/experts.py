@@ -36,7 +36,11 @@ class ExpertAxes:
     replicas: Axis
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, expert: int = 1, tensor: int = 0) -> "ExpertAxes | None":
+    def of(
+        mesh: DeviceMesh | None,
+        expert: int = 1,
+        tensor: int = 0,
+    ) -> "ExpertAxes | None":
         """Return the axes of `mesh` for experts that are cut over the ranks of a stage.
 
         expert: the number of ranks that hold different experts.
@@ -67,7 +71,12 @@ class ExpertAxes:
         return range(first, first + experts_per_rank)
 
 
-def misfit(data: int, tensor: int, expert: int, expert_tensor: int) -> str:
+def misfit(
+    data: int,
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+) -> str:
     """Return why a cut of experts does not fit the ranks of a stage; "" if it does.
 
     data, tensor: sizes of the stage; expert, expert_tensor: ranks of different experts, and slices
@@ -84,8 +93,19 @@ def misfit(data: int, tensor: int, expert: int, expert_tensor: int) -> str:
     return ""
 
 
-def _axis(name: str, planes: torch.Tensor, dim: int, rank: int) -> Axis:
+def _axis(
+    name: str,
+    planes: torch.Tensor,
+    dim: int,
+    rank: int,
+) -> Axis:
     """Return the axis along `dim` of `planes`, on which this rank is number `rank`."""
     size = planes.shape[dim]
     runs = planes.movedim(dim, -1).reshape(-1, size)
-    return Axis(name, rank, size, split(runs) if size > 1 else None, runs)
+    return Axis(
+        name,
+        rank,
+        size,
+        split(runs) if size > 1 else None,
+        runs,
+    )

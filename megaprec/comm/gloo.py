@@ -23,7 +23,10 @@ Finish = Callable[[], Tensor]  # waits for a collective and returns its result
 
 
 def start_gather(
-    tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None
+    tensor: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+    into: Tensor | None = None,
 ) -> Finish:
     """Start an all-gather: [n, ...] on each rank becomes [size * n, ...] in rank order.
 
@@ -38,7 +41,11 @@ def start_gather(
     return Pending(works, full, keep=(tensor,))
 
 
-def start_exchange(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+def start_exchange(
+    tensor: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Finish:
     """Start an all-to-all: [size * n, ...] on each rank becomes chunk `rank` of each rank's, in
     rank order."""
     outgoing = tensor.chunk(group.size())
@@ -49,7 +56,11 @@ def start_exchange(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finis
     return Pending(works, received, keep=(tensor,))
 
 
-def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+def start_scatter_sum(
+    tensor: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Finish:
     """Start a reduce-scatter SUM: [size * n, ...] on each rank becomes this rank's [n, ...]."""
     size = group.size()
     summed_shape = (tensor.shape[0] // size, *tensor.shape[1:])
@@ -57,7 +68,11 @@ def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Fi
     return lambda: finish_exchange().view(size, *summed_shape).sum(0)
 
 
-def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+def start_sum_(
+    tensor: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Finish:
     """Start an all-reduce SUM in place; `tensor` must be contiguous."""
     sent_bytes = tensor.numel() * tensor.element_size() * (group.size() - 1)
     if sent_bytes >= RING:
@@ -68,14 +83,21 @@ def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
     return lambda: tensor.copy_(finish_gather().sum(0))
 
 
-def max_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
+def max_(
+    tensor: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """All-reduce MAX in place; a NaN on any rank gives NaN."""
     finish_gather = start_gather(tensor.clone().unsqueeze(0), rank, group)
     return tensor.copy_(finish_gather().amax(0))
 
 
 def start_uneven_exchange(
-    outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup
+    outgoing: list[Tensor],
+    incoming: list[Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
 ) -> Callable[[], list[Tensor]]:
     """Start an all-to-all: outgoing[r] goes to rank r, incoming[r] comes from it.
 
@@ -88,7 +110,10 @@ def start_uneven_exchange(
 
 
 def _exchange(
-    outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup
+    outgoing: list[Tensor],
+    incoming: list[Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
 ) -> list[dist.Work]:
     """Start to send outgoing[r] to each other rank r, and to receive incoming[r] from it.
 

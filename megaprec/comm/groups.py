@@ -74,7 +74,10 @@ def _have_made_as_many_groups() -> bool:
 
 
 def _make_one_by_one(
-    runs: Tensor, members: list[int], limit: timedelta, backend: str | None
+    runs: Tensor,
+    members: list[int],
+    limit: timedelta,
+    backend: str | None,
 ) -> object:
     """Make the groups in turn, each by all ranks; return this rank's.
 
@@ -87,7 +90,11 @@ def _make_one_by_one(
     return _make_among_members(members, limit, backend)
 
 
-def _make_among_members(members: list[int], limit: timedelta, backend: str | None) -> object:
+def _make_among_members(
+    members: list[int],
+    limit: timedelta,
+    backend: str | None,
+) -> object:
     """Make a group by a call of its members only."""
     return dist.new_group(members, timeout=limit, backend=backend, use_local_synchronization=True)
 

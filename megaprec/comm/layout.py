@@ -45,7 +45,11 @@ class Part:
 
     @staticmethod
     def cut(
-        name: str, shape: tuple[int, ...], dim: int | None, tp: Axis, shards: int | None = None
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        tp: Axis,
+        shards: int | None = None,
     ) -> "Part":
         """Return the slice of rank `tp.rank`.
 
@@ -59,7 +63,15 @@ class Part:
                 "tensor-parallel ranks"
             )
         copies = tp.size // shards
-        return Part(name, shape, dim, shards, tp.rank // copies, copies, tp.rank % copies)
+        return Part(
+            name,
+            shape,
+            dim,
+            shards,
+            tp.rank // copies,
+            copies,
+            tp.rank % copies,
+        )
 
     @property
     def rank(self) -> int:
@@ -178,7 +190,11 @@ def has_layout(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "megaprec_layout", None) is not None
 
 
-def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") -> None:
+def attach_whole(
+    module: nn.Module,
+    tp: Axis | None = None,
+    prefix: str = "",
+) -> None:
     """Attach the layout "replicated on every rank of `tp`" to every parameter of `module` that has
     no layout.
 

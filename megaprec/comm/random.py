@@ -48,7 +48,11 @@ def bits(key: int | Tensor, index: Tensor) -> Tensor:
     return state ^ _shift(state, 31)
 
 
-def keep(key: int | Tensor, index: Tensor, probability: float) -> Tensor:
+def keep(
+    key: int | Tensor,
+    index: Tensor,
+    probability: float,
+) -> Tensor:
     """Return a bool for each element of `index`, True with `probability`.
 
     The comparison is in integers, so the result is equal on every device.
@@ -63,7 +67,12 @@ def normal(key: int, index: Tensor) -> Tensor:
     return pairs.gather(-1, (index & 1).unsqueeze(-1)).squeeze(-1)
 
 
-def normal_part(part: Part, seed: int, std: float, dtype: torch.dtype) -> Tensor:
+def normal_part(
+    part: Part,
+    seed: int,
+    std: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the slice `part` of a logical tensor of normal numbers: [*part.local], drawn on the
     CPU.
 
@@ -98,7 +107,11 @@ def normal_part(part: Part, seed: int, std: float, dtype: torch.dtype) -> Tensor
     return values.view(part.local)
 
 
-def _normal_runs(key: int, starts: Tensor, length: int) -> Tensor:
+def _normal_runs(
+    key: int,
+    starts: Tensor,
+    length: int,
+) -> Tensor:
     """Return the numbers of `length` consecutive indices from each of `starts`: float32 [starts,
     length]."""
     # One word gives the numbers of two indices, so a run from an odd index begins within a word.
@@ -156,7 +169,12 @@ def _quantiles() -> tuple[Tensor, Tensor]:
     return torch.cat((unused, values.float(), end)), torch.cat((unused, slopes.float(), end))
 
 
-def places(part: Part, first: int, last: int, device: torch.device | str = "cpu") -> Tensor:
+def places(
+    part: Part,
+    first: int,
+    last: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Return where elements [first, last) of the flattened slice are in the flattened logical
     tensor.
 

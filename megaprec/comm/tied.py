@@ -19,7 +19,8 @@ _MAX_SETS = 4
 
 
 def tied_axes(
-    mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]
+    mesh: DeviceMesh | None,
+    sets: Iterable[tuple[int, ...]],
 ) -> dict[tuple[int, ...], Axis]:
     """Return an axis for each set of pipeline ranks (ascending) to which this rank belongs.
 
@@ -35,12 +36,20 @@ def tied_axes(
         runs = pp.runs[:, list(members)]
         group = split(runs)  # by every rank, also by those that are no members
         if pp.rank in members:
-            axes[members] = Axis("tied", members.index(pp.rank), len(members), group, runs)
+            axes[members] = Axis(
+                "tied",
+                members.index(pp.rank),
+                len(members),
+                group,
+                runs,
+            )
     return axes
 
 
 def _all_gather_sets(
-    pp: Axis, local_sets: list[tuple[int, ...]], device: torch.device
+    pp: Axis,
+    local_sets: list[tuple[int, ...]],
+    device: torch.device,
 ) -> list[tuple[int, ...]]:
     """All-gather the sets of all pipeline ranks and return them in the same order on every rank.
 

@@ -145,13 +145,17 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     return parts
 
 
-def _merge(tensors: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+def _merge(
+    tensors: Sequence[torch.Tensor],
+    order: torch.Tensor,
+) -> torch.Tensor:
     """Return the rows of all tensors in the order of the blend."""
     return torch.cat(list(tensors))[order]
 
 
 def _merge_optional(
-    tensors: Sequence[torch.Tensor | None], order: torch.Tensor
+    tensors: Sequence[torch.Tensor | None],
+    order: torch.Tensor,
 ) -> torch.Tensor | None:
     """Return what `_merge` does; None if the data sets have no such tensor, which all or none
     have."""

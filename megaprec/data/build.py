@@ -104,7 +104,13 @@ def prepare(
             "give either a tokenizer file or a vocabulary size to train one, not both or neither"
         )
     chosen = load_tokenizer(tokenizer) if tokenizer else None
-    existing = _existing(source, prefix, chosen, vocab_size, overwrite)
+    existing = _existing(
+        source,
+        prefix,
+        chosen,
+        vocab_size,
+        overwrite,
+    )
     if existing is not None:
         return existing
     _refuse_overwriting(prefix, overwrite)
@@ -135,7 +141,13 @@ def _existing(
             if not (beside(prefix, ".idx").exists() and trained.is_file()):
                 return None
             tokenizer = load_tokenizer(trained)
-        return reusable(prefix, source, tokenizer, vocab_size, by_content=True)
+        return reusable(
+            prefix,
+            source,
+            tokenizer,
+            vocab_size,
+            by_content=True,
+        )
     except UserError:
         if overwrite:
             return None
@@ -168,7 +180,16 @@ def build(
         with named(prefix):
             text = TextDigest()
             report = on_progress or (lambda *totals: None)
-            ids = _write(source, text, tokenizer, prefix, inputs, state, workers, report)
+            ids = _write(
+                source,
+                text,
+                tokenizer,
+                prefix,
+                inputs,
+                state,
+                workers,
+                report,
+            )
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
@@ -187,7 +208,13 @@ def build(
         beside(prefix, ".idx").unlink(missing_ok=True)
         raise
     resume.unlink(missing_ok=True)
-    return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **counts)
+    return BuildResult(
+        prefix,
+        tokenizer.path,
+        tokenizer.vocab_size,
+        tokenizer.eos,
+        **counts,
+    )
 
 
 def _digests(prefix: Path) -> dict[str, Any]:
@@ -255,7 +282,11 @@ def reusable(
     )
 
 
-def _is_of(record: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> bool:
+def _is_of(
+    record: dict[str, Any],
+    tokenizer: Tokenizer,
+    vocab_size: int | None,
+) -> bool:
     """Return True if a data set was built with this tokenizer, of this size if one is given."""
     missing = {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys()
     if missing:
@@ -278,7 +309,11 @@ def _same_texts(record: dict[str, Any]) -> list[Any]:
     return same if isinstance(same, list) else []
 
 
-def _has_the_text(prefix: Path, record: dict[str, Any], source: Source) -> bool:
+def _has_the_text(
+    prefix: Path,
+    record: dict[str, Any],
+    source: Source,
+) -> bool:
     """Return True if the source has the text of a data set, and then add its identity to the
     record."""
     digest = record.get("text_sha256")  # of which earlier versions recorded none
@@ -410,7 +445,11 @@ def _write(
     return writer.ids
 
 
-def _count_unknown(tokenizer: Tokenizer, ids: NDArray[np.int32], documents: int) -> int:
+def _count_unknown(
+    tokenizer: Tokenizer,
+    ids: NDArray[np.int32],
+    documents: int,
+) -> int:
     """Return the number of ids that stand for unknown text.
 
     documents: number of documents that end among them.

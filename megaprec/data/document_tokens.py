@@ -28,7 +28,11 @@ class DocumentTokens:
     end: int | None
 
 
-def share_with(dataset: IndexedDataset, token: int | None, place: int) -> float:
+def share_with(
+    dataset: IndexedDataset,
+    token: int | None,
+    place: int,
+) -> float:
     """Return the share of the documents that have `token` at an index: 0 is their first token, -1
     their last.
 
@@ -47,7 +51,10 @@ def share_with(dataset: IndexedDataset, token: int | None, place: int) -> float:
     return sum(int(document[place]) == token for document in documents) / len(documents)
 
 
-def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
+def with_begin(
+    dataset: IndexedDataset,
+    begin: int | None,
+) -> IndexedDataset:
     """Return the data set with `begin` before each document, or as it is if that token is there
     anyway.
 
@@ -70,7 +77,11 @@ def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
     return Begun(dataset, begin)
 
 
-def document_tokens(dataset: IndexedDataset, begin: int | None, end: int | None) -> DocumentTokens:
+def document_tokens(
+    dataset: IndexedDataset,
+    begin: int | None,
+    end: int | None,
+) -> DocumentTokens:
     """Return the tokens before and after documents in training on a data set, as `with_begin`
     returns it.
 

@@ -126,7 +126,10 @@ def _merges_without(tokens: set[str], model: dict[str, Any]) -> list[Any]:
     return merges
 
 
-def _rename_tokens(tokenizer: dict[str, Any], names: dict[str, str]) -> None:
+def _rename_tokens(
+    tokenizer: dict[str, Any],
+    names: dict[str, str],
+) -> None:
     """Give tokens new names wherever the definition has them."""
     model = tokenizer["model"]
     vocab = model["vocab"]
@@ -147,7 +150,10 @@ def is_json(content: bytes) -> bool:
 
 
 def encode_pieces(
-    encode: Encode, texts: Sequence[str], ends: Sequence[bool], eos: int | None
+    encode: Encode,
+    texts: Sequence[str],
+    ends: Sequence[bool],
+    eos: int | None,
 ) -> Encoded:
     """Return the ids of all texts back to back (int32), with `eos` after each that ends a document,
     and the ends of the documents (int64)."""
@@ -165,7 +171,11 @@ def encode_pieces(
     return np.concatenate(ids), np.array(document_ends, np.int64)
 
 
-def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) -> None:
+def send_request(
+    stream: IO[bytes],
+    texts: Sequence[str],
+    ends: Sequence[bool],
+) -> None:
     """Send a request to a worker; called in the main process."""
     encoded = [text.encode() for text in texts]
     sizes = np.array([len(text) for text in encoded], "<i8")
@@ -189,7 +199,12 @@ def read_answer(stream: IO[bytes]) -> Encoded:
     return ids, document_ends
 
 
-def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(
+    encode: Encode,
+    eos: int | None,
+    requests: IO[bytes],
+    answers: IO[bytes],
+) -> None:
     """Answer requests until there are no more; called in a worker.
 
     Raises EOFError if a request is incomplete.

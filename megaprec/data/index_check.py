@@ -148,7 +148,11 @@ def _check_spans(index: Index) -> None:
         _check_documents(index, start, SPAN)
 
 
-def _check_documents(index: Index, start: int, count: int) -> None:
+def _check_documents(
+    index: Index,
+    start: int,
+    count: int,
+) -> None:
     """Check that up to `count` document indices from `start` on do not fall."""
     documents = index.documents[start : start + count]
     falls = np.flatnonzero(documents[1:] < documents[:-1])
@@ -156,7 +160,12 @@ def _check_documents(index: Index, start: int, count: int) -> None:
         raise corrupt(index.path, f"document {start + falls[0]} ends before it begins")
 
 
-def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
+def _check_sequences(
+    index: Index,
+    start: int,
+    count: int,
+    begin: int,
+) -> int:
     """Check that up to `count` sequences from `start` on follow each other from byte `begin`;
     return their end."""
     sizes = index.lengths[start : start + count].astype(np.int64) * index.itemsize

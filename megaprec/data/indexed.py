@@ -81,11 +81,22 @@ class IndexedWriter:
     writer resumes from a `mark` that was taken before. Memory use does not grow with the data.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int, mark: Mark | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        vocab_size: int,
+        mark: Mark | None = None,
+    ) -> None:
         self._prefix = prefix
         self._vocab_size = vocab_size
         self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
-        mark = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
+        mark = mark or Mark(
+            0,
+            0,
+            0,
+            0,
+            (vocab_size, -1),
+        )
         self._bin = open_part(beside(prefix, ".bin"), mark.tokens)
         self._lengths = open_part(beside(prefix, ".lengths"), mark.lengths)
         self._documents = open_part(beside(prefix, ".documents"), mark.documents)
@@ -110,7 +121,11 @@ class IndexedWriter:
         """Append tokens and close the document."""
         self.extend(ids, np.array([len(ids)]))
 
-    def extend(self, ids: Sequence[int] | NDArray[np.integer], ends: NDArray[np.int64]) -> None:
+    def extend(
+        self,
+        ids: Sequence[int] | NDArray[np.integer],
+        ends: NDArray[np.int64],
+    ) -> None:
         """Append tokens of several documents.
 
         ends: the first document ends after ends[0] of the tokens, the next after ends[1], ...
@@ -140,7 +155,9 @@ class IndexedWriter:
             self._open = len(tokens) - int(ends[-1])
 
     def _outside_vocabulary(
-        self, tokens: NDArray[np.integer], ends: NDArray[np.int64]
+        self,
+        tokens: NDArray[np.integer],
+        ends: NDArray[np.int64],
     ) -> UserError:
         wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
         ended_documents = self._documents.tell() // 8 - 1
@@ -179,7 +196,12 @@ class IndexedWriter:
             discard(idx)
             raise
 
-    def _publish(self, bin_path: Path, idx: BinaryIO, idx_path: Path) -> None:
+    def _publish(
+        self,
+        bin_path: Path,
+        idx: BinaryIO,
+        idx_path: Path,
+    ) -> None:
         try:
             publish(self._bin, bin_path)
             publish(idx, idx_path)
@@ -190,7 +212,15 @@ class IndexedWriter:
     def _write_index(self, write: Callable[[bytes], object]) -> None:
         lengths = _map_written(self._lengths, "<i4")
         documents = _map_written(self._documents, "<i8")
-        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+        write(
+            HEADER.pack(
+                MAGIC,
+                VERSION,
+                self._code,
+                len(lengths),
+                len(documents),
+            )
+        )
         for start in range(0, len(lengths), CHUNK):
             write(lengths[start : start + CHUNK].tobytes())
         begin = 0  # byte of the .bin
@@ -367,11 +397,22 @@ def _map_written(part: BinaryIO, dtype: str) -> np.ndarray:
     return _map(Path(part.name), np.dtype(dtype), 0, part.tell() // np.dtype(dtype).itemsize)
 
 
-def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+def _map(
+    path: Path,
+    dtype: np.dtype,
+    offset: int,
+    count: int,
+) -> np.ndarray:
     """Return `count` elements at byte `offset`, memory-mapped read-only."""
     if count == 0:  # which cannot be mapped
         return np.zeros(0, dtype)
-    return np.memmap(path, dtype, "r", offset, (count,))
+    return np.memmap(
+        path,
+        dtype,
+        "r",
+        offset,
+        (count,),
+    )
 
 
 def _read_index(path: Path, stored: int) -> tuple[np.dtype, Index]:

@@ -124,7 +124,11 @@ def _range_with_record(seen: Seen, record: dict[str, Any] | None) -> tuple[int, 
     return min(seen.low, built_range[0]), max(seen.high, built_range[1])
 
 
-def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> None:
+def check_vocabulary(
+    dataset: IndexedDataset,
+    seen: Contents,
+    vocab: int,
+) -> None:
     """Raise UserError if an id that was read is outside [0, vocab); the line names the first such
     id and its place."""
     if seen.low >= 0 and seen.high < vocab:
@@ -162,7 +166,11 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
     raise UserError(f"{path} is damaged or of an older version: build the data set again")
 
 
-def scan_file(file: Path, dtype: np.dtype | None = None, again: bool = False) -> Seen:
+def scan_file(
+    file: Path,
+    dtype: np.dtype | None = None,
+    again: bool = False,
+) -> Seen:
     """Return the SHA-256 of a whole file, and the range of its ids.
 
     dtype: of the ids; None: the file has none.
@@ -192,7 +200,11 @@ def block_digests(file: Path) -> list[str]:
 
 
 def describe_bad_id(
-    dataset: IndexedDataset, sample: int, first: int, length: int, vocab: int
+    dataset: IndexedDataset,
+    sample: int,
+    first: int,
+    length: int,
+    vocab: int,
 ) -> str:
     """Return an error line if a sample has an id outside the vocabulary; empty if it has none.
 
@@ -218,7 +230,12 @@ def place_of(dataset: IndexedDataset, token: int) -> str:
     return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {place}"
 
 
-def _compare(record: dict[str, Any] | None, file: Path, digest: str, remedy: str) -> None:
+def _compare(
+    record: dict[str, Any] | None,
+    file: Path,
+    digest: str,
+    remedy: str,
+) -> None:
     """Raise UserError if a file has another digest than its record, if there is one."""
     if record is not None and record[f"{file.suffix[1:]}_sha256"] != digest:
         raise UserError(
@@ -233,7 +250,10 @@ def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
 
 
 def _scan_into(
-    digest: "hashlib._Hash", file: BinaryIO, dtype: np.dtype | None, limit: float = math.inf
+    digest: "hashlib._Hash",
+    file: BinaryIO,
+    dtype: np.dtype | None,
+    limit: float = math.inf,
 ) -> tuple[int, int]:
     """Add the next `limit` bytes of a file to a digest; return the range of their ids.
 
@@ -253,7 +273,10 @@ def _scan_into(
 
 
 def _check_some_blocks(
-    file: Path, dtype: np.dtype, record: dict[str, Any] | None, remedy: str
+    file: Path,
+    dtype: np.dtype,
+    record: dict[str, Any] | None,
+    remedy: str,
 ) -> Seen:
     """Check some blocks of a large file: random ones, or, without a record, always the same ones.
 
@@ -313,7 +336,9 @@ def _cache_path(file: Path) -> Path | None:
 
 
 def _state(
-    file_stat: os.stat_result, dtype: np.dtype | None, sampled: bool = False
+    file_stat: os.stat_result,
+    dtype: np.dtype | None,
+    sampled: bool = False,
 ) -> dict[str, Any]:
     """Return the properties of a file that change when the file changes, and how it was read.
 
@@ -330,7 +355,11 @@ def _state(
     return state
 
 
-def _remember(file: Path, state: dict[str, Any], seen: Seen) -> None:
+def _remember(
+    file: Path,
+    state: dict[str, Any],
+    seen: Seen,
+) -> None:
     """Keep in the cache what was read of a file in this state."""
     cache_path = _cache_path(file)
     if cache_path is None:
@@ -340,7 +369,11 @@ def _remember(file: Path, state: dict[str, Any], seen: Seen) -> None:
         write_whole(cache_path, json.dumps(entry).encode())
 
 
-def _remembered(file: Path, dtype: np.dtype | None, sampled: bool = False) -> Seen | None:
+def _remembered(
+    file: Path,
+    dtype: np.dtype | None,
+    sampled: bool = False,
+) -> Seen | None:
     """Return what the cache has of a file as it now is; None if it has nothing."""
     cache_path = _cache_path(file)
     if cache_path is None:

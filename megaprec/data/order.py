@@ -20,7 +20,10 @@ ROUNDS = 8  # of the Feistel network
 
 
 def order(
-    positions: NDArray[np.int64], samples: int, seed: int, shuffle: bool = True
+    positions: NDArray[np.int64],
+    samples: int,
+    seed: int,
+    shuffle: bool = True,
 ) -> NDArray[np.int64]:
     """Return the sample numbers in [0, samples) at `positions` of an endless sequence of epochs;
     int64, same shape.
@@ -38,7 +41,12 @@ def order(
     return numbers
 
 
-def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permute(
+    indices: NDArray[np.int64],
+    n: int,
+    seed: int,
+    epoch: int,
+) -> NDArray[np.int64]:
     """Return the images of `indices` (each in [0, n)) under the permutation of [0, n) keyed by
     (seed, epoch)."""
     half = np.uint64(((n - 1).bit_length() + 1) // 2)  # bits of half a number, rounded up
@@ -51,7 +59,9 @@ def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArra
 
 
 def _feistel(
-    numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]
+    numbers: NDArray[np.uint64],
+    half: np.uint64,
+    keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
     """Return the images of `numbers` under a permutation of all numbers of 2 * `half` bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -85,7 +85,11 @@ def stop(error: UserError) -> None:
 
 
 def pieces(
-    file: Path, document: str, field: str, skip_undecodable: bool, bad: Bad = stop
+    file: Path,
+    document: str,
+    field: str,
+    skip_undecodable: bool,
+    bad: Bad = stop,
 ) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
 
@@ -137,7 +141,11 @@ def is_list(file: Path) -> bool:
         return start.startswith(b"[")
 
 
-def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
+def _text_pieces(
+    file: Path,
+    document: str,
+    skip_undecodable: bool,
+) -> Iterator[Piece]:
     line = 1
     other_form = _other_form(file)
     if other_form:
@@ -193,7 +201,12 @@ def _undecodable_line(file: Path) -> int:
     return line
 
 
-def _jsonl_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
+def _jsonl_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    bad: Bad,
+) -> Iterator[Piece]:
     number = 0
     with _reading(file, lambda: str(number + 1)), _open_unpacked(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
@@ -230,7 +243,12 @@ def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
         ) from problem
 
 
-def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
+def _list_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    bad: Bad,
+) -> Iterator[Piece]:
     """Yield the texts of a JSON list, whose items are texts or objects with the field."""
     if not is_list(file):
         other_form = _other_form(file)
@@ -290,7 +308,11 @@ def _open_unpacked(file: Path) -> BinaryIO:
     return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
 
 
-def _parse_line(line: bytes, field: str, where: str) -> Any:
+def _parse_line(
+    line: bytes,
+    field: str,
+    where: str,
+) -> Any:
     """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
         # Most lines are spared the slower hook: those in which the field cannot be twice, in this
@@ -308,7 +330,11 @@ def _parse_line(line: bytes, field: str, where: str) -> Any:
         ) from problem
 
 
-def _text_of(record: Any, field: str, where: str) -> str:
+def _text_of(
+    record: Any,
+    field: str,
+    where: str,
+) -> str:
     """Return the text of a record. Raises UserError, which names `where`, if there is none."""
     if not isinstance(record, dict):
         kind = {list: "a list", str: "a text"}.get(type(record)) or json.dumps(record)
@@ -322,7 +348,11 @@ def _text_of(record: Any, field: str, where: str) -> str:
     return _require_unicode(text, where, f"field {field!r}")
 
 
-def _require_unicode(text: str, where: str, what: str) -> str:
+def _require_unicode(
+    text: str,
+    where: str,
+    what: str,
+) -> str:
     """Return the text. Raises UserError for half of a surrogate pair."""
     try:
         text.encode()
@@ -333,7 +363,12 @@ def _require_unicode(text: str, where: str, what: str) -> str:
     return text
 
 
-def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
+def _parquet_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    bad: Bad,
+) -> Iterator[Piece]:
     arrow = _import_pyarrow(file)
     number = 0
     try:
@@ -360,7 +395,11 @@ def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator
         ) from problem
 
 
-def _open_parquet(file: Path, arrow: Any, field: str) -> Any:
+def _open_parquet(
+    file: Path,
+    arrow: Any,
+    field: str,
+) -> Any:
     """Open a Parquet file that has a column `field` of texts; row groups are read in small pieces.
 
     Raises UserError if the column is missing or has another type.

@@ -190,14 +190,34 @@ def split(
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
     count = max(1, total - held_out_count)
-    training = Samples(dataset, seq_length, seed, shuffle, 0, count, resets)
+    training = Samples(
+        dataset,
+        seq_length,
+        seed,
+        shuffle,
+        0,
+        count,
+        resets,
+    )
     if not held_out_count:
         return training, None
-    evaluation = Samples(dataset, seq_length, seed, False, count, total - count, resets)
+    evaluation = Samples(
+        dataset,
+        seq_length,
+        seed,
+        False,
+        count,
+        total - count,
+        resets,
+    )
     return training, evaluation
 
 
-def count_training_samples(dataset: IndexedDataset, seq_length: int, held_out: float) -> int:
+def count_training_samples(
+    dataset: IndexedDataset,
+    seq_length: int,
+    held_out: float,
+) -> int:
     """Return the number of samples that `split` leaves for training."""
     total = count_samples(dataset, seq_length)
     return max(1, total - held_out_samples(total, held_out))
@@ -215,7 +235,11 @@ def count_samples(dataset: IndexedDataset, seq_length: int) -> int:
     return max(0, dataset.num_tokens - 1) // seq_length
 
 
-def _too_short(dataset: IndexedDataset, seq_length: int, samples: int) -> UserError:
+def _too_short(
+    dataset: IndexedDataset,
+    seq_length: int,
+    samples: int,
+) -> UserError:
     return UserError(
         f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of sequence "
         f"length {seq_length} need {samples * seq_length + 1}; give more text or a shorter sequence"

@@ -201,7 +201,11 @@ class TextDigest:
         return self._hash.hexdigest()
 
 
-def has_digest(source: Source, digest: str, chars: int) -> bool:
+def has_digest(
+    source: Source,
+    digest: str,
+    chars: int,
+) -> bool:
     """Return True if the text of a source has this digest. chars: its length; no more is read."""
     actual = TextDigest()
     for _ in actual.reading(source):
@@ -210,7 +214,12 @@ def has_digest(source: Source, digest: str, chars: int) -> bool:
     return actual.chars == chars and actual.hexdigest() == digest
 
 
-def open_source(name: str, *, text_field: str = "text", max_chars: int | None = None) -> Source:
+def open_source(
+    name: str,
+    *,
+    text_field: str = "text",
+    max_chars: int | None = None,
+) -> Source:
     """Return the source `name` (see the module's table).
 
     Raises UserError if it does not exist or has no text.
@@ -239,7 +248,14 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{name} is empty; give a text of some length")
     check_readable(files)
-    return Source(name, root, tuple(files), text_field, max_chars, left_out=left_out)
+    return Source(
+        name,
+        root,
+        tuple(files),
+        text_field,
+        max_chars,
+        left_out=left_out,
+    )
 
 
 def _require_file_or_folder(name: str, path: Path) -> None:

@@ -321,13 +321,20 @@ def _load_cached(path: Path, contents: tuple[bytes, ...]) -> Tokenizer:
 
 
 def _id_of(
-    role: str, settings: Settings, vocabulary: Mapping[str, int], default: int | None = None
+    role: str,
+    settings: Settings,
+    vocabulary: Mapping[str, int],
+    default: int | None = None,
 ) -> int | None:
     """Return the id of the token that settings name for a role; `default` if they name none."""
     return vocabulary[settings.named[role][0]] if role in settings.named else default
 
 
-def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
+def _usual_eos(
+    path: Path,
+    vocabulary: Mapping[str, int],
+    special: set[str],
+) -> int | None:
     """Return the id of the token that ends a document by its usual name.
 
     Raises UserError if there are several.
@@ -343,7 +350,10 @@ def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> 
 
 
 def _end_in_texts(
-    path: Path, eos: int | None, vocabulary: Mapping[str, int], encode: Callable[[str], list[int]]
+    path: Path,
+    eos: int | None,
+    vocabulary: Mapping[str, int],
+    encode: Callable[[str], list[int]],
 ) -> tuple[str, ...]:
     """Return a note if a text can hold the token that ends a document, which is then no special
     one."""

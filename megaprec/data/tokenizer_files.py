@@ -126,7 +126,13 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
         added[token] = (number, config_file)
         if is_special:
             special.add(token)
-    return Settings(in_map | in_config, further, added, frozenset(special), tuple(notes))
+    return Settings(
+        in_map | in_config,
+        further,
+        added,
+        frozenset(special),
+        tuple(notes),
+    )
 
 
 def with_other_names(
@@ -154,7 +160,11 @@ def with_other_names(
     return with_names, notes
 
 
-def require_agreeing(path: Path, settings: Settings, vocabulary: Mapping[str, int]) -> None:
+def require_agreeing(
+    path: Path,
+    settings: Settings,
+    vocabulary: Mapping[str, int],
+) -> None:
     """Raise UserError unless the tokenizer has every token that the settings beside it name, with
     the same id.
 
@@ -189,7 +199,9 @@ def read_definition(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def require_as_written(
-    path: Path, definition: Mapping[str, Any], vocabulary: Mapping[str, int]
+    path: Path,
+    definition: Mapping[str, Any],
+    vocabulary: Mapping[str, int],
 ) -> None:
     """Raise UserError unless a library's `vocabulary` is that of the file, and texts have one way
     to be split."""
@@ -244,7 +256,11 @@ def unread_keys(definition: Mapping[str, Any], tokenizer: Any) -> list[str]:
     return [*dict.fromkeys(unread)]  # each once
 
 
-def _keys_lacking(written: Any, read: Any, location: str) -> Iterator[str]:
+def _keys_lacking(
+    written: Any,
+    read: Any,
+    location: str,
+) -> Iterator[str]:
     """Yield the keys of a value in the file that the library's value at its place has not."""
     if isinstance(written, dict):
         table = read if isinstance(read, dict) else {}
@@ -384,7 +400,9 @@ def _decoder_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str
 
 
 def _not_followed(
-    path: Path, config: Mapping[str, Any], definition: Mapping[str, Any]
+    path: Path,
+    config: Mapping[str, Any],
+    definition: Mapping[str, Any],
 ) -> Iterator[str]:
     """Yield a note for each setting that other programs follow in place of the tokenizer's file."""
     file = path.with_name(CONFIG)

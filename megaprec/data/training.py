@@ -54,7 +54,10 @@ class ImpossibleVocabulary(UserError):
 
 
 def train_sentencepiece(
-    texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False
+    texts: Iterable[str],
+    prefix: Path,
+    vocab_size: int,
+    overwrite: bool = False,
 ) -> Path:
     """Learn `vocab_size` pieces from `texts`, write `PREFIX.model` atomically, and return its path.
 
@@ -185,7 +188,10 @@ def _require_possible(vocab_size: int) -> None:
 
 
 def train_hugging_face(
-    texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False
+    texts: Iterable[str],
+    path: Path,
+    vocab_size: int,
+    overwrite: bool = False,
 ) -> Path:
     """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and
     return the path.
@@ -230,7 +236,11 @@ def train_hugging_face(
     return _publish(path, tokenizer.to_str(pretty=True).encode(), overwrite)
 
 
-def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
+def _publish(
+    path: Path,
+    content: bytes,
+    overwrite: bool,
+) -> Path:
     """Write a tokenizer to `path`. Raises UserError if another one is there."""
     if path.exists() and read_whole(path) != content and not overwrite:
         raise UserError(f"{path} exists and is another model; choose another name or remove it")

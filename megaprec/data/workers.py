@@ -36,7 +36,9 @@ class Chunk:
 
 
 def encode_chunks(
-    chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int
+    chunks: Iterable[Chunk],
+    tokenizer: Tokenizer,
+    workers: int,
 ) -> Iterator[tuple[Chunk, Encoded]]:
     """Yield each chunk and its ids, in order.
 

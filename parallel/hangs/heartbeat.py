@@ -75,7 +75,12 @@ class Beat:
     begun: int = 0
 
     @staticmethod
-    def of(rank: int, number: int, position: Position, look: bool) -> "Beat":
+    def of(
+        rank: int,
+        number: int,
+        position: Position,
+        look: bool,
+    ) -> "Beat":
         """Return the beat of this process now. look: at the call stack of the main thread too."""
         waits = position.waits.under_way
         at: list[str] = []
@@ -255,7 +260,12 @@ class Heart:
         """Read the other ranks' positions once, for at most so many seconds."""
         _within(seconds, self._listen)
 
-    def farewell(self, ranks: int, seconds: float, host: bool) -> None:
+    def farewell(
+        self,
+        ranks: int,
+        seconds: float,
+        host: bool,
+    ) -> None:
         """Announce that this rank leaves.
 
         The host of the store waits until `ranks` ranks have announced it, or for `seconds`.

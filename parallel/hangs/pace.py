@@ -113,7 +113,11 @@ class Stragglers:
         return stragglers
 
     def _judge(
-        self, rank: int, step_seconds: Mapping[int, float], step: int, steps: int
+        self,
+        rank: int,
+        step_seconds: Mapping[int, float],
+        step: int,
+        steps: int,
     ) -> Straggler | None:
         """Return the rank if it has become slow or is so no longer, after a window of `steps`."""
         peers = [
@@ -130,11 +134,27 @@ class Stragglers:
         if factor < SLOW or excess < MIN_EXCESS:
             self._suspicions.pop(rank, None)
             self._reported.discard(rank)
-            return Straggler(rank, factor, 0, step, alone) if was_reported else None
+            return (
+                Straggler(
+                    rank,
+                    factor,
+                    0,
+                    step,
+                    alone,
+                )
+                if was_reported
+                else None
+            )
         if was_reported:
             return None
         if rank not in self._suspicions:  # a second slow window must confirm it
             self._suspicions[rank] = _Suspicion(step + 1 - steps, step, excess * steps)
             return None
         self._reported.add(rank)
-        return Straggler(rank, factor, self._suspicions[rank].since(excess), step, alone)
+        return Straggler(
+            rank,
+            factor,
+            self._suspicions[rank].since(excess),
+            step,
+            alone,
+        )

@@ -49,23 +49,25 @@ class Verdict:
 
 
 def judge_silent(
-    me: Beat, beats: Mapping[int, Beat | None], silent: Mapping[int, float]
+    judge: Beat,
+    beats: Mapping[int, Beat | None],
+    silent: Mapping[int, float],
 ) -> Verdict:
     """Return the verdict about ranks without a heartbeat.
 
     silent: their seconds of silence, by rank.
     """
-    known = _known_beats(me, beats)
+    known = _known_beats(judge, beats)
     ranks = sorted(silent)
     seconds = max(silent.values())
-    lost_hosts = _lost_hosts(me, known, silent)
+    lost_hosts = _lost_hosts(judge, known, silent)
     if lost_hosts:
         lost = " and ".join(
             f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()
         )
-        ranks_here = [beat.rank for beat in known.values() if beat.host == me.host]
+        ranks_here = [beat.rank for beat in known.values() if beat.host == judge.host]
         reason = (
-            f"{lost} has not been heard of for {seconds:.0f} s by {me.host} "
+            f"{lost} has not been heard of for {seconds:.0f} s by {judge.host} "
             f"({ranks_in_words(ranks_here)}): the machine is down, or the link to it is cut; "
             f"{_last_seen(ranks[0], known.get(ranks[0]))}"
         )
@@ -75,15 +77,25 @@ def judge_silent(
             f"{stopped}: stopped or dead, without a heartbeat for {seconds:.0f} "
             f"s{_describe_waiting(known, silent)}"
         )
-    return Verdict(reason, tuple(ranks), me.rank, tuple(ranks), tuple(known.values()))
+    return Verdict(
+        reason,
+        tuple(ranks),
+        judge.rank,
+        tuple(ranks),
+        tuple(known.values()),
+    )
 
 
-def judge_hung(me: Beat, beats: Mapping[int, Beat | None], seconds: float) -> Verdict:
+def judge_hung(
+    judge: Beat,
+    beats: Mapping[int, Beat | None],
+    seconds: float,
+) -> Verdict:
     """Return the verdict about ranks that all have a heartbeat.
 
     seconds: how long the phase has lasted.
     """
-    known = _known_beats(me, beats)
+    known = _known_beats(judge, beats)
     by_progress = sorted(known.values(), key=lambda beat: (beat.step, beat.count, beat.rank))
     busy = [beat for beat in by_progress if not beat.waits]
     culprit = (busy or by_progress)[0]
@@ -98,36 +110,57 @@ def judge_hung(me: Beat, beats: Mapping[int, Beat | None], seconds: float) -> Ve
         )
         reason = f"all ranks wait for each other after {seconds:.0f} s: {name} in "
         reason += f"{where_in_words(culprit)}{stack}; {others}"
-    return Verdict(reason, (culprit.rank,), me.rank, (), tuple(known.values()))
+    return Verdict(
+        reason,
+        (culprit.rank,),
+        judge.rank,
+        (),
+        tuple(known.values()),
+    )
 
 
-def judge_store(me: Beat, host: str, address: str, seconds: float, closed: bool) -> Verdict:
+def judge_store(
+    judge: Beat,
+    host: str,
+    address: str,
+    seconds: float,
+    closed: bool,
+) -> Verdict:
     """Return the verdict that the machine of the ranks' store does not answer, or has closed the
     connection.
 
     host: of rank 0.
     address: the store's.
     """
+    name = f"rank {judge.rank} on {judge.host}"
     if closed:
-        problem = (
-            f"has closed the connection to rank {me.rank} on {me.host}: the process there has ended"
-        )
+        problem = f"has closed the connection to {name}: the process there has ended"
     else:
         problem = (
-            f"has not answered rank {me.rank} on {me.host} for {seconds:.0f} s: the machine is "
-            "down, or the link is cut"
+            f"has not answered {name} for {seconds:.0f} s: the machine is down, or the link is cut"
         )
     reason = f"{host} ({address}, where the ranks meet) {problem}"
-    reason += f"; rank {me.rank} was in {where_in_words(me)}"
-    return Verdict(reason, (0,), me.rank, (0,), (me,))
-
-
-def judge_failed(me: Beat, error: str) -> Verdict:
-    """Return the verdict that this rank has failed with `error`."""
-    reason = (
-        f"rank {me.rank} on {me.host} (process {me.pid}) failed in {where_in_words(me)}: {error}"
+    reason += f"; rank {judge.rank} was in {where_in_words(judge)}"
+    return Verdict(
+        reason,
+        (0,),
+        judge.rank,
+        (0,),
+        (judge,),
     )
-    return Verdict(reason, (me.rank,), me.rank, (), (me,))
+
+
+def judge_failed(judge: Beat, error: str) -> Verdict:
+    """Return the verdict that this rank has failed with `error`."""
+    name = named(judge.rank, judge)
+    reason = f"{name} failed in {where_in_words(judge)}: {error}"
+    return Verdict(
+        reason,
+        (judge.rank,),
+        judge.rank,
+        (),
+        (judge,),
+    )
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -167,14 +200,19 @@ def named(rank: int, beat: Beat | None) -> str:
     return f"rank {rank}, which has never been heard of"
 
 
-def _known_beats(me: Beat, beats: Mapping[int, Beat | None]) -> dict[int, Beat]:
+def _known_beats(
+    judge: Beat,
+    beats: Mapping[int, Beat | None],
+) -> dict[int, Beat]:
     """Return the beats of the ranks that have been heard of, and of this one, by rank."""
-    known = {rank: beat for rank, beat in beats.items() if beat is not None} | {me.rank: me}
+    known = {rank: beat for rank, beat in beats.items() if beat is not None} | {judge.rank: judge}
     return dict(sorted(known.items()))
 
 
 def _lost_hosts(
-    me: Beat, known: Mapping[int, Beat], silent: Mapping[int, float]
+    judge: Beat,
+    known: Mapping[int, Beat],
+    silent: Mapping[int, float],
 ) -> dict[str, list[int]]:
     """Return the ranks of each other host that is silent as a whole; empty if a single rank of a
     host is silent."""
@@ -183,7 +221,7 @@ def _lost_hosts(
         hosts.setdefault(beat.host, []).append(beat.rank)
     lost: dict[str, list[int]] = {}
     for host, ranks in hosts.items():
-        if host != me.host and all(rank in silent for rank in ranks):
+        if host != judge.host and all(rank in silent for rank in ranks):
             lost[host] = ranks
     lost_ranks = sorted(chain.from_iterable(lost.values()))
     return lost if lost_ranks == sorted(silent) else {}
@@ -194,7 +232,10 @@ def _last_seen(rank: int, beat: Beat | None) -> str:
     return f"{name} was last seen in {where_in_words(beat)}" if beat else name
 
 
-def _describe_waiting(known: Mapping[int, Beat], culprits: Iterable[int]) -> str:
+def _describe_waiting(
+    known: Mapping[int, Beat],
+    culprits: Iterable[int],
+) -> str:
     """Return the end of a sentence about the ranks that wait."""
     waiting_for = {*culprits}
     waiting = [rank for rank, beat in known.items() if beat.waits and rank not in waiting_for]

@@ -67,7 +67,15 @@ class Watchdog:
         self._clock = Clock(self._window / 2)
         self._heart = None
         if size > 1:
-            self._heart = Heart(store, rank, size, position, self._clock, self.every, peers)
+            self._heart = Heart(
+                store,
+                rank,
+                size,
+                position,
+                self._clock,
+                self.every,
+                peers,
+            )
         self.first = self._heart.first_beat() if self._heart else None
         self._entered = -1  # number of the present phase
         self._phase_start = 0.0
@@ -186,7 +194,12 @@ class Watchdog:
             return self._judge(heart, self._window)
         return None
 
-    def _judge(self, heart: Heart, patience: float, elapsed: float = 0.0) -> Verdict | None:
+    def _judge(
+        self,
+        heart: Heart,
+        patience: float,
+        elapsed: float = 0.0,
+    ) -> Verdict | None:
         """Return the verdict about the store, which no rank can publish; publish the verdict about
         a rank.
 
@@ -217,7 +230,13 @@ class Watchdog:
             return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         host = first.host if first else "the host of rank 0"
-        return judge_store(self.me(), host, address, seconds, closed)
+        return judge_store(
+            self.me(),
+            host,
+            address,
+            seconds,
+            closed,
+        )
 
 
 def _in_rank_0() -> bool:

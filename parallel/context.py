@@ -129,14 +129,7 @@ class Context:
         if self.fp8.recipe.parameters:
             codes = FP8Param(self.fp8, layer)
             hold(weight, codes)
-        return FP8Gemm(
-            self.fp8,
-            layer,
-            parts[0].dim,
-            wide,
-            self.tp,
-            codes,
-        )
+        return FP8Gemm(self.fp8, layer, parts[0].dim, wide, self.tp, codes)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
         """Return the products of an output head.

@@ -412,13 +412,7 @@ def _reshape_rule(call: Call) -> CutOf:
         counts_before = [prod(y.shape[:dim]) for dim in range(y.dim() + 1)]
         starts = [dim for dim in range(y.dim()) if counts_before[dim] == slice_count]
         if not starts:
-            return _merged_cut(
-                call,
-                y,
-                counts_before,
-                slice_count,
-                size,
-            )
+            return _merged_cut(call, y, counts_before, slice_count, size)
         open_in_result = {dim % y.dim() for dim in open_dims}
         dim = _start_of_slices(y, starts, open_in_result, size)
         # dimensions of size 1 after the last features were split from them too

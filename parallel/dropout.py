@@ -50,14 +50,7 @@ def dropout(
     positions = positions_between(context, x.shape[0], x.device)
     features = torch.arange(x.shape[2], device=x.device)
     coordinates = (positions, place.samples, features)
-    return _drop(
-        x,
-        probability,
-        context,
-        name,
-        place,
-        coordinates,
-    )
+    return _drop(x, probability, context, name, place, coordinates)
 
 
 def attention_dropout(
@@ -82,14 +75,7 @@ def attention_dropout(
         place.samples,
         *(_indices(span, weights.device) for span in (heads, queries, keys)),
     )
-    return _drop(
-        weights,
-        probability,
-        context,
-        name,
-        place,
-        coordinates,
-    )
+    return _drop(weights, probability, context, name, place, coordinates)
 
 
 def _indices(span: range, device: torch.device) -> Tensor:

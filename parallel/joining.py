@@ -61,14 +61,7 @@ def join(
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connect(
-        rank,
-        size,
-        address,
-        port,
-        hosts,
-        seconds,
-    )
+    store = _connect(rank, size, address, port, hosts, seconds)
     store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
         ends_alone = is_interactive(environment, _reads_a_terminal())

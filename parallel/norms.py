@@ -167,32 +167,14 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.context = context
         self.eps = eps
-        self.weight = vector(
-            context,
-            f"{name}.weight",
-            hidden,
-            1.0,
-            own,
-        )
-        self.bias = vector(
-            context,
-            f"{name}.bias",
-            hidden,
-            0.0,
-            own,
-        )
+        self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
+        self.bias = vector(context, f"{name}.bias", hidden, 0.0, own)
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         weight = Widen.apply(self.weight, plan.sensitive)
         bias = Widen.apply(self.bias, plan.sensitive)
-        return layer_norm(
-            x,
-            weight,
-            bias,
-            self.eps,
-            plan.compute,
-        )
+        return layer_norm(x, weight, bias, self.eps, plan.compute)
 
 
 def layer_norm(
@@ -206,13 +188,7 @@ def layer_norm(
 
     It is computed in the dtype of `weight`.
     """
-    y = F.layer_norm(
-        x.to(weight.dtype),
-        weight.shape,
-        weight,
-        bias,
-        eps,
-    )
+    y = F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps)
     return y.to(output_dtype)
 
 

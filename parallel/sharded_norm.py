@@ -40,13 +40,7 @@ class ShardedRMSNorm(nn.Module):
         self.context = context
         self.eps = eps
         self.offset = offset
-        part = Part.cut(
-            f"{name}.weight",
-            (width,),
-            0,
-            context.tp,
-            shards,
-        )
+        part = Part.cut(f"{name}.weight", (width,), 0, context.tp, shards)
         self.weight = parameter(
             context,
             [part],

@@ -60,13 +60,7 @@ class Axis:
         size = mesh.mesh.shape[dim]
         group = mesh.get_group(name) if size > 1 else None
         runs = mesh.mesh.movedim(dim, -1).reshape(-1, size)
-        return Axis(
-            name,
-            mesh.get_local_rank(name),
-            size,
-            group,
-            runs,
-        )
+        return Axis(name, mesh.get_local_rank(name), size, group, runs)
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
@@ -125,13 +119,7 @@ class Axis:
         rank = 0
         for axis in axes:  # as digits of a number, each in the base of its axis
             rank = rank * axis.size + axis.rank
-        return Axis(
-            name,
-            rank,
-            size,
-            split(runs),
-            runs,
-        )
+        return Axis(name, rank, size, split(runs), runs)
 
     def in_runs(self, size: int, new_name: str) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
@@ -146,21 +134,9 @@ class Axis:
         if self.runs is None or size == 1:
             return Axis(new_name)
         if size == self.size:  # needs no new process group
-            return Axis(
-                new_name,
-                self.rank,
-                size,
-                self.group,
-                self.runs,
-            )
+            return Axis(new_name, self.rank, size, self.group, self.runs)
         runs = self.runs.reshape(-1, size)
-        return Axis(
-            new_name,
-            self.rank % size,
-            size,
-            split(runs),
-            runs,
-        )
+        return Axis(new_name, self.rank % size, size, split(runs), runs)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""

@@ -102,10 +102,4 @@ def _axis(
     """Return the axis along `dim` of `planes`, on which this rank is number `rank`."""
     size = planes.shape[dim]
     runs = planes.movedim(dim, -1).reshape(-1, size)
-    return Axis(
-        name,
-        rank,
-        size,
-        split(runs) if size > 1 else None,
-        runs,
-    )
+    return Axis(name, rank, size, split(runs) if size > 1 else None, runs)

@@ -104,13 +104,7 @@ def prepare(
             "give either a tokenizer file or a vocabulary size to train one, not both or neither"
         )
     chosen = load_tokenizer(tokenizer) if tokenizer else None
-    existing = _existing(
-        source,
-        prefix,
-        chosen,
-        vocab_size,
-        overwrite,
-    )
+    existing = _existing(source, prefix, chosen, vocab_size, overwrite)
     if existing is not None:
         return existing
     _refuse_overwriting(prefix, overwrite)

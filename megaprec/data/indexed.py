@@ -90,13 +90,7 @@ class IndexedWriter:
         self._prefix = prefix
         self._vocab_size = vocab_size
         self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
-        mark = mark or Mark(
-            0,
-            0,
-            0,
-            0,
-            (vocab_size, -1),
-        )
+        mark = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
         self._bin = open_part(beside(prefix, ".bin"), mark.tokens)
         self._lengths = open_part(beside(prefix, ".lengths"), mark.lengths)
         self._documents = open_part(beside(prefix, ".documents"), mark.documents)
@@ -406,13 +400,7 @@ def _map(
     """Return `count` elements at byte `offset`, memory-mapped read-only."""
     if count == 0:  # which cannot be mapped
         return np.zeros(0, dtype)
-    return np.memmap(
-        path,
-        dtype,
-        "r",
-        offset,
-        (count,),
-    )
+    return np.memmap(path, dtype, "r", offset, (count,))
 
 
 def _read_index(path: Path, stored: int) -> tuple[np.dtype, Index]:

@@ -230,13 +230,7 @@ class Watchdog:
             return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         host = first.host if first else "the host of rank 0"
-        return judge_store(
-            self.me(),
-            host,
-            address,
-            seconds,
-            closed,
-        )
+        return judge_store(self.me(), host, address, seconds, closed)
 
 
 def _in_rank_0() -> bool:

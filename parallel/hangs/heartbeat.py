@@ -90,9 +90,9 @@ class Beat:
         return Beat(
             rank=rank,
             host=socket.gethostname(),
-            place=place(),
+            place=machine_id(),
             pid=os.getpid(),
-            born=born(os.getpid()),
+            born=process_start(os.getpid()),
             shared=position.shared,
             beat=number,
             phase=position.phase.value,
@@ -116,7 +116,7 @@ def newest(beat: Beat) -> Beat:
 
     The position that the beat has is a second or two old.
     """
-    if beat.place != place() or not beat.born or born(beat.pid) != beat.born:
+    if beat.place != machine_id() or not beat.born or process_start(beat.pid) != beat.born:
         return beat
     position = read_shared(beat.pid, beat.shared)
     if not position:
@@ -124,7 +124,7 @@ def newest(beat: Beat) -> Beat:
     return replace(beat, phase=position[0], step=position[1], doing=position[2])
 
 
-def place() -> str:
+def machine_id() -> str:
     """Return a name for this machine and its namespaces.
 
     Processes see each other's ids only if they have the same name.
@@ -138,7 +138,7 @@ def place() -> str:
     return " ".join(parts)
 
 
-def born(pid: int) -> str:
+def process_start(pid: int) -> str:
     """Return the start time of a process, in ticks since the machine started; "" if it is gone or
     unknown.
 
@@ -169,7 +169,7 @@ class Clock:
         self._last = now
 
 
-class Heart:
+class Heartbeat:
     """The heartbeat of this rank, in a thread, once it is started.
 
     store: the ranks' store; a connection of its own is opened to it.

@@ -19,7 +19,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
-from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest, place
+from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, machine_id, newest, process_start
 from parallel.hangs.pace import Straggler
 from parallel.hangs.verdict import Verdict, judge_failed, judge_hung, judge_silent, judge_store
 
@@ -67,7 +67,7 @@ class Watchdog:
         self._clock = Clock(self._window / 2)
         self._heart = None
         if size > 1:
-            self._heart = Heart(
+            self._heart = Heartbeat(
                 store,
                 rank,
                 size,
@@ -155,7 +155,7 @@ class Watchdog:
                 self._leave(verdict)
                 return
 
-    def _farewell(self, heart: Heart, ranks: int) -> None:
+    def _farewell(self, heart: Heartbeat, ranks: int) -> None:
         if not heart.lost:
             heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
 
@@ -186,7 +186,7 @@ class Watchdog:
             return self._judge(heart, self.timeout)
         return None
 
-    def _explain_loss(self, heart: Heart, elapsed: float) -> Verdict | None:
+    def _explain_loss(self, heart: Heartbeat, elapsed: float) -> Verdict | None:
         """Return the verdict about a lost connection to the store; publish one about a rank that
         has fallen silent."""
         heart.listening = self._searches
@@ -196,7 +196,7 @@ class Watchdog:
 
     def _judge(
         self,
-        heart: Heart,
+        heart: Heartbeat,
         patience: float,
         elapsed: float = 0.0,
     ) -> Verdict | None:
@@ -226,7 +226,7 @@ class Watchdog:
         """Return the verdict about the host of the store; about rank 0 if that is the host and on
         this machine."""
         first = self.first
-        if first and first.place == place() and _in_rank_0() and not closed:
+        if first and first.place == machine_id() and _in_rank_0() and not closed:
             return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         host = first.host if first else "the host of rank 0"
@@ -241,10 +241,10 @@ def _in_rank_0() -> bool:
 def kill_silent(verdict: Verdict) -> None:
     """Kill the silent ranks on this machine: a stopped process takes no other signal, and launchers
     wait for it."""
-    this_place = place()
+    this_machine = machine_id()
     for beat in verdict.beats:
-        if beat.rank not in verdict.silent or beat.place != this_place:
+        if beat.rank not in verdict.silent or beat.place != this_machine:
             continue
-        if beat.born and born(beat.pid) == beat.born:  # still the same process
+        if beat.born and process_start(beat.pid) == beat.born:  # still the same process
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, SIGKILL)

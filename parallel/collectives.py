@@ -79,6 +79,7 @@ def _gather_dim(
     dim: int,
 ) -> Tensor:
     """All-gather x along `dim`."""
+    # ranks' shards follow each other along dim 0 only
     gathered = axis.gather(x.movedim(dim, 0).contiguous())
     return gathered.movedim(0, dim)
 

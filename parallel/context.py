@@ -120,9 +120,11 @@ class Context:
         parts = layout_of(weight).parts
         name = parts[0].name
         wide = Gemm(self.plan.compute_dtype(name), self.plan.compute, self.plan.tf32)
+        # no product of this layer is in FP8
         if self.fp8.recipe is None or self.plan.keeps_fp32(name):
             return wide
         layer = self.fp8.register(parts)
+        # not every layer can compute in FP8, for instance because of its sizes
         if layer.fallback_reason:
             return wide
         codes = None  # of the weight, if it is stored in FP8

@@ -182,6 +182,7 @@ def _follow(call: Call) -> Any:
         rule = _elementwise_rule
     if name in ("shape", "size"):
         return _sizes_with_cut(call)
+    # a bool, from which nothing is computed
     if name in COMPARISONS:
         return _run(call)
     cut_of = rule(call) if rule is not None else None
@@ -296,6 +297,7 @@ def _elementwise_rule(call: Call) -> CutOf:
             _require_combinable(call, x, from_last, size)
 
     def cut_of(y: Tensor) -> Cut:
+        # broadcast against a tensor of all features
         if y.dim() < from_last or y.shape[-from_last] != size:
             raise call.refuse(ALL_BESIDE_SLICE)
         return replace(first.cut, dim=y.dim() - from_last)
@@ -379,6 +381,7 @@ def _view_rule(call: Call) -> CutOf:
         raise call.refuse("is indexed by features that are cut")
     if _has_tensors((call.args[1:], call.kwargs)):
         raise call.refuse("selects by a tensor")
+    # a tensor without memory, in which only the cut dimension has this stride
     strides = [0] * x.dim()
     strides[cut.dim] = MOVED_STRIDE
     probe = torch.empty_strided(tuple(x.shape), strides, device="meta")

@@ -95,6 +95,7 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     computed from the job id. Raises UserError for a variable of Slurm's that is missing or
     malformed, and for a WORLD_SIZE that is not the step's.
     """
+    # torch's variables are there, or there is no step of several tasks
     if environ.get("RANK") or _read_number("SLURM_STEP_NUM_TASKS", environ, "1") < 2:
         return {}
     address = environ.get("MASTER_ADDR")

@@ -57,6 +57,7 @@ def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
             if isinstance(value, FP8Gemm):
                 value.state.leave_out(value.reach, "it is in a part that is marked FP32")
             setattr(module, name, Gemm(plan.sensitive, plan.sensitive, plan.tf32))
+    # weights of the part have no FP8 codes
     for parameter in module.parameters(recurse=False):
         release(parameter)
     for table in module.buffers(recurse=False):

@@ -62,6 +62,7 @@ def join(
     port = int(environment["MASTER_PORT"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _connect(rank, size, address, port, hosts, seconds)
+    # says that this rank is there, and where
     store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
         ends_alone = is_interactive(environment, _reads_a_terminal())
@@ -75,6 +76,7 @@ def join(
         if over_gloo and not problem:
             problem = _unreachable([_read_seat(store, number) for number in range(size)])
         store.set(OUTCOME, problem)
+        # the store ends with this process
         if problem:
             time.sleep(PARTING)
     else:
@@ -210,6 +212,7 @@ def _wait_for_ranks(
         if waited > next_news:
             print(f"{line} for {waited:.0f} s so far", file=sys.stderr, flush=True)
             next_news += NEWS
+        # seldom in a long wait: each rank is a request to the store
         time.sleep(min(1.0, 0.01 + waited / 20))
     return ""
 

@@ -222,6 +222,7 @@ class VocabParallelEmbedding(nn.Module):
                 dtype,
                 outside,
             )
+        # an id of another rank looks up row 0, which is then masked
         rows = valid_ids - self.part.start
         foreign = (rows < 0) | (rows >= self.part.local[0])
         x = Lookup.apply(
@@ -255,6 +256,7 @@ class Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids, foreign)
+        # a copy, which the masks may write to
         rows = weight[ids].to(dtype or weight.dtype)
         if foreign is not None:
             rows.masked_fill_(foreign.unsqueeze(-1), 0)
@@ -276,6 +278,7 @@ class Lookup(torch.autograd.Function):
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
+        # accumulate: an id may occur several times
         total.index_put_((ids.reshape(-1),), rows, accumulate=True)
         return None, None if target is Destination.MAIN else total, None, None, None
 

@@ -121,6 +121,7 @@ class Leaves:
         otherwise: a function that computes the same, and is better if the leaf is not compiled.
         Called without autograd's history, as in an autograd function.
         """
+        # Otherwise the form of the arguments is not even looked at: this is called in every step.
         if self.compiled or self.noted is not None:
             call = call_of(leaf, arguments)
             if self.noted is not None:

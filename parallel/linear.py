@@ -76,6 +76,7 @@ class Linear(torch.autograd.Function):
         ctx.deferred = deferred or WeightGradQueue()
         ctx.dtype = x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
+        # The backward pass reads the weight again, and must find the same values.
         will_read_again(ctx, weight)
         is_sharded = input_layout is Input.SEQUENCE
         full_input = tp.gather(x) if is_sharded else x

@@ -68,6 +68,7 @@ class _Lane:
         """Return this virtual rank's result of a collective. To be called in the lane."""
         self.outbox.put(_Request(collective, tensor))
         answer = self.inbox.get()
+        # another lane has failed
         if isinstance(answer, _Ended):
             raise answer
         return answer

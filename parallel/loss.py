@@ -114,8 +114,10 @@ class CrossEntropy(torch.autograd.Function):
             sums = torch.zeros(2, len(rows), dtype=sensitive, device=rows.device)
         outside = (flat_targets < 0) | (flat_targets >= vocabulary.shape[0])
         sums[1].masked_fill_(outside, math.nan)
+        # one message for both
         exponentials, target = tp.sum_(sums)
         log_sum = exponentials.log()
+        # the logarithm of the sum of exp(logits), from which softmax follows
         ctx.save_for_backward(rows, local, here, log_sum + largest)
         ctx.columns = unpadded.shape[1]
         ctx.shape = logits.shape

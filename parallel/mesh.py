@@ -56,6 +56,7 @@ def make_mesh(
             f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs "
             f"{needed}: start {needed} ranks or change [parallel]"
         )
+    # in the order of AXES, of which the last varies fastest
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
     ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
     groups = [_group(ranks.movedim(dim, -1).flatten(0, -2)) for dim in range(ranks.ndim)]
@@ -121,6 +122,7 @@ def world(
             f"this process has joined torch.distributed already, over {dist.get_backend()}: use "
             "make_mesh without world(), or leave init_process_group to world()"
         )
+    # nothing outside of Slurm
     os.environ.update(slurm_environment(os.environ))
     gpu = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)

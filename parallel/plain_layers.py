@@ -55,6 +55,7 @@ class Watch:
                 self.checks = self._last_was_checked[module.training]
             else:
                 self._count_pass(module.training)
+        # the module may call itself
         self._depth += 1
 
     def end(self, *_: object) -> None:
@@ -72,6 +73,7 @@ class Watch:
         """Note the call of a layer, and return True if it is part of a pass that is checked."""
         if torch.compiler.is_compiling():
             return False
+        # a recomputation
         if self._depth == 0 and _in_backward():
             return self._last_was_checked[layer.training]
         if self._depth == 0:

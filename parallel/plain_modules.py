@@ -441,6 +441,7 @@ def _tie(
     cut: Mapping[str, nn.Module],
 ) -> None:
     """Make parameters that were one parameter one again, after their layers have been replaced."""
+    # The first of the paths has a parallel layer's parameter: the others get it too.
     for paths in shared:
         first, *other_paths = paths
         if first.rpartition(".")[0] not in cut:

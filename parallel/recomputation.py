@@ -39,6 +39,7 @@ def recomputed(
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return into(function(x))
+    # autograd saves numbers in place of the function's tensors
     call = _Call(function, x)
     with saved_tensors_hooks(call.pack, call.unpack):
         result = function(x)

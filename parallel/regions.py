@@ -248,6 +248,7 @@ def _cut_graph(
         values[node].meta = dict(node.meta)
     for node in inputs[0].graph.nodes if inputs else ():
         if node in reached and node not in values:
+            # in the order of the whole graph, so that arguments come first
             values[node] = part.node_copy(node, lambda argument: values[_source(argument)])
     part.output(tuple(values[node] for node in outputs))
     return GraphModule(torch.nn.Module(), part)

@@ -111,10 +111,12 @@ class Axis:
         axes = [axis for axis in every_axis if axis.size > 1]
         if mesh is None or not axes:
             return Axis(name)
+        # the mesh has a group of these ranks already
         if len(axes) == 1 and not separate_group:
             return replace(axes[0], name=name)
         dims = [_axes_of(mesh).index(axis.name) for axis in axes]
         size = prod(axis.size for axis in axes)
+        # a row for each place on the other axes
         runs = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, size)
         rank = 0
         for axis in axes:  # as digits of a number, each in the base of its axis
@@ -145,6 +147,7 @@ class Axis:
 
     def max_(self, tensor: Tensor) -> Tensor:
         """All-reduce MAX over this axis, in place."""
+        # direct messages are faster than gloo's ring for small tensors (docs/performance.md)
         if self.group is not None and _on_cpu(tensor):
             gloo.max_(tensor, self.rank, self.group)
         elif self.group is not None:

@@ -63,6 +63,7 @@ def _sender_lengths(
     last_ranks: dict[bytes, int] = {}
     for rank in range(world.size):
         last_ranks[announcements[rank * size : (rank + 1) * size]] = rank
+    # the length comes first in an announcement
     by_rank = {
         rank: int.from_bytes(announcement[:8], "little")
         for announcement, rank in last_ranks.items()

@@ -101,5 +101,6 @@ def _axis(
 ) -> Axis:
     """Return the axis along `dim` of `planes`, on which this rank is number `rank`."""
     size = planes.shape[dim]
+    # a row for each group of ranks that differ in this coordinate only
     runs = planes.movedim(dim, -1).reshape(-1, size)
     return Axis(name, rank, size, split(runs) if size > 1 else None, runs)

@@ -35,6 +35,7 @@ def start_gather(
     size = group.size()
     full = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if into is None else into
     chunks = full.chunk(size)
+    # The transfers are under way while this rank's own chunk is copied.
     works = _exchange([tensor] * size, list(chunks), rank, group)
     if into is None:
         chunks[rank].copy_(tensor)

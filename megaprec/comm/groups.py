@@ -120,6 +120,7 @@ def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
         return max(ranks) - min(ranks) > 1, min(ranks)
 
     sets: list[_PairSet] = []
+    # neighbours first: of a ring of even length they fill two sets completely
     for number, ranks in sorted(numbered, key=neighbours_first):
         free_set = next((each for each in sets if not each.busy_ranks & ranks), None)
         if free_set is None:

@@ -26,6 +26,7 @@ def start_tree_scatter_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
 
     As by `Axis.start_scatter_sum_`, only this rank's chunk of `flat` is then defined.
     """
+    # one rank has the sum already
     if axis.group is None:
         return lambda: None
     finish_exchange = axis.start_exchange(flat)

@@ -60,6 +60,7 @@ class VirtualAxis:
         """Return the sum over all virtual ranks, rounded once to the dtype of the leaves."""
         nodes = self._nodes(leaves)
         if self.real.size > 1:
+            # in the order of the virtual ranks
             nodes = list(self.real.gather(torch.stack(nodes)).unbind())
         return tree_sum(nodes).to(leaves[0].dtype)
 

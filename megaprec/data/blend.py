@@ -72,6 +72,7 @@ class Blend:
                 # a data set's samples in a blend follow each other
                 batches.append(samples.batch(int(number_in_part[rows[0]]), len(rows)))
                 rows_by_part.append(rows)
+        # the batches are joined by data set; this brings their rows back into the blend's order
         order = torch.from_numpy(np.argsort(np.concatenate(rows_by_part)))
         offsets = torch.from_numpy(self._offsets[part_of_row])
         return Batch(
@@ -92,6 +93,7 @@ class Blend:
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""
+        # ids of a data set begin at its offset
         parts = np.searchsorted(self._offsets, ids.numpy(), side="right") - 1
         return [
             f"{self._names[part]}:{int(id) - self._offsets[part]}"

@@ -171,6 +171,7 @@ def build(
     resume = beside(prefix, ".resume")
     state = _interrupted_state(prefix, inputs)
     try:
+        # an error of the disk that names no file names the prefix
         with named(prefix):
             text = TextDigest()
             report = on_progress or (lambda *totals: None)
@@ -417,6 +418,7 @@ def _write(
     counts = state.counts
     saved_chars = state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
+        # skipped chunks are read all the same: the digest is of the whole text
         chunks = islice(_chunks(text.reading(source)), state.chunks, None)
         for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _worker_count(source, workers)):
             writer.extend(ids, ends)

@@ -60,6 +60,7 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
     else:
         encoder = tokenizer
     for each in (tokenizer, encoder):
+        # The file may ask for these, and they would change what a text's tokens are.
         each.no_truncation()
         each.no_padding()
         each.encode_special_tokens = True
@@ -94,6 +95,7 @@ def without_special_tokens(definition: str) -> str:
         finds_whole_words = bool(model.get("ignore_merges"))
         if len(model["merges"]) == merge_count and not finds_whole_words:
             return ""  # no merge makes one of them
+    # random, so that no text can hold it
     unspoken = uuid.uuid4().hex
     _rename_tokens(tokenizer, {token: f"{unspoken} {token}" for token in hidden})
     return json.dumps(tokenizer)
@@ -209,6 +211,7 @@ def serve(
 
     Raises EOFError if a request is incomplete.
     """
+    # an empty read is the end of the input
     while head := requests.read(HEAD.size):
         piece_count, size = HEAD.unpack(head + _read_bytes(requests, HEAD.size - len(head)))
         piece_sizes = np.frombuffer(_read_bytes(requests, 8 * piece_count), "<i8").tolist()

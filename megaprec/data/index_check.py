@@ -141,6 +141,7 @@ def _check_spans(index: Index) -> None:
     draw = random.SystemRandom()
     last_start = len(index.lengths) - SPAN
     for start in (draw.randrange(last_start) for _ in range(SPANS)):
+        # one more: its begin is the end of the span
         _check_sequences(index, start, SPAN + 1, int(index.pointers[start]))
     end = _check_sequences(index, last_start, SPAN, int(index.pointers[last_start]))
     _require_stored(index, end)
@@ -180,6 +181,7 @@ def _check_sequences(
             "like, of a multimodal set); text only, mode 0, is trained on: build the set from its "
             "text"
         )
+    # where each sequence begins if all follow each other
     begins = begin + np.cumsum(sizes) - sizes
     wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
     if len(wrong):

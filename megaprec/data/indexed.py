@@ -136,6 +136,7 @@ class IndexedWriter:
                 raise self._outside_vocabulary(tokens, ends)
         # the tokens of the document that is open
         continued = int(ends[0]) if len(ends) else len(tokens)
+        # The document goes on in a sequence of its own.
         if self._open + continued > LONGEST_SEQUENCE:
             self._write_lengths(np.array([self._open]))
             self._open = 0
@@ -184,6 +185,7 @@ class IndexedWriter:
         idx = open_part(idx_path)
         try:
             self._write_index(idx.write)
+            # without its index, an old .bin cannot be read beside a new index
             idx_path.unlink(missing_ok=True)
             self._publish(bin_path, idx, idx_path)
         except BaseException:

@@ -153,6 +153,7 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
     path = beside(prefix, ".json")
     if not os.path.lexists(path):
         return None
+    # Whatever is wrong with the record, the error is the same.
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = dict(parse_json(read_regular(path)))
         low, high = record.get("ids", (0, -1))  # earlier versions recorded none
@@ -185,6 +186,7 @@ def scan_file(
         before = _state(os.fstat(opened.fileno()), dtype)
         seen = _scan(opened, dtype)
         after = _state(os.fstat(opened.fileno()), dtype)
+    # a file that changed a moment ago may change again without new times
     if before == after and began - max(before["changed"]) > SETTLED:
         _remember(file, before, seen)
     return seen

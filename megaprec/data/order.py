@@ -68,6 +68,7 @@ def _feistel(
     left = numbers >> half
     right = numbers & mask
     for key in keys:
+        # can be undone for any function of `right`, so it is a permutation
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << half) | right
 

@@ -158,6 +158,7 @@ def _text_pieces(
             io.TextIOWrapper(_open_unpacked(file), "utf-8-sig", newline="") as stream,
         ):
             while text := stream.read(PIECE_CHARS):
+                # to the end of a line, or as much again of a very long one
                 text += stream.readline(PIECE_CHARS)
                 zero = text.find("\0")
                 if zero >= 0 and not skip_undecodable:
@@ -282,6 +283,7 @@ def _list_pieces(
             f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out"
         ) from problem
     except (ValueError, RecursionError) as problem:
+        # UTF-16 is a common reason, and its error is of no help
         with _open_unpacked(file) as stream:
             reason = ZERO if b"\0" in stream.read(2) else problem
         raise UserError(f"{file}:{number + 1}: not a JSON list ({reason})") from problem

@@ -115,6 +115,7 @@ class Samples:
         positions = np.arange(position, position + count, dtype=np.int64)
         ids = self._first + order(positions, self._count, self._seed, self._shuffle)
         seq = self._seq_length
+        # one token more: inputs and targets are shifted against each other
         rows = np.empty((count, seq + 1), dtype=np.int64)
         for row, sample in zip(rows, ids, strict=True):
             row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
@@ -131,6 +132,7 @@ class Samples:
             return
         end = (self._first + self._count) * self._seq_length
         for start in range(self._first * self._seq_length, end, CHUNK):
+            # a target counts if the token before it is of the same document
             documents = self._dataset.documents_of(start, min(CHUNK, end - start) + 1)
             if (documents[1:] == documents[:-1]).any():
                 return

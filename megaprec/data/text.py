@@ -101,6 +101,7 @@ class Source:
                 for name, text in pieces(
                     file, document, self.text_field, self.skip_undecodable, bad
                 ):
+                    # the last piece may be cut
                     yield name, text[:remaining]
                     if remaining is not None:
                         remaining -= len(text)

@@ -263,6 +263,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     content = b""
     try:
         content = read_regular(path)
+        # in a process of its own: an odd file could end this one
         require_tried(path, content)
         if is_json(content):
             return HuggingFaceTokenizer(path)

@@ -218,6 +218,7 @@ def require_as_written(
                 f"becomes token {number}, for a token of the model keeps its id, and others follow "
                 "without a gap: add tokens of any name for ids between"
             )
+    # two tokens of one id would be one token to the model
     tokens: dict[int, str] = {}
     for token, number in vocabulary.items():
         earlier = tokens.setdefault(number, token)
@@ -243,6 +244,7 @@ def unread_keys(definition: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """
     unread: list[str] = []
     for name in ("normalizer", "pre_tokenizer", "decoder"):
+        # its state, as the library would write it into a file
         part = getattr(tokenizer, name)
         state = json.loads(part.__getstate__()) if part else None
         unread += _keys_lacking(definition.get(name), state, name)

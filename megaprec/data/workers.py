@@ -64,6 +64,7 @@ def encode_chunks(
         waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
             waiting.append((chunk, threads.submit(encode, chunk)))
+            # at most two chunks a worker, so that memory is bounded
             if len(waiting) >= 2 * workers:
                 first_chunk, answer = waiting.popleft()
                 yield first_chunk, answer.result()

@@ -200,6 +200,7 @@ class Heartbeat:
         self._stragglers = Stragglers([rank // peers for rank in range(size)])
         self._last_progress = (-1, -1)  # entries and count of the position at the last beat
         self.noticed: deque[tuple[Straggler, str]] = deque()
+        # a connection of its own: a request of the main thread may block that of the world
         self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set_timeout(PATIENCE)
         self.heard: dict[int, tuple[Beat | None, float]] = {}

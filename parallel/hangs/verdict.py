@@ -96,6 +96,7 @@ def judge_hung(
     seconds: how long the phase has lasted.
     """
     known = _known_beats(judge, beats)
+    # the culprit is the one that is least far among those that do not wait
     by_progress = sorted(known.values(), key=lambda beat: (beat.step, beat.count, beat.rank))
     busy = [beat for beat in by_progress if not beat.waits]
     culprit = (busy or by_progress)[0]
@@ -165,6 +166,7 @@ def judge_failed(judge: Beat, error: str) -> Verdict:
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0, 2 and 3"; long runs of ranks as "4 to 7"."""
+    # consecutive ranks together
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -223,6 +225,7 @@ def _lost_hosts(
     for host, ranks in hosts.items():
         if host != judge.host and all(rank in silent for rank in ranks):
             lost[host] = ranks
+    # A host is the cause only if that explains every silent rank.
     lost_ranks = sorted(chain.from_iterable(lost.values()))
     return lost if lost_ranks == sorted(silent) else {}
 

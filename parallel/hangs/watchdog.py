@@ -168,6 +168,7 @@ class Watchdog:
             self._phase_start = now
         elapsed = now - self._phase_start
         limit = self.limit()
+        # a single rank
         if heart is None:
             return judge_hung(self.me(), {}, elapsed) if elapsed > limit else None
         if heart.verdict:

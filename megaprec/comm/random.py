@@ -15,6 +15,7 @@ from hashlib import blake2b
 from itertools import product
 from math import prod
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,17 +137,25 @@ def _normal_pairs(words: Tensor) -> Tensor:
     probability = (halves & 0x7FFFFFFF).float().add_(0.5)  # in units of 2**-32
     # exponent and first bits of the mantissa, of 23 bits
     segment = (probability.view(torch.int32) >> (23 - _SEGMENTS)).flatten()
-    all_values, all_slopes = _quantiles()
-    values = all_values.to(words.device).index_select(0, segment).view(halves.shape)
-    slopes = all_slopes.to(words.device).index_select(0, segment).view(halves.shape)
+    lines = _quantile_lines()
+    values = lines.values.to(words.device).index_select(0, segment)
+    slopes = lines.slopes.to(words.device).index_select(0, segment)
+    values = values.view(halves.shape)
+    slopes = slopes.view(halves.shape)
     quantile = slopes.mul_(probability).add_(values)
     return torch.copysign(quantile, halves.view(torch.float32))
 
 
+class _Lines(NamedTuple):
+    """Lines of one variable, one for each segment: their values at 0 and their slopes, float32."""
+
+    values: Tensor
+    slopes: Tensor
+
+
 @cache
-def _quantiles() -> tuple[Tensor, Tensor]:
-    """Return the lines that approximate the normal quantile: values at 0 and slopes, float32, by
-    segment.
+def _quantile_lines() -> _Lines:
+    """Return the lines that approximate the normal quantile.
 
     The segment of a probability p, in units of 2**-32, is the exponent and the first bits of the
     float32 p, so each factor of two has 2**_SEGMENTS segments. A line is exact at both ends of its
@@ -166,7 +175,10 @@ def _quantiles() -> tuple[Tensor, Tensor]:
     values = quantiles[:-1] - slopes * edges[:-1]
     unused = torch.zeros(first)  # no probability is below 1/2 of a unit
     end = torch.zeros(1)  # probabilities that round up to 1/2 are the last segment
-    return torch.cat((unused, values.float(), end)), torch.cat((unused, slopes.float(), end))
+    return _Lines(
+        values=torch.cat((unused, values.float(), end)),
+        slopes=torch.cat((unused, slopes.float(), end)),
+    )
 
 
 def places(

@@ -16,6 +16,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,16 +62,16 @@ class Blend:
     def batch(self, position: int, count: int) -> Batch:
         """Return the samples at positions [position, position + count); ids continue from one data
         set to the next."""
-        periods, slots = np.divmod(np.arange(position, position + count), len(self._pattern))
-        part_of_row = self._pattern[slots]
-        number_in_part = periods * self._per_period[part_of_row] + self._earlier[slots]
+        positions = np.arange(position, position + count)
+        part_of_row, number_in_part = self._locate(positions)
         batches: list[Batch] = []
         rows_by_part: list[NDArray[np.int64]] = []
         for part, samples in enumerate(self.parts):
             rows = (part_of_row == part).nonzero()[0]
             if len(rows):
                 # a data set's samples in a blend follow each other
-                batches.append(samples.batch(int(number_in_part[rows[0]]), len(rows)))
+                first = int(number_in_part[rows[0]])
+                batches.append(samples.batch(first, len(rows)))
                 rows_by_part.append(rows)
         # the batches are joined by data set; this brings their rows back into the blend's order
         order = torch.from_numpy(np.argsort(np.concatenate(rows_by_part)))
@@ -86,10 +87,18 @@ class Blend:
 
     def place(self, position: int) -> tuple[IndexedDataset, int, int]:
         """Return what `Samples.place` returns, for the sample's data set."""
-        period, slot = divmod(position, len(self._pattern))
-        part = int(self._pattern[slot])
-        number = int(period * self._per_period[part] + self._earlier[slot])
-        return self.parts[part].place(number)
+        part, number = self._locate(np.int64(position))
+        return self.parts[int(part)].place(int(number))
+
+    def _locate(self, positions: Any) -> tuple[Any, Any]:
+        """Return the data set of the sample at each position, and its number among those.
+
+        positions: int64, an array or a number, as are the results.
+        """
+        periods, slots = np.divmod(positions, len(self._pattern))
+        parts = self._pattern[slots]
+        numbers = periods * self._per_period[parts] + self._earlier[slots]
+        return parts, numbers
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""

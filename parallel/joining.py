@@ -120,7 +120,7 @@ def _connect(
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs.
+    """The place where a rank runs.
 
     network: identifies machine and network namespace.
     address: at which gloo would be reached; "" if an interface is named.

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class _Ledger(NamedTuple):
-    """What one thread has waited.
+    """The time that one thread has waited.
 
     finished_seconds: the length of all waits that are over.
     begun: the time at which the present wait began; None between waits.

@@ -45,7 +45,7 @@ NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")
 
 @dataclass(frozen=True)
 class Seen:
-    """What was read of a file.
+    """The result of reading a file.
 
     sha256: the digest of the file, or of some of its blocks.
     low, high: smallest and largest id; 0 and -1 if there is none.

@@ -64,6 +64,7 @@ def join(
 ) -> Tensor:
     """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of
     the gradient."""
+    # joining along another dimension would mix up the slices
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
         raise UserError(
             f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension "

@@ -64,6 +64,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self._require_kinds()
+        # both were given by the caller, who may have changed one
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError(
                 "the plan and fp8 have different recipes: give the context an FP8State of the same "

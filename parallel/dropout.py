@@ -68,6 +68,7 @@ def attention_dropout(
     if place is None or probability == 0:
         return weights
     _, head_count, query_count, key_count = weights.shape
+    # heads are cut over tp in order
     first_head = context.tp.rank * head_count
     heads = range(first_head, first_head + head_count)
     queries, keys = positions or (range(query_count), range(key_count))

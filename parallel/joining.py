@@ -99,6 +99,7 @@ def _connect(
 
     hosts: this rank has it; otherwise rank 0 or torchrun's agent has.
     """
+    # also the time limit of requests to the store
     limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
     try:

@@ -32,6 +32,7 @@ class Form:
     def example(self) -> Tensor:
         """Return a tensor of this form: normal numbers, True, or zeros, which are valid indices."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        # such as a mask
         if self.dtype == torch.bool:
             return empty.fill_(True)
         return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
@@ -67,6 +68,7 @@ class Call:
 
     def run(self, tensors: Iterable[Tensor]) -> Any:
         """Return the result of the leaf on these tensors and the other arguments."""
+        # in the places of their forms
         remaining = iter(tensors)
         arguments = [
             next(remaining) if isinstance(argument, Form) else argument

@@ -121,6 +121,7 @@ class Lockstep:
             return [function() for function in functions]
         running: int | None = None  # the number of the lane that runs now
         messages: dict[int, _Request | _Finished] = {}  # the last of each lane
+        # the first answers are the functions themselves
         answers: Sequence[Any] = [_with_thread_settings(function) for function in functions]
         try:
             while True:

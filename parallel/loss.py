@@ -99,6 +99,7 @@ class CrossEntropy(torch.autograd.Function):
         consume: bool = False,
         leaves: Leaves = PLAIN,
     ) -> Tensor:
+        # a matrix: one row for each token
         rows = logits.reshape(-1, logits.shape[-1])
         flat_targets = targets.reshape(-1)
         local, here = _local_columns(flat_targets, vocabulary)

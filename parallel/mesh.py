@@ -127,6 +127,7 @@ def world(
     gpu = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
     backend = "nccl" if gpu else "gloo"
+    # waits for all ranks, with messages; torch's own rendezvous then finds them there
     store, rank, size = join(over_gloo=gpu is None)
     with _explain_interface_errors(), nullcontext() if gpu else waiting_their_turn():
         dist.init_process_group(

@@ -113,6 +113,7 @@ def _norm(
 
     By type promotion, products of x with tensors of the sensitive dtype are in the sensitive dtype.
     """
+    # the mean square from the length: one pass over x, accumulated in the sensitive dtype
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
     inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     y = (x * inverse).mul_(shifted(weight, offset, sensitive))
@@ -172,6 +173,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
+        # so that their gradients are not rounded to the dtype of the weights
         weight = Widen.apply(self.weight, plan.sensitive)
         bias = Widen.apply(self.bias, plan.sensitive)
         return layer_norm(x, weight, bias, self.eps, plan.compute)

@@ -115,6 +115,7 @@ def parallelize(
     these ranks.
     """
     _require_kinds(module, context, styles, prefix)
+    # it has no parent in which it could be replaced
     if _has_parallel_form(module):
         raise UserError(
             f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential"
@@ -264,6 +265,7 @@ def _note_slices(
     for x in tensors((args, kwargs)):
         if not isinstance(x, CutTensor):
             continue
+        # for the message, if an operation inside refuses the slice
         x.given_to = path  # type: ignore[attr-defined]
         if has_values:
             raise UserError(
@@ -370,6 +372,7 @@ def _loss_in_replacing(layer: nn.Module) -> str:
     """Return what a parallel layer with the values of `layer` would lose; empty if it would lose
     nothing."""
     keep = 'or give it the style "whole"'
+    # a subclass may compute something else
     if type(layer) not in PLAIN:
         kind = type(layer).__name__
         return (
@@ -461,11 +464,13 @@ def _problems_of_uncut_parameters(
     plan = context.plan
     cut_ids = {id(parameter) for layer in cut.values() for parameter in layer.parameters()}
     uncut = [name for name, parameter in module.named_parameters() if id(parameter) not in cut_ids]
+    # each rank would have the gradient of its own part of the sequence only
     if uncut and context.cut_sequence:
         return [
             f"{uncut[0]}: under sequence parallelism a parameter outside parallel layers would "
             "miss its all-reduce"
         ]
+    # torch's own layers compute in the dtype of their weights
     if uncut and plan.compute != plan.parameters:
         return [
             f"{uncut[0]}: a plan that computes in another dtype than that of parameters needs "

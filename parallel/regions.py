@@ -70,6 +70,7 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         passes = ctx.passes
         needed = [tensor.detach() for tensor in ctx.saved_tensors]
+        # the compiled graph takes tensors with the strides of its examples
         contiguous = [grad.contiguous() for grad in grads]
         input_grads: list[Tensor | None] = [None] * ctx.input_count
         computed = passes.backward(*needed, *contiguous)
@@ -187,6 +188,7 @@ def _trace(
 
     input_count = len(inputs)
     with torch.no_grad():
+        # examples of the gradients of the results, of which only shape and dtype count
         tangents = [torch.randn_like(y) for y in region(*inputs)]
         graph = make_fx(run_both_passes, tracing_mode="fake")(list(inputs), tangents)
 
@@ -197,6 +199,7 @@ def _trace(
         graph = make_fx(functionalize(run_graph), tracing_mode="fake")(*inputs, *tangents)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    # by the nodes that computed them: a detached tensor is the same value
     values = [_source(node) for node in outputs]
     first_grad = result_count + saved_count
     return _Traced(

@@ -37,6 +37,7 @@ def chunks(
 ) -> tuple[range, range]:
     """Return the positions of both chunks of a rank that has `own` tokens of each sequence."""
     length = own // 2
+    # one chunk from the beginning of the sequence, and its mirror image from the end
     first = rank * length
     second = (2 * size - 1 - rank) * length
     return range(first, first + length), range(second, second + length)
@@ -61,6 +62,7 @@ def positions_between(
 ) -> Tensor:
     """Return the positions of the `length` tokens that this rank has between blocks: int64
     [length]."""
+    # each tp rank has all tokens of its cp rank
     if not context.cut_sequence:
         return positions(context.cp, length, device)
     return context.tp.chunk(positions(context.cp, length * context.tp.size, device))
@@ -91,5 +93,6 @@ def mean_of_sequence(x: Tensor, cp: Axis) -> Tensor:
 
     If every rank computes the same with it, each holds the whole gradient of its own tokens.
     """
+    # every rank has as many tokens, so the mean of the means is the mean
     mean = x.mean(0)
     return collectives.reduce(mean, cp) / cp.size if cp.size > 1 else mean

@@ -93,6 +93,7 @@ class _NormalizeSharded(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         normalized = x * inverse
         grad_normalized = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
+        # over all features, as in `parallel.norms`; several ranks may have the same slice
         along_x = ctx.tp.sum_((grad_normalized * normalized).sum(-1, keepdim=True))
         along_x.div_(ctx.part.shape[0] * ctx.part.copies)
         grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)

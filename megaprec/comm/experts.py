@@ -51,6 +51,7 @@ class ExpertAxes:
         pp = Axis.of(mesh, "pp")
         tp = Axis.of(mesh, "tp")
         stage_size = 1 if mesh is None else mesh.size() // pp.size
+        # 0: as other feed-forwards are cut
         tensor = tensor or tp.size
         if problem := misfit(stage_size // tp.size, tp.size, expert, tensor):
             raise UserError(problem)

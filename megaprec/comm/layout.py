@@ -220,6 +220,7 @@ def attach_whole(
                 "attach_whole"
             )
     for name, parameter in module.named_parameters():
+        # a parallel layer has attached its own
         if not has_layout(parameter):
             part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))
             attach(parameter, Layout((part,)))
@@ -227,6 +228,7 @@ def attach_whole(
 
 def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
     """Yield every parameter that requires a gradient once, in order of registration."""
+    # a tied parameter occurs several times
     seen: set[nn.Parameter] = set()
     for module in parts:
         for parameter in module.parameters():

@@ -29,6 +29,7 @@ def tied_axes(
     # two copies on one rank need no group
     local_sets = list(dict.fromkeys(ranks for ranks in sets if len(set(ranks)) > 1))
     pp = Axis.of(mesh, "pp")
+    # one pipeline rank shares nothing
     if pp.runs is None or pp.size == 1:
         return {}
     axes: dict[tuple[int, ...], Axis] = {}
@@ -63,6 +64,7 @@ def _all_gather_sets(
     codes = torch.zeros(_MAX_SETS, dtype=torch.int64, device=device)
     for i, ranks in enumerate(local_sets):
         codes[i] = sum(1 << rank for rank in ranks)
+    # sorted, so that all ranks create the groups in the same order
     gathered = sorted({int(code) for code in pp.gather(codes).tolist()} - {0})
     return [_ranks_in(code, pp.size) for code in gathered]
 

@@ -63,6 +63,7 @@ def with_begin(
     """
     if begin is None or not dataset.num_documents:
         return dataset
+    # what ends a document stands before the next one
     if share_with(dataset, begin, -1) > 0.5:
         return dataset
     share = share_with(dataset, begin, 0)
@@ -156,6 +157,7 @@ class Begun(IndexedDataset):
 
     def stored_place(self, token: int) -> int:
         """Return the place in the file of a token; of a begin token, that of the token after it."""
+        # the begin tokens up to this document are not in the file
         number = self._document_at(token)
         return max(token, self._start_of(number) + 1) - number - 1
 

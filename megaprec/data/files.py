@@ -49,6 +49,7 @@ def publish(part: BinaryIO, path: Path) -> None:
         part.flush()
         os.fsync(part.fileno())
         part.close()
+    # atomic: a reader sees the old file or the new one
     os.replace(part.name, path)
     sync(path.parent)
 

@@ -30,6 +30,7 @@ def require_tried(path: Path, content: bytes) -> None:
     content: of the file. An error that the library raises is no reason: the caller meets it, too.
     """
     record = _record_path(content)
+    # it was read on this machine before
     if record is not None and record.is_file():
         return
     library = _library_of(content)

@@ -79,6 +79,7 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
         send_request(process.stdin, chunk.texts, chunk.ends)
         return read_answer(process.stdout)
     except (BrokenPipeError, EOFError) as error:
+        # it has closed its ends of both pipes, so it has ended
         code = process.wait()
         killed = " (killed, perhaps because memory ran out)" if code == -SIGKILL else ""
         raise UserError(

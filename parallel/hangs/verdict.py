@@ -61,6 +61,7 @@ def judge_silent(
     ranks = sorted(silent)
     seconds = max(silent.values())
     lost_hosts = _lost_hosts(judge, known, silent)
+    # whole hosts that are silent: not the ranks are the cause
     if lost_hosts:
         lost = " and ".join(
             f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()
@@ -197,6 +198,7 @@ def where_in_words(beat: Beat) -> str:
 
 def named(rank: int, beat: Beat | None) -> str:
     """Return a rank with its host and process, as far as they are known."""
+    # a rank may have ended before its first beat
     if beat:
         return f"rank {rank} on {beat.host} (process {beat.pid})"
     return f"rank {rank}, which has never been heard of"

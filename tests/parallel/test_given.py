@@ -116,8 +116,6 @@ def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.Mo
         ("sequence", "no"),
         ("seed", "x"),
         ("blank", 1),
-    ]
-    + [
         ("recompute", True),
         ("recompute", Recompute("all")),  # type: ignore[arg-type]
         ("recompute", Recompute(fraction=2.0)),

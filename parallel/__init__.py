@@ -2,12 +2,14 @@
 
 The smallest whole use (`examples/pretrain.py` is the complete program):
 
-    with world():                                              # joins the ranks that torchrun started
-        mesh = make_mesh(tp=2, dp=2) context = Context(precision, Axis.of(mesh, "tp")) model =
-        parallelize(model, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"})
-        optimizer = ParallelAMPOptimizer([model], precision, mesh, average=False) pipeline =
-        Pipeline([model], optimizer, loss_fn, microbatches=4) report = pipeline.step(inputs,
-        targets, lr=3e-4)
+    with world():  # joins the ranks that torchrun started
+        mesh = make_mesh(tp=2, dp=2)
+        context = Context(precision, Axis.of(mesh, "tp"))
+        styles = {"*.up": "column", "*.down": "row", "embedding": "vocab"}
+        model = parallelize(model, context, styles)
+        optimizer = ParallelAMPOptimizer([model], precision, mesh, average=False)
+        pipeline = Pipeline([model], optimizer, loss_fn, microbatches=4)
+        report = pipeline.step(inputs, targets, lr=3e-4)
 """
 
 from parallel.activation_checkpoint import Recompute

@@ -15,8 +15,9 @@ from parallel.recomputation import recomputed
 
 Module = Literal["attention", "activation", "norm"]
 MODULES: tuple[Module, ...] = get_args(Module)
-"""Parts of a layer that can be recomputed separately: everything between attention's two projections, the activation
-function of a feed-forward or expert, and the norms before attention, before the feed-forward and before the head."""
+"""Parts of a layer that can be recomputed separately: everything between attention's two
+projections, the activation function of a feed-forward or expert, and the norms before attention,
+before the feed-forward and before the head."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Recompute:
     layers: int = 0
 
     def whole(self, layers: int) -> int:
-        """Return how many of a stage's `layers` layers are recomputed as a whole; they are the
-        first ones."""
+        """Return how many of a stage's `layers` layers, from the first on, are recomputed as a
+        whole."""
         if self.layers:
             return min(self.layers, layers)
         return int(layers * self.fraction)
@@ -54,10 +55,13 @@ class Recompute:
         module: Module,
         function: Callable[[Tensor], Tensor],
         x: Tensor,
-        into: Callable[[Tensor], Tensor] = lambda made: made,
+        into: Callable[[Tensor], Tensor] = lambda result: result,
     ) -> Tensor:
-        """Return into(function(x)), recomputing `function` in the backward pass if `module` is one
-        of `modules`."""
+        """Return into(function(x)); the backward pass recomputes `function` if `module` is one of
+        `modules`.
+
+        into: the operation after `function`; the result between both is then not kept.
+        """
         if module in self.modules:
             return recomputed(function, x, into)
         return into(function(x))

@@ -3,11 +3,11 @@
 Each collective is a linear map on the tensors that all ranks hold together, where a tensor that is
 replicated on every rank counts once. Its backward pass is the transpose of that map:
 
-    forward                         backward
+    forward                         backward           use
     copy        (nothing)           all-reduce         replicated input of a column-parallel layer
     reduce      all-reduce          (nothing)          output of a row-parallel layer
-    gather      all-gather, dim 0   reduce-scatter     sequence parallelism, into a column-parallel layer
-    scatter     reduce-scatter      all-gather, dim 0  sequence parallelism, out of a row-parallel layer
+    gather      all-gather, dim 0   reduce-scatter     sequence shards to a column-parallel layer
+    scatter     reduce-scatter      all-gather, dim 0  a row-parallel layer to sequence shards
     split       own shard, dim d    all-gather         replicated to sharded
     join        all-gather, dim d   own shard          sharded to replicated
 
@@ -47,42 +47,67 @@ def scatter(x: Tensor, axis: Axis) -> Tensor:
     return _Scatter.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
-def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's shard of x: dimension `dim` shrinks from size * n to n; the backward pass
-    is an all-gather."""
+def split(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+) -> Tensor:
+    """Return this rank's shard of x: `dim` shrinks from size * n to n; the backward pass is an
+    all-gather over the axis."""
     return _Split.apply(x, axis, dim) if axis.size > 1 else x
 
 
-def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def join(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+) -> Tensor:
     """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of
     the gradient."""
+    # joining along another dimension would mix up the slices
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
         raise UserError(
             f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension "
-            f"{x.cut.dim} is {x.cut.outer} "
-            "slices of features: join it along that dimension, before it is merged with others"
+            f"{x.cut.dim} is {x.cut.outer} slices of features: join it along that dimension, "
+            "before it is merged with others"
         )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 
 
-def _gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return axis.gather(x.movedim(dim, 0).contiguous()).movedim(0, dim)
+def _gather_dim(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+) -> Tensor:
+    """All-gather x along `dim`."""
+    # ranks' shards follow each other along dim 0 only
+    gathered = axis.gather(x.movedim(dim, 0).contiguous())
+    return gathered.movedim(0, dim)
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # a copy: autograd may use the same gradient elsewhere
         return ctx.axis.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         return axis.sum_(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -92,7 +117,11 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         ctx.axis = axis
         return axis.gather(x)
 
@@ -103,7 +132,11 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+    ) -> Tensor:
         ctx.axis = axis
         return axis.scatter_sum(x)
 
@@ -114,7 +147,12 @@ class _Scatter(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+    ) -> Tensor:
         ctx.axis = axis
         ctx.dim = dim
         return axis.chunk(x, dim).contiguous()
@@ -126,7 +164,12 @@ class _Split(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+    ) -> Tensor:
         ctx.axis = axis
         ctx.dim = dim
         return _gather_dim(x, axis, dim)

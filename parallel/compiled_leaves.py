@@ -16,34 +16,40 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from parallel.leaves import Call
 
-TOLERANCE = (
-    64  # units in the last place of the largest number by which a compiled form may differ on trial
-)
+# units in the last place of the largest number, by which a compiled form may differ on trial
+TOLERANCE = 64
 
 
-def inductor(graph: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """Return a graph compiled by torch, a function of tensors like `examples`. Raises what torch's
-    compiler raises."""
+def inductor(
+    graph: GraphModule,
+    examples: list[Tensor],
+) -> Callable[..., Any]:
+    """Return a graph compiled by torch, a function of tensors like `examples`.
+
+    Raises what torch's compiler raises.
+    """
     module: Any = importlib.import_module("torch._inductor")  # here: it takes two seconds
     # each rank is a process already
     return module.compile(graph, examples, options={"compile_threads": 1})
 
 
 def compiled(call: Call) -> Callable[..., Any]:
-    """Return the compiled form of a call: a function of its tensors. Raises what torch's compiler
-    raises."""
-    examples = [a for a in call.made() if isinstance(a, Tensor)]
-    return inductor(make_fx(lambda *tensors: call.bound(tensors))(*examples), examples)
+    """Return the compiled form of a call: a function of its tensors.
+
+    Raises what torch's compiler raises.
+    """
+    examples = call.example_tensors()
+    graph = make_fx(lambda *tensors: call.run(tensors))(*examples)
+    return inductor(graph, examples)
 
 
-def hindrance(call: Call, made: Callable[..., Any]) -> str:
+def hindrance(call: Call, compiled_form: Callable[..., Any]) -> str:
     """Return how a compiled form differs from its leaf on trial, "" if it does not."""
-    arguments = call.made()
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
-    results = made(*map(_copy, tensors))  # copies, because a leaf may write to its arguments
-    expected = call.bound(list(map(_copy, tensors)))
-    pairs = zip(_all(results), _all(expected), strict=True)
-    if all(_close(result, wanted) for result, wanted in pairs):
+    tensors = call.example_tensors()
+    # copies, because a leaf may write to its arguments
+    results = _as_tuple(compiled_form(*map(_copy, tensors)))
+    expected = _as_tuple(call.run(list(map(_copy, tensors))))
+    if all(_is_close(*pair) for pair in zip(results, expected, strict=True)):
         return ""
     return "its compiled form computes other numbers"
 
@@ -53,25 +59,31 @@ def _copy(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _all(results: Any) -> tuple[Tensor, ...]:
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def _close(result: Tensor, wanted: Tensor) -> bool:
+def _is_close(result: Tensor, expected: Tensor) -> bool:
     """Return True if two results differ by rounding only."""
-    if (result.shape, result.stride(), result.dtype) != (
-        wanted.shape,
-        wanted.stride(),
-        wanted.dtype,
+    if (
+        result.shape != expected.shape
+        or result.stride() != expected.stride()
+        or result.dtype != expected.dtype
     ):
         return False
-    if not wanted.dtype.is_floating_point:
-        return torch.equal(result, wanted)
-    return rounded_apart(result, wanted, torch.finfo(wanted.dtype).eps)
+    if not expected.dtype.is_floating_point:
+        return torch.equal(result, expected)
+    return rounded_apart(result, expected, torch.finfo(expected.dtype).eps)
 
 
-def rounded_apart(result: Tensor, wanted: Tensor, eps: float) -> bool:
-    """Return True if two tensors differ by rounding only. eps: of the dtype in which they were
-    rounded."""
-    apart = (result.double() - wanted.double()).abs().max()
-    return bool(apart <= TOLERANCE * eps * wanted.double().abs().max())
+def rounded_apart(
+    result: Tensor,
+    expected: Tensor,
+    eps: float,
+) -> bool:
+    """Return True if two tensors differ by rounding only.
+
+    eps: of the dtype in which they were rounded.
+    """
+    difference = (result.double() - expected.double()).abs().max()
+    return bool(difference <= TOLERANCE * eps * expected.double().abs().max())

@@ -64,85 +64,81 @@ class Context:
 
     def __post_init__(self) -> None:
         self._require_kinds()
+        # both were given by the caller, who may have changed one
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError(
-                "the plan and fp8 have different recipes: give the context an FP8State of "
-                "the same recipe"
+                "the plan and fp8 have different recipes: give the context an FP8State of the same "
+                "recipe"
             )
         recipe = self.plan.fp8
-        if (
-            self.experts is not None
-            and recipe
-            and recipe.kind == "delayed"
-            and not recipe.reduce_amax
-        ):
+        local_scales = recipe and recipe.kind == "delayed" and not recipe.reduce_amax
+        if self.experts is not None and local_scales:
             raise UserError(
                 "fp8.reduce_amax = false and experts on ranks of their own: replicas hold "
-                "different experts, so their "
-                "scales cannot differ; set fp8.reduce_amax = true, or spread no experts"
+                "different experts, so their scales cannot differ; set fp8.reduce_amax = true, or "
+                "spread no experts"
             )
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError(
-                'fp8.history = "te" advances the scales before a layer is recomputed: '
-                "recompute modules instead of "
-                'whole layers, or set fp8.history = "step"'
+                'fp8.history = "te" advances the scales before a layer is recomputed: recompute '
+                'modules instead of whole layers, or set fp8.history = "step"'
             )
 
     def _require_kinds(self) -> None:
-        """Raise UserError for a plan, an axis or a switch of another kind: a text "no" would count
-        as true."""
-        switches = {
-            name: getattr(self, name) for name in ("sequence", "blank", "of_experts", "ring")
-        }
-        rules = {
-            f"{name} = {value!r:.40}: must be True or False": type(value) is bool
-            for name, value in switches.items()
-        }
-        rules |= {
-            f"{name} = {axis!r:.40}: must be an Axis, like Axis.of(mesh, {name!r})": hasattr(
-                axis, "size"
+        """Raise UserError, with all messages, for settings of another type.
+
+        A text "no" would otherwise count as true.
+        """
+        problems: list[str] = []
+        for name in ("sequence", "blank", "of_experts", "ring"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                problems.append(f"{name} = {value!r:.40}: must be True or False")
+        for name, axis in (("tp", self.tp), ("cp", self.cp)):
+            if not hasattr(axis, "size"):
+                problems.append(
+                    f"{name} = {axis!r:.40}: must be an Axis, like Axis.of(mesh, {name!r})"
+                )
+        if not isinstance(self.plan, PrecisionPlan):
+            problems.append(
+                f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"
             )
-            for name, axis in (("tp", self.tp), ("cp", self.cp))
-        }
-        rules[f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"] = (
-            isinstance(self.plan, PrecisionPlan)
-        )
-        ways = self.recompute
-        right = (
-            isinstance(ways, Recompute)
-            and {*ways.modules} <= {*MODULES}
-            and 0 <= ways.fraction <= 1
-        )
-        rules[
-            f"recompute = {ways!r:.60}: must be a Recompute(modules=..., fraction=0 to 1, "
-            "layers=...), of the modules "
-            f"{', '.join(MODULES)}"
-        ] = right and ways.layers >= 0
-        rules[f"seed = {self.seed!r:.40}: must be a whole number"] = is_number(
-            self.seed, whole=True
-        )
-        if wrong := [rule for rule, holds in rules.items() if not holds]:
-            raise UserError(*wrong)
+        if not _is_recompute(self.recompute):
+            problems.append(
+                f"recompute = {self.recompute!r:.60}: must be a Recompute(modules=..., fraction=0 "
+                f"to 1, layers=...), of the modules {', '.join(MODULES)}"
+            )
+        if not is_number(self.seed, whole=True):
+            problems.append(f"seed = {self.seed!r:.40}: must be a whole number")
+        if problems:
+            raise UserError(*problems)
 
     def products(self, weight: nn.Parameter) -> GemmProvider:
-        """Return the provider of the matrix products with a layer's weight [n, k]. Their results
-        are activations."""
+        """Return the provider of the matrix products with a layer's weight [n, k].
+
+        Their results are activations.
+        """
         parts = layout_of(weight).parts
         name = parts[0].name
         wide = Gemm(self.plan.compute_dtype(name), self.plan.compute, self.plan.tf32)
+        # no product of this layer is in FP8
         if self.fp8.recipe is None or self.plan.keeps_fp32(name):
             return wide
-        eligible = self.fp8.register(parts)
-        if eligible.fallback_reason:
+        layer = self.fp8.register(parts)
+        # not every layer can compute in FP8, for instance because of its sizes
+        if layer.fallback_reason:
             return wide
-        held = FP8Param(self.fp8, eligible) if self.fp8.recipe.parameters else None
-        if held is not None:
-            hold(weight, held)
-        return FP8Gemm(self.fp8, eligible, parts[0].dim, wide, self.tp, held)
+        codes = None  # of the weight, if it is stored in FP8
+        if self.fp8.recipe.parameters:
+            codes = FP8Param(self.fp8, layer)
+            hold(weight, codes)
+        return FP8Gemm(self.fp8, layer, parts[0].dim, wide, self.tp, codes)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
-        """Return the products of an output head. Logits stay in the dtype of the products; a head
-        is never in FP8."""
+        """Return the products of an output head.
+
+        Logits stay in the dtype of the products; a head is never in FP8.
+        """
         dtype = self.plan.compute_dtype(name)
         return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
 
@@ -162,8 +158,7 @@ class Context:
         return replace(self, tp=self.experts.tp, of_experts=True)
 
     def for_experts_elsewhere(self) -> "Context":
-        """Return the context for layers of an expert that another rank holds: no weights are
-        drawn."""
+        """Return the context for layers of an expert of another rank: no weights are drawn."""
         return replace(self.for_experts(), blank=True)
 
     @property
@@ -171,3 +166,13 @@ class Context:
         """Return True if activations between blocks are sharded along the sequence: it is
         requested, and tp > 1."""
         return self.sequence and self.tp.size > 1
+
+
+def _is_recompute(value: object) -> bool:
+    """Return True if `value` is a Recompute of known modules, a share and a number of layers."""
+    return (
+        isinstance(value, Recompute)
+        and {*value.modules} <= {*MODULES}
+        and 0 <= value.fraction <= 1
+        and value.layers >= 0
+    )

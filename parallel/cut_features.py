@@ -10,7 +10,7 @@ is known of is refused too.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -25,11 +25,16 @@ from megaprec.precision.nested import mapped, tensors
 
 JOIN_AND_SPLIT = (
     "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by "
-    "parallel.split, or give "
-    'the layer before it the style "whole"'
+    'parallel.split, or give the layer before it the style "whole"'
 )
+# the stride of the cut dimension of a probe, by which it is found again after an operation
 MOVED_STRIDE = 1 << 40
-"""The stride of the cut dimension of a tensor that is used to see where an operation puts that dimension."""
+
+# the reasons that several rules have for a refusal
+COMBINES = "combines the features that ranks share with each other"
+SUMS = "sums over the features that ranks share"
+DIFFERENT_CUTS = "takes tensors that are cut along different dimensions"
+ALL_BESIDE_SLICE = "takes a tensor of all features beside a slice of them"
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,10 @@ class Cut:
 
 
 class CutSize(int):
-    """The size of a cut dimension, and what is computed from it: another number on one process.
+    """The size of a cut dimension, or a number computed from it: another number on one process.
 
-    It may be a size again, as of heads. A number that is computed with, as the root that divides
-    scores, may not be it.
+    It may be used as a size, such as the number of heads, so products and whole quotients are
+    sizes too. Other arithmetic, such as the root that divides scores, raises `refusal`.
     """
 
     refusal: UserError
@@ -96,10 +101,10 @@ class CutTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return _followed(Call(func, tuple(args), dict(kwargs or {})))
+            return _follow(Call(func, tuple(args), dict(kwargs or {})))
 
 
-def marked(x: Tensor, cut: Cut) -> CutTensor:
+def mark_cut(x: Tensor, cut: Cut) -> CutTensor:
     """Return `x` as a tensor that is cut; it shares memory and autograd history with `x`."""
     y = x.as_subclass(CutTensor)
     y.cut = cut
@@ -107,8 +112,7 @@ def marked(x: Tensor, cut: Cut) -> CutTensor:
 
 
 def unchecked(x: Tensor) -> Tensor:
-    """Return `x` without what is known of its cut: what follows is computed on this rank's slice,
-    unseen.
+    """Return `x` as a plain tensor: operations on this rank's slice are then no longer followed.
 
     For code that works on slices knowingly, such as a kernel of your own. `x` may be any tensor.
     """
@@ -134,11 +138,16 @@ class Call:
             return self.func.__self__.__name__  # type: ignore[attr-defined]
         return name
 
-    def argument(self, position: int, name: str, otherwise: Any = None) -> Any:
-        """Return the argument at a position or of a name."""
+    def argument(
+        self,
+        position: int,
+        name: str,
+        default: Any = None,
+    ) -> Any:
+        """Return the argument at a position or of a name; `default` if there is none."""
         if name in self.kwargs:
             return self.kwargs[name]
-        return self.args[position] if len(self.args) > position else otherwise
+        return self.args[position] if len(self.args) > position else default
 
     def operands(self) -> list[Tensor]:
         """Return all tensors among the arguments."""
@@ -148,61 +157,71 @@ class Call:
         """Return the first tensor that is cut."""
         return next(x for x in self.operands() if isinstance(x, CutTensor))
 
-    def refuse(self, why: str, remedy: str = "") -> UserError:
+    def refuse(self, reason: str, remedy: str = "") -> UserError:
         """Return the error that says why the function does not keep the cut, and what to do."""
         x = self.first_cut()
         cut = x.cut
-        where = getattr(x, "given_to", "")
-        function = f"{self.name} in {where}" if where else self.name
+        module_path = getattr(x, "given_to", "")
+        function = f"{self.name} in {module_path}" if module_path else self.name
         size = x.shape[cut.dim] // cut.outer
         slices = f"tensor-parallel ranks have {size} each of the {size * cut.ranks} {cut.source}"
-        return UserError(f"{function} {why}: {slices}; {cut.remedy or remedy or JOIN_AND_SPLIT}")
+        advice = cut.remedy or remedy or JOIN_AND_SPLIT
+        return UserError(f"{function} {reason}: {slices}; {advice}")
 
 
-def _followed(call: Call) -> Any:
+CutOf = Callable[[Tensor], Cut]
+"""The cut of each tensor that a call returns."""
+Rule = Callable[[Call], CutOf]
+"""What a function does to a cut: it returns the cut of what a call returns, or raises UserError."""
+
+
+def _follow(call: Call) -> Any:
     """Return the result of a call, with its cut."""
     name = call.name
     rule = RULES.get(name)
     if rule is None and _is_elementwise(name):
-        rule = _elementwise
+        rule = _elementwise_rule
     if name in ("shape", "size"):
-        return _with_cut_size(call)
+        return _sizes_with_cut(call)
+    # a bool, from which nothing is computed
     if name in COMPARISONS:
-        return _result(call)
-    place = rule(call) if rule is not None else None
-    result = _result(call)
-    if not any(True for _ in tensors(result)):
+        return _run(call)
+    cut_of = rule(call) if rule is not None else None
+    result = _run(call)
+    if not _has_tensors(result):
         return result  # a number, a dtype, a text
     if name in UNTOUCHED:
         return result
-    if place is None:
+    if cut_of is None:
         raise call.refuse("is not known to compute each feature from this feature alone")
-    return mapped(result, lambda y: marked(y, place(y)))
+    return mapped(result, lambda y: mark_cut(y, cut_of(y)))
 
 
-def _result(call: Call) -> Any:
-    """Return the result of the call, or raise UserError if sizes do not fit, as sizes of all
-    features would not."""
+def _has_tensors(values: Any) -> bool:
+    return next(iter(tensors(values)), None) is not None
+
+
+def _run(call: Call) -> Any:
+    """Return the result of the call.
+
+    Raises UserError if sizes do not fit, which those of all features might.
+    """
     try:
         return call.func(*call.args, **call.kwargs)
     except UserError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        why = f"does not fit a slice of the features ({first_line})"
         raise call.refuse(
-            why, "leave the number of heads or features open, e.g. view(..., -1, head_dim)"
+            f"does not fit a slice of the features ({first_line})",
+            "leave the number of heads or features open, e.g. view(..., -1, head_dim)",
         ) from error
 
 
-Placed = Callable[[Tensor], Cut]
-"""The cut of each tensor that a call returns."""
-
-
-def _with_cut_size(call: Call) -> Any:
+def _sizes_with_cut(call: Call) -> Any:
     """Return sizes in which that of the cut dimension is a CutSize."""
     x = call.first_cut()
-    result = _result(call)
+    result = _run(call)
     refusal = call.refuse(
         "is a number to compute with, which is another one on one process",
         "write the number of all features, as the model's configuration has it",
@@ -216,22 +235,28 @@ def _with_cut_size(call: Call) -> Any:
     return torch.Size(sizes)
 
 
-# The rules. Each returns the cut of what the call returns, or raises UserError.
+# The rules.
 
 
-def _same(call: Call) -> Placed:
+def _same_shape_rule(call: Call) -> CutOf:
     """A function that returns a tensor of the shape of its first argument, element by element."""
     cut = call.first_cut().cut
     return lambda _: cut
 
 
 @cache
-def _pointwise() -> frozenset[str]:
+def _pointwise_names() -> frozenset[str]:
     """Return the names of torch's operators that compute element by element, by torch's own
     tags."""
-    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
-    overloads = ((p, o) for p in packets if hasattr(p, "overloads") for o in p.overloads())
-    return frozenset(p.__name__ for p, o in overloads if torch.Tag.pointwise in getattr(p, o).tags)
+    names: set[str] = set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not hasattr(packet, "overloads"):
+            continue
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+            names.add(packet.__name__)
+    return frozenset(names)
 
 
 PYTHON_OPERATORS = (
@@ -239,54 +264,69 @@ PYTHON_OPERATORS = (
 )
 MORE_ELEMENTWISE = (
     "hardswish logsigmoid softsign tanhshrink multiply divide subtract negative absolute "
-    "floor_divide fill_ zero_ "
-    "greater less less_equal greater_equal not_equal zeros_like ones_like full_like "
-    "empty_like copy_ isclose"
+    "floor_divide fill_ zero_ greater less less_equal greater_equal not_equal zeros_like ones_like "
+    "full_like empty_like copy_ isclose"
 )
 
 
 def _is_elementwise(name: str) -> bool:
     if name.startswith("__") and name.endswith("__"):
-        base = name.strip("_")
+        operator = name.strip("_")
         operators = PYTHON_OPERATORS.split()
-        return base in operators or base[1:] in operators  # __radd__, __iadd__
-    return (
-        name in _pointwise() or name.rstrip("_") in _pointwise() or name in MORE_ELEMENTWISE.split()
-    )
+        return operator in operators or operator[1:] in operators  # __radd__, __iadd__
+    if name in MORE_ELEMENTWISE.split():
+        return True
+    pointwise = _pointwise_names()
+    return name in pointwise or name.rstrip("_") in pointwise  # add_ as add
 
 
-def _elementwise(call: Call) -> Placed:
+def _elementwise_rule(call: Call) -> CutOf:
     """Operands are aligned from the last dimension: all are cut along one of them, or have no size
     there."""
     for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, CutSize):
             number.refuse()
     operands = call.operands()
-    cuts = [x for x in operands if isinstance(x, CutTensor)]
-    first = cuts[0]
+    first = call.first_cut()
     from_last = first.dim() - first.cut.dim
-    if any(x.dim() - x.cut.dim != from_last or x.cut.outer != first.cut.outer for x in cuts):
-        raise call.refuse("takes tensors that are cut along different dimensions")
+    for x in operands:
+        if isinstance(x, CutTensor) and not _is_cut_alike(x, first):
+            raise call.refuse(DIFFERENT_CUTS)
     size = first.shape[first.cut.dim]
     for x in operands:
         if not isinstance(x, CutTensor):
-            _require_beside(call, x, from_last, size)
+            _require_combinable(call, x, from_last, size)
 
-    def place(y: Tensor) -> Cut:
+    def cut_of(y: Tensor) -> Cut:
+        # broadcast against a tensor of all features
         if y.dim() < from_last or y.shape[-from_last] != size:
-            raise call.refuse("takes a tensor of all features beside a slice of them")
+            raise call.refuse(ALL_BESIDE_SLICE)
         return replace(first.cut, dim=y.dim() - from_last)
 
-    return place
+    return cut_of
 
 
-def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
+def _is_cut_alike(x: CutTensor, other: CutTensor) -> bool:
+    """Return True if both are cut along the same dimension, counted from the last one."""
+    same_dim = x.dim() - x.cut.dim == other.dim() - other.cut.dim
+    return same_dim and x.cut.outer == other.cut.outer
+
+
+def _require_combinable(
+    call: Call,
+    x: Tensor,
+    from_last: int,
+    size: int,
+) -> None:
     """Raise UserError unless `x`, of which nothing is known, may be combined with a slice.
 
-    It is the same for all features, or a slice itself. What is the same for all has a gradient that
-    each rank would compute from its own features only. A slice was computed from weights and has a
-    gradient; numbers that code has made for the size of the slice, such as random ones, would be
-    the same for different features.
+    from_last: the cut dimension, counted from the last one, which is 1.
+    size: that of the slice.
+
+    `x` is the same for all features, or a slice itself. What is the same for all has a gradient
+    that each rank would compute from its own features only. A slice was computed from weights and
+    has a gradient; numbers that code has made for the size of the slice, such as random ones, would
+    be the same for different features.
     """
     length = x.shape[-from_last] if x.dim() >= from_last else 1
     if length == size and size > 1:
@@ -305,9 +345,8 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
     if length != 1:
         raise call.refuse(
             f"takes a tensor with {length} features beside a slice of {size}",
-            'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, '
-            "dim), or make this one "
-            "whole by parallel.join(y, tp, dim)",
+            'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, dim), '
+            "or make this one whole by parallel.join(y, tp, dim)",
         )
     require_shared_gradient(call, x)
 
@@ -315,16 +354,15 @@ def _require_beside(call: Call, x: Tensor, from_last: int, size: int) -> None:
 def require_shared_gradient(call: Call, x: Tensor) -> None:
     """Raise UserError if `x`, which all features share, has a gradient that is not summed over
     ranks."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or _is_copied(x):
+    has_gradient = x.requires_grad and torch.is_grad_enabled()
+    if not has_gradient or _is_copied(x):
         return
     raise call.refuse(
         f"takes {_name_of(x)} {list(x.shape)} that all features share, and each rank would "
-        "compute its gradient from "
-        "its own features only",
-        "give it as parallel.copy(x, tp), which sums the gradients; where a norm over the "
-        "features of a head takes it, "
-        "put an nn.RMSNorm or nn.LayerNorm with its weight in the place of that norm, of the "
-        'style "heads"',
+        "compute its gradient from its own features only",
+        "give it as parallel.copy(x, tp), which sums the gradients; where a norm over the features "
+        "of a head takes it, put an nn.RMSNorm or nn.LayerNorm with its weight in the place of "
+        'that norm, of the style "heads"',
     )
 
 
@@ -339,223 +377,270 @@ def _is_copied(x: Tensor) -> bool:
     """Return True if `x` was computed from the result of `parallel.copy` alone."""
     node: Any = x.grad_fn
     while node is not None and node.name() != "_CopyBackward":
-        before = [n for n, _ in node.next_functions if n is not None]
-        node = before[0] if len(before) == 1 else None
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        node = inputs[0] if len(inputs) == 1 else None
     return node is not None
 
 
-def _view(call: Call) -> Placed:
+def _view_rule(call: Call) -> CutOf:
     """A view that is not told sizes: a transposition, a selection. Strides show where the cut
     dimension goes."""
     x = call.first_cut()
     cut = x.cut
     if x is not call.args[0]:
         raise call.refuse("is indexed by features that are cut")
-    if any(True for _ in tensors((call.args[1:], call.kwargs))):
+    if _has_tensors((call.args[1:], call.kwargs)):
         raise call.refuse("selects by a tensor")
+    # a tensor without memory, in which only the cut dimension has this stride
     strides = [0] * x.dim()
     strides[cut.dim] = MOVED_STRIDE
     probe = torch.empty_strided(tuple(x.shape), strides, device="meta")
-    views = list(tensors(call.func(probe, *call.args[1:], **call.kwargs)))
     dims = []
-    for view in views:
-        at = [d for d, stride in enumerate(view.stride()) if stride == MOVED_STRIDE]
-        whole = bool(at) and view.shape[at[-1]] == x.shape[cut.dim] and not view.storage_offset()
-        if not whole:
+    for view in tensors(call.func(probe, *call.args[1:], **call.kwargs)):
+        cut_dims = [dim for dim, stride in enumerate(view.stride()) if stride == MOVED_STRIDE]
+        if (
+            not cut_dims
+            or view.shape[cut_dims[-1]] != x.shape[cut.dim]
+            or view.storage_offset() != 0
+        ):
             raise call.refuse("takes a part of the features, which is another part on one process")
-        dims.append(at[-1])
+        dims.append(cut_dims[-1])
     if len(set(dims)) > 1:
         raise call.refuse("puts the features into different dimensions")
     return lambda _: replace(cut, dim=dims[0])
 
 
-def _reshaped(call: Call) -> Placed:
+def _reshape_rule(call: Call) -> CutOf:
     """A reshape. The slices must stay slices: what is cut is the outermost of the dimensions it is
     merged with."""
     x = call.first_cut()
     cut = x.cut
-    before = prod(x.shape[: cut.dim]) * cut.outer
+    slice_count = prod(x.shape[: cut.dim]) * cut.outer  # slices in x, one for each index before
     size = x.shape[cut.dim] // cut.outer
-    wanted = _sizes_asked_for(call)
+    open_dims = _open_dims(call)
 
-    def place(y: Tensor) -> Cut:
-        products = [prod(y.shape[:d]) for d in range(y.dim() + 1)]
-        starts = [d for d in range(y.dim()) if products[d] == before]
+    def cut_of(y: Tensor) -> Cut:
+        # Elements keep their order, so the slices begin at the dimensions before which there are as
+        # many indices as there are slices: one, and neighbours of size 1.
+        counts_before = [prod(y.shape[:dim]) for dim in range(y.dim() + 1)]
+        starts = [dim for dim in range(y.dim()) if counts_before[dim] == slice_count]
         if not starts:
-            return _merged(call, y, products, before, size)
-        derived = {d % y.dim() for d in wanted}
-        ones = [d for d in starts if y.shape[d] == 1]
-        others = [d for d in starts if y.shape[d] != 1]
-        chosen = [d for d in ones if d in derived] or (ones if y.shape[starts[-1]] != size else [])
-        dim = (chosen or others or starts)[0]
-        # dimensions of size 1 after the features were split from them too
-        last = x.dim() - 1 == cut.dim
-        reach = before * size + last
-        end = next((d for d in range(dim + 1, y.dim() + 1) if products[d] >= reach), y.dim())
-        if any(d in derived for d in range(dim + 1, end)) and y.shape[dim] > 1:
+            return _merged_cut(call, y, counts_before, slice_count, size)
+        open_in_result = {dim % y.dim() for dim in open_dims}
+        dim = _start_of_slices(y, starts, open_in_result, size)
+        # dimensions of size 1 after the last features were split from them too
+        count_after = slice_count * size + (cut.dim == x.dim() - 1)
+        ends = (end for end in range(dim + 1, y.dim() + 1) if counts_before[end] >= count_after)
+        end = next(ends, y.dim())
+        if y.shape[dim] > 1 and not open_in_result.isdisjoint(range(dim + 1, end)):
             raise call.refuse(
-                f"splits the features into {list(y.shape[dim:end])}, of which the number was "
-                "not left open that tensor-"
-                "parallel ranks share",
-                (
-                    "leave the number of heads open and give the size of a head, e.g. view(..., "
-                    "-1, head_dim)"
-                ),
+                f"splits the features into {list(y.shape[dim:end])}, of which the number was not "
+                "left open that tensor-parallel ranks share",
+                "leave the number of heads open and give the size of a head, e.g. view(..., -1, "
+                "head_dim)",
             )
         return replace(cut, dim=dim, outer=1)
 
-    return place
+    return cut_of
 
 
-def _merged(call: Call, y: Tensor, products: Sequence[int], before: int, size: int) -> Cut:
+def _start_of_slices(
+    y: Tensor,
+    starts: Sequence[int],
+    open_dims: set[int],
+    size: int,
+) -> int:
+    """Return the cut dimension of `y` among those at which a slice can begin.
+
+    All but the last of `starts` have size 1. One of them may be the number of heads of this rank,
+    if it was left open, or if the last one is not the size of the slice.
+    """
+    ones = [dim for dim in starts if y.shape[dim] == 1]
+    open_ones = [dim for dim in ones if dim in open_dims]
+    if open_ones:
+        return open_ones[0]
+    if ones and y.shape[starts[-1]] != size:
+        return ones[0]
+    longer = [dim for dim in starts if y.shape[dim] != 1]
+    return (longer or starts)[0]
+
+
+def _merged_cut(
+    call: Call,
+    y: Tensor,
+    counts_before: Sequence[int],
+    slice_count: int,
+    size: int,
+) -> Cut:
     """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads
     with samples.
 
     Raises UserError if it was merged with dimensions after it too.
     """
-    dim = max(d for d in range(y.dim()) if products[d] < before)
-    outer, rest = divmod(before, products[dim])
-    if rest or y.shape[dim] != outer * size:
+    dim = max(dim for dim in range(y.dim()) if counts_before[dim] < slice_count)
+    outer, remainder = divmod(slice_count, counts_before[dim])
+    if remainder or y.shape[dim] != outer * size:
         raise call.refuse("merges dimensions such that the slices are no slices of the whole")
     return replace(call.first_cut().cut, dim=dim, outer=outer)
 
 
-def _sizes_asked_for(call: Call) -> list[int]:
+def _open_dims(call: Call) -> list[int]:
     """Return the dimensions whose size was left open or computed from that of the cut dimension.
 
     For `flatten` and `reshape_as` there are none; for `unflatten` they are counted in the result.
     """
     sizes = call.argument(1, "shape", call.argument(1, "size"))
-    first = 0
+    first_dim = 0
     if call.name == "unflatten":
         sizes = call.argument(2, "sizes")
-        first = call.argument(1, "dim") % call.first_cut().dim()
+        first_dim = call.argument(1, "dim") % call.first_cut().dim()
     elif call.name not in ("view", "reshape"):
         return []
     elif isinstance(sizes, int):
         sizes = call.args[1:]
     if not isinstance(sizes, Sequence):
         return []  # a dtype
-    return [first + d for d, size in enumerate(sizes) if isinstance(size, CutSize) or size == -1]
+    return [
+        first_dim + dim for dim, size in enumerate(sizes) if isinstance(size, CutSize) or size == -1
+    ]
 
 
-def _dims(call: Call, position: int, otherwise: Any = None) -> list[int] | None:
+def _named_dims(
+    call: Call,
+    position: int,
+    default: Any = None,
+) -> list[int] | None:
     """Return the dimensions that an argument names, from 0; None if it names none."""
-    named = call.argument(position, "dim", call.kwargs.get("axis", otherwise))
+    named = call.argument(position, "dim", call.kwargs.get("axis", default))
     if named is None:
         return None
     dims = [named] if isinstance(named, int) else list(named)
-    return [d % call.first_cut().dim() for d in dims] or None
+    return [dim % call.first_cut().dim() for dim in dims] or None
 
 
-def _along(position: int, otherwise: Any = None) -> Callable[[Call], Placed]:
+def _along_dim_rule(position: int, default: Any = None) -> Rule:
     """A function that combines the elements along a dimension, and keeps the shape but for this
     dimension."""
 
-    def rule(call: Call) -> Placed:
+    def rule(call: Call) -> CutOf:
         x = call.first_cut()
-        dims = _dims(call, position, otherwise)
+        dims = _named_dims(call, position, default)
         if dims is None or x.cut.dim in dims or x is not call.args[0]:
-            raise call.refuse("combines the features that ranks share with each other")
+            raise call.refuse(COMBINES)
         return lambda _: x.cut
 
     return rule
 
 
-def _reduction(position: int = 1) -> Callable[[Call], Placed]:
+def _reduction_rule(position: int = 1) -> Rule:
     """A function that removes dimensions, or keeps them with the size 1."""
 
-    def rule(call: Call) -> Placed:
+    def rule(call: Call) -> CutOf:
         x = call.first_cut()
-        dims = _dims(call, position)
         if isinstance(call.argument(1, "other"), Tensor):
-            return _elementwise(call)  # the larger of two tensors
+            return _elementwise_rule(call)  # the larger of two tensors
+        dims = _named_dims(call, position)
         if dims is None or x.cut.dim in dims:
-            raise call.refuse("combines the features that ranks share with each other")
-        before = sum(d < x.cut.dim for d in dims)
-        return lambda y: replace(x.cut, dim=x.cut.dim - (before if y.dim() < x.dim() else 0))
+            raise call.refuse(COMBINES)
+        removed_before = sum(dim < x.cut.dim for dim in dims)
+
+        def cut_of(y: Tensor) -> Cut:
+            if y.dim() == x.dim():  # keepdim
+                return x.cut
+            return replace(x.cut, dim=x.cut.dim - removed_before)
+
+        return cut_of
 
     return rule
 
 
-def _dropout(call: Call) -> Placed:
+def _dropout_rule(call: Call) -> CutOf:
     if call.argument(1, "p", 0.5) == 0 or not call.argument(2, "training", True):
-        return _same(call)
+        return _same_shape_rule(call)
     raise call.refuse(
         "would drop the same elements of different features on each rank",
-        (
-            "call an nn.Dropout of the model, which parallelize replaces by one that drops what "
-            "one process drops"
-        ),
+        "call an nn.Dropout of the model, which parallelize replaces by one that drops what one "
+        "process drops",
     )
 
 
-def _product(call: Call) -> Placed:
+def _matmul_rule(call: Call) -> CutOf:
     """A product of matrices: rows, columns and batches may be cut, the dimension that is summed
     over may not."""
-    a, b = call.args[:2]
+    left, right = call.args[:2]
     if call.name == "__rmatmul__":
-        a, b = b, a
-    if a.dim() < 2 or b.dim() < 2:
+        left, right = right, left
+    if left.dim() < 2 or right.dim() < 2:
         raise call.refuse("multiplies by a vector")
-    places = [x.dim() - x.cut.dim if isinstance(x, CutTensor) else 0 for x in (a, b)]
-    if places[0] == 1 or places[1] == 2:
-        raise call.refuse("sums over the features that ranks share")
-    cut = call.first_cut().cut
-    from_last = max(places)
-    if max(places) > 2 and min(places) > 0:
-        if places[0] != places[1] or a.cut.outer != b.cut.outer:
-            raise call.refuse("takes tensors that are cut along different dimensions")
-    elif min(places) > 0:
-        raise call.refuse("takes tensors that are cut along different dimensions")
+    # 1 are columns, 2 are rows, more are batches; 0 is not cut
+    left_cut = _cut_from_last(left)
+    right_cut = _cut_from_last(right)
+    if left_cut == 1 or right_cut == 2:
+        raise call.refuse(SUMS)
+    first = call.first_cut()
+    from_last = max(left_cut, right_cut)
+    if left_cut and right_cut:
+        if from_last <= 2 or not _is_cut_alike(left, right):  # only batches fit each other
+            raise call.refuse(DIFFERENT_CUTS)
     else:
-        other = b if isinstance(a, CutTensor) else a
+        uncut = right if left_cut else left
         if from_last > 2:
-            _require_beside(call, other, from_last, call.first_cut().shape[cut.dim])
+            _require_combinable(call, uncut, from_last, first.shape[first.cut.dim])
         else:
-            require_shared_gradient(call, other)
-    return lambda y: replace(cut, dim=y.dim() - from_last)
+            require_shared_gradient(call, uncut)
+    return lambda y: replace(first.cut, dim=y.dim() - from_last)
 
 
-def _linear(call: Call) -> Placed:
+def _cut_from_last(x: Tensor) -> int:
+    """Return the cut dimension of `x`, counted from the last one as 1; 0 if it is not cut."""
+    return x.dim() - x.cut.dim if isinstance(x, CutTensor) else 0
+
+
+def _linear_rule(call: Call) -> CutOf:
     """F.linear with a weight that each rank has whole."""
     x = call.args[0]
     if not isinstance(x, CutTensor) or x.cut.dim == x.dim() - 1:
-        raise call.refuse("sums over the features that ranks share")
-    for other in call.operands():
-        if other is not x:
-            require_shared_gradient(call, other)
+        raise call.refuse(SUMS)
+    for operand in call.operands():
+        if operand is not x:
+            require_shared_gradient(call, operand)
     return lambda _: x.cut
 
 
-def _einsum(call: Call) -> Placed:
-    equation, *operands = call.args
-    operands = list(tensors(operands))
-    terms = re.split(",|->", str(equation).replace(" ", ""))
+def _einsum_rule(call: Call) -> CutOf:
+    """torch.einsum: the letter of the cut dimension is the same in all operands, and is kept."""
+    equation, *arguments = call.args
+    operands = list(tensors(arguments))
     if "..." in equation or "->" not in equation:
         raise call.refuse(
             "is followed only with an equation that names all dimensions and the result's"
         )
+    *terms, result_term = re.split(",|->", str(equation).replace(" ", ""))
     first = call.first_cut()
-    letter = next(
-        term[first.cut.dim] for term, x in zip(terms, operands, strict=False) if x is first
-    )
+    letter = ""
+    for term, x in zip(terms, operands, strict=False):
+        if x is first:
+            letter = term[first.cut.dim]
+            break
     for term, x in zip(terms, operands, strict=False):
         if isinstance(x, CutTensor):
             if term[x.cut.dim] != letter or x.cut.outer != first.cut.outer:
-                raise call.refuse("takes tensors that are cut along different dimensions")
+                raise call.refuse(DIFFERENT_CUTS)
         elif letter in term:
-            _require_beside(call, x, x.dim() - term.index(letter), first.shape[first.cut.dim])
+            from_last = x.dim() - term.index(letter)
+            _require_combinable(call, x, from_last, first.shape[first.cut.dim])
         else:
             require_shared_gradient(call, x)
-    if letter not in terms[-1]:
-        raise call.refuse("sums over the features that ranks share")
-    return lambda _: replace(first.cut, dim=terms[-1].index(letter))
+    if letter not in result_term:
+        raise call.refuse(SUMS)
+    return lambda _: replace(first.cut, dim=result_term.index(letter))
 
 
-def _attention(call: Call) -> Placed:
+def _attention_rule(call: Call) -> CutOf:
     """F.scaled_dot_product_attention over heads that are cut."""
-    query, key, value = (call.argument(n, name) for n, name in enumerate(("query", "key", "value")))
+    query = call.argument(0, "query")
+    key = call.argument(1, "key")
+    value = call.argument(2, "value")
     mask = call.argument(3, "attn_mask")
     if call.argument(4, "dropout_p", 0.0):
         raise call.refuse(
@@ -565,175 +650,176 @@ def _attention(call: Call) -> Placed:
     first = call.first_cut()
     from_last = first.dim() - first.cut.dim
     if from_last < 3:
-        raise call.refuse("sums over the features that ranks share")
+        raise call.refuse(SUMS)
+    size = first.shape[first.cut.dim]
     for x in (query, key, value):
-        if isinstance(x, CutTensor):
-            if x.dim() - x.cut.dim != from_last:
-                raise call.refuse("takes tensors that are cut along different dimensions")
-        else:
-            _require_beside(call, x, from_last, first.shape[first.cut.dim])
+        if not isinstance(x, CutTensor):
+            _require_combinable(call, x, from_last, size)
+        elif x.dim() - x.cut.dim != from_last:
+            raise call.refuse(DIFFERENT_CUTS)
     if isinstance(mask, Tensor) and not isinstance(mask, CutTensor):
-        _require_beside(call, mask, from_last, first.shape[first.cut.dim])
+        _require_combinable(call, mask, from_last, size)
     return lambda y: replace(first.cut, dim=y.dim() - from_last)
 
 
-def _joined(call: Call) -> Placed:
+def _concatenation_rule(call: Call) -> CutOf:
     """torch.cat along another dimension than the cut one."""
-    parts = list(call.args[0])
     first = call.first_cut()
     dim = call.argument(1, "dim", call.kwargs.get("axis", 0)) % first.dim()
-    size = first.shape[first.cut.dim]
     if dim == first.cut.dim:
         raise call.refuse(
             "puts slices of different features one after the other, as one process does not"
         )
-    for x in parts:
-        if isinstance(x, CutTensor):
-            if x.cut.dim != first.cut.dim or x.cut.outer != first.cut.outer:
-                raise call.refuse("takes tensors that are cut along different dimensions")
-        elif (
-            size == 1 and x.numel()
-        ):  # torch.cat leaves out a tensor without elements, as a cache begins with
-            raise call.refuse("takes a tensor of all features beside a slice of them")
+    _require_cut_alike(call, call.args[0])
     return lambda _: first.cut
 
 
-def _stacked(call: Call) -> Placed:
+def _stack_rule(call: Call) -> CutOf:
+    """torch.stack, whose new dimension may come before the cut one."""
     first = call.first_cut()
-    dim = call.argument(1, "dim", 0) % (first.dim() + 1)
-    for x in call.args[0]:
+    new_dim = call.argument(1, "dim", 0) % (first.dim() + 1)
+    _require_cut_alike(call, call.args[0])
+    return lambda _: replace(first.cut, dim=first.cut.dim + (new_dim <= first.cut.dim))
+
+
+def _require_cut_alike(call: Call, operands: Iterable[Tensor]) -> None:
+    """Raise UserError unless the tensors, which have as many dimensions, are cut along the same."""
+    first = call.first_cut()
+    for x in operands:
         if isinstance(x, CutTensor):
             if x.cut.dim != first.cut.dim or x.cut.outer != first.cut.outer:
-                raise call.refuse("takes tensors that are cut along different dimensions")
-        elif first.shape[first.cut.dim] == 1:
-            raise call.refuse("takes a tensor of all features beside a slice of them")
-    return lambda _: replace(first.cut, dim=first.cut.dim + (dim <= first.cut.dim))
+                raise call.refuse(DIFFERENT_CUTS)
+        # torch.cat leaves out a tensor without elements, as a cache begins with; of others the size
+        # says that it is a slice, unless a slice has the size 1
+        elif x.numel() and first.shape[first.cut.dim] == 1:
+            raise call.refuse(ALL_BESIDE_SLICE)
 
 
-def _repeated(call: Call) -> Placed:
+def _repeat_rule(call: Call) -> CutOf:
     """Tensor.repeat_interleave by one number: a head that is repeated stays on its rank."""
     x = call.first_cut()
-    dims = _dims(call, 2)
+    dims = _named_dims(call, 2)
     if dims is None or not isinstance(call.argument(1, "repeats"), int) or x.cut.outer != 1:
         raise call.refuse("repeats elements by a rule that is not followed")
     return lambda _: x.cut
 
 
-def _padded(call: Call) -> Placed:
+def _pad_rule(call: Call) -> CutOf:
+    """F.pad of other dimensions."""
     x = call.first_cut()
-    before = 2 * (x.dim() - 1 - x.cut.dim)
-    if any(call.argument(1, "pad")[before : before + 2]):
+    position = 2 * (x.dim() - 1 - x.cut.dim)  # two numbers a dimension, from the last one
+    if any(call.argument(1, "pad")[position : position + 2]):
         raise call.refuse("pads the features of each slice")
     return lambda _: x.cut
 
 
-def _stays(call: Call) -> Placed:
+def _complex_rule(call: Call) -> CutOf:
     """torch.view_as_complex and view_as_real, which take or add a last dimension of size 2."""
     x = call.first_cut()
     if call.name == "view_as_complex" and x.cut.dim == x.dim() - 1:
-        raise call.refuse("combines the features that ranks share with each other")
+        raise call.refuse(COMBINES)
     return lambda _: x.cut
 
 
-def _triangle(call: Call) -> Placed:
+def _triangle_rule(call: Call) -> CutOf:
+    """torch.tril and triu of matrices that are not cut."""
     x = call.first_cut()
     if x.cut.dim >= x.dim() - 2:
         raise call.refuse("depends on the numbers of the features, which differ between ranks")
     return lambda _: x.cut
 
 
-def _loss(call: Call) -> Placed:
+def _refuse_loss(call: Call) -> CutOf:
     raise call.refuse(
         "compares a slice of the outputs with targets of all of them",
-        "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another "
-        "loss make the outputs whole "
-        "by parallel.join(y, tp, -1)",
+        "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another loss "
+        "make the outputs whole by parallel.join(y, tp, -1)",
     )
 
 
-def _normalized(call: Call) -> Placed:
+def _norm_rule(call: Call) -> CutOf:
     """F.layer_norm and F.rms_norm over the last dimensions."""
     x = call.first_cut()
-    if x is not call.args[0] or x.cut.dim >= x.dim() - len(call.argument(1, "normalized_shape")):
-        raise call.refuse("combines the features that ranks share with each other")
-    for other in call.operands():
-        if other is not x:
-            require_shared_gradient(call, other)
+    first_normalized = x.dim() - len(call.argument(1, "normalized_shape"))
+    if x is not call.args[0] or x.cut.dim >= first_normalized:
+        raise call.refuse(COMBINES)
+    for operand in call.operands():
+        if operand is not x:
+            require_shared_gradient(call, operand)
     return lambda _: x.cut
 
 
-def _of_channels(call: Call) -> Placed:
+def _refuse_channels(call: Call) -> CutOf:
     raise call.refuse("combines features with each other, or with numbers of all features")
 
 
-def _halves(call: Call) -> Placed:
+def _refuse_halves(call: Call) -> CutOf:
     raise call.refuse(
         "multiplies one half of each slice by the other, which is another half on one process",
         'give each half a layer of style "column" of its own, as gate and up',
     )
 
 
-def _set(call: Call) -> Placed:
+def _assignment_rule(call: Call) -> CutOf:
     """x[index] = value: the index selects no features, and the value is one number."""
     x, index, value = call.args
     if not isinstance(x, CutTensor) or isinstance(value, Tensor):
         raise call.refuse(
             "writes tensors into each other that are cut differently, or is not followed"
         )
-    return _view(Call(torch.Tensor.__getitem__, (x, index), {}))
+    return _view_rule(Call(torch.Tensor.__getitem__, (x, index), {}))
 
 
-def _named(
-    names: str, rule: Callable[[Call], Placed]
-) -> Iterator[tuple[str, Callable[[Call], Placed]]]:
-    return ((name, rule) for name in names.split())
-
-
-CASTS = (
-    "to float half double bfloat16 type type_as int long bool cuda cpu contiguous clone detach "
-    "requires_grad_ data"
+_RULES_OF_NAMES: tuple[tuple[str, Rule], ...] = (
+    (
+        "to float half double bfloat16 type type_as int long bool cuda cpu contiguous clone detach "
+        "requires_grad_ data",
+        _same_shape_rule,
+    ),
+    (
+        "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select "
+        "narrow __getitem__ expand chunk split tensor_split unbind",
+        _view_rule,
+    ),
+    ("view reshape flatten unflatten", _reshape_rule),
+    (
+        "softmax log_softmax softmin cumsum cumprod logcumsumexp flip argsort",
+        _along_dim_rule(position=1),
+    ),
+    ("normalize", _along_dim_rule(position=2, default=1)),
+    (
+        "sum mean amax amin prod logsumexp var std nansum argmax argmin max min any all median "
+        "count_nonzero",
+        _reduction_rule(),
+    ),
+    ("norm", _reduction_rule(position=2)),
+    ("dropout", _dropout_rule),
+    ("matmul __matmul__ __rmatmul__ bmm mm", _matmul_rule),
+    ("linear", _linear_rule),
+    ("einsum", _einsum_rule),
+    ("scaled_dot_product_attention", _attention_rule),
+    ("cat concat concatenate", _concatenation_rule),
+    ("stack", _stack_rule),
+    ("repeat_interleave", _repeat_rule),
+    ("pad", _pad_rule),
+    ("view_as_complex view_as_real", _complex_rule),
+    ("tril triu", _triangle_rule),
+    (
+        "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
+        "binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity "
+        "cosine_embedding_loss gaussian_nll_loss poisson_nll_loss soft_margin_loss "
+        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss ctc_loss",
+        _refuse_loss,
+    ),
+    ("layer_norm rms_norm", _norm_rule),
+    ("batch_norm instance_norm group_norm local_response_norm", _refuse_channels),
+    ("glu", _refuse_halves),
+    ("__setitem__", _assignment_rule),
 )
-VIEWS = (
-    "transpose swapaxes swapdims permute movedim moveaxis t T mT unsqueeze squeeze select "
-    "narrow __getitem__ expand "
-    "chunk split tensor_split unbind"
-)
-LOSSES = (
-    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
-    "binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss "
-    "gaussian_nll_loss poisson_nll_loss "
-    "soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss ctc_loss"
-)
-RULES: dict[str, Callable[[Call], Placed]] = dict(
-    [
-        *_named(CASTS, _same),
-        *_named(VIEWS, _view),
-        *_named("view reshape flatten unflatten", _reshaped),
-        *_named("softmax log_softmax softmin cumsum cumprod logcumsumexp flip argsort", _along(1)),
-        *_named("normalize", _along(2, 1)),
-        *_named(
-            "sum mean amax amin prod logsumexp var std nansum argmax argmin max min", _reduction()
-        ),
-        *_named("any all median count_nonzero", _reduction()),
-        *_named("norm", _reduction(2)),
-        *_named("dropout", _dropout),
-        *_named("matmul __matmul__ __rmatmul__ bmm mm", _product),
-        *_named("linear", _linear),
-        *_named("einsum", _einsum),
-        *_named("scaled_dot_product_attention", _attention),
-        *_named("cat concat concatenate", _joined),
-        *_named("stack", _stacked),
-        *_named("repeat_interleave", _repeated),
-        *_named("pad", _padded),
-        *_named("view_as_complex view_as_real", _stays),
-        *_named("tril triu", _triangle),
-        *_named(LOSSES, _loss),
-        *_named("layer_norm rms_norm", _normalized),
-        *_named("batch_norm instance_norm group_norm local_response_norm", _of_channels),
-        *_named("glu", _halves),
-        *_named("__setitem__", _set),
-    ]
-)
+RULES: dict[str, Rule] = {}
+"""The rule of each function of torch, by its name."""
+for _names, _rule in _RULES_OF_NAMES:
+    RULES.update(dict.fromkeys(_names.split(), _rule))
 COMPARISONS = {"equal", "allclose"}
 """Functions that compare slices and return a bool, which nothing is computed from."""
 UNTOUCHED = {

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from megaprec.errors import UserError
 
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Numbers of processes that launchers without torch's variables set.
-OTHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-SLURMS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+# variables in which launchers without torch's variables set the number of processes
+PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 HIGHEST_PORT = 65535
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID of the shell that salloc opens on a node
+# where MASTER_PORT is not set: one of these ports, by the number of the job
+FIRST_PORT = 20000
+PORT_COUNT = 10000
 
 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
@@ -33,23 +36,27 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
     if {"RANK", "WORLD_SIZE"} <= set(missing):
         require_alone(described)
         return False
-    there = [f"{name}={described[name]}" for name in WORLD if name not in missing]
+    present = [f"{name}={described[name]}" for name in WORLD if name not in missing]
     raise UserError(
-        f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun "
-        "does, or none"
+        f"{' '.join(present)} set but not {', '.join(missing)}: set all of them, as torchrun does, "
+        "or none"
     )
 
 
 def require_alone(environ: Mapping[str, str]) -> None:
     """Raise UserError if a launcher started several processes but did not tell them torch's
     variables."""
-    for name in OTHERS:
-        if environ.get(name, "1") not in ("", "0", "1"):
+    for name in PROCESS_COUNTS:
+        if _counts_several(name, environ):
             raise UserError(
-                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these "
-                "processes would train alone; "
-                "start them by torchrun, or set these variables, and LOCAL_RANK, for each"
+                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these processes "
+                "would train alone; start them by torchrun, or set these variables, and "
+                "LOCAL_RANK, for each"
             )
+
+
+def _counts_several(name: str, environ: Mapping[str, str]) -> bool:
+    return environ.get(name, "1") not in ("", "0", "1")
 
 
 def require_sound(environ: Mapping[str, str]) -> None:
@@ -58,22 +65,25 @@ def require_sound(environ: Mapping[str, str]) -> None:
     if not all(environ.get(name) for name in WORLD):
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    n = {name: _number(name, environ) for name in names if environ.get(name)}
+    numbers = {name: _read_number(name, environ) for name in names if environ.get(name)}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if rank in n and size in n and n[rank] >= n[size]:
+        if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
             raise UserError(
-                f"{rank}={n[rank]} but {size}={n[size]}: ranks are numbered from 0 to {size} - 1"
+                f"{rank}={numbers[rank]} but {size}={numbers[size]}: ranks are numbered from 0 to "
+                f"{size} - 1"
             )
-    if not 0 < n["MASTER_PORT"] <= HIGHEST_PORT:
-        raise UserError(f"MASTER_PORT={n['MASTER_PORT']}: give a port from 1 to {HIGHEST_PORT}")
+    port = numbers["MASTER_PORT"]
+    if not 0 < port <= HIGHEST_PORT:
+        raise UserError(f"MASTER_PORT={port}: give a port from 1 to {HIGHEST_PORT}")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     task = environ.get("SLURM_PROCID", environ["RANK"])
+    # under torchrun a task starts several ranks
     each_is_a_rank = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ["WORLD_SIZE"]
     if each_is_a_rank and task != environ["RANK"]:
         raise UserError(
-            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: "
-            "RANK was set before srun, so "
-            "all tasks would be the same rank; leave RANK and WORLD_SIZE to the step"
+            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: RANK was "
+            "set before srun, so all tasks would be the same rank; leave RANK and WORLD_SIZE to "
+            "the step"
         )
 
 
@@ -85,39 +95,41 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     computed from the job id. Raises UserError for a variable of Slurm's that is missing or
     malformed, and for a WORLD_SIZE that is not the step's.
     """
-    if environ.get("RANK") or _number("SLURM_STEP_NUM_TASKS", environ, "1") < 2:
+    # torch's variables are there, or there is no step of several tasks
+    if environ.get("RANK") or _read_number("SLURM_STEP_NUM_TASKS", environ, "1") < 2:
         return {}
     address = environ.get("MASTER_ADDR")
     tasks = environ["SLURM_STEP_NUM_TASKS"]
-    needed = [name for name in SLURMS if name != "SLURM_STEP_NODELIST" or not address]
-    if missing := [name for name in needed if not environ.get(name)]:
+    missing = [name for name in SLURM_VARIABLES if not environ.get(name)]
+    if address and "SLURM_STEP_NODELIST" in missing:  # which gives an address
+        missing.remove("SLURM_STEP_NODELIST")
+    if missing:
         raise UserError(
-            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them "
-            "for each task of a step; "
-            "set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its place, or "
-            "start by torchrun"
+            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them for "
+            "each task of a step; set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
+            "place, or start by torchrun"
         )
     if environ.get("WORLD_SIZE", tasks) not in ("", tasks):
         raise UserError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={tasks}: the step's "
-            "tasks are the ranks; "
-            "leave WORLD_SIZE out, or set RANK too"
+            "tasks are the ranks; leave WORLD_SIZE out, or set RANK too"
         )
-    local = _tasks_of_node(environ)
-    return {
-        "RANK": str(_number("SLURM_PROCID", environ)),
+    local_size = _tasks_of_node(environ)
+    variables = {
+        "RANK": str(_read_number("SLURM_PROCID", environ)),
         "WORLD_SIZE": tasks,
-        "LOCAL_RANK": str(_number("SLURM_LOCALID", environ)),
+        "LOCAL_RANK": str(_read_number("SLURM_LOCALID", environ)),
         "MASTER_ADDR": address or _first_node(environ["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": environ.get("MASTER_PORT")
-        or str(20000 + _number("SLURM_JOB_ID", environ) % 10000),
-        **({"LOCAL_WORLD_SIZE": local} if local else {}),
+        "MASTER_PORT": environ.get("MASTER_PORT") or _port_of_job(environ),
     }
+    if local_size:
+        variables["LOCAL_WORLD_SIZE"] = local_size
+    return variables
 
 
 def lone_task(environ: Mapping[str, str]) -> str:
-    """Return a line about this task of a Slurm step, for the case that no other task is there; ""
-    if it is none.
+    """Return a line for the case that this is a task of a Slurm step and no other task has
+    started; "" if it is none.
 
     In a shell on a node the variables describe the step of the shell: its tasks are not ranks of
     our command.
@@ -126,22 +138,27 @@ def lone_task(environ: Mapping[str, str]) -> str:
     is_task = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ.get("WORLD_SIZE")
     if not is_task or environ.get("SLURM_PROCID") != environ.get("RANK"):
         return ""
-    variables = " ".join(name for name in OTHERS if environ.get(name, "1") not in ("", "0", "1"))
+    variables = " ".join(name for name in PROCESS_COUNTS if _counts_several(name, environ))
     return (
-        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is "
-        "there: start the command "
-        f"with srun, or unset {variables} to run without the others"
+        f"this is task {environ['RANK']} of {tasks} of a Slurm step, and no other task is there: "
+        f"start the command with srun, or unset {variables} to run without the others"
     )
 
 
 def is_interactive(environ: Mapping[str, str], terminal: bool) -> bool:
-    """Return True if this process surely runs in a shell that Slurm has opened. terminal: it reads
-    from a terminal."""
+    """Return True if this process surely runs in a shell that Slurm has opened.
+
+    terminal: it reads from a terminal.
+    """
     return (
         terminal
         or bool(environ.get("SLURM_PTY_PORT"))
         or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
     )
+
+
+def _port_of_job(environ: Mapping[str, str]) -> str:
+    return str(FIRST_PORT + _read_number("SLURM_JOB_ID", environ) % PORT_COUNT)
 
 
 def _first_node(nodes: str) -> str:
@@ -155,28 +172,31 @@ def _first_node(nodes: str) -> str:
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> str:
-    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it.
-    "2(x3),1" are four nodes.
-    """
+    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it."""
     stated = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    nodes = list[str]()
     if not re.fullmatch(r"(\d+(\(x\d+\))?(,|$))*", stated):
         raise UserError(
             f'SLURM_STEP_TASKS_PER_NODE={stated!r} is not of the form "2(x3),1": leave it to srun'
         )
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):
-        nodes += [tasks] * int(times or 1)
-    node = _number("SLURM_NODEID", environ, "0")
-    if node < len(nodes):
-        return nodes[node]
+    tasks_by_node: list[str] = []
+    for tasks, node_count in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):  # "2(x3),1": 4 nodes
+        tasks_by_node += [tasks] * int(node_count or 1)
+    node = _read_number("SLURM_NODEID", environ, "0")
+    if node < len(tasks_by_node):
+        return tasks_by_node[node]
     return environ.get("SLURM_NTASKS_PER_NODE", "")
 
 
-def _number(name: str, environ: Mapping[str, str], default: str = "") -> int:
+def _read_number(
+    name: str,
+    environ: Mapping[str, str],
+    default: str = "",
+) -> int:
+    """Return the number that a variable states. Raises UserError for what is none."""
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):
         raise UserError(
-            f"{name}={text!r} is no number of a launcher's: give a whole number without a "
-            "leading zero"
+            f"{name}={text!r} is no number of a launcher's: give a whole number without a leading "
+            "zero"
         )
     return int(text)

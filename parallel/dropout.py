@@ -1,9 +1,8 @@
 """Dropout that drops the same elements in every layout.
 
 An element is kept or dropped by a function of the seed, the step, the layer's name and the
-element's logical
-coordinates: the sample within the global batch, the position, and the feature or head. The result
-therefore does not depend on tp, pp, dp, the micro-batch size or recomputation.
+element's logical coordinates: the sample within the global batch, the position, and the feature or
+head. The result therefore does not depend on tp, pp, dp, the micro-batch size or recomputation.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,11 @@ class MicrobatchInfo:
 
 
 def dropout(
-    x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None
+    x: Tensor,
+    probability: float,
+    context: Context,
+    name: str,
+    place: MicrobatchInfo | None,
 ) -> Tensor:
     """Apply dropout to activations x [s, b, hidden].
 
@@ -45,14 +48,9 @@ def dropout(
     if place is None or probability == 0:
         return x
     positions = positions_between(context, x.shape[0], x.device)
-    return _drop(
-        x,
-        probability,
-        context,
-        name,
-        place,
-        (positions, place.samples, torch.arange(x.shape[2], device=x.device)),
-    )
+    features = torch.arange(x.shape[2], device=x.device)
+    coordinates = (positions, place.samples, features)
+    return _drop(x, probability, context, name, place, coordinates)
 
 
 def attention_dropout(
@@ -69,20 +67,35 @@ def attention_dropout(
     """
     if place is None or probability == 0:
         return weights
-    _, heads, queries, keys = weights.shape
-    own = range(context.tp.rank * heads, (context.tp.rank + 1) * heads)
-    ranges = (own, *(positions or (range(queries), range(keys))))
-    rest = (torch.arange(some.start, some.stop, device=weights.device) for some in ranges)
-    return _drop(weights, probability, context, name, place, (place.samples, *rest))
+    _, head_count, query_count, key_count = weights.shape
+    # heads are cut over tp in order
+    first_head = context.tp.rank * head_count
+    heads = range(first_head, first_head + head_count)
+    queries, keys = positions or (range(query_count), range(key_count))
+    coordinates = (
+        place.samples,
+        *(_indices(span, weights.device) for span in (heads, queries, keys)),
+    )
+    return _drop(weights, probability, context, name, place, coordinates)
 
 
-def drop(x: Tensor, probability: float, secret: int, ranges: Sequence[range]) -> Tensor:
+def _indices(span: range, device: torch.device) -> Tensor:
+    return torch.arange(span.start, span.stop, device=device)
+
+
+def drop(
+    x: Tensor,
+    probability: float,
+    secret: int,
+    ranges: Sequence[range],
+) -> Tensor:
     """Apply dropout to `x` of any shape.
 
-    secret: the key of the random numbers. ranges: the coordinates of the elements along each
-    dimension in the whole tensor, of which `x` may be a slice.
+    secret: the key of the random numbers.
+    ranges: the coordinates of the elements along each dimension in the logical tensor, of which `x`
+        may be a slice.
     """
-    coordinates = [torch.arange(some.start, some.stop, device=x.device) for some in ranges]
+    coordinates = [_indices(span, x.device) for span in ranges]
     return _Dropout.apply(x, probability, secret, PLAIN, *coordinates)
 
 
@@ -94,49 +107,60 @@ def _drop(
     place: MicrobatchInfo,
     coordinates: tuple[Tensor, ...],
 ) -> Tensor:
-    return _Dropout.apply(
-        x, probability, key(context.seed, place.step, name), context.leaves, *coordinates
-    )
+    secret = key(context.seed, place.step, name)
+    return _Dropout.apply(x, probability, secret, context.leaves, *coordinates)
 
 
 class _Dropout(torch.autograd.Function):
     """x, or 0 where an element is dropped, divided by the probability of being kept.
 
-    secret: the key of the random numbers. coordinates: int64 [n] of each of x's dimensions.
+    secret: the key of the random numbers.
+    coordinates: int64 [n] of each of x's dimensions.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probability: float, secret: int, leaves: Leaves, *coordinates: Tensor
+        ctx: Any,
+        x: Tensor,
+        probability: float,
+        secret: int,
+        leaves: Leaves,
+        *coordinates: Tensor,
     ) -> Tensor:
         # a tensor, as it differs between calls
         number = torch.full((), secret, dtype=torch.int64, device=x.device)
-        y, kept = leaves(_dropout, x, probability, number, *coordinates)
-        ctx.save_for_backward(kept)
+        y, mask = leaves(_dropout, x, probability, number, *coordinates)
+        ctx.save_for_backward(mask)
         ctx.probability = probability
         ctx.leaves = leaves
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (kept,) = ctx.saved_tensors
-        return ctx.leaves(_dropout_gradient, grad, kept, ctx.probability), *[None] * (
-            len(ctx.needs_input_grad) - 1
-        )
+        (mask,) = ctx.saved_tensors
+        grad_x = ctx.leaves(_dropout_gradient, grad, mask, ctx.probability)
+        return grad_x, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def _dropout(
-    x: Tensor, probability: float, secret: Tensor, *coordinates: Tensor
+    x: Tensor,
+    probability: float,
+    secret: Tensor,
+    *coordinates: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return x after dropout, and True where an element is kept."""
     index = torch.zeros((), dtype=torch.int64, device=x.device)
-    for coordinate in (
-        coordinates
-    ):  # one dimension at a time: the result does not depend on the sizes of the others
+    # one dimension at a time: the result does not depend on the sizes of the others
+    for coordinate in coordinates:
         index = bits(secret, index).unsqueeze(-1) + coordinate
-    kept = keep(secret, index, 1 - probability)
-    return _dropout_gradient(x, kept, probability), kept
+    mask = keep(secret, index, 1 - probability)
+    return _dropout_gradient(x, mask, probability), mask
 
 
-def _dropout_gradient(x: Tensor, kept: Tensor, probability: float) -> Tensor:
-    return torch.where(kept, x / (1 - probability), 0)
+def _dropout_gradient(
+    x: Tensor,
+    mask: Tensor,
+    probability: float,
+) -> Tensor:
+    """Return x / (1 - probability) where the mask is True, otherwise 0; forward and backward."""
+    return torch.where(mask, x / (1 - probability), 0)

@@ -8,6 +8,7 @@ the dtype of the input, of the products or of the residual stream. The optimizer
 weights, gradients and master weights in FP32 on every rank; it finds them by their names.
 """
 
+import torch
 from torch import nn
 
 from megaprec.errors import UserError
@@ -29,18 +30,22 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
     for path, module in model.named_modules():
         if isinstance(module, NaiveAMPModel | PlannedModel):
             raise UserError(
-                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights "
-                "before master weights "
-                "are made: leave it out, [precision] casts the model; "
+                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights before "
+                "master weights are made: leave it out, [precision] casts the model; "
                 "set_fp32_attr_to_module works without it"
             )
     for _, part in marked_parts(model):
         for module in part.modules():
             _widen(module, plan)
-        made = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
-        compute_in_fp32(
-            part, lambda given, made=made: made or given or plan.residual, plan.sensitive
-        )
+        # norms of this project round to the dtype of products, whatever their input has
+        norm_dtype = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
+
+        def output_dtype(
+            input_dtype: torch.dtype | None, norm_dtype: torch.dtype | None = norm_dtype
+        ) -> torch.dtype:
+            return norm_dtype or input_dtype or plan.residual
+
+        compute_in_fp32(part, output_dtype, plan.sensitive)
 
 
 def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
@@ -52,6 +57,7 @@ def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
             if isinstance(value, FP8Gemm):
                 value.state.leave_out(value.reach, "it is in a part that is marked FP32")
             setattr(module, name, Gemm(plan.sensitive, plan.sensitive, plan.tf32))
+    # weights of the part have no FP8 codes
     for parameter in module.parameters(recurse=False):
         release(parameter)
     for table in module.buffers(recurse=False):

@@ -33,21 +33,24 @@ NEWS = 30.0  # seconds between lines about waiting
 ALONE = 3.0  # seconds after which a task of Slurm without any other says so
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-PARTING = 1.0  # seconds in which other ranks read why rank 0, which has the store, gives up
+PARTING = 1.0  # seconds in which others read why rank 0, which has the store, gives up
 SHOWN = 8  # ranks that a line names at most
 OUTCOME = "why not all ranks have joined"  # key of the store; empty if they have
 
 
 def join(
-    environment: Mapping[str, str] = os.environ, seconds: float = 0.0, over_gloo: bool = False
+    environment: Mapping[str, str] = os.environ,
+    seconds: float = 0.0,
+    over_gloo: bool = False,
 ) -> tuple[dist.Store, int, int]:
-    """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment`
-    names are there.
+    """Return the ranks' store, this rank and the number of ranks, once all ranks have joined.
 
-    Without torchrun's variables the world is this process alone. Raises UserError on every rank
-    that is there if others have not joined within `seconds` (0: JOIN), and for variables that
-    describe no world. over_gloo: they will meet over gloo, so UserError is also raised if a rank
-    would name the others an address that only its own machine reaches.
+    environment: describes the world. Without torchrun's variables it is this process alone.
+    seconds: the time limit; 0: JOIN.
+    over_gloo: the ranks will meet over gloo.
+    Raises UserError on every rank that has joined if others have not within the time limit; for
+    variables that describe no world; and over gloo if a rank would name the others an address that
+    only its own machine reaches.
     """
     seconds = seconds or JOIN
     if not joined_world(environment):
@@ -55,19 +58,25 @@ def join(
     require_sound(environment)
     rank = int(environment["RANK"])
     size = int(environment["WORLD_SIZE"])
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connected(
-        rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts, seconds
-    )
+    store = _connect(rank, size, address, port, hosts, seconds)
+    # says that this rank is there, and where
     store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
-        alone = lone_task(environment)
-        problem = _missing(
-            store, size, seconds, alone, is_interactive(environment, _reads_a_terminal())
+        ends_alone = is_interactive(environment, _reads_a_terminal())
+        problem = _wait_for_ranks(
+            store,
+            size,
+            seconds,
+            lone_task(environment),
+            ends_alone,
         )
         if over_gloo and not problem:
-            problem = _unreachable([_seat(store, number) for number in range(size)])
+            problem = _unreachable([_read_seat(store, number) for number in range(size)])
         store.set(OUTCOME, problem)
+        # the store ends with this process
         if problem:
             time.sleep(PARTING)
     else:
@@ -78,14 +87,23 @@ def join(
     return store, rank, size
 
 
-def _connected(
-    rank: int, size: int, address: str, port: int, hosts: bool, seconds: float
+def _connect(
+    rank: int,
+    size: int,
+    address: str,
+    port: int,
+    hosts: bool,
+    seconds: float,
 ) -> dist.Store:
-    """Return the store. hosts: this rank has it; otherwise rank 0 or torchrun's agent."""
+    """Return the store.
+
+    hosts: this rank has it; otherwise rank 0 or torchrun's agent has.
+    """
+    # also the time limit of requests to the store
     limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
     try:
-        with _telling(f"{here} waits for the ranks' store at {address}:{port}"):
+        with _report_waiting(f"{here} waits for the ranks' store at {address}:{port}"):
             return dist.TCPStore(
                 address, port, size, hosts, limit, wait_for_workers=False, multi_tenant=True
             )
@@ -97,15 +115,15 @@ def _connected(
             ) from error
         raise UserError(
             f"{here} has had no answer from {address}:{port} for {seconds:.0f} s: the first "
-            "machine must run there, "
-            f"and let others reach that port ({reason})"
+            f"machine must run there, and let others reach that port ({reason})"
         ) from error
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The place where a rank runs. network: identifies machine and network namespace.
+    """The place where a rank runs.
 
+    network: identifies machine and network namespace.
     address: at which gloo would be reached; "" if an interface is named.
     """
 
@@ -117,32 +135,32 @@ class Seat:
     def of_this_process() -> "Seat":
         """Return the seat of this process."""
         host = socket.gethostname()
-        return Seat(host, _network(host), "" if os.environ.get(INTERFACE) else _address_of(host))
+        address = "" if os.environ.get(INTERFACE) else _address_of(host)
+        return Seat(host, _network_id(host), address)
 
 
-def _network(host: str) -> str:
-    """Return a name for this machine and its network namespace; the host's name where the system
-    tells no more."""
+def _network_id(host: str) -> str:
+    """Return a name for this machine and its network namespace; `host` where the system has no
+    /proc."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return host
 
 
 def _address_of(host: str) -> str:
-    """Return the address that torch gives gloo without GLOO_SOCKET_IFNAME: the first of the host's
-    name that is usable.
+    """Return the address that torch gives gloo without GLOO_SOCKET_IFNAME.
 
-    It is a loopback address if there is none.
+    It is the first usable address of the host's name; a loopback address if there is none.
     """
     try:
-        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return LOOPBACK
-    for family, kind, protocol, _, address in places:
-        with suppress(OSError), socket.socket(family, kind, protocol) as usable:
-            usable.bind(address)
+    for family, kind, protocol, _, address in candidates:
+        with suppress(OSError), socket.socket(family, kind, protocol) as trial:
+            trial.bind(address)
             return str(address[0])
     return LOOPBACK
 
@@ -151,67 +169,64 @@ def _unreachable(seats: Sequence[Seat]) -> str:
     """Return why ranks on several machines would not reach each other, "" if they may."""
     if len({seat.network for seat in seats}) == 1:
         return ""
-    lost = next(
-        (seat for seat in seats if seat.address and ip_address(seat.address).is_loopback), None
-    )
-    if lost is None:
-        return ""
-    return (
-        f"{lost.host} is {lost.address} to itself (/etc/hosts), which no other machine "
-        f"reaches: set {INTERFACE} "
-        "on each machine to the network interface that joins them (ip -brief address lists "
-        "them), such as eth0"
-    )
+    for seat in seats:
+        if seat.address and ip_address(seat.address).is_loopback:
+            return (
+                f"{seat.host} is {seat.address} to itself (/etc/hosts), which no other machine "
+                f"reaches: set {INTERFACE} on each machine to the network interface that joins "
+                "them (ip -brief address lists them), such as eth0"
+            )
+    return ""
 
 
 def _reads_a_terminal() -> bool:
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
-def _missing(
-    store: dist.Store, size: int, seconds: float, alone: str = "", ends: bool = False
+def _wait_for_ranks(
+    store: dist.Store,
+    size: int,
+    seconds: float,
+    alone: str = "",
+    ends_alone: bool = False,
 ) -> str:
     """Wait for all ranks. Return the reason why some are missing, "" if none is.
 
-    alone: a line for the case that no other rank is there after ALONE seconds. ends: it is then the
-        reason.
+    alone: a line for the case that no other rank has joined after ALONE seconds.
+    ends_alone: that line is then the reason; otherwise it is printed, and waiting goes on.
     """
     start = time.monotonic()
-    news = NEWS
+    next_news = NEWS
     missing = list(range(size))
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         waited = time.monotonic() - start
         if alone and waited > ALONE and len(missing) == size - 1:
-            if ends:
+            if ends_alone:
                 return alone
             print(f"{alone} (waiting goes on)", file=sys.stderr, flush=True)
             alone = ""
+        line = f"{_count_missing(missing, size)} not joined"
         if waited > seconds:
-            there = sorted({_seat(store, rank).host for rank in range(size) if rank not in missing})
-            return (
-                f"{_named(missing, size)} not joined within {seconds:.0f} s; there are the ranks "
-                f"of {', '.join(there)}"
-            )
-        if waited > news:
-            print(
-                f"{_named(missing, size)} not joined for {waited:.0f} s so far",
-                file=sys.stderr,
-                flush=True,
-            )
-            news += NEWS
+            joined = [rank for rank in range(size) if rank not in missing]
+            hosts = sorted({_read_seat(store, rank).host for rank in joined})
+            return f"{line} within {seconds:.0f} s; there are the ranks of {', '.join(hosts)}"
+        if waited > next_news:
+            print(f"{line} for {waited:.0f} s so far", file=sys.stderr, flush=True)
+            next_news += NEWS
+        # seldom in a long wait: each rank is a request to the store
         time.sleep(min(1.0, 0.01 + waited / 20))
     return ""
 
 
-def _named(missing: list[int], size: int) -> str:
-    some = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
-    return (
-        f"rank{'s' if len(missing) > 1 else ''} {some} of {size} "
-        f"{'have' if len(missing) > 1 else 'has'}"
-    )
+def _count_missing(missing: list[int], size: int) -> str:
+    """Return the beginning of a sentence about ranks: "ranks 1, 2 of 4 have"."""
+    numbers = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+    if len(missing) > 1:
+        return f"ranks {numbers} of {size} have"
+    return f"rank {numbers} of {size} has"
 
 
-def _seat(store: dist.Store, rank: int) -> Seat:
+def _read_seat(store: dist.Store, rank: int) -> Seat:
     return Seat(**json.loads(store.get(_key(rank))))
 
 
@@ -220,16 +235,16 @@ def _key(rank: int) -> str:
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Within the context, print `what` and the seconds every NEWS seconds."""
+def _report_waiting(line: str) -> Iterator[None]:
+    """Within the context, print `line` and the seconds every NEWS seconds."""
     over = Event()
     start = time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not over.wait(NEWS):
-            print(f"{what}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
+            print(f"{line}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
 
-    thread = Thread(target=tell, daemon=True)
+    thread = Thread(target=report, daemon=True)
     thread.start()
     try:
         yield

@@ -13,13 +13,13 @@ Activations are [sequence, batch, features], so that a shard of the sequence is 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan, prod
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.layout import Layout, Part, attach, layout_of
+from megaprec.comm.layout import Layout, Part, attach
 from megaprec.comm.random import normal_part
 from megaprec.errors import UserError
 from megaprec.optim.main_grad import Destination, cleared, destination
@@ -51,6 +51,7 @@ class ColumnParallelLinear(nn.Module):
         tensors.
     lies: the layout of x; None: as above. With Input.OWN, x is whole and there is no collective:
         the gradient of x is the addend of this rank, which the caller sums over tp.
+    gather_output: all-gather the output features over tp.
     Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence
     parallelism.
     """
@@ -72,33 +73,46 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
         self.context = context
         self.gather_output = gather_output
-        self.lies = lies or (Input.SEQUENCE if context.cut_sequence else Input.COPIED)
-        stack = [Rows(name, output)] if isinstance(output, int) else list(output)
-        for rows in stack:
-            if rows.rows % (rows.shards or context.tp.size):
-                raise ValueError(
-                    f"{rows.name}: {rows.rows} output features do not divide by tensor = "
-                    f"{context.tp.size}"
-                )
+        default_layout = Input.SEQUENCE if context.cut_sequence else Input.COPIED
+        self.input_layout = lies or default_layout
         tp = context.tp
-        parts = [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack]
-        self.weight = parameter(context, parts, std, True)
-        self.products = context.products(self.weight)
-        self.bias = None
-        if bias:
-            self.bias = parameter(
-                context,
-                [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack],
-                0.0,
-                True,
+        matrices = [Rows(name, output)] if isinstance(output, int) else list(output)
+        weight_parts, bias_parts = [], []
+        for matrix in matrices:
+            if matrix.rows % (matrix.shards or tp.size):
+                raise ValueError(
+                    f"{matrix.name}: {matrix.rows} output features do not divide by tensor = "
+                    f"{tp.size}"
+                )
+            weight_shape = (matrix.rows, input_size)
+            weight_parts.append(
+                Part.cut(
+                    f"{matrix.name}.weight",
+                    weight_shape,
+                    0,
+                    tp,
+                    matrix.shards,
+                )
             )
+            bias_parts.append(
+                Part.cut(
+                    f"{matrix.name}.bias",
+                    (matrix.rows,),
+                    0,
+                    tp,
+                    matrix.shards,
+                )
+            )
+        self.weight = parameter(context, weight_parts, std, partial=True)
+        self.products = context.products(self.weight)
+        self.bias = parameter(context, bias_parts, 0.0, partial=True) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = Linear.apply(
             x,
             self.weight,
             self.bias,
-            self.lies,
+            self.input_layout,
             self.context.tp,
             self.context.deferred,
             self.products,
@@ -142,14 +156,23 @@ class RowParallelLinear(nn.Module):
         self.products = context.products(self.weight)
         self.bias = None
         if bias:
-            whole = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
-            self.bias = parameter(context, [whole], 0.0, partial=context.cut_sequence)
+            replicated = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
+            self.bias = parameter(context, [replicated], 0.0, partial=context.cut_sequence)
 
     def forward(self, x: Tensor) -> Tensor:
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred, self.products)
+        y = Linear.apply(
+            x,
+            self.weight,
+            None,
+            Input.OWN,
+            tp,
+            self.context.deferred,
+            self.products,
+        )
+        # The bias is added after the sum, so that it is added once.
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         return y if self.bias is None else Add.apply(y, self.bias, None)
 
@@ -178,37 +201,47 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        self.weight = parameter(
-            context, [Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)], std, tied=tied
-        )
-        self.part = layout_of(self.weight).parts[0]
+        self.part = Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)
+        self.weight = parameter(context, [self.part], std, tied=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int32, torch.int64):
             raise UserError(
-                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by "
-                "ids.long(), because torch reads "
-                "bytes and truth values as a mask of rows"
+                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by ids.long(), "
+                "because torch reads bytes and truth values as a mask of rows"
             )
         tp = self.context.tp
         dtype = self.context.plan.residual
-        inside = ids.clamp(0, self.part.shape[0] - 1)
-        nowhere = inside != ids
+        valid_ids = ids.clamp(0, self.part.shape[0] - 1)
+        outside = valid_ids != ids
         if tp.size == 1:
-            return Lookup.apply(inside, self.weight, None, dtype, nowhere)
-        local = inside - self.part.start
-        foreign = (local < 0) | (local >= self.part.local[0])
-        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, dtype, nowhere)
+            return Lookup.apply(
+                valid_ids,
+                self.weight,
+                None,
+                dtype,
+                outside,
+            )
+        # an id of another rank looks up row 0, which is then masked
+        rows = valid_ids - self.part.start
+        foreign = (rows < 0) | (rows >= self.part.local[0])
+        x = Lookup.apply(
+            rows.masked_fill(foreign, 0),
+            self.weight,
+            foreign,
+            dtype,
+            outside,
+        )
         if self.context.cut_sequence:
             return collectives.scatter(x, tp)
         return collectives.reduce(x, tp)
 
 
 class Lookup(torch.autograd.Function):
-    """weight[ids] in `dtype`, zero where `foreign` is True, and with a NaN in each row where
-    `nowhere` is True.
+    """weight[ids] in `dtype`: rows of an embedding table.
 
-    foreign: ids that another tp rank holds. nowhere: ids outside the vocabulary.
+    foreign: True for ids that another tp rank holds; their rows are zero.
+    outside: True for ids outside the vocabulary; their rows have a NaN.
     The backward pass sums the rows of the gradient in the dtype of the main gradient.
     """
 
@@ -219,31 +252,35 @@ class Lookup(torch.autograd.Function):
         weight: nn.Parameter,
         foreign: Tensor | None,
         dtype: torch.dtype | None = None,
-        nowhere: Tensor | None = None,
+        outside: Tensor | None = None,
     ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids, foreign)
+        # a copy, which the masks may write to
         rows = weight[ids].to(dtype or weight.dtype)
         if foreign is not None:
             rows.masked_fill_(foreign.unsqueeze(-1), 0)
-        if nowhere is not None:
+        if outside is not None:
             # one is enough: the first norm or product spreads it
-            rows[..., 0].masked_fill_(nowhere, math.nan)
+            rows[..., 0].masked_fill_(outside, math.nan)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        goes = destination(ctx, 1, ctx.weight)
-        if goes is Destination.NOWHERE:
+        target = destination(ctx, 1, ctx.weight)
+        if target is Destination.NOWHERE:
             return None, None, None, None, None
-        total = cleared(ctx.weight) if goes is Destination.MAIN else torch.zeros_like(ctx.weight)
+        if target is Destination.MAIN:
+            total = cleared(ctx.weight)
+        else:
+            total = torch.zeros_like(ctx.weight)
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
-        total.index_put_(
-            (ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True
-        )
-        return None, None if goes is Destination.MAIN else total, None, None, None
+        rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
+        # accumulate: an id may occur several times
+        total.index_put_((ids.reshape(-1),), rows, accumulate=True)
+        return None, None if target is Destination.MAIN else total, None, None, None
 
 
 def parameter(
@@ -258,20 +295,29 @@ def parameter(
     """Return a parameter made of `parts`, in the dtype of its master weights: mean + std * normal.
 
     The random numbers are keyed by logical name and coordinates, so they are the same in every
-    layout. The parameter lies on the CPU until an optimizer's buffer or `module.to` moves it.
-    Padding is zero.
+    layout. The parameter is on the CPU until an optimizer's buffer or `module.to` moves it. Padding
+    is zero.
     """
-    held = context.plan.param_dtype(parts[0].name)
+    param_dtype = context.plan.param_dtype(parts[0].name)
     masters = context.plan.masters
-    dtype = masters if masters.itemsize > held.itemsize else held
+    dtype = masters if masters.itemsize > param_dtype.itemsize else param_dtype
     slices = []
     for part in parts:
-        values = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
-        filled = values[: part.local[0]] if part.local else values
-        if std and not context.blank:
-            filled.copy_(normal_part(part, context.seed, std, dtype).add_(mean))
+        padded = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
+        values = padded[: part.local[0]] if part.local else padded
+        if context.blank:
+            values.fill_(math.nan)
+        elif std:
+            values.copy_(normal_part(part, context.seed, std, dtype).add_(mean))
         else:
-            filled.fill_(nan if context.blank else mean)
-        slices.append(values)
-    layout = Layout(tuple(parts), partial, tied, again, expert=context.of_experts)
-    return attach(nn.Parameter(torch.cat(slices) if slices[0].dim() else slices[0]), layout)
+            values.fill_(mean)
+        slices.append(padded)
+    stacked = torch.cat(slices) if slices[0].dim() else slices[0]  # torch.cat takes no scalars
+    layout = Layout(
+        tuple(parts),
+        partial,
+        tied,
+        again,
+        expert=context.of_experts,
+    )
+    return attach(nn.Parameter(stacked), layout)

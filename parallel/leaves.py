@@ -12,7 +12,7 @@ Compiled code rounds differently, because numbers between operators stay unround
 the same tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +29,10 @@ class Form:
     dtype: torch.dtype
     device: str
 
-    def made(self) -> Tensor:
-        """Return a tensor of this form: normal numbers; zeros, which are valid indices, if it has
-        integers."""
+    def example(self) -> Tensor:
+        """Return a tensor of this form: normal numbers, True, or zeros, which are valid indices."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        # such as a mask
         if self.dtype == torch.bool:
             return empty.fill_(True)
         return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
@@ -56,26 +56,45 @@ class Call:
 
     def on(self, device: str) -> "Call":
         """Return this call with tensors of a device."""
-        moved = (replace(a, device=device) if isinstance(a, Form) else a for a in self.arguments)
-        return replace(self, arguments=tuple(moved))
+        arguments = [
+            replace(argument, device=device) if isinstance(argument, Form) else argument
+            for argument in self.arguments
+        ]
+        return replace(self, arguments=tuple(arguments))
 
-    def made(self) -> list[Any]:
-        """Return arguments for a trial."""
-        return [a.made() if isinstance(a, Form) else a for a in self.arguments]
+    def example_tensors(self) -> list[Tensor]:
+        """Return tensors of the call's forms, for a trial."""
+        return [argument.example() for argument in self.arguments if isinstance(argument, Form)]
 
-    def bound(self, tensors: Any) -> Any:
+    def run(self, tensors: Iterable[Tensor]) -> Any:
         """Return the result of the leaf on these tensors and the other arguments."""
-        given = iter(tensors)
-        return self.leaf(*(next(given) if isinstance(a, Form) else a for a in self.arguments))
+        # in the places of their forms
+        remaining = iter(tensors)
+        arguments = [
+            next(remaining) if isinstance(argument, Form) else argument
+            for argument in self.arguments
+        ]
+        return self.leaf(*arguments)
 
 
-def call_of(leaf: Callable[..., Any], arguments: tuple[Any, ...], region: bool = False) -> Call:
-    """Return the call that a compiled form is found by."""
-    return Call(leaf, tuple(_form(a) if isinstance(a, Tensor) else a for a in arguments), region)
+def call_of(
+    leaf: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    region: bool = False,
+) -> Call:
+    """Return the call whose compiled form computes leaf(*arguments)."""
+    return Call(leaf, tuple(map(_form, arguments)), region)
 
 
-def _form(x: Tensor) -> Form:
-    return Form(tuple(x.shape), x.stride(), x.dtype, x.device.type)
+def _form(argument: Any) -> Any:
+    """Return the form of a tensor; any other argument as it is."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return Form(tuple(argument.shape), argument.stride(), argument.dtype, argument.device.type)
+
+
+def _tensors_in(arguments: tuple[Any, ...]) -> list[Tensor]:
+    return [argument for argument in arguments if isinstance(argument, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -94,21 +113,24 @@ class Leaves:
     by_region: bool = False
 
     def __call__(
-        self, leaf: Callable[..., Any], *arguments: Any, otherwise: Callable[..., Any] | None = None
+        self,
+        leaf: Callable[..., Any],
+        *arguments: Any,
+        otherwise: Callable[..., Any] | None = None,
     ) -> Any:
-        """Return the leaf's result. otherwise: a function that computes the same and is better if
-        it is not compiled.
+        """Return the leaf's result.
 
+        otherwise: a function that computes the same, and is better if the leaf is not compiled.
         Called without autograd's history, as in an autograd function.
         """
+        # Otherwise the form of the arguments is not even looked at: this is called in every step.
         if self.compiled or self.noted is not None:
             call = call_of(leaf, arguments)
             if self.noted is not None:
                 self.noted[call] = None
             if call in self.compiled:
-                return self.compiled[call](
-                    *(a.detach() for a in arguments if isinstance(a, Tensor))
-                )
+                tensors = [tensor.detach() for tensor in _tensors_in(arguments)]
+                return self.compiled[call](*tensors)
         return (otherwise or leaf)(*arguments)
 
     def through(self, region: Callable[..., Any], *arguments: Any) -> Any:
@@ -117,7 +139,7 @@ class Leaves:
         if self.noted is not None:
             self.noted[call] = None
         if call in self.compiled:
-            return self.compiled[call](*(a for a in arguments if isinstance(a, Tensor)))
+            return self.compiled[call](*_tensors_in(arguments))
         return region(*arguments)
 
 

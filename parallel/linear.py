@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.waiting import Pending
 from megaprec.errors import UserError
 from megaprec.optim.main_grad import (
     Destination,
@@ -43,11 +44,12 @@ class Linear(torch.autograd.Function):
     """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s
     for SEQUENCE.
 
+    input_layout: of x over tp.
     deferred: the queue for the gradient of a weight that has a main gradient; bias gradients are
         never deferred.
-    products: the matrix products of this layer; None: products in the dtype of x. The backward pass
-    keeps what the products need of x. Under SEQUENCE it keeps this rank's shard of x and
-    all-gathers it again.
+    products: the matrix products of this layer; None: products in the dtype of x.
+    The backward pass keeps what the products need of x. Under SEQUENCE it keeps its shard of x
+    and all-gathers it again.
     """
 
     @staticmethod
@@ -56,32 +58,36 @@ class Linear(torch.autograd.Function):
         x: Tensor,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        lies: Input,
+        input_layout: Input,
         tp: Axis,
         deferred: WeightGradQueue | None = None,
         products: GemmProvider | None = None,
     ) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             raise UserError(
-                "torch.autocast is on, but parallel layers compute in the dtypes of their "
-                "plan, such as "
-                'megaprec.plan("bf16"): leave autocast out, or switch it off around them '
+                "torch.autocast is on, but parallel layers compute in the dtypes of their plan, "
+                'such as megaprec.plan("bf16"): leave autocast out, or switch it off around them '
                 "(enabled=False)"
             )
-        ctx.lies = lies
+        ctx.input_layout = input_layout
         ctx.tp = tp
         ctx.weight = weight
         ctx.bias = bias
         ctx.deferred = deferred or WeightGradQueue()
         ctx.dtype = x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
+        # The backward pass reads the weight again, and must find the same values.
         will_read_again(ctx, weight)
-        whole = tp.gather(x) if lies is Input.SEQUENCE else x
-        y, kept = ctx.products.forward(_rows(whole), weight)
-        ctx.save_for_backward(*((x,) if lies is Input.SEQUENCE else kept))
+        is_sharded = input_layout is Input.SEQUENCE
+        full_input = tp.gather(x) if is_sharded else x
+        y, saved = ctx.products.forward(_as_matrix(full_input), weight)
+        if is_sharded:  # keep the shard only; the backward pass gathers it again
+            ctx.save_for_backward(x)
+        else:
+            ctx.save_for_backward(*saved)
         # A view that is made here could not be modified in place by code after the layer, as by
         # nn.ReLU(inplace=True).
-        y = torch.ops.aten._unsafe_view(y, [*whole.shape[:-1], weight.shape[0]])
+        y = torch.ops.aten._unsafe_view(y, [*full_input.shape[:-1], weight.shape[0]])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -89,83 +95,109 @@ class Linear(torch.autograd.Function):
         require_as_read(ctx)
         weight = ctx.weight
         products = ctx.products
-        goes = destination(ctx, 1, weight) if ctx.needs_input_grad[1] else Destination.NOWHERE
+        if ctx.needs_input_grad[1]:
+            weight_destination = destination(ctx, 1, weight)
+        else:
+            weight_destination = Destination.NOWHERE
         # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's
         # input.
         saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        kept = _start_keeping(ctx, saved) if goes is not Destination.NOWHERE else lambda: saved
-        rows = _rows(grad)
-        for_input, for_weight = products.gradient(rows)
-        if ctx.needs_input_grad[0]:
-            finish = _start_input_gradient(ctx, for_input, grad.shape)
+        # The order overlaps transfers with products: the input is gathered while its gradient is
+        # computed, and that gradient is summed while the weight gradient is computed.
+        if weight_destination is Destination.NOWHERE:
+            weight_factor: Callable[[], Factor] = Pending((), saved)
         else:
-            finish = _none
+            weight_factor = _start_weight_factor(ctx, saved)
+        rows = _as_matrix(grad)
+        for_input, for_weight = products.gradient(rows)
+        finish_grad_x: Callable[[], Tensor | None] = Pending((), None)
+        if ctx.needs_input_grad[0]:
+            finish_grad_x = _start_input_gradient(ctx, for_input, grad.shape)
 
         grad_weight = None
-        if goes is Destination.AUTOGRAD:  # which needs it now
-            grad_weight = products.weight_gradient(for_weight, kept()).to(weight.dtype)
-        elif goes is Destination.MAIN:
-            ctx.deferred.run(lambda: add_weight_gradient(products, weight, for_weight, kept()))
-        if ctx.bias is None:
-            grad_bias = None
-        else:
+        if weight_destination is Destination.AUTOGRAD:  # which needs it now
+            grad_weight = products.weight_gradient(for_weight, weight_factor()).to(weight.dtype)
+        elif weight_destination is Destination.MAIN:
+            ctx.deferred.run(
+                lambda: add_weight_gradient(products, weight, for_weight, weight_factor())
+            )
+        grad_bias = None
+        if ctx.bias is not None:
             grad_bias = add_gradient(ctx.bias, rows, destination(ctx, 2, ctx.bias))
-        return finish(), grad_weight, grad_bias, None, None, None, None
+        return finish_grad_x(), grad_weight, grad_bias, None, None, None, None
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_matrix(x: Tensor) -> Tensor:
     """Return x [..., k] as a matrix [m, k]."""
     return x.reshape(-1, x.shape[-1])
 
 
-def _none() -> None: ...
+def _start_weight_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:
+    """Start to all-gather over tp what the weight gradient needs of the input, if x is sharded.
 
-
-def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
-    """Start to all-gather the input for the weight gradient, if it is sharded along the sequence.
-
-    The returned function waits for the result. Deferred work gathers later, because the whole input
-    would otherwise be kept.
+    The returned function waits for the result and returns it. Deferred work gathers only then,
+    because the full input would otherwise be kept until it runs.
     """
-    if ctx.lies is not Input.SEQUENCE:
-        return lambda: saved
+    if ctx.input_layout is not Input.SEQUENCE:
+        return Pending((), saved)
     products = ctx.products
-    tp = ctx.tp
-    wait = partial(tp.gather, saved[0]) if ctx.deferred.is_collecting else tp.start_gather(saved[0])
-    return lambda: products.keep(_rows(wait()))
+    shard = saved[0]
+    if ctx.deferred.is_collecting:
+        gather: Callable[[], Tensor] = partial(ctx.tp.gather, shard)
+    else:
+        gather = ctx.tp.start_gather(shard)
+    return lambda: products.keep(_as_matrix(gather()))
 
 
-def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable[[], Tensor]:
+def _start_input_gradient(
+    ctx: Any,
+    grad: Factor,
+    shape: torch.Size,
+) -> Callable[[], Tensor]:
     """Compute the input gradient and start its all-reduce or reduce-scatter over tp.
 
-    The returned function waits for the result.
+    shape: of the gradient of the output, [s', b, n]. The returned function waits for the result and
+    returns it.
     """
-    grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype).view(
-        *shape[:-1], ctx.weight.shape[1]
-    )
-    if ctx.lies is Input.SEQUENCE:
+    grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype)
+    grad_x = grad_x.view(*shape[:-1], ctx.weight.shape[1])
+    if ctx.input_layout is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
-    wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none
-    return lambda: (wait(), grad_x)[1]
+    if ctx.input_layout is Input.OWN:
+        return Pending((), grad_x)
+    finish_sum = ctx.tp.start_sum_(grad_x)
+
+    def finish() -> Tensor:
+        finish_sum()
+        return grad_x
+
+    return finish
 
 
 def add_weight_gradient(
-    products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor
+    products: GemmProvider,
+    weight: nn.Parameter,
+    grad: Factor,
+    x: Factor,
 ) -> None:
     """Add the weight gradient to the main gradient."""
     main, first = begin_accumulation(weight)
     products.add_weight_gradient_(main, grad, x, first)
 
 
-def add_gradient(vector: nn.Parameter, rows: Tensor, goes: Destination) -> Tensor | None:
+def add_gradient(
+    vector: nn.Parameter,
+    rows: Tensor,
+    target: Destination,
+) -> Tensor | None:
     """Return the sum of `rows` [tokens, n], the gradient of `vector` [n], if autograd wants it.
 
     Otherwise return None; a sum that goes to the main gradient is added there.
     """
-    if goes is Destination.NOWHERE:
+    if target is Destination.NOWHERE:
         return None
     summed = rows.sum(0, dtype=sum_dtype(vector, rows.dtype))
-    if goes is Destination.AUTOGRAD:
+    if target is Destination.AUTOGRAD:
         return summed.to(vector.dtype)
     cleared(vector).add_(summed)
     return None
@@ -174,8 +206,10 @@ def add_gradient(vector: nn.Parameter, rows: Tensor, goes: Destination) -> Tenso
 def sum_dtype(vector: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are summed over tokens: the main gradient's if
     it is wider."""
-    main: Tensor | None = vector.main_grad if has_main_grad(vector) else None  # type: ignore[attr-defined]
-    return dtype if main is None else torch.promote_types(dtype, main.dtype)
+    if not has_main_grad(vector):
+        return dtype
+    main_grad: Tensor = vector.main_grad  # type: ignore[attr-defined]
+    return torch.promote_types(dtype, main_grad.dtype)
 
 
 class Add(torch.autograd.Function):
@@ -187,22 +221,27 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | Tensor | None = None
+        ctx: Any,
+        x: Tensor,
+        parameter: nn.Parameter,
+        rows: slice | Tensor | None = None,
     ) -> Tensor:
         ctx.parameter = parameter
         ctx.rows = rows
         if rows is None:
             return (x + parameter).to(x.dtype)
-        return (
-            x + (parameter[rows] if isinstance(rows, Tensor) else parameter[rows].unsqueeze(1))
-        ).to(x.dtype)
+        if isinstance(rows, Tensor):
+            addend = parameter[rows]  # [s, b, n]
+        else:
+            addend = parameter[rows].unsqueeze(1)  # [s, 1, n]
+        return (x + addend).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        goes = destination(ctx, 1, ctx.parameter)
-        if goes is Destination.NOWHERE:
+        target = destination(ctx, 1, ctx.parameter)
+        if target is Destination.NOWHERE:
             return grad, None, None
-        if goes is Destination.MAIN:
+        if target is Destination.MAIN:
             total = cleared(ctx.parameter)
         else:
             total = torch.zeros_like(ctx.parameter)
@@ -212,7 +251,7 @@ class Add(torch.autograd.Function):
             total.index_add_(0, ctx.rows.flatten(), grad.flatten(0, 1).to(total.dtype))
         else:
             total[ctx.rows].add_(grad.sum(1, dtype=total.dtype))
-        return grad, None if goes is Destination.MAIN else total, None
+        return grad, None if target is Destination.MAIN else total, None
 
 
 class Widen(torch.autograd.Function):
@@ -220,15 +259,19 @@ class Widen(torch.autograd.Function):
     rounded first."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.parameter = parameter
         return parameter.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        goes = destination(ctx, 0, ctx.parameter)
-        if goes is Destination.AUTOGRAD:
+        target = destination(ctx, 0, ctx.parameter)
+        if target is Destination.AUTOGRAD:
             return grad.to(ctx.parameter.dtype), None
-        if goes is Destination.MAIN:
+        if target is Destination.MAIN:
             cleared(ctx.parameter).add_(grad)
         return None, None

@@ -13,7 +13,7 @@ which all lanes would share, could not wait in one lane for another.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.virtual import VirtualAxis
+from megaprec.comm.waiting import Pending
 
 COLLECTIVES: dict[str, Callable[[VirtualAxis, Sequence[Tensor]], Tensor | list[Tensor]]] = {
     "sum": VirtualAxis.sum,
@@ -37,7 +38,7 @@ class _Ended(BaseException):
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _Request:
     """A lane waits for this collective with this tensor."""
 
     collective: str
@@ -45,7 +46,7 @@ class _Ask:
 
 
 @dataclass(frozen=True)
-class _Done:
+class _Finished:
     """A lane has returned `result`, or raised `error`."""
 
     result: Any = None
@@ -54,104 +55,117 @@ class _Done:
 
 @dataclass(frozen=True, eq=False)
 class _Lane:
-    """The two mailboxes of a lane: `told` has functions to run and answers, `says` has _Ask and
-    _Done."""
+    """The two mailboxes of a lane.
 
-    told: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    says: SimpleQueue[_Ask | _Done] = field(default_factory=SimpleQueue)
+    inbox: functions to run, and results of collectives.
+    outbox: what the lane waits for, or how it has ended.
+    """
+
+    inbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    outbox: SimpleQueue[_Request | _Finished] = field(default_factory=SimpleQueue)
 
     def ask(self, collective: str, tensor: Tensor) -> Tensor:
         """Return this virtual rank's result of a collective. To be called in the lane."""
-        self.says.put(_Ask(collective, tensor))
-        answer = self.told.get()
+        self.outbox.put(_Request(collective, tensor))
+        answer = self.inbox.get()
+        # another lane has failed
         if isinstance(answer, _Ended):
             raise answer
         return answer
 
     def serve(self) -> None:
-        """Run the functions that the lane is told, until it is told None."""
-        while (function := self.told.get()) is not None:
+        """Run the functions in the inbox, until None comes."""
+        while (function := self.inbox.get()) is not None:
             try:
-                done = _Done(function())
+                message = _Finished(function())
             except BaseException as error:
-                done = _Done(error=error)
+                message = _Finished(error=error)
+            # no references while the lane waits: they would keep tensors alive
             del function
-            self.says.put(done)
-            del done
+            self.outbox.put(message)
+            del message
 
 
 class Lockstep:
-    """Runs functions of the virtual ranks of this process. axes: theirs, in order, to build their
-    layers with."""
+    """Runs functions of the virtual ranks of this process.
+
+    axes: theirs, in order, to build their layers with.
+    """
 
     def __init__(self, virtual: VirtualAxis) -> None:
         self.virtual = virtual
         self._lanes = [_Lane() for _ in virtual.ranks] if virtual.held > 1 else []
+        lanes = self._lanes or [None]
         self.axes = [
             LaneAxis(
                 virtual.real.name,
                 rank,
                 virtual.size,
                 virtual=virtual,
-                lane=self._lanes[n] if self._lanes else None,
+                lane=lane,
             )
-            for n, rank in enumerate(virtual.ranks)
+            for rank, lane in zip(virtual.ranks, lanes, strict=True)
         ]
         for rank, lane in zip(virtual.ranks, self._lanes, strict=False):
             threading.Thread(target=lane.serve, daemon=True, name=f"virtual rank {rank}").start()
-            weakref.finalize(self, lane.told.put, None)
+            weakref.finalize(self, lane.inbox.put, None)
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one function for each virtual rank of this process and return the results. Collective
-        over `virtual`.
+        """Run one function for each virtual rank of this process and return the results.
 
-        Gradients are enabled in the functions if they are in the caller. An exception in one of
-        them is raised here, with its traceback, when the other functions have been ended where they
-        are.
+        Collective over `virtual`. Gradients are enabled in the functions if they are in the caller.
+        An exception in one of them is raised here, with its traceback, when the other functions
+        have been ended where they are.
         """
         if not self._lanes:
             return [function() for function in functions]
-        waiting = dict[int, _Lane]()
-        said = dict[int, _Ask | _Done]()
-        answers: Sequence[Any] = [_settled(function) for function in functions]
+        running: int | None = None  # the number of the lane that runs now
+        messages: dict[int, _Request | _Finished] = {}  # the last of each lane
+        # the first answers are the functions themselves
+        answers: Sequence[Any] = [_with_thread_settings(function) for function in functions]
         try:
             while True:
-                for n, (lane, answer) in enumerate(zip(self._lanes, answers, strict=True)):
-                    lane.told.put(answer)
-                    waiting[n] = lane
-                    said[n] = lane.says.get()
-                    waiting.pop(n)
-                    _raise(said[n])
-                if all(isinstance(one, _Done) for one in said.values()):
-                    return [one.result for one in said.values() if isinstance(one, _Done)]
-                answers = self._carried_out([one for one in said.values() if isinstance(one, _Ask)])
+                for number, (lane, answer) in enumerate(zip(self._lanes, answers, strict=True)):
+                    lane.inbox.put(answer)
+                    running = number
+                    messages[number] = lane.outbox.get()
+                    running = None
+                    _raise_error(messages[number])
+                requests = [one for one in messages.values() if isinstance(one, _Request)]
+                if not requests:
+                    break
+                answers = self._carry_out(requests)
         except BaseException:
-            said.update((n, lane.says.get()) for n, lane in waiting.items())
-            self._end(n for n, one in said.items() if isinstance(one, _Ask))
+            if running is not None:  # this thread was interrupted while the lane ran
+                messages[running] = self._lanes[running].outbox.get()
+            self._end(number for number, one in messages.items() if isinstance(one, _Request))
             raise
+        return [one.result for one in messages.values() if isinstance(one, _Finished)]
 
-    def _carried_out(self, asked: Sequence[_Ask]) -> Sequence[Tensor]:
+    def _carry_out(self, requests: Sequence[_Request]) -> Sequence[Tensor]:
         """Return the result of a collective for each lane."""
-        kinds = {one.collective for one in asked}
-        if len(asked) != len(self._lanes) or len(kinds) > 1:
+        names = {request.collective for request in requests}
+        if len(requests) != len(self._lanes) or len(names) > 1:
             raise RuntimeError(
-                f"{len(asked)} of {len(self._lanes)} virtual ranks wait for "
-                f"{' and '.join(sorted(kinds))}: all of them "
-                "must call the same collectives in the same order"
+                f"{len(requests)} of {len(self._lanes)} virtual ranks wait for "
+                f"{' and '.join(sorted(names))}: all of them must call the same collectives in the "
+                "same order"
             )
         with torch.no_grad():
-            made = COLLECTIVES[kinds.pop()](self.virtual, [one.tensor for one in asked])
-        # a tensor for the graph of each
-        if isinstance(made, list):
-            return made
-        return [made.detach() for _ in asked]
+            tensors = [request.tensor for request in requests]
+            result = COLLECTIVES[names.pop()](self.virtual, tensors)
+        if isinstance(result, list):
+            return result
+        return [result.detach() for _ in requests]  # a tensor for the graph of each
 
-    def _end(self, numbers: Any) -> None:
-        for n in numbers:
-            one: _Ask | _Done = _Ask("", torch.empty(0))
-            while isinstance(one, _Ask):
-                self._lanes[n].told.put(_Ended())
-                one = self._lanes[n].says.get()
+    def _end(self, numbers: Iterable[int]) -> None:
+        """End the functions in these lanes, which wait for a collective."""
+        for number in numbers:
+            lane = self._lanes[number]
+            message: _Request | _Finished | None = None
+            while not isinstance(message, _Finished):  # code that unwinds may call another one
+                lane.inbox.put(_Ended())
+                message = lane.outbox.get()
 
 
 @dataclass(frozen=True)
@@ -176,40 +190,37 @@ class LaneAxis(Axis):
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
         """Carry `sum_` out; the returned function does nothing."""
-        self.sum_(tensor)
-        return lambda: None
+        return Pending((), self.sum_(tensor))
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Carry `gather` out; the returned function returns the result."""
-        whole = self._result("gather", tensor)
-        return lambda: whole
+        return Pending((), self._result("gather", tensor))
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Carry `scatter_sum` out; the returned function returns the result."""
-        part = self._result("scatter_sum", tensor)
-        return lambda: part
+        return Pending((), self._result("scatter_sum", tensor))
 
     def _result(self, collective: str, tensor: Tensor) -> Tensor:
         if self.lane is not None:
             return self.lane.ask(collective, tensor)
-        made = COLLECTIVES[collective](self.virtual, [tensor])
-        return made[0] if isinstance(made, list) else made
+        result = COLLECTIVES[collective](self.virtual, [tensor])
+        return result[0] if isinstance(result, list) else result
 
 
-def _settled(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `function` with the settings of this thread that torch keeps for each thread."""
-    learns = torch.is_grad_enabled()
+def _with_thread_settings(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `function` with this thread's settings that torch keeps for each thread."""
+    grad_enabled = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> Any:
         if device is not None:
             torch.cuda.set_device(device)
-        with torch.set_grad_enabled(learns), torch.autograd.set_multithreading_enabled(False):
+        with torch.set_grad_enabled(grad_enabled), torch.autograd.set_multithreading_enabled(False):
             return function()
 
     return run
 
 
-def _raise(said: _Ask | _Done) -> None:
-    if isinstance(said, _Done) and said.error is not None:
-        raise said.error
+def _raise_error(message: _Request | _Finished) -> None:
+    if isinstance(message, _Finished) and message.error is not None:
+        raise message.error

@@ -24,7 +24,8 @@ from parallel.cut_features import CutTensor, unchecked
 from parallel.layers import ColumnParallelLinear
 from parallel.leaves import PLAIN, Leaves
 
-_BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cache and reuse memory
+# elements of FP32 logits at a time on a CPU: they stay in cache and reuse memory
+_BLOCK = 1 << 17
 # and on a GPU: enough to fill it, 67 MB, where those of 8192 tokens and 128k words take 4.2 GB
 _GPU_BLOCK = 1 << 24
 
@@ -52,9 +53,8 @@ def cross_entropy(
         logits.cut.dim != logits.dim() - 1 or logits.cut.outer != 1
     ):
         raise UserError(
-            f"logits {list(logits.shape)}: it is dimension {logits.cut.dim} of which each "
-            "rank has a slice, but the "
-            "vocabulary must be the last one"
+            f"logits {list(logits.shape)}: it is dimension {logits.cut.dim} of which each rank has "
+            "a slice, but the vocabulary must be the last one"
         )
     return CrossEntropy.apply(
         unchecked(logits), targets, vocabulary, tp, sensitive, consume, leaves
@@ -70,9 +70,8 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
     """
     if not isinstance(head, ColumnParallelLinear):
         raise UserError(
-            "head: must be a ColumnParallelLinear, as parallelize makes it of a layer of "
-            "style 'column', not a "
-            f"{type(head).__name__}; for a head that each rank holds whole use "
+            "head: must be a ColumnParallelLinear, as parallelize makes it of a layer of style "
+            f"'column', not a {type(head).__name__}; for a head that each rank holds whole use "
             "nn.functional.cross_entropy"
         )
     part = layout_of(head.weight).parts[0]
@@ -100,23 +99,28 @@ class CrossEntropy(torch.autograd.Function):
         consume: bool = False,
         leaves: Leaves = PLAIN,
     ) -> Tensor:
+        # a matrix: one row for each token
         rows = logits.reshape(-1, logits.shape[-1])
-        local, here = _local(targets.reshape(-1), vocabulary)
-        own = rows[:, : vocabulary.local[0]]
-        if own.shape[1]:
-            largest = tp.max_(own.amax(-1).to(sensitive))
-        else:
+        flat_targets = targets.reshape(-1)
+        local, here = _local_columns(flat_targets, vocabulary)
+        unpadded = rows[:, : vocabulary.local[0]]
+        if unpadded.shape[1]:
+            # The largest logit is subtracted before the exponentials, which could overflow.
+            largest = tp.max_(unpadded.amax(-1).to(sensitive))
+            sums = leaves(
+                _loss_sums, unpadded, local, here, largest, otherwise=_loss_sums_by_blocks
+            )
+        else:  # this rank has padding only, and still takes part in the collectives
             largest = tp.max_(_lowest(rows, sensitive))
-        if own.shape[1]:
-            sums = leaves(_loss_sums, own, local, here, largest, otherwise=_loss_sums_by_blocks)
-        else:
             sums = torch.zeros(2, len(rows), dtype=sensitive, device=rows.device)
-        wanted = targets.reshape(-1)
-        sums[1].masked_fill_((wanted < 0) | (wanted >= vocabulary.shape[0]), math.nan)
+        outside = (flat_targets < 0) | (flat_targets >= vocabulary.shape[0])
+        sums[1].masked_fill_(outside, math.nan)
+        # one message for both
         exponentials, target = tp.sum_(sums)
         log_sum = exponentials.log()
+        # the logarithm of the sum of exp(logits), from which softmax follows
         ctx.save_for_backward(rows, local, here, log_sum + largest)
-        ctx.columns = own.shape[1]
+        ctx.columns = unpadded.shape[1]
         ctx.shape = logits.shape
         ctx.consume = consume
         ctx.leaves = leaves
@@ -124,49 +128,70 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return (softmax - one at the target) * grad, rounded to the dtype of the logits."""
+        """Return (softmax - [1 at the target]) * grad, rounded to the dtype of the logits."""
         rows, local, here, log_sum = ctx.saved_tensors
-        given = (local, here, log_sum, grad.flatten().contiguous()[:, None], ctx.columns)
-        if not ctx.consume:
-            result = torch.empty_like(rows)
-            _write_gradient(result, rows, *given)
-        else:
+        grad_column = grad.flatten().contiguous()[:, None]
+        arguments = (local, here, log_sum, grad_column, ctx.columns)
+        if ctx.consume:
             result = rows.detach()
-            ctx.leaves(_loss_gradient, result, *given, otherwise=partial(_write_gradient, result))
+            write_blocks = partial(_write_gradient, result)
+            ctx.leaves(_loss_gradient, result, *arguments, otherwise=write_blocks)
             increment_version(result)  # which compiled code does not
+        else:
+            result = torch.empty_like(rows)
+            _write_gradient(result, rows, *arguments)
         return result.view(ctx.shape), None, None, None, None, None, None
 
 
-def _loss_sums(own: Tensor, local: Tensor, here: Tensor, largest: Tensor) -> Tensor:
-    """Return the sum of the exponentials of each row of logits, and its target's logit: [2,
-    rows]."""
-    wide = own.to(largest.dtype) - largest[:, None]
+def _loss_sums(
+    logits: Tensor,
+    local: Tensor,
+    here: Tensor,
+    largest: Tensor,
+) -> Tensor:
+    """Return the sum of the exponentials of each row, and its target's logit: [2, rows].
+
+    logits: [rows, columns] without padding.
+    local: int64 [rows], the column of the target; here: bool [rows], True if this rank has it.
+    largest: [rows], the largest logit of each row on any rank, which is subtracted from all.
+    """
+    wide = logits.to(largest.dtype) - largest[:, None]
     target = torch.where(here, wide.gather(1, local[:, None]).squeeze(1), 0)
     return torch.stack((wide.exp().sum(-1), target))
 
 
-def _loss_sums_by_blocks(own: Tensor, local: Tensor, here: Tensor, largest: Tensor) -> Tensor:
-    """Return `_loss_sums`, computed a block of rows at a time."""
-    sums = torch.zeros(2, len(own), dtype=largest.dtype, device=own.device)
-    for some in _blocks(own):
+def _loss_sums_by_blocks(
+    logits: Tensor,
+    local: Tensor,
+    here: Tensor,
+    largest: Tensor,
+) -> Tensor:
+    """Return what `_loss_sums` does, computed a block of rows at a time."""
+    sums = torch.zeros(2, len(logits), dtype=largest.dtype, device=logits.device)
+    for block in _blocks(logits):
         # a copy: the logits are not modified
-        wide = own[some].to(largest.dtype, copy=True).sub_(largest[some, None])
-        sums[1, some] = torch.where(here[some], wide.gather(1, local[some, None]).squeeze(1), 0)
-        sums[0, some] = wide.exp_().sum(-1)
+        wide = logits[block].to(largest.dtype, copy=True).sub_(largest[block, None])
+        at_target = wide.gather(1, local[block, None]).squeeze(1)
+        sums[1, block] = torch.where(here[block], at_target, 0)
+        sums[0, block] = wide.exp_().sum(-1)
         del wide  # before the next block is made
     return sums
 
 
 def _loss_gradient(
-    rows: Tensor, local: Tensor, here: Tensor, log_sum: Tensor, grad: Tensor, columns: int
+    rows: Tensor,
+    local: Tensor,
+    here: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+    columns: int,
 ) -> Tensor:
     """Overwrite logits, which are `columns` and padding, with their gradient."""
     column = torch.arange(rows.shape[1], device=rows.device)
     softmax = (rows.to(log_sum.dtype) - log_sum[:, None]).exp()
     at_target = (column == local[:, None]) & here[:, None]
-    return rows.copy_(
-        torch.where(column < columns, (softmax - at_target.to(softmax.dtype)) * grad, 0)
-    )
+    gradient = (softmax - at_target.to(softmax.dtype)) * grad
+    return rows.copy_(torch.where(column < columns, gradient, 0))
 
 
 def _write_gradient(
@@ -180,31 +205,37 @@ def _write_gradient(
 ) -> None:
     """Write the gradient of logits into `result`, a block of rows at a time."""
     result[:, columns:] = 0
-    for some in _blocks(rows) if columns else ():
-        softmax = rows[some, :columns].to(log_sum.dtype, copy=True).sub_(log_sum[some, None]).exp_()
-        softmax.scatter_add_(1, local[some, None], -here[some, None].to(softmax.dtype))
-        result[some, :columns] = softmax.mul_(grad[some])
-        del softmax
+    if columns == 0:
+        return
+    for block in _blocks(rows):
+        wide = rows[block, :columns].to(log_sum.dtype, copy=True)
+        softmax = wide.sub_(log_sum[block, None]).exp_()
+        softmax.scatter_add_(1, local[block, None], -here[block, None].to(softmax.dtype))
+        result[block, :columns] = softmax.mul_(grad[block])
+        del wide, softmax  # before the next block is made
 
 
-def _local(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
-    """Return each target's column on this rank, 0 if another rank holds it, and True where this
-    rank holds it."""
+def _local_columns(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
+    """Return each target's column on this rank, and a bool: True if this rank holds the target.
+
+    The column is 0 if another rank holds it.
+    """
     local = targets - vocabulary.start
     here = (local >= 0) & (local < vocabulary.local[0])
     return local.masked_fill(~here, 0), here
 
 
 def _lowest(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the lowest number of `dtype` for each row, which no maximum chooses."""
     return torch.full((len(rows),), torch.finfo(dtype).min, dtype=dtype, device=rows.device)
 
 
 def _blocks(rows: Tensor) -> list[slice]:
+    """Return the blocks of rows that are computed at a time."""
     block = _BLOCK if rows.device.type == "cpu" else _GPU_BLOCK
     step = max(1, block // max(1, rows.shape[1]))
     starts = range(0, len(rows), step)
-    if (
-        type(rows) is not Tensor
-    ):  # a fake tensor has no values: two blocks take as much memory as all of them
+    if type(rows) is not Tensor:
+        # A fake tensor has no values, and two blocks take as much memory as all of them.
         starts = starts[:2]
     return [slice(first, first + step) for first in starts]

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from threading import Thread
@@ -32,7 +32,11 @@ PARTING = 10.0  # seconds that a failed rank waits for its communication in prog
 
 
 def make_mesh(
-    pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    device: str = "cpu",
+    cp: int = 1,
 ) -> DeviceMesh:
     """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
 
@@ -40,12 +44,7 @@ def make_mesh(
     world has another size, or was not joined, and for degrees that are no numbers.
     """
     degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    if wrong := [
-        f"{name} = {n!r:.40}"
-        for name, n in degrees.items()
-        if not is_number(n, whole=True) or n < 1
-    ]:
-        raise UserError(*(f"{said}: must be a whole number from 1 on" for said in wrong))
+    _require_degrees(degrees)
     _require_type_of_device(device)
     if not dist.is_initialized():
         raise UserError("make_mesh needs a world of ranks: call it within `with parallel.world():`")
@@ -54,14 +53,24 @@ def make_mesh(
     if world != needed:
         context = f"context {cp} x " if cp > 1 else ""
         raise UserError(
-            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} "
-            f"needs {needed}: "
-            f"start {needed} ranks or change [parallel]"
+            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs "
+            f"{needed}: start {needed} ranks or change [parallel]"
         )
+    # in the order of AXES, of which the last varies fastest
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
     ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
     groups = [_group(ranks.movedim(dim, -1).flatten(0, -2)) for dim in range(ranks.ndim)]
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+
+
+def _require_degrees(degrees: Mapping[str, object]) -> None:
+    """Raise UserError unless all degrees are whole numbers from 1 on."""
+    problems: list[str] = []
+    for name, degree in degrees.items():
+        if not is_number(degree, whole=True) or degree < 1:  # type: ignore[operator]
+            problems.append(f"{name} = {degree!r:.40}: must be a whole number from 1 on")
+    if problems:
+        raise UserError(*problems)
 
 
 def _require_type_of_device(device: object) -> None:
@@ -73,17 +82,17 @@ def _require_type_of_device(device: object) -> None:
         known = False
     if not known:
         raise UserError(
-            f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", '
-            "without a number"
+            f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", without a '
+            "number"
         )
 
 
 def _group(runs: torch.Tensor) -> dist.ProcessGroup:
     """Return the group of this rank among `runs`, [groups, ranks of a group]: the world's if there
     is only one."""
-    whole = dist.group.WORLD
-    assert whole is not None
-    return whole if len(runs) == 1 else split(runs)
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    return world_group if len(runs) == 1 else split(runs)
 
 
 @contextmanager
@@ -103,38 +112,39 @@ def world(
 
     Raises UserError if not all ranks join (`joining.py`), if this rank has no device of its own or
     no network interface, and if this process has joined a world before. After an exception the
-    world is left if that is possible within a few seconds (`_part`).
+    world is left if that is possible within a few seconds (`_leave_world`).
     """
     _require_type_of_device(device)
     if not is_number(minutes) or minutes <= 0:
         raise UserError(f"minutes = {minutes!r:.40}: must be a number above 0")
     if dist.is_initialized():
         raise UserError(
-            f"this process has joined torch.distributed already, over {dist.get_backend()}: "
-            "use make_mesh without "
-            "world(), or leave init_process_group to world()"
+            f"this process has joined torch.distributed already, over {dist.get_backend()}: use "
+            "make_mesh without world(), or leave init_process_group to world()"
         )
+    # nothing outside of Slurm
     os.environ.update(slurm_environment(os.environ))
-    own = _own_device() if device == "cuda" else None
+    gpu = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
-    backend = "nccl" if own else "gloo"
-    store, rank, size = join(over_gloo=own is None)
-    with _telling_of_interfaces(), nullcontext() if own else waiting_their_turn():
+    backend = "nccl" if gpu else "gloo"
+    # waits for all ranks, with messages; torch's own rendezvous then finds them there
+    store, rank, size = join(over_gloo=gpu is None)
+    with _explain_interface_errors(), nullcontext() if gpu else waiting_their_turn():
         dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own
+            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=gpu
         )
     try:
         yield store
     except BaseException as error:
         if isinstance(error, Exception):
             failed(error)
-        _part(own)
+        _leave_world(gpu)
         raise
     dist.destroy_process_group()
 
 
 @contextmanager
-def _telling_of_interfaces() -> Iterator[None]:
+def _explain_interface_errors() -> Iterator[None]:
     """Within the context, raise UserError in place of gloo's error about a network interface that
     cannot be used."""
     try:
@@ -144,30 +154,29 @@ def _telling_of_interfaces() -> Iterator[None]:
         if not reason:
             raise
         raise UserError(
-            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up "
-            "(ip link set lo up), or "
-            "name another in GLOO_SOCKET_IFNAME"
+            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up (ip "
+            "link set lo up), or name another in GLOO_SOCKET_IFNAME"
         ) from error
 
 
-def _part(own: torch.device | None) -> None:
+def _leave_world(gpu: torch.device | None) -> None:
     """Leave the world, or give up after PARTING seconds; `dist.is_initialized()` is then still
     True.
 
     NCCL first waits for all work in progress. That is right if all ranks end together. If this rank
     alone has failed, however, the other ranks wait for it, and no rank would learn of the failure
     before the collectives time out. The process would not end by itself either, because NCCL waits
-    again at exit: after a failed `_part` the process must end with os._exit.
+    again at exit: after a failed `_leave_world` the process must end with os._exit.
     """
 
     def leave() -> None:
-        if own is not None:
-            torch.cuda.set_device(own)  # the current device is a setting of each thread
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # the current device is a setting of each thread
         dist.destroy_process_group()
 
-    parting = Thread(target=leave, daemon=True)
-    parting.start()
-    parting.join(PARTING)
+    thread = Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(PARTING)
 
 
 def told_by_first(
@@ -175,21 +184,21 @@ def told_by_first(
     make: Callable[[], dict[str, Any]],
     waiting: Callable[[float], None] = lambda seconds: None,
 ) -> dict[str, Any]:
-    """Return on every rank what `make` returns on rank 0. The other ranks wait for it, however long
-    it takes.
+    """Return on every rank what `make` returns on rank 0.
 
+    The other ranks wait for it, however long it takes.
     waiting(seconds): called on the other ranks every NEWS seconds, with the seconds that they have
     waited. If `make` raises UserError, every rank raises it. Can be called once per store.
     """
     key = "told by rank 0"
     if dist.get_rank() == 0:
         try:
-            made = make()
+            result = make()
         except UserError as error:
             store.set(key, json.dumps({"problems": error.problems}))
             raise
-        store.set(key, json.dumps({"made": made}))
-        return made
+        store.set(key, json.dumps({"made": result}))
+        return result
     start = time.monotonic()
     news = NEWS
     while not store.check([key]):
@@ -198,29 +207,34 @@ def told_by_first(
             waiting(waited)
             news += NEWS
         time.sleep(min(2.0, 0.05 + waited / 20))
-    told = json.loads(store.get(key))
-    if "problems" in told:
-        raise UserError(*told["problems"])
-    return told["made"]
+    message = json.loads(store.get(key))
+    if "problems" in message:
+        raise UserError(*message["problems"])
+    return message["made"]
 
 
 def _own_device() -> torch.device:
+    """Return the CUDA device of this rank, which is then the current one.
+
+    Raises UserError if there is none for each local rank.
+    """
     require_sound(os.environ)
-    there = torch.cuda.device_count()
-    if "LOCAL_RANK" not in os.environ and there > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
+    count = torch.cuda.device_count()
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if "LOCAL_RANK" not in os.environ and count > 1 and not alone:
         raise UserError(
-            f"LOCAL_RANK is not set, and torch sees {there} CUDA devices: the ranks of a "
-            "machine would share the "
-            "first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
+            f"LOCAL_RANK is not set, and torch sees {count} CUDA devices: the ranks of a machine "
+            "would share the first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
         )
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if not there or (there > 1 and local >= there):
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # A launcher may show each rank its own device only, which is then number 0.
+    if count == 0 or (count > 1 and local_rank >= count):
         raise UserError(
-            f'device = "cuda": local rank {local} has no CUDA device of its own, because '
-            f"torch sees {there}: look at "
-            'CUDA_VISIBLE_DEVICES and the driver, start fewer ranks on this machine, or use "cpu"'
+            f'device = "cuda": local rank {local_rank} has no CUDA device of its own, because '
+            f"torch sees {count}: look at CUDA_VISIBLE_DEVICES and the driver, start fewer ranks "
+            'on this machine, or use "cpu"'
         )
-    device = torch.device("cuda", local if there > 1 else 0)
+    device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning
     # does not apply.

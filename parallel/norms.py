@@ -40,7 +40,13 @@ class RMSNorm(nn.Module):
         self.context = context
         self.eps = eps
         self.offset = offset
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0 - offset, own)
+        self.weight = vector(
+            context,
+            f"{name}.weight",
+            hidden,
+            1.0 - offset,
+            own,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
@@ -63,11 +69,19 @@ class Normalize(torch.autograd.Function):
         weight: nn.Parameter,
         eps: float,
         sensitive: torch.dtype,
-        made: torch.dtype,
+        output_dtype: torch.dtype,
         offset: float = 0.0,
         leaves: Leaves = PLAIN,
     ) -> Tensor:
-        y, inverse = leaves(_norm, x, weight, eps, sensitive, made, offset)
+        y, inverse = leaves(
+            _norm,
+            x,
+            weight,
+            eps,
+            sensitive,
+            output_dtype,
+            offset,
+        )
         ctx.weight = weight
         ctx.offset = offset
         ctx.leaves = leaves
@@ -79,44 +93,57 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         require_as_read(ctx)
         x, inverse = ctx.saved_tensors
-        wide = sum_dtype(ctx.weight, inverse.dtype)
-        grad_x, summed = ctx.leaves(_norm_gradients, grad, x, inverse, ctx.weight, ctx.offset, wide)
-        return (
-            grad_x,
-            add_gradient(ctx.weight, summed, destination(ctx, 1, ctx.weight)),
-            None,
-            None,
-            None,
-            None,
-            None,
+        weight_dtype = sum_dtype(ctx.weight, inverse.dtype)
+        grad_x, summed = ctx.leaves(
+            _norm_gradients, grad, x, inverse, ctx.weight, ctx.offset, weight_dtype
         )
+        grad_weight = add_gradient(ctx.weight, summed, destination(ctx, 1, ctx.weight))
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _norm(
-    x: Tensor, weight: Tensor, eps: float, sensitive: torch.dtype, made: torch.dtype, offset: float
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    sensitive: torch.dtype,
+    output_dtype: torch.dtype,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the normalized x, and one number per row: 1 / root mean square.
 
     By type promotion, products of x with tensors of the sensitive dtype are in the sensitive dtype.
     """
+    # the mean square from the length: one pass over x, accumulated in the sensitive dtype
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
     inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(made), inverse
+    y = (x * inverse).mul_(shifted(weight, offset, sensitive))
+    return y.to(output_dtype), inverse
 
 
 def _norm_gradients(
-    grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, offset: float, wide: torch.dtype
+    grad: Tensor,
+    x: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    offset: float,
+    weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and that of the weight summed over rows, [1, hidden], in the dtype
-    `wide`."""
-    normal = x * inverse
-    inner = grad * shifted(weight, offset, inverse.dtype)
-    along = (inner * normal).mean(-1, keepdim=True)
-    grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
-    return grad_x, normal.mul_(grad).flatten(0, -2).sum(0, keepdim=True, dtype=wide)
+    """Return the gradient of x, and that of the weight summed over rows, [1, hidden], in
+    `weight_dtype`."""
+    normalized = x * inverse
+    grad_normalized = grad * shifted(weight, offset, inverse.dtype)
+    # the root mean square does not change with x's length: the gradient loses its part along x
+    along_x = (grad_normalized * normalized).mean(-1, keepdim=True)
+    grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)
+    grad_weight = normalized.mul_(grad).flatten(0, -2).sum(0, keepdim=True, dtype=weight_dtype)
+    return grad_x, grad_weight
 
 
-def shifted(weight: Tensor, offset: float, sensitive: torch.dtype) -> Tensor:
+def shifted(
+    weight: Tensor,
+    offset: float,
+    sensitive: torch.dtype,
+) -> Tensor:
     """Return weight + offset in the sensitive dtype."""
     wide = weight.to(sensitive)
     return wide + offset if offset else wide
@@ -130,7 +157,13 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(
-        self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False
+        self,
+        context: Context,
+        hidden: int,
+        *,
+        name: str,
+        eps: float = 1e-5,
+        own: bool = False,
     ) -> None:
         super().__init__()
         self.context = context
@@ -140,21 +173,43 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
+        # so that their gradients are not rounded to the dtype of the weights
         weight = Widen.apply(self.weight, plan.sensitive)
         bias = Widen.apply(self.bias, plan.sensitive)
         return layer_norm(x, weight, bias, self.eps, plan.compute)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, made: torch.dtype) -> Tensor:
-    """Return LayerNorm of x over its last dimension, computed in the dtype of `weight`, in the
-    dtype `made`."""
-    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(made)
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """Return LayerNorm of x over its last dimension, in `output_dtype`.
+
+    It is computed in the dtype of `weight`.
+    """
+    y = F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps)
+    return y.to(output_dtype)
 
 
 def vector(
-    context: Context, name: str, hidden: int, value: float, own: bool = False
+    context: Context,
+    name: str,
+    hidden: int,
+    value: float,
+    own: bool = False,
 ) -> nn.Parameter:
-    """Return a parameter [hidden], replicated over tp, filled with `value`. own: each rank has a
-    partial gradient."""
-    whole = Part.cut(name, (hidden,), None, context.tp)
-    return parameter(context, [whole], 0.0, context.cut_sequence or own, mean=value)
+    """Return a parameter [hidden], replicated over tp, filled with `value`.
+
+    own: each rank has a partial gradient, also without sequence parallelism.
+    """
+    replicated = Part.cut(name, (hidden,), None, context.tp)
+    return parameter(
+        context,
+        [replicated],
+        0.0,
+        context.cut_sequence or own,
+        mean=value,
+    )

@@ -20,17 +20,18 @@ from megaprec.comm.random import key
 from megaprec.errors import UserError
 from parallel import collectives
 from parallel.context import Context
-from parallel.cut_features import Cut, CutTensor, marked, unchecked
+from parallel.cut_features import Cut, CutTensor, mark_cut, unchecked
 from parallel.dropout import drop
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
 
+# the largest difference between sums over an input on different ranks, as a share of its norm:
+# ranks may add in another order, and other samples differ by far more
 ROUNDING = 1e-3
-"""The largest difference between sums over an input on different ranks, as a share of its norm."""
 
 
 class Watch:
-    """The passes through the layers of one module, and if the present one is checked.
+    """Counts the passes through the layers of one module, and says if the present one is checked.
 
     A pass begins with a call of the module. If its layers are called without it, a pass begins with
     each call of the layer that was called first. What a backward pass computes again is no pass: it
@@ -42,17 +43,19 @@ class Watch:
         self.sequence = context.cut_sequence
         self.checks = False
         self._depth = 0
-        self._passes = {True: 0, False: 0}  # of training, and of evaluation
-        self._checked = {True: False, False: False}  # if the last of these passes was
-        self._first: nn.Module | None = None
+        # by whether the module is in training
+        self._pass_counts = {True: 0, False: 0}
+        self._last_was_checked = {True: False, False: False}
+        self._first_layer: nn.Module | None = None
 
     def begin(self, module: nn.Module, *_: object) -> None:
         """Begin a call of the module: to be called before its forward."""
         if self._depth == 0:
             if _in_backward():
-                self.checks = self._checked[module.training]
+                self.checks = self._last_was_checked[module.training]
             else:
-                self._count(module.training)
+                self._count_pass(module.training)
+        # the module may call itself
         self._depth += 1
 
     def end(self, *_: object) -> None:
@@ -66,93 +69,99 @@ class Watch:
         """Return True during a call of the module."""
         return self._depth > 0
 
-    def called(self, layer: nn.Module) -> bool:
+    def note_call(self, layer: nn.Module) -> bool:
         """Note the call of a layer, and return True if it is part of a pass that is checked."""
         if torch.compiler.is_compiling():
             return False
+        # a recomputation
         if self._depth == 0 and _in_backward():
-            return self._checked[layer.training]
+            return self._last_was_checked[layer.training]
         if self._depth == 0:
-            self._first = self._first or layer
-            if layer is self._first:
-                self._count(layer.training)
+            self._first_layer = self._first_layer or layer
+            if layer is self._first_layer:
+                self._count_pass(layer.training)
         return self.checks
 
-    def _count(self, training: bool) -> None:
-        self._passes[training] += 1
-        number = self._passes[training]
+    def _count_pass(self, training: bool) -> None:
+        """Begin a pass, and check it if its number is a power of two."""
+        self._pass_counts[training] += 1
+        number = self._pass_counts[training]
         self.checks = number & (number - 1) == 0
-        self._checked[training] = self.checks
+        self._last_was_checked[training] = self.checks
 
     def require_same(self, x: Tensor, path: str) -> None:
         """Raise UserError on all ranks if `x` [...] differs between tensor-parallel ranks.
         Collective over tp."""
         if self.tp.size == 1:
             return
+        # Three sums in place of all elements: the second, weighted by position, sees another order.
         flat = x.detach().reshape(-1).double()
-        places = torch.linspace(0.5, 1.5, len(flat), dtype=torch.float64, device=flat.device)
-        sums = torch.stack((flat.sum(), (flat * places).sum(), flat.square().sum().sqrt()))
+        weights = torch.linspace(
+            0.5,
+            1.5,
+            len(flat),
+            dtype=torch.float64,
+            device=flat.device,
+        )
+        sums = torch.stack((flat.sum(), (flat * weights).sum(), flat.square().sum().sqrt()))
         largest = self.tp.max_(sums.clone())
         smallest = -self.tp.max_(-sums)
         rounding = ROUNDING if x.is_floating_point() else 0.0
-        apart = (
-            (largest - smallest > rounding * largest[2]) & largest.isfinite() & smallest.isfinite()
-        )
-        if apart.any():
+        comparable = largest.isfinite() & smallest.isfinite()
+        differs = (largest - smallest > rounding * largest[2]) & comparable
+        if differs.any():
             raise UserError(
-                f"{path}: the input differs between tensor-parallel ranks, which compute one "
-                "batch together: give all "
-                "of them the same samples in the same order and the same random numbers, "
-                "e.g. torch.manual_seed with "
-                "one seed on all of them"
+                f"{path}: the input differs between tensor-parallel ranks, which compute one batch "
+                "together: give all of them the same samples in the same order and the same random "
+                "numbers, e.g. torch.manual_seed with one seed on all of them"
             )
 
 
 class Watched(nn.Module):
-    """The common part of layers that replace those of a plain module. `watch` and `path` are set by
-    `parallelize`."""
+    """The common part of layers that replace those of a plain module.
+
+    watch, path: the passes through the module, and the path in it; both set by `parallelize`.
+    """
 
     watch: Watch
     path: str
-    _computes = False
+    _computes = False  # while the layer itself reads its weight
 
     @contextmanager
     def computing(self) -> Iterator[bool]:
         """Enter the layer's own computation, and yield True if the pass is checked."""
         self._computes = True
         try:
-            yield self.watch.called(self)
+            yield self.watch.note_call(self)
         finally:
             self._computes = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return parameters as tensors that are cut while others compute with them, so that they
-        are refused.
+        """Return the weight as a tensor that is cut, if code outside of the layer reads it.
 
-        A tied head that is written as F.linear(x, embedding.weight) would compute a part of the
-        logits.
+        What that code computes is then followed, and refused where it would be wrong: a tied head
+        that is written as F.linear(x, embedding.weight) would compute a part of the logits.
         """
         value = super().__getattr__(name)
         if name != "weight" or self._computes or not isinstance(value, nn.Parameter):
             return value
-        watch = self.__dict__.get("watch")
-        if watch is None or not (watch.within and watch.checks) or torch.compiler.is_compiling():
-            return value
+        watch = self.__dict__.get("watch")  # not set yet while the layer is built
         dim = getattr(self, "weight_dim", None)
-        if dim is None:
+        if watch is None or dim is None or torch.compiler.is_compiling():
             return value
+        if not (watch.within and watch.checks):
+            return value
+        rows = "rows" if dim == 0 else "columns"
         remedy = (
             f'give {self.path} the style "whole", or let an nn.Linear of style "column" have its '
             "weight"
         )
-        rows = "rows" if dim == 0 else "columns"
-        return marked(
-            value, Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy)
-        )
+        cut = Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy)
+        return mark_cut(value, cut)
 
 
-# What is marked is a copy: the output of an autograd function of ours could not be modified in
-# place as one of torch's.
+# The layers mark a copy of their output: code after them may modify in place what an operator of
+# torch returns, but not what an autograd function of ours returns.
 
 
 class Column(Watched, ColumnParallelLinear):
@@ -163,19 +172,20 @@ class Column(Watched, ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x: as `ColumnParallelLinear`, or a slice of the features, which is gathered."""
         with self.computing() as checks:
-            y = super().forward(self._whole(x, checks))
-        if checks:
-            return marked(
-                y.clone(), Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
-            )
-        return y
+            y = super().forward(self._full_input(x, checks))
+        if not checks:
+            return y
+        cut = Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
+        return mark_cut(y.clone(), cut)
 
-    def _whole(self, x: Tensor, checks: bool) -> Tensor:
+    def _full_input(self, x: Tensor, checks: bool) -> Tensor:
+        """Return x [..., all features], or what `ColumnParallelLinear` takes under sequence
+        parallelism."""
         tp = self.watch.tp
         if _is_slice(x, self.weight.shape[1], tp):
             _require_last(x, self.path)
             if self.watch.sequence:
-                raise _under_sequence(self.path)
+                raise _sequence_error(self.path)
             x = collectives.join(unchecked(x), tp, x.dim() - 1)
         elif isinstance(x, CutTensor):
             _require_sequence(x, self.path, self.watch)
@@ -194,19 +204,18 @@ class Row(Watched, RowParallelLinear):
         """x: as `RowParallelLinear`, or all features, of which this rank takes its slice."""
         tp = self.watch.tp
         with self.computing() as checks:
-            whole = tp.size * self.weight.shape[1]
-            if x.shape[-1] == whole:
+            if x.shape[-1] == tp.size * self.weight.shape[1]:  # all features
                 if isinstance(x, CutTensor):
-                    raise _cut_elsewhere(x, self.path)
+                    raise _other_cut_error(x, self.path)
                 if self.watch.sequence:
-                    raise _under_sequence(self.path)
+                    raise _sequence_error(self.path)
                 if checks:
                     self.watch.require_same(x, self.path)
                 x = collectives.split(x, tp, x.dim() - 1)
             _require_last(x, self.path)
             y = super().forward(unchecked(x))
         if checks and self.watch.sequence:
-            return marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+            return mark_cut(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
         return y
 
 
@@ -218,60 +227,59 @@ class Vocab(Watched, VocabParallelEmbedding):
     def forward(self, ids: Tensor) -> Tensor:
         """ids: as `VocabParallelEmbedding`, the same on all ranks."""
         if isinstance(ids, CutTensor):
-            raise _cut_elsewhere(ids, self.path)
+            raise _other_cut_error(ids, self.path)
         tp = self.watch.tp
         with self.computing() as checks:
             if checks:
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
         if checks and self.watch.sequence:
-            return marked(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+            return mark_cut(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
         return y
 
 
 class _Norm(Watched):
-    """A norm over all features: a slice is made whole before, and cut again after.
+    """A norm over all features: a slice is gathered before, and cut again after.
 
-    `of_heads`, set by `parallelize`: the norm is one of each head, and heads are cut.
+    of_heads: the norm is over the features of one head, and heads are cut; set by `parallelize`.
     """
 
     of_heads = False
 
-    def around(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_norm(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Return norm(x), of x [..., hidden] or a slice of it."""
         with self.computing() as checks:
             if _is_slice(x, self.weight.shape[0], self.watch.tp):
-                y = self._of_slice(x, norm)
+                y = self._normalize_slice(x, norm)
             else:
-                self._require_understood(x, checks)
+                self._require_right_gradient(x, checks)
                 y = norm(unchecked(x))
-        return marked(y, x.cut) if isinstance(x, CutTensor) else y
+        return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
-    def _of_slice(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    def _normalize_slice(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         _require_last(x, self.path)
         if self.watch.sequence:
-            raise _under_sequence(self.path)
+            raise _sequence_error(self.path)
         tp = self.watch.tp
         dim = x.dim() - 1
-        whole = collectives.join(unchecked(x), tp, dim)
-        return collectives.split(norm(whole), tp, dim)
+        full = collectives.join(unchecked(x), tp, dim)
+        return collectives.split(norm(full), tp, dim)
 
-    def _require_understood(self, x: Tensor, checks: bool) -> None:
+    def _require_right_gradient(self, x: Tensor, checks: bool) -> None:
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
-        sequence = isinstance(x, CutTensor) and self.watch.sequence and x.cut.dim == 0
-        heads = isinstance(x, CutTensor) and not sequence
-        if isinstance(x, CutTensor) and heads and not self.of_heads:
+        cut = x.cut if isinstance(x, CutTensor) else None
+        is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
+        has_cut_heads = cut is not None and not is_sequence_shard
+        if cut is not None and has_cut_heads and not self.of_heads:
             raise UserError(
                 f"{self.path} is given heads that tensor-parallel ranks share, of the "
-                f"{x.cut.source}, and each rank "
-                'would compute its gradient from its own heads: give it the style "heads", '
-                "which sums them"
+                f"{cut.source}, and each rank would compute its gradient from its own heads: "
+                'give it the style "heads", which sums them'
             )
-        if self.of_heads and checks and not heads:
+        if self.of_heads and checks and not has_cut_heads:
             raise UserError(
-                f'{self.path} has the style "heads", but its input is none that '
-                "tensor-parallel ranks share: leave the "
-                "style out"
+                f'{self.path} has the style "heads", but its input is none that tensor-parallel '
+                "ranks share: leave the style out"
             )
 
 
@@ -280,7 +288,7 @@ class WatchedRMSNorm(_Norm, RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: as `RMSNorm`, or a slice of the features."""
-        return self.around(x, super().forward)
+        return self.apply_norm(x, super().forward)
 
 
 class WatchedLayerNorm(_Norm, LayerNorm):
@@ -288,7 +296,7 @@ class WatchedLayerNorm(_Norm, LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: as `LayerNorm`, or a slice of the features."""
-        return self.around(x, super().forward)
+        return self.apply_norm(x, super().forward)
 
 
 class Dropout(nn.Dropout):
@@ -299,94 +307,101 @@ class Dropout(nn.Dropout):
     therefore be the same on all ranks of tp, which is checked in some passes.
     """
 
-    def __init__(self, plain: nn.Dropout, path: str, watch: Watch) -> None:
+    def __init__(
+        self,
+        plain: nn.Dropout,
+        path: str,
+        watch: Watch,
+    ) -> None:
         super().__init__(plain.p, plain.inplace)
         self.path = path
         self.watch = watch
         self.training = plain.training
-        self._from_last: int | None = (
-            None  # the cut dimension, from the last one; 0: x is whole; None: not known yet
-        )
+        # the cut dimension of inputs, from the last one; 0: they are not cut; None: not known yet
+        self._from_last: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: any tensor; a slice in the same dimension in all calls, or whole in all calls."""
-        self._note(x)
+        self._note_cut(x)
         if not self.training or self.p == 0:
             return x
-        tp = self.watch.tp
-        drawn = torch.randint(2**62, (), device="cpu")
+        seed = torch.randint(2**62, (), device="cpu")
         if self.watch.checks:
-            self.watch.require_same(drawn.to(x.device), self.path)
+            self.watch.require_same(seed.to(x.device), self.path)
             if not isinstance(x, CutTensor):
                 self.watch.require_same(x, self.path)
-        ranges = [range(n) for n in x.shape]
+        coordinates = [range(size) for size in x.shape]
         if self._from_last:
             dim = x.dim() - self._from_last
-            size = x.shape[dim]
-            ranges[dim] = range(tp.rank * size, (tp.rank + 1) * size)
-        y = drop(unchecked(x), self.p, key(int(drawn), self.path), ranges)
+            first = self.watch.tp.rank * x.shape[dim]
+            coordinates[dim] = range(first, first + x.shape[dim])
+        y = drop(unchecked(x), self.p, key(int(seed), self.path), coordinates)
         if self.inplace:
             # After a frozen layer y has no gradient, and would be taken for numbers made elsewhere.
             with torch._C.DisableTorchFunctionSubclass():
                 return x.copy_(y)
-        return marked(y, x.cut) if isinstance(x, CutTensor) else y
+        return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
-    def _note(self, x: Tensor) -> None:
+    def _note_cut(self, x: Tensor) -> None:
         """Keep along which dimension inputs are cut, as a pass shows that is checked."""
         cut = x.cut if isinstance(x, CutTensor) else None
         if cut is None and not self.watch.checks:
             return
         if cut is not None and cut.outer != 1:
             raise UserError(
-                f"{self.path} is given heads that are merged with samples: call it before "
-                "they are merged, with "
-                "[b, heads, ...]"
+                f"{self.path} is given heads that are merged with samples: call it before they are "
+                "merged, with [b, heads, ...]"
             )
         from_last = 0 if cut is None else x.dim() - cut.dim
         if self._from_last not in (None, from_last):
             raise UserError(
-                f"{self.path} is called with features that tensor-parallel ranks share, and "
-                "with whole ones or others: "
-                "give each place an nn.Dropout of its own"
+                f"{self.path} is called with features that tensor-parallel ranks share, and with "
+                "whole ones or others: give each place an nn.Dropout of its own"
             )
         self._from_last = from_last
 
 
 def _in_backward() -> bool:
-    """Return True in a backward pass, which torch.utils.checkpoint lets compute activations
-    again."""
+    """Return True in a backward pass, where torch.utils.checkpoint computes activations again."""
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_slice(x: Tensor, features: int, tp: Axis) -> bool:
+def _is_slice(
+    x: Tensor,
+    features: int,
+    tp: Axis,
+) -> bool:
+    """Return True if x has the number of features of a slice over tp."""
     return x.shape[-1] != features and x.shape[-1] * tp.size == features
 
 
 def _require_last(x: Tensor, path: str) -> None:
     """Raise UserError if `x` is known to be cut, but not along the features."""
     if isinstance(x, CutTensor) and (x.cut.dim != x.dim() - 1 or x.cut.outer != 1):
-        raise _cut_elsewhere(x, path)
+        raise _other_cut_error(x, path)
 
 
-def _require_sequence(x: CutTensor, path: str, watch: Watch) -> None:
+def _require_sequence(
+    x: CutTensor,
+    path: str,
+    watch: Watch,
+) -> None:
     """Raise UserError unless `x` is cut along the sequence, as layers under sequence parallelism
     expect it."""
     if not (watch.sequence and x.cut.dim == 0 and x.cut.outer == 1):
-        raise _cut_elsewhere(x, path)
+        raise _other_cut_error(x, path)
 
 
-def _cut_elsewhere(x: CutTensor, path: str) -> UserError:
+def _other_cut_error(x: CutTensor, path: str) -> UserError:
     return UserError(
-        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of "
-        f"the {x.cut.source}, not "
-        "its features: make it whole by parallel.join(x, tp, dim), or bring the heads into "
-        "the features first"
+        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the "
+        f"{x.cut.source}, not its features: make it whole by parallel.join(x, tp, dim), or bring "
+        "the heads into the features first"
     )
 
 
-def _under_sequence(path: str) -> UserError:
+def _sequence_error(path: str) -> UserError:
     return UserError(
-        f"{path} is given features in another way than layers of style column and row follow "
-        "each other, which "
-        "sequence parallelism does not support: set Context(sequence=False)"
+        f"{path} is given features in another way than layers of style column and row follow each "
+        "other, which sequence parallelism does not support: set Context(sequence=False)"
     )

@@ -28,20 +28,22 @@ from torch.autograd.graph import saved_tensors_hooks
 def recomputed(
     function: Callable[[Tensor], Tensor],
     x: Tensor,
-    into: Callable[[Tensor], Tensor] = lambda made: made,
+    into: Callable[[Tensor], Tensor] = lambda result: result,
 ) -> Tensor:
     """Return into(function(x)), keeping only x and what `into` saves apart from the result of
     `function`.
 
     function: must compute the same values in every call.
+    into: the operation after it.
     Nothing is recomputed in evaluation or if x needs no gradient.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return into(function(x))
+    # autograd saves numbers in place of the function's tensors
     call = _Call(function, x)
     with saved_tensors_hooks(call.pack, call.unpack):
-        made = function(x)
-    return call.hand(made, into)
+        result = function(x)
+    return call.apply_next(result, into)
 
 
 class _Stop(Exception):
@@ -60,18 +62,20 @@ class _Call:
         self.input: Any = _Keep.apply(x)
         self.count = 0
         self.wants_result = False
-        self.made: dict[int, Tensor] = {}
+        self.recomputed: dict[int, Tensor] = {}  # until the backward pass asks for them
 
     def pack(self, tensor: Tensor) -> int:
+        """Return the number that autograd saves in place of a tensor."""
         self.count += 1
         return self.count - 1
 
     def unpack(self, number: int) -> Tensor:
-        if number not in self.made:
-            self._make()
-        return self.made.pop(number)
+        """Return the tensor of a number, recomputed with all others when the first is wanted."""
+        if number not in self.recomputed:
+            self._recompute()
+        return self.recomputed.pop(number)
 
-    def hand(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_next(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
         """Return into(result), where the backward pass recomputes the result if `into` would save
         it."""
         storage = result.untyped_storage()._cdata
@@ -79,11 +83,11 @@ class _Call:
         in_order = result.is_contiguous()
 
         def pack(tensor: Tensor) -> Tensor | torch.Size:
-            views = tensor.untyped_storage()._cdata == storage and tensor.numel() == size
-            # otherwise the shape does not identify the elements
-            same = views and in_order and tensor.is_contiguous()
-            self.wants_result |= same
-            return tensor.shape if same else tensor
+            is_view = tensor.untyped_storage()._cdata == storage and tensor.numel() == size
+            # if either were not contiguous, the shape would not identify the elements
+            is_result = is_view and in_order and tensor.is_contiguous()
+            self.wants_result |= is_result
+            return tensor.shape if is_result else tensor
 
         def unpack(packed: Tensor | torch.Size) -> Tensor:
             if isinstance(packed, Tensor):
@@ -93,28 +97,28 @@ class _Call:
         with saved_tensors_hooks(pack, unpack):
             return into(result)
 
-    def _make(self) -> None:
+    def _recompute(self) -> None:
         """Call the function again, to its end or until it has recomputed every saved tensor."""
         (x,) = self.input.grad_fn.saved_tensors
-        made: list[Tensor] = []
+        saved: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
             # detached: its graph and this call would keep each other alive
-            made.append(tensor.detach())
-            if len(made) == self.count and not self.wants_result:
+            saved.append(tensor.detach())
+            if len(saved) == self.count and not self.wants_result:
                 raise _Stop
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(collect, _no_graph):
                 result = self.function(x.detach().requires_grad_())
             if self.wants_result:
-                self.made[self.RESULT] = result.detach()
+                self.recomputed[self.RESULT] = result.detach()
         except _Stop:
             pass
-        assert len(made) == self.count, (
-            f"recomputed {len(made)} of {self.count} tensors: not the same computation"
+        assert len(saved) == self.count, (
+            f"recomputed {len(saved)} of {self.count} tensors: not the same computation"
         )
-        self.made |= enumerate(made)
+        self.recomputed |= enumerate(saved)
 
 
 def _no_graph(packed: object) -> Tensor:

@@ -30,11 +30,12 @@ from parallel.leaves import Call
 class Passes:
     """The two passes of a region.
 
-    forward: inputs -> results and other tensors that the backward pass needs. backward: the needed
-    tensors and the gradients of the results, which are contiguous -> the gradients of
-    `differentiable` inputs.
+    forward: inputs -> results and other tensors that the backward pass needs.
+    backward: the needed tensors and the gradients of the results, which are contiguous -> the
+        gradients of `differentiable` inputs.
     needed: positions of the needed tensors among the inputs followed by all outputs of `forward`.
     results: the number of results.
+    differentiable: positions of the inputs that have a gradient.
     """
 
     forward: Callable[..., Any]
@@ -50,26 +51,32 @@ class Passes:
 
 class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: Passes, *inputs: Tensor) -> tuple[Tensor, ...]:
-        made = passes.forward(*(x.detach() for x in inputs))
-        pool = (*inputs, *made)
+    def forward(
+        ctx: Any,
+        passes: Passes,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        outputs = passes.forward(*(x.detach() for x in inputs))
+        pool = (*inputs, *outputs)
         ctx.passes = passes
-        ctx.inputs = len(inputs)
-        ctx.save_for_backward(*(pool[n] for n in passes.needed))
-        return tuple(made[: passes.results])
+        ctx.input_count = len(inputs)
+        ctx.save_for_backward(*(pool[position] for position in passes.needed))
+        return tuple(outputs[: passes.results])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(
+        ctx: Any,
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         passes = ctx.passes
-        of_inputs = [None] * ctx.inputs
-        needed = (x.detach() for x in ctx.saved_tensors)
-        for n, grad in zip(
-            passes.differentiable,
-            passes.backward(*needed, *(g.contiguous() for g in grads)),
-            strict=True,
-        ):
-            of_inputs[n] = grad
-        return None, *of_inputs
+        needed = [tensor.detach() for tensor in ctx.saved_tensors]
+        # the compiled graph takes tensors with the strides of its examples
+        contiguous = [grad.contiguous() for grad in grads]
+        input_grads: list[Tensor | None] = [None] * ctx.input_count
+        computed = passes.backward(*needed, *contiguous)
+        for position, grad in zip(passes.differentiable, computed, strict=True):
+            input_grads[position] = grad
+        return None, *input_grads
 
 
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
@@ -77,96 +84,137 @@ Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
-    """Return the compiled passes of a region, whose results are contiguous. Raises what the
-    compiler raises."""
-    inputs = [a for a in call.made() if isinstance(a, Tensor)]
-    traced = _traced(lambda *tensors: call.bound(tensors), inputs)
-    forward, backward = traced.graphs()
-    run = compiler(forward, inputs)
-    pool = (*inputs, *run(*inputs))
-    results = pool[len(inputs) :][: len(traced.results)]
-    rest = compiler(backward, [*(pool[n] for n in traced.needed), *map(torch.randn_like, results)])
-    return Passes(run, rest, traced.needed, len(results), traced.differentiable)
+    """Return the compiled passes of a region, whose results are contiguous.
+
+    Raises what the compiler raises.
+    """
+    inputs = call.example_tensors()
+    traced = _trace(lambda *tensors: call.run(tensors), inputs)
+    forward_graph, backward_graph = traced.graphs()
+    forward = compiler(forward_graph, inputs)
+    pool = (*inputs, *forward(*inputs))
+    result_count = len(traced.results)
+    tangents = [torch.randn_like(y) for y in pool[len(inputs) :][:result_count]]
+    needed = [pool[position] for position in traced.needed]
+    backward = compiler(backward_graph, [*needed, *tangents])
+    return Passes(
+        forward,
+        backward,
+        traced.needed,
+        result_count,
+        traced.differentiable,
+    )
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """Both passes of a region in one graph: its inputs and those of the backward pass, results,
-    kept and gradients."""
+    """Both passes of a region in one graph, by its nodes.
+
+    tangents: the gradients of the results.
+    saved: what autograd keeps for the backward pass.
+    grads: the gradients of the inputs at the positions `differentiable`.
+    """
 
     inputs: list[Node]
     tangents: list[Node]
     results: list[Node]
-    kept: list[Node]
+    saved: list[Node]
     grads: list[Node]
     differentiable: tuple[int, ...]
 
     @property
-    def _needed(self) -> list[Node]:
+    def _needed_nodes(self) -> list[Node]:
         """Return what the backward pass reads: tensors that autograd kept, and inputs."""
-        reached = _reached(self.grads, {*self.kept})
-        return [node for node in dict.fromkeys((*self.kept, *self.inputs)) if node in reached]
+        reached = _nodes_before(self.grads, {*self.saved})
+        candidates = dict.fromkeys((*self.saved, *self.inputs))
+        return [node for node in candidates if node in reached]
 
     @property
-    def _extra(self) -> list[Node]:
-        return [node for node in self._needed if node not in (*self.inputs, *self.results)]
+    def _extra_nodes(self) -> list[Node]:
+        """Return what the forward pass must return for the backward pass alone."""
+        return [node for node in self._needed_nodes if node not in (*self.inputs, *self.results)]
 
     @property
     def needed(self) -> tuple[int, ...]:
         """Return the positions of what the backward pass reads among inputs, results and what else
         is kept."""
-        pool = [*self.inputs, *self.results, *self._extra]
-        return tuple(pool.index(node) for node in self._needed)
+        pool = [*self.inputs, *self.results, *self._extra_nodes]
+        return tuple(pool.index(node) for node in self._needed_nodes)
 
     def graphs(self) -> tuple[GraphModule, GraphModule]:
         """Return the graphs of the forward and the backward pass."""
-        return (
-            _part(self.inputs, [*self.results, *self._extra]),
-            _part([*self._needed, *self.tangents], self.grads),
-        )
+        forward = _cut_graph(self.inputs, [*self.results, *self._extra_nodes])
+        backward = _cut_graph([*self._needed_nodes, *self.tangents], self.grads)
+        return forward, backward
 
 
-def _traced(region: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Traced:
+def _trace(
+    region: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+) -> _Traced:
     """Trace a region with its gradients. Writes in place become new tensors, so that each node is
     one value."""
-    counts: list[int] = []
-    differentiable: list[int] = []
+    result_count = 0
+    saved_count = 0
+    differentiable: tuple[int, ...] = ()
 
-    def both(given: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-        kept: list[Tensor] = []
+    def run_both_passes(
+        arguments: list[Tensor],
+        tangents: list[Tensor],
+    ) -> list[Tensor]:
+        """Return results, saved tensors and gradients, and note how many there are of each."""
+        nonlocal result_count, saved_count, differentiable
+        saved: list[Tensor] = []
 
-        def keep(tensor: Tensor) -> Tensor:
-            kept.append(tensor.detach())
-            return kept[-1]
+        def save(tensor: Tensor) -> Tensor:
+            saved.append(tensor.detach())
+            return saved[-1]
 
-        own = [x.detach().requires_grad_(x.dtype.is_floating_point) for x in given]
-        with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-            made = region(*own)
-        wanted = [n for n, x in enumerate(own) if x.requires_grad]
-        grads = torch.autograd.grad(made, [own[n] for n in wanted], tangents, allow_unused=True)
-        found = {n: grad for n, grad in zip(wanted, grads, strict=True) if grad is not None}
-        counts[:], differentiable[:] = [len(made), len(kept)], [*found]
-        return [*made, *kept, *found.values()]
-
-    with torch.no_grad():
-        tangents = [torch.randn_like(y) for y in region(*inputs)]
-        graph = make_fx(both, tracing_mode="fake")(list(inputs), tangents)
-        pure = functionalize(
-            lambda *tensors: graph(list(tensors[: len(inputs)]), list(tensors[len(inputs) :]))
+        leaves = _leaves_of(arguments)
+        with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
+            results = region(*leaves)
+        positions = [i for i, x in enumerate(leaves) if x.requires_grad]
+        grads = torch.autograd.grad(
+            results, [leaves[i] for i in positions], tangents, allow_unused=True
         )
-        graph = make_fx(pure, tracing_mode="fake")(*inputs, *tangents)
+        grad_by_position: dict[int, Tensor] = {}
+        for position, grad in zip(positions, grads, strict=True):
+            if grad is not None:
+                grad_by_position[position] = grad
+        result_count = len(results)
+        saved_count = len(saved)
+        differentiable = tuple(grad_by_position)
+        return [*results, *saved, *grad_by_position.values()]
+
+    input_count = len(inputs)
+    with torch.no_grad():
+        # examples of the gradients of the results, of which only shape and dtype count
+        tangents = [torch.randn_like(y) for y in region(*inputs)]
+        graph = make_fx(run_both_passes, tracing_mode="fake")(list(inputs), tangents)
+
+        def run_graph(*tensors: Tensor) -> Any:
+            return graph(list(tensors[:input_count]), list(tensors[input_count:]))
+
+        # again, without writes in place
+        graph = make_fx(functionalize(run_graph), tracing_mode="fake")(*inputs, *tangents)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    # by the nodes that computed them: a detached tensor is the same value
     values = [_source(node) for node in outputs]
-    results, kept = counts
+    first_grad = result_count + saved_count
     return _Traced(
-        placeholders[: len(inputs)],
-        placeholders[len(inputs) :],
-        values[:results],
-        values[results : results + kept],
-        values[results + kept :],
-        tuple(differentiable),
+        inputs=placeholders[:input_count],
+        tangents=placeholders[input_count:],
+        results=values[:result_count],
+        saved=values[result_count:first_grad],
+        grads=values[first_grad:],
+        differentiable=differentiable,
     )
+
+
+def _leaves_of(arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors as leaves of a graph; those of floating point require gradients."""
+    return [x.detach().requires_grad_(x.dtype.is_floating_point) for x in arguments]
 
 
 def _source(node: Node) -> Node:
@@ -176,29 +224,35 @@ def _source(node: Node) -> Node:
     return node
 
 
-def _reached(ends: Sequence[Node], stops: set[Node]) -> set[Node]:
+def _nodes_before(ends: Sequence[Node], stops: set[Node]) -> set[Node]:
     """Return the nodes that compute `ends`, back to inputs and to `stops`."""
     reached: set[Node] = set()
-    todo = list(ends)
-    while todo:
-        node = _source(todo.pop())
-        if node not in reached:
-            reached.add(node)
-            todo += [] if node in stops else node.all_input_nodes
+    pending = list(ends)
+    while pending:
+        node = _source(pending.pop())
+        if node in reached:
+            continue
+        reached.add(node)
+        if node not in stops:
+            pending += node.all_input_nodes
     return reached
 
 
-def _part(inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+def _cut_graph(
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+) -> GraphModule:
     """Return the part of a graph that computes outputs from inputs."""
     part = Graph()
     values = dict[Node, Node]()
-    reached = _reached(outputs, {*inputs})
+    reached = _nodes_before(outputs, {*inputs})
     for node in inputs:
         values[node] = part.placeholder(node.name)
         values[node].meta = dict(node.meta)
     for node in inputs[0].graph.nodes if inputs else ():
         if node in reached and node not in values:
-            values[node] = part.node_copy(node, lambda given: values[_source(given)])
+            # in the order of the whole graph, so that arguments come first
+            values[node] = part.node_copy(node, lambda argument: values[_source(argument)])
     part.output(tuple(values[node] for node in outputs))
     return GraphModule(torch.nn.Module(), part)
 
@@ -206,30 +260,30 @@ def _part(inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
 def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
     """Return how compiled passes differ from their region on trial, "" if neither results nor
     gradients do."""
-    inputs = [a for a in call.made() if isinstance(a, Tensor)]
-    tangents = [torch.randn_like(y) for y in call.bound(inputs)]
-    made, wanted = (
-        _with_gradients(function, inputs, tangents)
-        for function in (passes, lambda *tensors: call.bound(tensors))
-    )
-    eps = max(torch.finfo(x.dtype).eps for x in (*inputs, *tangents) if x.dtype.is_floating_point)
-    for result, expected in zip(made, wanted, strict=True):
-        if (result.shape, result.dtype) != (expected.shape, expected.dtype) or not rounded_apart(
-            result, expected, eps
-        ):
+    inputs = call.example_tensors()
+    tangents = [torch.randn_like(y) for y in call.run(inputs)]
+    computed = _run_with_gradients(passes, inputs, tangents)
+    expected = _run_with_gradients(lambda *tensors: call.run(tensors), inputs, tangents)
+    rounded = [x.dtype for x in (*inputs, *tangents) if x.dtype.is_floating_point]
+    eps = max(torch.finfo(dtype).eps for dtype in rounded)
+    for result, reference in zip(computed, expected, strict=True):
+        same_form = result.shape == reference.shape and result.dtype == reference.dtype
+        if not same_form or not rounded_apart(result, reference, eps):
             return "its compiled form computes other numbers"
     return ""
 
 
-def _with_gradients(
-    function: Callable[..., Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+def _run_with_gradients(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the results of a function, and the gradients of its inputs, zero where none flows."""
-    own = [x.detach().requires_grad_(x.dtype.is_floating_point) for x in inputs]
+    leaves = _leaves_of(inputs)
     with torch.enable_grad():
-        made = function(*own)
-    wanted = [x for x in own if x.requires_grad]
+        results = function(*leaves)
+    differentiable = [x for x in leaves if x.requires_grad]
     grads = torch.autograd.grad(
-        made, wanted, list(tangents), allow_unused=True, materialize_grads=True
+        results, differentiable, list(tangents), allow_unused=True, materialize_grads=True
     )
-    return [*(y.detach() for y in made), *grads]
+    return [*(y.detach() for y in results), *grads]

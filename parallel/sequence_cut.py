@@ -22,38 +22,60 @@ from parallel.context import Context
 
 
 def unit(context: int, tensor: int = 1) -> int:
-    """Return the number that the length of sequences must be a multiple of. tensor: 1 without
-    sequence parallelism."""
+    """Return the number that the length of sequences must be a multiple of.
+
+    context: the size of cp.
+    tensor: the size of tp; 1 without sequence parallelism.
+    """
     return context * lcm(2, tensor) if context > 1 else tensor
 
 
-def chunks(rank: int, size: int, own: int) -> tuple[range, range]:
+def chunks(
+    rank: int,
+    size: int,
+    own: int,
+) -> tuple[range, range]:
     """Return the positions of both chunks of a rank that has `own` tokens of each sequence."""
-    half = own // 2
-    return tuple(range(n * half, (n + 1) * half) for n in (rank, 2 * size - 1 - rank))  # type: ignore[return-value]
+    length = own // 2
+    # one chunk from the beginning of the sequence, and its mirror image from the end
+    first = rank * length
+    second = (2 * size - 1 - rank) * length
+    return range(first, first + length), range(second, second + length)
 
 
-def positions(cp: Axis, own: int, device: torch.device | str = "cpu") -> Tensor:
+def positions(
+    cp: Axis,
+    own: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Return the positions of this rank's tokens in their sequence: int64 [own]."""
     if cp.size == 1:
         return torch.arange(own, device=device)
-    return torch.cat(
-        [torch.arange(c.start, c.stop, device=device) for c in chunks(cp.rank, cp.size, own)]
-    )
+    of_chunks = chunks(cp.rank, cp.size, own)
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in of_chunks])
 
 
-def positions_between(context: Context, length: int, device: torch.device | str = "cpu") -> Tensor:
+def positions_between(
+    context: Context,
+    length: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Return the positions of the `length` tokens that this rank has between blocks: int64
     [length]."""
+    # each tp rank has all tokens of its cp rank
     if not context.cut_sequence:
         return positions(context.cp, length, device)
     return context.tp.chunk(positions(context.cp, length * context.tp.size, device))
 
 
-def take(x: Tensor, cp: Axis, dim: int) -> Tensor:
-    """Return the part of x that belongs to this rank's tokens. dim: the one of the positions of a
-    sequence.
+def take(
+    x: Tensor,
+    cp: Axis,
+    dim: int,
+) -> Tensor:
+    """Return the part of x that belongs to this rank's tokens.
 
+    dim: the one of the positions of a sequence.
     Raises ValueError unless the sequence can be cut.
     """
     if cp.size == 1:
@@ -62,10 +84,8 @@ def take(x: Tensor, cp: Axis, dim: int) -> Tensor:
         raise ValueError(
             f"sequences of {x.shape[dim]} tokens are not cut into {2 * cp.size} equal chunks"
         )
-    return torch.cat(
-        [x.narrow(dim, c.start, len(c)) for c in chunks(cp.rank, cp.size, x.shape[dim] // cp.size)],
-        dim,
-    )
+    of_chunks = chunks(cp.rank, cp.size, x.shape[dim] // cp.size)
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in of_chunks], dim)
 
 
 def mean_of_sequence(x: Tensor, cp: Axis) -> Tensor:
@@ -73,4 +93,6 @@ def mean_of_sequence(x: Tensor, cp: Axis) -> Tensor:
 
     If every rank computes the same with it, each holds the whole gradient of its own tokens.
     """
-    return collectives.reduce(x.mean(0), cp) / cp.size if cp.size > 1 else x.mean(0)
+    # every rank has as many tokens, so the mean of the means is the mean
+    mean = x.mean(0)
+    return collectives.reduce(mean, cp) / cp.size if cp.size > 1 else mean

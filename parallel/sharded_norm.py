@@ -19,9 +19,11 @@ class ShardedRMSNorm(nn.Module):
     """RMSNorm over features that are sharded over tp: x [..., own features], in the dtype of
     products.
 
-    width: the number of features of all ranks. shards: the number of slices of the features over
-    tp, if it is smaller than the number of ranks (key/value heads). offset: as in `RMSNorm`. Each
-    pass all-reduces one number per row over tp.
+    width: the number of features of all ranks.
+    shards: the number of slices of the features over tp, if it is smaller than the number of ranks
+        (key/value heads).
+    offset: added to the weight, which begins at 1 - offset.
+    Each pass all-reduces one number per row over tp.
     """
 
     def __init__(
@@ -39,7 +41,13 @@ class ShardedRMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
         part = Part.cut(f"{name}.weight", (width,), 0, context.tp, shards)
-        self.weight = parameter(context, [part], 0.0, partial=True, mean=1.0 - offset)
+        self.weight = parameter(
+            context,
+            [part],
+            0.0,
+            partial=True,
+            mean=1.0 - offset,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
@@ -63,16 +71,13 @@ class _NormalizeSharded(torch.autograd.Function):
         weight: nn.Parameter,
         eps: float,
         sensitive: torch.dtype,
-        made: torch.dtype,
+        output_dtype: torch.dtype,
         tp: Axis,
         offset: float,
     ) -> Tensor:
         part = layout_of(weight).parts[0]
-        squares = (
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
-            .square_()
-            .div_(part.copies)
-        )
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
+        squares = length.square_().div_(part.copies)  # each slice counts once
         inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
         ctx.weight = weight
         ctx.tp = tp
@@ -80,19 +85,18 @@ class _NormalizeSharded(torch.autograd.Function):
         ctx.offset = offset
         will_read_again(ctx, weight)
         ctx.save_for_backward(x, inverse)
-        return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(made)
+        return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(output_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         require_as_read(ctx)
         x, inverse = ctx.saved_tensors
-        normal = x * inverse
-        inner = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
-        along = ctx.tp.sum_((inner * normal).sum(-1, keepdim=True)).div_(
-            ctx.part.shape[0] * ctx.part.copies
-        )
-        grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
-        grad_weight = add_gradient(
-            ctx.weight, normal.mul_(grad).flatten(0, -2), destination(ctx, 1, ctx.weight)
-        )
+        normalized = x * inverse
+        grad_normalized = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
+        # over all features, as in `parallel.norms`; several ranks may have the same slice
+        along_x = ctx.tp.sum_((grad_normalized * normalized).sum(-1, keepdim=True))
+        along_x.div_(ctx.part.shape[0] * ctx.part.copies)
+        grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)
+        rows = normalized.mul_(grad).flatten(0, -2)
+        grad_weight = add_gradient(ctx.weight, rows, destination(ctx, 1, ctx.weight))
         return grad_x, grad_weight, None, None, None, None, None

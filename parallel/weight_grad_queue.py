@@ -33,8 +33,10 @@ class WeightGradQueue:
 
     @contextmanager
     def collect(self) -> Iterator[Work]:
-        """Collect work instead of running it. Yields the deque to which `run` appends inside the
-        context, in order."""
+        """Collect work within the context instead of running it.
+
+        Yields the deque to which `run` appends, in order.
+        """
         self._collected = work = deque()
         try:
             yield work

@@ -11,7 +11,6 @@ axis gets the same bits; only an exchange and a shift give each rank what others
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import gloo
 from megaprec.comm.groups import split
-from megaprec.comm.waiting import wait_for, waiting
+from megaprec.comm.waiting import Pending, waiting
 from megaprec.errors import UserError
 
 AXES = ("pp", "dp", "cp", "tp")  # pipeline, data, context and tensor parallel
@@ -30,9 +29,9 @@ AXES = ("pp", "dp", "cp", "tp")  # pipeline, data, context and tensor parallel
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank is `rank` of `size` along the mesh axis `name`; `group` is None exactly when `size`
-    is 1.
+    """A mesh axis as this rank sees it: rank `rank` of `size` along it.
 
+    group: the process group along the axis; None exactly when `size` is 1.
     runs: the world ranks of all groups of this axis, [groups, size], if the axis is one of a mesh.
     """
 
@@ -57,23 +56,24 @@ class Axis:
             )
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
-        dim = (mesh.mesh_dim_names or ()).index(name)
+        dim = _axes_of(mesh).index(name)
         size = mesh.mesh.shape[dim]
+        group = mesh.get_group(name) if size > 1 else None
         runs = mesh.mesh.movedim(dim, -1).reshape(-1, size)
-        return Axis(
-            name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None, runs
-        )
+        return Axis(name, mesh.get_local_rank(name), size, group, runs)
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
-        """Return the axis over all ranks of `mesh`. Raises UserError unless these are all ranks of
-        the world."""
+        """Return the axis over all ranks of `mesh`.
+
+        Raises UserError unless these are all ranks of the world.
+        """
         if mesh is None or mesh.size() == 1:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
             raise UserError(
-                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: "
-                "they must be the same"
+                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: they "
+                "must be the same"
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
@@ -84,7 +84,7 @@ class Axis:
         Ranks that share a sequence are neighbours. Collective over the world if both are larger
         than one.
         """
-        return Axis._together(mesh, "dp", ("dp", "cp"))
+        return Axis._joined(mesh, "dp", ("dp", "cp"))
 
     @staticmethod
     def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
@@ -94,28 +94,34 @@ class Axis:
         own: create a separate process group, for collectives that run while others are in flight
             over these axes.
         """
-        return Axis._together(mesh, "stage", ("dp", "cp", "tp"), own)
+        return Axis._joined(mesh, "stage", ("dp", "cp", "tp"), own)
 
     @staticmethod
-    def _together(
-        mesh: DeviceMesh | None, name: str, axes: tuple[str, ...], own: bool = False
+    def _joined(
+        mesh: DeviceMesh | None,
+        name: str,
+        axis_names: tuple[str, ...],
+        separate_group: bool = False,
     ) -> "Axis":
-        """Return the axes as one, of which the last varies fastest. own: create a separate process
-        group."""
-        several = [axis for axis in (Axis.of(mesh, each) for each in axes) if axis.size > 1]
-        if mesh is None or not several:
+        """Return the axes of these names as one axis, of which the last varies fastest.
+
+        separate_group: create a process group even if the mesh has one of the same ranks.
+        """
+        every_axis = [Axis.of(mesh, axis_name) for axis_name in axis_names]
+        axes = [axis for axis in every_axis if axis.size > 1]
+        if mesh is None or not axes:
             return Axis(name)
-        if len(several) == 1 and not own:
-            return replace(several[0], name=name)
-        names = [axis.name for axis in several]
-        runs = mesh.mesh.movedim(
-            [_axes_of(mesh).index(each) for each in names], [*range(-len(names), 0)]
-        )
+        # the mesh has a group of these ranks already
+        if len(axes) == 1 and not separate_group:
+            return replace(axes[0], name=name)
+        dims = [_axes_of(mesh).index(axis.name) for axis in axes]
+        size = prod(axis.size for axis in axes)
+        # a row for each place on the other axes
+        runs = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, size)
         rank = 0
-        for axis in several:
+        for axis in axes:  # as digits of a number, each in the base of its axis
             rank = rank * axis.size + axis.rank
-        size = prod(axis.size for axis in several)
-        return Axis(name, rank, size, split(runs.reshape(-1, size)), runs.reshape(-1, size))
+        return Axis(name, rank, size, split(runs), runs)
 
     def in_runs(self, size: int, new_name: str) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
@@ -124,12 +130,12 @@ class Axis:
         """
         if self.size % size:
             raise UserError(
-                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it "
-                "must divide them"
+                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it must "
+                "divide them"
             )
         if self.runs is None or size == 1:
             return Axis(new_name)
-        if size == self.size:
+        if size == self.size:  # needs no new process group
             return Axis(new_name, self.rank, size, self.group, self.runs)
         runs = self.runs.reshape(-1, size)
         return Axis(new_name, self.rank % size, size, split(runs), runs)
@@ -141,6 +147,7 @@ class Axis:
 
     def max_(self, tensor: Tensor) -> Tensor:
         """All-reduce MAX over this axis, in place."""
+        # direct messages are faster than gloo's ring for small tensors (docs/performance.md)
         if self.group is not None and _on_cpu(tensor):
             gloo.max_(tensor, self.rank, self.group)
         elif self.group is not None:
@@ -149,8 +156,7 @@ class Axis:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather over this axis: [n, ...] on each rank becomes [size * n, ...] in rank
-        order."""
+        """All-gather over this axis: each rank's [n, ...] becomes [size * n, ...] in rank order."""
         return self.start_gather(tensor)()
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
@@ -165,7 +171,7 @@ class Axis:
     def start_exchange(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `exchange`; the returned function waits for the result and returns it."""
         if self.group is None:
-            return lambda: tensor
+            return Pending((), tensor)
         self._require_divides(tensor, 0)
         tensor = tensor.contiguous()
         if _on_cpu(tensor):
@@ -173,7 +179,7 @@ class Axis:
         received = torch.empty_like(tensor)
         work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
         assert work is not None
-        return lambda: (wait_for(work), received)[1]
+        return Pending([work], received)
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start sending `tensor` to the next rank of the ring that the axis closes to.
@@ -182,76 +188,81 @@ class Axis:
         it. Until then, do not write `tensor`.
         """
         if self.group is None:
-            return lambda: tensor
-        tensor, received = (
-            tensor.contiguous(),
-            torch.empty_like(tensor, memory_format=torch.contiguous_format),
-        )
-        to = (self.rank + 1) % self.size
-        source = (self.rank - 1) % self.size
-        receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=source)
-        send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to)
-        # on NCCL as one: no rank waits for another's receive
+            return Pending((), tensor)
+        tensor = tensor.contiguous()
+        received = torch.empty_like(tensor)
+        next_rank = (self.rank + 1) % self.size
+        previous_rank = (self.rank - 1) % self.size
+        receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous_rank)
+        send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=next_rank)
+        # As one batch, so that with NCCL no rank waits for another's receive.
         works = dist.batch_isend_irecv([receive, send])
-        return lambda: ([wait_for(work) for work in works], tensor, received)[-1]
+        return Pending(works, received, keep=(tensor,))
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
-        """Start `sum_` and return the function that waits for it. Until that returns, do not read
-        or write `tensor`."""
+        """Start `sum_`; the returned function waits for its end.
+
+        Do not read or write `tensor` until that function has returned.
+        """
         if self.group is None:
-            return lambda: None
+            return Pending((), None)
         if _on_cpu(tensor):
             return gloo.start_sum_(tensor, self.rank, self.group)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
-        return partial(wait_for, work)
+        return Pending([work], None)
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `gather`; the returned function waits for the result and returns it."""
         if self.group is None:
-            return lambda: tensor
+            return Pending((), tensor)
         tensor = tensor.contiguous()
         if _on_cpu(tensor):
             return gloo.start_gather(tensor, self.rank, self.group)
-        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        work = _all_gather(whole, tensor, group=self.group, async_op=True)
-        return lambda: (wait_for(work), whole)[1]
+        full = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        work = _all_gather(full, tensor, group=self.group, async_op=True)
+        return Pending([work], full)
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `scatter_sum`; the returned function waits for the result and returns it."""
         if self.group is None:
-            return lambda: tensor
+            return Pending((), tensor)
         self._require_divides(tensor, 0)
         tensor = tensor.contiguous()
         if _on_cpu(tensor):
             return gloo.start_scatter_sum(tensor, self.rank, self.group)
-        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        work = _reduce_scatter(part, tensor, group=self.group, async_op=True)
-        return lambda: (wait_for(work), part)[1]
+        summed = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        work = _reduce_scatter(summed, tensor, group=self.group, async_op=True)
+        return Pending([work], summed)
 
     def start_scatter_sum_(self, flat: Tensor) -> Callable[[], object]:
-        """Start a reduce-scatter SUM in place. When the returned function has returned, this rank's
-        chunk of `flat` contains the sum, and the other chunks are undefined.
+        """Start a reduce-scatter SUM in place.
 
-        On a CPU this is an all-reduce: gloo's ring all-reduce is faster than its reduce-scatter.
+        When the returned function has returned, this rank's chunk of `flat` contains the sum, and
+        the other chunks are undefined.
         """
+        # gloo's ring all-reduce is faster than its reduce-scatter, and sums this chunk as well
         if self.group is None or _on_cpu(flat):
             return self.start_sum_(flat)
         work = _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True)
-        return partial(wait_for, work)
+        return Pending([work], None)
 
     def start_gather_(self, flat: Tensor) -> Callable[[], object]:
-        """Start an all-gather in place. This rank's chunk of `flat` is the input; the other chunks
-        are filled in when the returned function has returned."""
+        """Start an all-gather in place, of which this rank's chunk of `flat` is the input.
+
+        The other chunks are filled in when the returned function has returned.
+        """
         if self.group is None:
-            return lambda: None
+            return Pending((), None)
         if _on_cpu(flat):
             return gloo.start_gather(self.chunk(flat), self.rank, self.group, into=flat)
         work = _all_gather(flat, self.chunk(flat), group=self.group, async_op=True)
-        return partial(wait_for, work)
+        return Pending([work], None)
 
     def start_uneven_exchange(
-        self, outgoing: Sequence[Tensor], sizes: Sequence[int]
+        self,
+        outgoing: Sequence[Tensor],
+        sizes: Sequence[int],
     ) -> Callable[[], list[Tensor]]:
         """Start an all-to-all of flat tensors of one dtype: outgoing[r] goes to rank r.
 
@@ -259,29 +270,29 @@ class Axis:
         received tensors, by rank, and returns them.
         """
         if self.group is None:
-            return lambda: list(outgoing)
-        like = outgoing[0]
-        if _on_cpu(like):
-            return gloo.start_uneven_exchange(
-                list(outgoing), [like.new_empty(n) for n in sizes], self.rank, self.group
-            )
-        received = like.new_empty(sum(sizes))
-        sent_sizes = [len(some) for some in outgoing]
+            return Pending((), list(outgoing))
+        first = outgoing[0]  # its dtype and device are those of all
+        if _on_cpu(first):
+            incoming = [first.new_empty(size) for size in sizes]
+            return gloo.start_uneven_exchange(list(outgoing), incoming, self.rank, self.group)
+        received = first.new_empty(sum(sizes))
+        sent_sizes = [len(tensor) for tensor in outgoing]
         packed = torch.cat(list(outgoing))
         work = dist.all_to_all_single(
             received, packed, list(sizes), sent_sizes, group=self.group, async_op=True
         )
         assert work is not None
-        return lambda: (wait_for(work), list(received.split(list(sizes))))[1]
+        return Pending([work], list(received.split(list(sizes))))
 
     def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """Return `counts` (int64 [size * n]: chunk r is of what goes to rank r), and what
-        `exchange` makes of them.
+        """Exchange counts and return those sent and those received, in the order of ranks.
 
-        The host waits for the device here.
+        counts: int64 [size * n]; chunk r counts what goes to rank r. The host waits for the device
+        here.
         """
-        own, others = torch.stack((counts, self.exchange(counts))).tolist()
-        return own, others
+        # one copy to the host for both
+        outgoing, incoming = torch.stack((counts, self.exchange(counts))).tolist()
+        return outgoing, incoming
 
     def barrier(self) -> None:
         """Wait until every rank of this axis has called `barrier`."""
@@ -297,8 +308,8 @@ class Axis:
     def _require_divides(self, tensor: Tensor, dim: int) -> None:
         if tensor.shape[dim] % self.size:
             raise ValueError(
-                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} "
-                f"ranks of {self.name}"
+                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks "
+                f"of {self.name}"
             )
 
 
@@ -306,11 +317,11 @@ def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the mesh's axes. Raises UserError unless each is in AXES, in the order of
     AXES."""
     names = mesh.mesh_dim_names or ()
-    if names != tuple(name for name in AXES if name in names) or not names:
+    in_order = tuple(name for name in AXES if name in names)
+    if names != in_order or not names:
         raise UserError(
             f"the mesh has the axes {', '.join(names) or 'without names'}: name them with "
-            "mesh_dim_names, some of "
-            f"{', '.join(AXES)} in this order"
+            f"mesh_dim_names, some of {', '.join(AXES)} in this order"
         )
     return names
 
@@ -336,11 +347,11 @@ def device_of(mesh: DeviceMesh | None) -> torch.device:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return `values` copied to `device`. The copy to a GPU goes through pinned memory and is
-    asynchronous; otherwise the host would wait until the GPU has finished all work queued before
-    it."""
-    if device.type == "cuda" and values.device.type == "cpu":
-        pinned = values.pin_memory()
-    else:
-        pinned = values
-    return pinned.to(device, non_blocking=values.device.type == "cpu")
+    """Return `values` copied to `device`.
+
+    The copy to a GPU goes through pinned memory and is asynchronous; otherwise the host would wait
+    until the GPU has finished all work queued before it.
+    """
+    if device.type == "cuda" and _on_cpu(values):
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device, non_blocking=_on_cpu(values))

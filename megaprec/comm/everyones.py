@@ -18,44 +18,61 @@ _ROUND = 1 << 24  # bytes of text that one collective transfers
 _WORDS = 3  # int64 of an announcement: the length and a digest of 128 bits
 
 
-def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[str, Any]:
+def everyones(
+    mine: dict[str, Any],
+    world: Axis,
+    device: torch.device,
+) -> dict[str, Any]:
     """All-gather the entries of every rank and return them merged in rank order, later ranks
     winning. Collective."""
     merged: dict[str, Any] = {}
-    for said in json.loads(
-        b"[%b]" % b",".join(everyones_texts(json.dumps(mine).encode(), world, device))
-    ):
-        merged |= said
+    for text in everyones_texts(json.dumps(mine).encode(), world, device):
+        merged |= json.loads(text)
     return merged
 
 
-def everyones_texts(mine: bytes, world: Axis, device: torch.device) -> list[bytes]:
+def everyones_texts(
+    mine: bytes,
+    world: Axis,
+    device: torch.device,
+) -> list[bytes]:
     """Return the different texts of all ranks, each once, in the order of the last rank that has
     it. Collective."""
-    lengths = _senders(mine, world, device)
+    lengths = _sender_lengths(mine, world, device)
     ends = dict(zip(lengths, accumulate(lengths.values()), strict=True))
-    start = ends.get(world.rank, 0) - len(mine)
-    whole = bytearray(sum(lengths.values()))
+    joined = bytearray(sum(lengths.values()))
     if world.rank in lengths:
-        whole[start : start + len(mine)] = mine
-    for first in range(
-        0, len(whole), _ROUND
-    ):  # no two ranks have sent to the same place, so a sum joins them
-        some = torch.frombuffer(whole, dtype=torch.uint8)[first : first + _ROUND]
-        some.copy_(world.sum_(some.to(device, copy=True)))
-    return [bytes(whole[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
+        end = ends[world.rank]
+        joined[end - len(mine) : end] = mine
+    # Every byte is zero on all ranks but the one that sends it, so a sum joins the texts.
+    for first in range(0, len(joined), _ROUND):
+        chunk = torch.frombuffer(joined, dtype=torch.uint8)[first : first + _ROUND]
+        chunk.copy_(world.sum_(chunk.to(device, copy=True)))
+    return [bytes(joined[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
 
 
-def _senders(mine: bytes, world: Axis, device: torch.device) -> dict[int, int]:
+def _sender_lengths(
+    mine: bytes,
+    world: Axis,
+    device: torch.device,
+) -> dict[int, int]:
     """Return the length of the text of each rank that is the last one with its text, in rank
     order."""
-    rows = world.gather(_announcement(mine).to(device)).cpu().numpy().tobytes()
+    announcements = world.gather(_announcement(mine).to(device)).cpu().numpy().tobytes()
     size = 8 * _WORDS
-    last = {rows[rank * size : (rank + 1) * size]: rank for rank in range(world.size)}
-    by_rank = {rank: int.from_bytes(row[:8], "little") for row, rank in last.items()}
+    last_ranks: dict[bytes, int] = {}
+    for rank in range(world.size):
+        last_ranks[announcements[rank * size : (rank + 1) * size]] = rank
+    # the length comes first in an announcement
+    by_rank = {
+        rank: int.from_bytes(announcement[:8], "little")
+        for announcement, rank in last_ranks.items()
+    }
     return dict(sorted(by_rank.items()))
 
 
 def _announcement(text: bytes) -> torch.Tensor:
+    """Return the length and the digest of a text as int64 [_WORDS]."""
     digest = blake2b(text, digest_size=8 * (_WORDS - 1)).digest()
-    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + digest), dtype=torch.int64)
+    packed = bytearray(len(text).to_bytes(8, "little") + digest)
+    return torch.frombuffer(packed, dtype=torch.int64)

@@ -9,7 +9,7 @@ are cut once more for experts:
 
     spread    neighbouring ranks that hold different experts; tokens travel along it
     tp        the ranks that hold slices of the same experts
-    replicas  the ranks that hold the same slices of the same experts: gradients are summed over them
+    replicas  the ranks that hold the same slices of the same experts; gradients are summed along it
 
 Experts with slices on all tp ranks are the usual cut of a feed-forward; then `spread` runs along
 dp. With one slice an expert is whole, and `spread` runs along tp first. Megatron-LM names the sizes
@@ -36,49 +36,72 @@ class ExpertAxes:
     replicas: Axis
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, expert: int = 1, tensor: int = 0) -> "ExpertAxes | None":
-        """Return the axes of `mesh` for experts over `expert` ranks, each in `tensor` slices (0:
-        one on each tp rank).
+    def of(
+        mesh: DeviceMesh | None,
+        expert: int = 1,
+        tensor: int = 0,
+    ) -> "ExpertAxes | None":
+        """Return the axes of `mesh` for experts that are cut over the ranks of a stage.
 
-        None if experts lie as any other feed-forward does: all of them on every dp rank, in slices
+        expert: the number of ranks that hold different experts.
+        tensor: the number of slices of an expert; 0: one on each tp rank.
+        None if experts are cut as any other feed-forward: all of them on every dp rank, in slices
         over tp. Raises UserError for sizes that do not fit the mesh. Collective over the world.
         """
         pp = Axis.of(mesh, "pp")
         tp = Axis.of(mesh, "tp")
-        stage = 1 if mesh is None else mesh.size() // pp.size
+        stage_size = 1 if mesh is None else mesh.size() // pp.size
+        # 0: as other feed-forwards are cut
         tensor = tensor or tp.size
-        if problem := misfit(stage // tp.size, tp.size, expert, tensor):
+        if problem := misfit(stage_size // tp.size, tp.size, expert, tensor):
             raise UserError(problem)
         if mesh is None or (expert == 1 and tensor == tp.size):
             return None
+        # world ranks, [stage, replica, expert, slice]
         planes = mesh.mesh.reshape(pp.size, -1, expert, tensor)
-        _, replica, number, part = (planes == dist.get_rank()).nonzero()[0].tolist()
-        cut = tp if tensor == tp.size else _axis("tp", planes, 3, part)
-        return ExpertAxes(
-            _axis("expert", planes, 2, number), cut, _axis("replicas", planes, 1, replica)
-        )
+        coordinates = (planes == dist.get_rank()).nonzero()[0].tolist()
+        slices = tp if tensor == tp.size else _axis("tp", planes, 3, coordinates[3])
+        spread = _axis("expert", planes, 2, coordinates[2])
+        replicas = _axis("replicas", planes, 1, coordinates[1])
+        return ExpertAxes(spread, slices, replicas)
 
     def own(self, experts: int) -> range:
         """Return the numbers of the experts that this rank holds, of `experts`."""
-        each = experts // self.spread.size
-        return range(self.spread.rank * each, (self.spread.rank + 1) * each)
+        experts_per_rank = experts // self.spread.size
+        first = self.spread.rank * experts_per_rank
+        return range(first, first + experts_per_rank)
 
 
-def misfit(data: int, tensor: int, expert: int, expert_tensor: int) -> str:
-    """Return why `expert` ranks x `expert_tensor` slices of experts do not fit data x tensor ranks;
-    "" if they do."""
+def misfit(
+    data: int,
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+) -> str:
+    """Return why a cut of experts does not fit the ranks of a stage; "" if it does.
+
+    data, tensor: sizes of the stage; expert, expert_tensor: ranks of different experts, and slices
+    of an expert.
+    """
     if tensor % expert_tensor:
         return f"{expert_tensor} slices of an expert do not divide {tensor} tensor-parallel ranks"
-    if (data * tensor) % (expert * expert_tensor):
-        asked = f"{expert} ranks x {expert_tensor} slices = {expert * expert_tensor}"
+    stage_size = data * tensor
+    if stage_size % (expert * expert_tensor):
         return (
-            f"{asked} do not divide the data {data} x tensor {tensor} = {data * tensor} ranks of "
-            "a stage"
+            f"{expert} ranks x {expert_tensor} slices = {expert * expert_tensor} do not divide the "
+            f"data {data} x tensor {tensor} = {stage_size} ranks of a stage"
         )
     return ""
 
 
-def _axis(name: str, planes: torch.Tensor, dim: int, rank: int) -> Axis:
+def _axis(
+    name: str,
+    planes: torch.Tensor,
+    dim: int,
+    rank: int,
+) -> Axis:
+    """Return the axis along `dim` of `planes`, on which this rank is number `rank`."""
     size = planes.shape[dim]
+    # a row for each group of ranks that differ in this coordinate only
     runs = planes.movedim(dim, -1).reshape(-1, size)
     return Axis(name, rank, size, split(runs) if size > 1 else None, runs)

@@ -34,8 +34,10 @@ def waiting_their_turn() -> Iterator[None]:
 
 
 def _set_policy(before: str, after: str) -> bool:
-    """Give this thread, of which others inherit it, another policy if it has the one before; return
-    whether it has."""
+    """Change this thread's scheduling policy from `before` to `after`; threads inherit it.
+
+    Return True if it was changed: not if the thread has a third policy, or the system refuses.
+    """
     try:
         if sys.platform != "linux" or os.sched_getscheduler(0) != getattr(os, before):
             return False

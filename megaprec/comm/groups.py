@@ -12,6 +12,7 @@ first.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -23,39 +24,40 @@ from megaprec.comm.gloo_threads import waiting_their_turn
 
 
 def split(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Return the group of this rank, of the groups in the rows of `runs` ([groups, ranks of a
-    group], world ranks).
+    """Make a process group of each row of `runs` and return this rank's.
 
-    The rows are disjoint, and a rank in none of them gets a group of its own. Collective over the
-    world: all ranks pass the same rows. One call of torch's on each rank, however many rows there
-    are.
+    runs: world ranks, int64 [groups, ranks of a group]; the rows are disjoint. A rank in none of
+        them gets a group of its own.
+    Collective over the world: all ranks pass the same rows. torch is called once on each rank,
+    however many rows there are.
     """
     rank = dist.get_rank()
     limit = time_limit(dist.group.WORLD)
-    own = runs[(runs == rank).any(1)].flatten().tolist() or [rank]
-    if _splits():
-        others = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
-        made = dist.split_group(
-            split_ranks=[*runs.tolist(), *([other] for other in others)], timeout=limit
-        )
+    members = runs[(runs == rank).any(1)].flatten().tolist() or [rank]
+    if _can_split_world():
+        ungrouped_ranks = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
+        lone_groups = [[ungrouped] for ungrouped in ungrouped_ranks]
+        group = dist.split_group(split_ranks=runs.tolist() + lone_groups, timeout=limit)
     else:
-        alike = _alike()
+        names_agree = _have_made_as_many_groups()  # a collective, outside of the changed policy
         with waiting_their_turn():
-            made = _alone(own, limit, backend) if alike else _one_by_one(runs, own, limit, backend)
-    assert isinstance(made, dist.ProcessGroup), "a rank is in no group of its own split"
-    return made
+            if names_agree:
+                group = _make_among_members(members, limit, backend)
+            else:
+                group = _make_one_by_one(runs, members, limit, backend)
+    assert isinstance(group, dist.ProcessGroup), "a rank is in no group of its own split"
+    return group
 
 
-def _splits() -> bool:
-    """Return True if the world can be split by one call, as NCCL's can that is bound to a
-    device."""
+def _can_split_world() -> bool:
+    """Return True if one call can split the world, as with NCCL if it is bound to a device."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialized"
     device = world.bound_device_id
     return device is not None and world._get_backend(device).supports_splitting
 
 
-def _alike() -> bool:
+def _have_made_as_many_groups() -> bool:
     """Return True if every rank has made the same number of groups. Collective over the world.
 
     torch names a group that only its members make by its ranks and this number. The members must
@@ -63,49 +65,77 @@ def _alike() -> bool:
     """
     devices = dist.Backend.backend_capability.get(dist.get_backend(), ["cpu"])
     device = "cpu" if "cpu" in devices else devices[0]
-    made = torch.tensor([len(_world.pg_names), -len(_world.pg_names)], device=device)
-    dist.all_reduce(made, dist.ReduceOp.MAX)
-    most, fewest = made.tolist()
-    return most == -fewest
+    group_count = len(_world.pg_names)
+    # the maximum of the negative is the minimum: one collective finds both
+    bounds = torch.tensor([group_count, -group_count], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    maximum, negative_minimum = bounds.tolist()
+    return maximum == -negative_minimum
 
 
-def _one_by_one(runs: Tensor, own: list[int], limit: timedelta, backend: str | None) -> object:
-    """Make the groups in turn, all ranks each of them. A rank in no row makes one that only it
-    needs."""
+def _make_one_by_one(
+    runs: Tensor,
+    members: list[int],
+    limit: timedelta,
+    backend: str | None,
+) -> object:
+    """Make the groups in turn, each by all ranks; return this rank's.
+
+    A rank in no row makes a group that only it needs.
+    """
     groups = [dist.new_group(row, timeout=limit, backend=backend) for row in runs.tolist()]
-    mine = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
-    return mine[0] if mine else _alone(own, limit, backend)
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            return group
+    return _make_among_members(members, limit, backend)
 
 
-def _alone(own: list[int], limit: timedelta, backend: str | None) -> object:
-    """Make a group that only its members make."""
-    return dist.new_group(own, timeout=limit, backend=backend, use_local_synchronization=True)
+def _make_among_members(
+    members: list[int],
+    limit: timedelta,
+    backend: str | None,
+) -> object:
+    """Make a group by a call of its members only."""
+    return dist.new_group(members, timeout=limit, backend=backend, use_local_synchronization=True)
+
+
+@dataclass
+class _PairSet:
+    """Pairs of which no two have a rank in common: their numbers, and all their ranks."""
+
+    numbers: list[int] = field(default_factory=list)
+    busy_ranks: set[int] = field(default_factory=set)
 
 
 def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Distribute the pairs over few sets in which no rank occurs twice; returns the numbers of each
-    set's pairs.
+    """Distribute pairs of ranks over few sets in which no rank occurs twice.
 
-    Neighbours on a line or on a ring of an even number of ranks need as many sets as a rank has
-    pairs.
+    Return the numbers of each set's pairs. Neighbours on a line or on a ring of an even number of
+    ranks need as many sets as a rank has pairs.
     """
     numbered = [(number, set(pair)) for number, pair in enumerate(pairs)]
-    sets: list[tuple[list[int], set[int]]] = []
-    for number, pair in sorted(
-        numbered, key=lambda one: (max(one[1]) - min(one[1]) > 1, min(one[1]))
-    ):
-        free = next(((chosen, busy) for chosen, busy in sets if not busy & pair), None)
-        if free is None:
-            sets.append(free := ([], set()))
-        free[0].append(number)
-        free[1].update(pair)
-    return [chosen for chosen, _ in sets]
+
+    def neighbours_first(numbered_pair: tuple[int, set[int]]) -> tuple[bool, int]:
+        ranks = numbered_pair[1]
+        return max(ranks) - min(ranks) > 1, min(ranks)
+
+    sets: list[_PairSet] = []
+    # neighbours first: of a ring of even length they fill two sets completely
+    for number, ranks in sorted(numbered, key=neighbours_first):
+        free_set = next((each for each in sets if not each.busy_ranks & ranks), None)
+        if free_set is None:
+            free_set = _PairSet()
+            sets.append(free_set)
+        free_set.numbers.append(number)
+        free_set.busy_ranks |= ranks
+    return [each.numbers for each in sets]
 
 
 def time_limit(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the time limit of the group's operations; torch's default for a backend that has none
-    of its own."""
+    """Return the time limit of the group's operations; torch's default if its backend has none."""
     assert group is not None, "torch.distributed is not initialized"
     devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
-    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
-    return options._timeout if options is not None else default_pg_timeout
+    if not devices:
+        return default_pg_timeout
+    options = getattr(group._get_backend(devices[0]), "options", None)
+    return default_pg_timeout if options is None else options._timeout

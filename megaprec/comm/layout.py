@@ -45,7 +45,11 @@ class Part:
 
     @staticmethod
     def cut(
-        name: str, shape: tuple[int, ...], dim: int | None, tp: Axis, shards: int | None = None
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        tp: Axis,
+        shards: int | None = None,
     ) -> "Part":
         """Return the slice of rank `tp.rank`.
 
@@ -59,7 +63,15 @@ class Part:
                 "tensor-parallel ranks"
             )
         copies = tp.size // shards
-        return Part(name, shape, dim, shards, tp.rank // copies, copies, tp.rank % copies)
+        return Part(
+            name,
+            shape,
+            dim,
+            shards,
+            tp.rank // copies,
+            copies,
+            tp.rank % copies,
+        )
 
     @property
     def rank(self) -> int:
@@ -69,9 +81,9 @@ class Part:
     @property
     def padded(self) -> tuple[int, ...]:
         """Return the shape of the slice with padding, the same for every shard."""
-        if self.dim is not None:
-            return self._with_dim(-(-self.shape[self.dim] // self.shards))
-        return self.shape
+        if self.dim is None:
+            return self.shape
+        return self._with_length(-(-self.shape[self.dim] // self.shards))  # rounded up
 
     @property
     def start(self) -> int:
@@ -86,7 +98,8 @@ class Part:
         `padded`."""
         if self.dim is None:
             return self.shape
-        return self._with_dim(min(self.padded[self.dim], self.shape[self.dim] - self.start))
+        remaining = self.shape[self.dim] - self.start
+        return self._with_length(min(self.padded[self.dim], remaining))
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this slice of the logical tensor `whole` (a view)."""
@@ -94,8 +107,10 @@ class Part:
             return whole
         return whole.narrow(self.dim, self.start, self.local[self.dim])
 
-    def _with_dim(self, length: int) -> tuple[int, ...]:
-        return tuple(length if d == self.dim else n for d, n in enumerate(self.shape))
+    def _with_length(self, length: int) -> tuple[int, ...]:
+        """Return the shape with `length` along the sharded dim."""
+        assert self.dim is not None
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,8 @@ class Layout:
 
     def holder(self, pp_rank: int) -> int:
         """Return the index of this copy among those of all pipeline ranks."""
-        return (self.tied or (pp_rank,)).index(pp_rank) + self.again
+        holders = self.tied or (pp_rank,)
+        return holders.index(pp_rank) + self.again
 
     def counts(self, pp_rank: int) -> bool:
         """Return True if this pipeline rank counts the parameter in norms and writes it to
@@ -133,8 +149,10 @@ class Layout:
         return self.holder(pp_rank) == 0
 
     def spans(self) -> Iterator[tuple[Part, int, int]]:
-        """Yield (part, first, last + 1): the elements of each part in the flattened parameter,
-        without padding."""
+        """Yield (part, first, last + 1) of each part: its elements in the flattened parameter.
+
+        Padding follows the elements of a part and is left out.
+        """
         first = 0
         for part in self.parts:
             yield part, first, first + prod(part.local)
@@ -148,8 +166,8 @@ def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
     if tuple(parameter.shape) != expected:
         raise ValueError(
-            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout "
-            f"says {expected}"
+            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says "
+            f"{expected}"
         )
     parameter.megaprec_layout = layout  # type: ignore[attr-defined]
     return parameter
@@ -172,30 +190,37 @@ def has_layout(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "megaprec_layout", None) is not None
 
 
-def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") -> None:
+def attach_whole(
+    module: nn.Module,
+    tp: Axis | None = None,
+    prefix: str = "",
+) -> None:
     """Attach the layout "replicated on every rank of `tp`" to every parameter of `module` that has
     no layout.
 
-    A parameter's logical name is `prefix` and its path. prefix: pipeline stages need different
-    prefixes, because logical names must be unique in the whole model. Raises UserError for what is
-    no module, and for a parameter of a lazy module, which has no shape before the first forward
-    pass.
+    prefix: the beginning of each parameter's logical name, which its path in the module follows.
+        Pipeline stages need different prefixes, because logical names must be unique in the whole
+        model.
+    Raises UserError for what is no module, and for a parameter of a lazy module, which has no shape
+    before the first forward pass.
     """
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"attach_whole takes a torch module, not a {type(module).__name__}: call it for "
-            "each model"
+            f"attach_whole takes a torch module, not a {type(module).__name__}: call it for each "
+            "model"
         )
     if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
         raise UserError(
             f"attach_whole(tp={tp!r:.40}, prefix={prefix!r:.40}): tp must be an Axis, prefix text"
         )
-    if lazy := [name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise UserError(
-            f"{lazy[0]} is of a lazy module and has no shape yet: run the model once before "
-            "attach_whole"
-        )
     for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UserError(
+                f"{name} is of a lazy module and has no shape yet: run the model once before "
+                "attach_whole"
+            )
+    for name, parameter in module.named_parameters():
+        # a parallel layer has attached its own
         if not has_layout(parameter):
             part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))
             attach(parameter, Layout((part,)))
@@ -203,6 +228,7 @@ def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") ->
 
 def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
     """Yield every parameter that requires a gradient once, in order of registration."""
+    # a tied parameter occurs several times
     seen: set[nn.Parameter] = set()
     for module in parts:
         for parameter in module.parameters():

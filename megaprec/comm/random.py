@@ -9,25 +9,27 @@ The numbers are SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 2014) used as a counter-based generator, in torch's wrapping int64 arithmetic.
 """
 
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import blake2b
-from itertools import starmap
+from itertools import product
 from math import prod
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaprec.comm.layout import Part
 
-_GAMMA, _MIX1, _MIX2 = (
-    v - 2**64 for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+# the constants of SplitMix64, less 2**64: as signed 64-bit numbers
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
 # elements that a thread draws at a time: fewer than those for which torch starts threads of its own
 _BLOCK = 24_000
-_SEGMENTS = 8  # of each factor of two of a probability, as a power of two
+# 2**_SEGMENTS lines approximate the quantile within each factor of two of a probability
+_SEGMENTS = 8
 
 
 def key(seed: int, *names: object) -> int:
@@ -37,20 +39,27 @@ def key(seed: int, *names: object) -> int:
 
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """Return 64 random bits (int64) for each int64 element of `index`, in its shape. key: also a
-    scalar tensor."""
-    z = index * _GAMMA + key
-    z = (z ^ _shift(z, 30)) * _MIX1
-    z = (z ^ _shift(z, 27)) * _MIX2
-    return z ^ _shift(z, 31)
+    """Return 64 random bits (int64) for each int64 element of `index`, in its shape.
+
+    key: a number or a scalar tensor.
+    """
+    state = index * _GAMMA + key
+    state = (state ^ _shift(state, 30)) * _MIX1
+    state = (state ^ _shift(state, 27)) * _MIX2
+    return state ^ _shift(state, 31)
 
 
-def keep(key: int | Tensor, index: Tensor, probability: float) -> Tensor:
+def keep(
+    key: int | Tensor,
+    index: Tensor,
+    probability: float,
+) -> Tensor:
     """Return a bool for each element of `index`, True with `probability`.
 
     The comparison is in integers, so the result is equal on every device.
     """
-    return _shift(bits(key, index), 11) < int(probability * 2**53)
+    uniform = _shift(bits(key, index), 11)  # 53 bits, as many as a probability in float64 has
+    return uniform < int(probability * 2**53)
 
 
 def normal(key: int, index: Tensor) -> Tensor:
@@ -59,42 +68,62 @@ def normal(key: int, index: Tensor) -> Tensor:
     return pairs.gather(-1, (index & 1).unsqueeze(-1)).squeeze(-1)
 
 
-def normal_part(part: Part, seed: int, std: float, dtype: torch.dtype) -> Tensor:
+def normal_part(
+    part: Part,
+    seed: int,
+    std: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the slice `part` of a logical tensor of normal numbers: [*part.local], drawn on the
-    CPU."""
-    run = prod(part.local[part.dim or 0 :])  # consecutive elements of the logical tensor
-    whole = prod(part.shape[part.dim or 0 :])
-    skipped = part.start * prod(part.shape[(part.dim or 0) + 1 :])
-    values = torch.empty(prod(part.local) // max(1, run), run, dtype=dtype)
-    number = key(seed, part.name)
-    rows = max(1, _BLOCK // max(1, run))
+    CPU.
 
-    def fill(row: int, first: int) -> None:
-        some = values[row : row + rows, first : first + _BLOCK]
-        starts = torch.arange(row, row + len(some)) * whole + (skipped + first)
-        some.copy_(_normal_runs(number, starts, some.shape[1]).to(dtype).mul_(std))
+    The slice is drawn as a matrix: each of its rows is a run of consecutive elements of the logical
+    tensor.
+    """
+    dim = part.dim or 0
+    row_length = prod(part.local[dim:])
+    row_stride = prod(part.shape[dim:])  # from row to row in the logical tensor
+    offset = part.start * prod(part.shape[dim + 1 :])
+    values = torch.empty(prod(part.local) // max(1, row_length), row_length, dtype=dtype)
+    tensor_key = key(seed, part.name)
+    rows_in_block = max(1, _BLOCK // max(1, row_length))
 
-    blocks = [
-        (row, first) for row in range(0, len(values), rows) for first in range(0, run, _BLOCK)
-    ]
+    def fill_block(first_row: int, first_column: int) -> None:
+        block = values[first_row : first_row + rows_in_block, first_column : first_column + _BLOCK]
+        rows = torch.arange(first_row, first_row + len(block))
+        starts = rows * row_stride + (offset + first_column)
+        drawn = _normal_runs(tensor_key, starts, block.shape[1])
+        block.copy_(drawn.to(dtype).mul_(std))  # rounded before it is scaled
+
+    first_rows = range(0, len(values), rows_in_block)
+    blocks = list(product(first_rows, range(0, row_length, _BLOCK)))
     if len(blocks) < 2:
-        deque(starmap(fill, blocks), maxlen=0)
+        for first_row, first_column in blocks:
+            fill_block(first_row, first_column)
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            # raises what a block raised
-            deque(pool.map(fill, *zip(*blocks, strict=True)), maxlen=0)
+            futures = [pool.submit(fill_block, *block) for block in blocks]
+        for future in futures:
+            future.result()  # raises what a block raised
     return values.view(part.local)
 
 
-def _normal_runs(key: int, starts: Tensor, length: int) -> Tensor:
+def _normal_runs(
+    key: int,
+    starts: Tensor,
+    length: int,
+) -> Tensor:
     """Return the numbers of `length` consecutive indices from each of `starts`: float32 [starts,
     length]."""
+    # One word gives the numbers of two indices, so a run from an odd index begins within a word.
     odd = starts & 1
-    words = (starts >> 1).unsqueeze(-1) + torch.arange(length // 2 + 1, device=starts.device)
+    word_columns = torch.arange(length // 2 + 1, device=starts.device)
+    words = (starts >> 1).unsqueeze(-1) + word_columns
     drawn = _normal_pairs(bits(key, words)).flatten(1)
     if bool((odd == odd[:1]).all()):
         return drawn[:, int(odd[0]) :][:, :length]
-    return drawn.gather(1, odd.unsqueeze(-1) + torch.arange(length, device=starts.device))
+    columns = odd.unsqueeze(-1) + torch.arange(length, device=starts.device)
+    return drawn.gather(1, columns)
 
 
 def _normal_pairs(words: Tensor) -> Tensor:
@@ -106,58 +135,75 @@ def _normal_pairs(words: Tensor) -> Tensor:
     """
     halves = words.unsqueeze(-1).view(torch.int32)
     probability = (halves & 0x7FFFFFFF).float().add_(0.5)  # in units of 2**-32
+    # exponent and first bits of the mantissa, of 23 bits
     segment = (probability.view(torch.int32) >> (23 - _SEGMENTS)).flatten()
-    values, slopes = (
-        column.to(words.device).index_select(0, segment).view(halves.shape)
-        for column in _quantiles()
-    )
-    return torch.copysign(slopes.mul_(probability).add_(values), halves.view(torch.float32))
+    lines = _quantile_lines()
+    values = lines.values.to(words.device).index_select(0, segment)
+    slopes = lines.slopes.to(words.device).index_select(0, segment)
+    values = values.view(halves.shape)
+    slopes = slopes.view(halves.shape)
+    quantile = slopes.mul_(probability).add_(values)
+    return torch.copysign(quantile, halves.view(torch.float32))
+
+
+class _Lines(NamedTuple):
+    """Lines of one variable, one for each segment: their values at 0 and their slopes, float32."""
+
+    values: Tensor
+    slopes: Tensor
 
 
 @cache
-def _quantiles() -> tuple[Tensor, Tensor]:
-    """Return the lines that approximate the normal quantile: values at 0 and slopes, float32, by
-    segment.
+def _quantile_lines() -> _Lines:
+    """Return the lines that approximate the normal quantile.
 
     The segment of a probability p, in units of 2**-32, is the exponent and the first bits of the
     float32 p, so each factor of two has 2**_SEGMENTS segments. A line is exact at both ends of its
     segment, and within 2e-6 between them.
     """
-    first, last = ((127 + power) << _SEGMENTS for power in (-1, 31))
-    edges = (
-        (torch.arange(first, last + 1, dtype=torch.int32) << (23 - _SEGMENTS))
-        .view(torch.float32)
-        .double()
-    )
+    # 127 is the bias of the exponent: the segments of the probabilities 1/2 to 2**31
+    first = (127 - 1) << _SEGMENTS
+    last = (127 + 31) << _SEGMENTS
+    edge_bits = torch.arange(first, last + 1, dtype=torch.int32) << (23 - _SEGMENTS)
+    edges = edge_bits.view(torch.float32).double()
+    normal_distribution = NormalDist()
     quantiles = torch.tensor(
-        [-NormalDist().inv_cdf(edge * 2.0**-32) for edge in edges.tolist()], dtype=torch.float64
+        [-normal_distribution.inv_cdf(edge * 2.0**-32) for edge in edges.tolist()],
+        dtype=torch.float64,
     )
     slopes = quantiles.diff() / edges.diff()
-    # probabilities that round up to 1/2 are the last segment
-    unused = torch.zeros(first)
-    end = torch.zeros(1)
     values = quantiles[:-1] - slopes * edges[:-1]
-    return torch.cat((unused, values.float(), end)), torch.cat((unused, slopes.float(), end))
+    unused = torch.zeros(first)  # no probability is below 1/2 of a unit
+    end = torch.zeros(1)  # probabilities that round up to 1/2 are the last segment
+    return _Lines(
+        values=torch.cat((unused, values.float(), end)),
+        slopes=torch.cat((unused, slopes.float(), end)),
+    )
 
 
-def places(part: Part, first: int, last: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the indices in the flattened logical tensor of elements [first, last) of the flattened
-    slice.
+def places(
+    part: Part,
+    first: int,
+    last: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return where elements [first, last) of the flattened slice are in the flattened logical
+    tensor.
 
     int64 [last - first].
     """
     index = torch.arange(first, last, device=device)
     if part.dim is None:
         return index
-    inner = prod(part.local[part.dim :])
-    return (
-        index
-        + (index // inner) * (prod(part.shape[part.dim :]) - inner)
-        + part.start * prod(part.shape[part.dim + 1 :])
-    )
+    # The slice consists of runs of consecutive elements, whose starts are further apart in the
+    # logical tensor.
+    row_length = prod(part.local[part.dim :])
+    row_stride = prod(part.shape[part.dim :])
+    offset = part.start * prod(part.shape[part.dim + 1 :])
+    return index + (index // row_length) * (row_stride - row_length) + offset
 
 
-def _shift(z: Tensor, n: int) -> Tensor:
-    """Return the bits of int64 `z` shifted right with zero fill; torch's own shift extends the
+def _shift(word: Tensor, count: int) -> Tensor:
+    """Return the bits of int64 `word` shifted right with zero fill; torch's own shift extends the
     sign."""
-    return (z >> n) & ((1 << (64 - n)) - 1)
+    return (word >> count) & ((1 << (64 - count)) - 1)

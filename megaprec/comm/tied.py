@@ -14,44 +14,60 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.groups import split
 
-_MOST = 4  # different sets of tied pipeline ranks to which one rank may belong
+# different sets of tied pipeline ranks to which one rank may belong
+_MAX_SETS = 4
 
 
 def tied_axes(
-    mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]
+    mesh: DeviceMesh | None,
+    sets: Iterable[tuple[int, ...]],
 ) -> dict[tuple[int, ...], Axis]:
     """Return an axis for each set of pipeline ranks (ascending) to which this rank belongs.
 
     sets: `Layout.tied` of this rank's parameters. Collective over the world.
     """
     # two copies on one rank need no group
-    mine = list(dict.fromkeys(s for s in sets if len(set(s)) > 1))
+    local_sets = list(dict.fromkeys(ranks for ranks in sets if len(set(ranks)) > 1))
     pp = Axis.of(mesh, "pp")
+    # one pipeline rank shares nothing
     if pp.runs is None or pp.size == 1:
         return {}
-    known = _all_gather_sets(pp, mine, device_of(mesh))
     axes: dict[tuple[int, ...], Axis] = {}
-    for members in known:
-        group = split(runs := pp.runs[:, list(members)])
+    for members in _all_gather_sets(pp, local_sets, device_of(mesh)):
+        runs = pp.runs[:, list(members)]
+        group = split(runs)  # by every rank, also by those that are no members
         if pp.rank in members:
-            axes[members] = Axis("tied", members.index(pp.rank), len(members), group, runs)
+            axes[members] = Axis(
+                "tied",
+                members.index(pp.rank),
+                len(members),
+                group,
+                runs,
+            )
     return axes
 
 
 def _all_gather_sets(
-    pp: Axis, mine: list[tuple[int, ...]], device: torch.device
+    pp: Axis,
+    local_sets: list[tuple[int, ...]],
+    device: torch.device,
 ) -> list[tuple[int, ...]]:
     """All-gather the sets of all pipeline ranks and return them in the same order on every rank.
 
-    A set is sent as the bits of an integer.
+    A set is sent as an integer: bit r is set if rank r is in it.
     """
-    if len(mine) > _MOST:
+    if len(local_sets) > _MAX_SETS:
         raise ValueError(
-            f"a pipeline rank may share parameters with at most {_MOST} different sets of others"
+            f"a pipeline rank may share parameters with at most {_MAX_SETS} different sets of "
+            "others"
         )
-    codes = torch.zeros(_MOST, dtype=torch.int64, device=device)
-    codes[: len(mine)] = torch.tensor(
-        [sum(1 << rank for rank in s) for s in mine], dtype=torch.int64
-    )
-    found = sorted({int(code) for code in pp.gather(codes).tolist()} - {0})
-    return [tuple(rank for rank in range(pp.size) if code >> rank & 1) for code in found]
+    codes = torch.zeros(_MAX_SETS, dtype=torch.int64, device=device)
+    for i, ranks in enumerate(local_sets):
+        codes[i] = sum(1 << rank for rank in ranks)
+    # sorted, so that all ranks create the groups in the same order
+    gathered = sorted({int(code) for code in pp.gather(codes).tolist()} - {0})
+    return [_ranks_in(code, pp.size) for code in gathered]
+
+
+def _ranks_in(code: int, size: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(size) if code >> rank & 1)

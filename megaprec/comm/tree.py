@@ -22,25 +22,31 @@ def add_by_tree(terms: Sequence[Tensor]) -> Tensor:
 
 
 def start_tree_scatter_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
-    """Start a reduce-scatter by the tree, in place: `Axis.start_scatter_sum_` in a fixed order of
-    additions."""
+    """Start a reduce-scatter over `axis` by the tree, in place; the returned function waits for it.
+
+    As by `Axis.start_scatter_sum_`, only this rank's chunk of `flat` is then defined.
+    """
+    # one rank has the sum already
     if axis.group is None:
         return lambda: None
-    arriving = axis.start_exchange(flat)
+    finish_exchange = axis.start_exchange(flat)
 
     def finish() -> None:
-        axis.chunk(flat).copy_(add_by_tree(arriving().chunk(axis.size)))
+        terms = finish_exchange().chunk(axis.size)
+        axis.chunk(flat).copy_(add_by_tree(terms))
 
     return finish
 
 
 def start_tree_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
-    """Start an all-reduce by the tree, in place: each rank adds its chunk, and the chunks are then
-    all-gathered."""
-    finish = start_tree_scatter_sum_(axis, flat)
+    """Start an all-reduce over `axis` by the tree, in place; the returned function waits for it.
+
+    Each rank adds the terms of its chunk, and the sums are then all-gathered.
+    """
+    finish_chunk = start_tree_scatter_sum_(axis, flat)
 
     def finish_and_gather() -> None:
-        finish()
+        finish_chunk()
         axis.start_gather_(flat)()
 
     return finish_and_gather

@@ -6,9 +6,10 @@ model is therefore always cut into the same number of virtual ranks, and each pr
 processes` neighbouring ones. Every product has the same shapes on every number of processes, and
 every sum over the virtual ranks is one binary tree:
 
-    adjacent pairs are added, level by level, and an odd last one goes up unchanged: ((0 + 1) + (2 +
-    3)) + 4 nodes are FP32, or float64 for float64 leaves, and the root is rounded to the dtype of
-    the leaves once
+    adjacent pairs are added, level by level, and an odd last one goes up unchanged:
+    ((0 + 1) + (2 + 3)) + 4
+    nodes are FP32, or float64 for float64 leaves, and the root is rounded to the dtype of the
+    leaves once
 
 A process that holds a power of two of the leaves holds a whole subtree: it adds its own leaves
 first and exchanges one node. Any other process exchanges leaves. Maxima are exact in any order, and
@@ -17,6 +18,7 @@ a concatenation adds nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,11 +30,10 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class VirtualAxis:
-    """An axis of `size` virtual ranks over the processes of the axis `real`. Raises UserError
-    unless they divide it.
+    """An axis of `size` virtual ranks over the processes of the axis `real`.
 
-    Each method takes one tensor of each virtual rank of this process, in their order, and is
-    collective over `real`.
+    Raises UserError unless the processes divide the virtual ranks. Each method takes one tensor of
+    each virtual rank of this process, in their order, and is collective over `real`.
     """
 
     real: Axis
@@ -41,9 +42,8 @@ class VirtualAxis:
     def __post_init__(self) -> None:
         if self.size < 1 or self.size % self.real.size:
             raise UserError(
-                f"{self.size} virtual ranks cannot be shared out evenly among "
-                f"{self.real.size} processes of "
-                f"{self.real.name}: their number must be a multiple of the processes"
+                f"{self.size} virtual ranks cannot be shared out evenly among {self.real.size} "
+                f"processes of {self.real.name}: their number must be a multiple of the processes"
             )
 
     @property
@@ -60,24 +60,29 @@ class VirtualAxis:
         """Return the sum over all virtual ranks, rounded once to the dtype of the leaves."""
         nodes = self._nodes(leaves)
         if self.real.size > 1:
+            # in the order of the virtual ranks
             nodes = list(self.real.gather(torch.stack(nodes)).unbind())
         return tree_sum(nodes).to(leaves[0].dtype)
 
     def scatter_sum(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return each virtual rank's chunk of the sum: [size * n, ...] becomes [n, ...] for
-        each."""
+        """Return each virtual rank's chunk of the sum: [n, ...] of [size * n, ...]."""
+        dtype = leaves[0].dtype
         if leaves[0].shape[0] % self.size:
             raise ValueError(
-                f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} "
-                "virtual ranks"
+                f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} virtual "
+                "ranks"
             )
         if self.real.size == 1:
-            chunks = zip(*(leaf.chunk(self.size) for leaf in leaves), strict=True)
-            return [tree_sum(some).to(leaves[0].dtype) for some in chunks]
-        received = [self.real.exchange(node).chunk(self.real.size) for node in self._nodes(leaves)]
-        nodes = [node for of_process in zip(*received, strict=True) for node in of_process]
-        chunks = zip(*(node.chunk(self.held) for node in nodes), strict=True)
-        return [tree_sum(some).to(leaves[0].dtype) for some in chunks]
+            chunked = [leaf.chunk(self.size) for leaf in leaves]
+        else:
+            # The processes' nodes of this process's chunk, in the order of the virtual ranks. A
+            # process sends one node or `held`, and each other process as many.
+            received = [
+                self.real.exchange(node).chunk(self.real.size) for node in self._nodes(leaves)
+            ]
+            nodes = chain.from_iterable(zip(*received, strict=True))
+            chunked = [node.chunk(self.held) for node in nodes]
+        return [tree_sum(terms).to(dtype) for terms in zip(*chunked, strict=True)]
 
     def max(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the elementwise maximum over all virtual ranks; a NaN on any of them gives NaN."""
@@ -88,14 +93,14 @@ class VirtualAxis:
         return self.real.gather(torch.cat([*leaves]) if len(leaves) > 1 else leaves[0])
 
     def _nodes(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the nodes that this process contributes to a sum: its subtree's root, or its
-        leaves."""
+        """Return what this process contributes to a sum: the root of its subtree, or its leaves."""
         if len(leaves) != self.held:
             raise ValueError(
                 f"{len(leaves)} tensors were given for the {self.held} virtual ranks of this "
                 "process"
             )
-        if self.held == 1 or self.held & (self.held - 1):
+        is_power_of_two = self.held & (self.held - 1) == 0
+        if self.held == 1 or not is_power_of_two:  # then its leaves are no whole subtree
             return [leaf.contiguous() for leaf in leaves]
         return [tree_sum(leaves)]
 

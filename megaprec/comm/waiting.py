@@ -7,17 +7,25 @@ itself notes when a wait begins and ends, which takes a microsecond; others read
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 class _Ledger(NamedTuple):
-    """Seconds of all waits that are over, and the time at which the present one began; None between
-    waits."""
+    """The time that one thread has waited.
 
-    over: float = 0.0
+    finished_seconds: the length of all waits that are over.
+    begun: the time at which the present wait began; None between waits.
+    """
+
+    finished_seconds: float = 0.0
     begun: float | None = None
 
 
@@ -29,7 +37,7 @@ class Waits:
 
     def begin(self) -> None:
         """Note that a wait begins now."""
-        self._ledger = _Ledger(self._ledger.over, time.monotonic())
+        self._ledger = _Ledger(self._ledger.finished_seconds, time.monotonic())
 
     def end(self) -> None:
         """Note that the wait is over."""
@@ -41,12 +49,11 @@ class Waits:
         return self._ledger.begun is not None
 
     def seconds(self, now: float) -> float:
-        """Return the seconds that the thread has waited so far. now: the present
-        `time.monotonic()`."""
-        ledger = self._ledger
+        """Return the seconds that the thread has waited until `now`, a `time.monotonic()`."""
+        ledger = self._ledger  # read once: another thread may replace it at any time
         if ledger.begun is None:
-            return ledger.over
-        return ledger.over + max(0.0, now - ledger.begun)
+            return ledger.finished_seconds
+        return ledger.finished_seconds + max(0.0, now - ledger.begun)
 
 
 class Work(Protocol):
@@ -57,8 +64,7 @@ class Work(Protocol):
         ...
 
 
-# Of a thread, and None for every other thread: the waits of a thread that reads data are none of
-# the main thread's.
+# Set per thread: the waits of a thread that reads data do not count as the main thread's.
 _waits: ContextVar[Waits | None] = ContextVar("waits", default=None)
 
 
@@ -80,8 +86,7 @@ def wait_for(work: Work) -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Note that this thread waits for other ranks within the context, in which there is no other
-    one."""
+    """Note that this thread waits for other ranks within the context; not to be nested."""
     waits = _waits.get()
     if waits is None:
         yield
@@ -91,3 +96,22 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         waits.end()
+
+
+@dataclass
+class Pending(Generic[Result]):
+    """A collective under way. A call waits for its end and returns its result.
+
+    works: the transfers to wait for, in this order.
+    result: what the transfers fill; not to be read before the call has returned.
+    keep: tensors that only the transfers still read; a reference keeps their memory until the end.
+    """
+
+    works: Sequence[Work]
+    result: Result
+    keep: tuple[Tensor, ...] = ()
+
+    def __call__(self) -> Result:
+        for work in self.works:
+            wait_for(work)
+        return self.result

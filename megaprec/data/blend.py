@@ -16,6 +16,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +26,16 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Batch, Samples
 from megaprec.errors import UserError
 
-LONGEST_PERIOD = 1_000_000
+LONGEST_PERIOD = 1_000_000  # samples; a blend holds two int64 for each of a period
 
 
 class Blend:
     """Samples of several data sets, mixed by weight, with the interface of `Samples`. A blend has
     no epochs.
 
-    names: name of each data set. totals: number of all samples of each data set, including those
-        not in `parts`.
+    parts: the samples of each data set.
+    names: the name of each data set.
+    totals: the number of all samples of each data set, including those not in `parts`.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class Blend:
         self._pattern = pattern(shares(weights))
         self._offsets = np.concatenate(([0], np.cumsum(totals)))
         self._per_period = np.bincount(self._pattern, minlength=len(parts))
-        # number of earlier samples of the same data set in the period
-        self._before = np.empty_like(self._pattern)
+        # for each position in the period, the number of earlier samples of the same data set
+        self._earlier = np.empty_like(self._pattern)
         for part, count in enumerate(self._per_period):
-            self._before[self._pattern == part] = np.arange(count)
+            self._earlier[self._pattern == part] = np.arange(count)
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
@@ -60,35 +62,47 @@ class Blend:
     def batch(self, position: int, count: int) -> Batch:
         """Return the samples at positions [position, position + count); ids continue from one data
         set to the next."""
-        periods, places = np.divmod(np.arange(position, position + count), len(self._pattern))
-        which = self._pattern[places]
-        own = periods * self._per_period[which] + self._before[places]
-        found = [(which == part).nonzero()[0] for part in range(len(self.parts))]
-        batches = [
-            self.parts[part].batch(int(own[rows[0]]), len(rows))
-            for part, rows in enumerate(found)
-            if len(rows)
-        ]
-        order = torch.from_numpy(np.argsort(np.concatenate(found)))
-        ids = torch.cat([b.ids for b in batches])[order] + torch.from_numpy(self._offsets[which])
+        positions = np.arange(position, position + count)
+        part_of_row, number_in_part = self._locate(positions)
+        batches: list[Batch] = []
+        rows_by_part: list[NDArray[np.int64]] = []
+        for part, samples in enumerate(self.parts):
+            rows = (part_of_row == part).nonzero()[0]
+            if len(rows):
+                # a data set's samples in a blend follow each other
+                first = int(number_in_part[rows[0]])
+                batches.append(samples.batch(first, len(rows)))
+                rows_by_part.append(rows)
+        # the batches are joined by data set; this brings their rows back into the blend's order
+        order = torch.from_numpy(np.argsort(np.concatenate(rows_by_part)))
+        offsets = torch.from_numpy(self._offsets[part_of_row])
         return Batch(
-            _joined([b.tokens for b in batches], order),
-            _joined([b.targets for b in batches], order),
-            ids,
-            *(
-                None if some[0] is None else _joined(some, order)
-                for some in zip(*((b.mask, b.documents, b.positions) for b in batches), strict=True)
-            ),
+            _merge([batch.tokens for batch in batches], order),
+            _merge([batch.targets for batch in batches], order),
+            torch.cat([batch.ids for batch in batches])[order] + offsets,
+            _merge_optional([batch.mask for batch in batches], order),
+            _merge_optional([batch.documents for batch in batches], order),
+            _merge_optional([batch.positions for batch in batches], order),
         )
 
     def place(self, position: int) -> tuple[IndexedDataset, int, int]:
         """Return what `Samples.place` returns, for the sample's data set."""
-        period, place = divmod(position, len(self._pattern))
-        part = int(self._pattern[place])
-        return self.parts[part].place(int(period * self._per_period[part] + self._before[place]))
+        part, number = self._locate(np.int64(position))
+        return self.parts[int(part)].place(int(number))
+
+    def _locate(self, positions: Any) -> tuple[Any, Any]:
+        """Return the data set of the sample at each position, and its number among those.
+
+        positions: int64, an array or a number, as are the results.
+        """
+        periods, slots = np.divmod(positions, len(self._pattern))
+        parts = self._pattern[slots]
+        numbers = periods * self._per_period[parts] + self._earlier[slots]
+        return parts, numbers
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""
+        # ids of a data set begin at its offset
         parts = np.searchsorted(self._offsets, ids.numpy(), side="right") - 1
         return [
             f"{self._names[part]}:{int(id) - self._offsets[part]}"
@@ -97,9 +111,9 @@ class Blend:
 
     def taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
-        periods, rest = divmod(samples, len(self._pattern))
-        some = np.bincount(self._pattern[:rest], minlength=len(self.parts))
-        return (periods * self._per_period + some).tolist()
+        periods, remainder = divmod(samples, len(self._pattern))
+        of_last_period = np.bincount(self._pattern[:remainder], minlength=len(self.parts))
+        return (periods * self._per_period + of_last_period).tolist()
 
 
 def shares(weights: Sequence[float]) -> list[int]:
@@ -107,36 +121,54 @@ def shares(weights: Sequence[float]) -> list[int]:
 
     Raises UserError if their sum, the period of the blend, is more than LONGEST_PERIOD.
     """
-    exact = [Fraction(repr(weight)) for weight in weights]
-    whole = [int(f * math.lcm(*(f.denominator for f in exact))) for f in exact]
-    least = [n // math.gcd(*whole) for n in whole]
-    if sum(least) > LONGEST_PERIOD:
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    numerators = [int(fraction * denominator) for fraction in fractions]
+    divisor = math.gcd(*numerators)
+    ratio = [numerator // divisor for numerator in numerators]
+    if sum(ratio) > LONGEST_PERIOD:
         raise UserError(
-            f"weights {', '.join(map(repr, weights))} need {sum(least):,} samples, the "
-            "shortest stretch with exact "
-            f"proportions; at most {LONGEST_PERIOD:,} are supported: give weights with fewer digits"
+            f"weights {', '.join(map(repr, weights))} need {sum(ratio):,} samples, the shortest "
+            f"stretch with exact proportions; at most {LONGEST_PERIOD:,} are supported: give "
+            "weights with fewer digits"
         )
-    return least
+    return ratio
 
 
 def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     """Return one period of the pattern: the data set at each position, int64 [sum(shares)]."""
     period = sum(shares)
-    made = np.empty(period, dtype=np.int64)
-    # (earliest position, data set, index of its sample)
+    parts = np.empty(period, dtype=np.int64)
+    # Two heaps of the next sample of each data set: (earliest position, data set, index of the
+    # sample), and those whose earliest position has come: (deadline, data set, index), where the
+    # sample must precede the position `deadline`.
     waiting = [(0, part, 0) for part in range(len(shares))]
-    ready: list[
-        tuple[int, int, int]
-    ] = []  # (deadline: a position that it must precede, data set, index of its sample)
+    ready: list[tuple[int, int, int]] = []
     for position in range(period):
         while waiting and waiting[0][0] <= position:
             _, part, number = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(number + 1) * period // shares[part]), part, number))
+            deadline = -(-(number + 1) * period // shares[part])  # rounded up
+            heapq.heappush(ready, (deadline, part, number))
         _, part, number = heapq.heappop(ready)
-        made[position] = part
-        heapq.heappush(waiting, ((number + 1) * period // shares[part], part, number + 1))
-    return made
+        parts[position] = part
+        earliest = (number + 1) * period // shares[part]
+        heapq.heappush(waiting, (earliest, part, number + 1))
+    return parts
 
 
-def _joined(parts: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
-    return torch.cat(tuple(parts))[order]
+def _merge(
+    tensors: Sequence[torch.Tensor],
+    order: torch.Tensor,
+) -> torch.Tensor:
+    """Return the rows of all tensors in the order of the blend."""
+    return torch.cat(list(tensors))[order]
+
+
+def _merge_optional(
+    tensors: Sequence[torch.Tensor | None],
+    order: torch.Tensor,
+) -> torch.Tensor | None:
+    """Return what `_merge` does; None if the data sets have no such tensor, which all or none
+    have."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return _merge(present, order) if present else None

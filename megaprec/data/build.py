@@ -44,27 +44,29 @@ from megaprec.parsing import parse_json, read_text
 
 # of text that is encoded together; the boundaries of chunks change no byte of the result
 CHUNK_CHARS = 1 << 20
-PIECE_COST = (
-    64  # characters added to the length of each piece, so that many tiny pieces fill a chunk too
-)
+# characters added to the length of each piece, so that many tiny pieces fill a chunk too
+PIECE_COST = 64
+# errors of a disk that is full, by bytes, by a quota or by the size of a file
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RESUME_CHARS = 1 << 26  # of text between two points from which a killed build can resume
 
 RECORD_BYTES = 1 << 24  # more than any record has
 
 SAME = "same_texts"  # key of a record: identities of texts that were found to be the same
-MOST_SAME = 16
+MAX_SAME = 16  # so that a record does not grow for ever
 
 Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build. `tokenizer` is the path of its file; counts include the
-    end-of-document tokens.
+    """The result of a build.
 
-    bytes: of the text, in UTF-8; None if the data set was built before they were counted. unknown:
-    number of tokens that stand for text which the tokenizer does not know.
+    tokenizer: the path of its file.
+    tokens: with the end-of-document tokens.
+    bytes: of the text, in UTF-8; None if the data set was built before they were counted.
+    unknown: number of tokens that stand for text which the tokenizer does not know.
+    reused: the data set was there already.
     """
 
     prefix: Path
@@ -109,22 +111,49 @@ def prepare(
         raise UserError(
             "give either a tokenizer file or a vocabulary size to train one, not both or neither"
         )
-    given = load_tokenizer(tokenizer) if tokenizer else None
-    left = beside(prefix, ".model")
-    with suppress(*([UserError] if overwrite else [])):  # a damaged one is replaced then
-        there = beside(prefix, ".idx").exists() and left.is_file()
-        known = given or (load_tokenizer(left) if there else None)
-        if known and (result := reusable(prefix, source, known, vocab_size, by_content=True)):
-            return result
+    chosen = load_tokenizer(tokenizer) if tokenizer else None
+    existing = _existing(source, prefix, chosen, vocab_size, overwrite)
+    if existing is not None:
+        return existing
     _refuse_overwriting(prefix, overwrite)
-    if vocab_size is not None:
-        given = load_tokenizer(
-            train_sentencepiece((text for _, text in source), prefix, vocab_size, overwrite)
-        )
-    assert given
+    if chosen is None:
+        assert vocab_size is not None
+        texts = (text for _, text in source)
+        chosen = load_tokenizer(train_sentencepiece(texts, prefix, vocab_size, overwrite))
     return build(
-        source, given, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress
+        source, chosen, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress
     )
+
+
+def _existing(
+    source: Source,
+    prefix: Path,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    overwrite: bool,
+) -> BuildResult | None:
+    """Return the data set at `prefix` if it has the same input, otherwise None.
+
+    tokenizer: None: that which was trained for the data set.
+    Raises UserError if it is damaged; with `overwrite` it is replaced then.
+    """
+    try:
+        if tokenizer is None:
+            trained = beside(prefix, ".model")
+            if not (beside(prefix, ".idx").exists() and trained.is_file()):
+                return None
+            tokenizer = load_tokenizer(trained)
+        return reusable(
+            prefix,
+            source,
+            tokenizer,
+            vocab_size,
+            by_content=True,
+        )
+    except UserError:
+        if overwrite:
+            return None
+        raise
 
 
 def build(
@@ -141,48 +170,71 @@ def build(
     workers: maximal number of processes that encode; short texts use fewer. The number changes no
         byte.
     on_progress: called as on_progress(documents, chars, tokens) with the totals so far, repeatedly
-    and at the end. Raises UserError if a data set is there and may not be overwritten, or if the
+        and at the end.
+    Raises UserError if a data set is there and may not be overwritten, or if the
     source has no text. After any error the files that were there before are unchanged.
     """
     _refuse_overwriting(prefix, overwrite)
-    wanted = made_of(source, tokenizer)
+    inputs = made_of(source, tokenizer)
     resume = beside(prefix, ".resume")
-    state = _interrupted_state(prefix, wanted)
+    state = _interrupted_state(prefix, inputs)
     try:
+        # an error of the disk that names no file names the prefix
         with named(prefix):
             text = TextDigest()
             report = on_progress or (lambda *totals: None)
-            ids = _write(source, text, tokenizer, prefix, wanted, state, workers, report)
+            ids = _write(
+                source,
+                text,
+                tokenizer,
+                prefix,
+                inputs,
+                state,
+                workers,
+                report,
+            )
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError(
-                f"{prefix}: no room for the data set ({error.strerror}); what was written of "
-                "it is removed: "
-                "free some room or choose another place"
+                f"{prefix}: no room for the data set ({error.strerror}); what was written of it is "
+                "removed: free some room or choose another place"
             ) from error
         raise
     counts = asdict(state.counts)
     try:
-        meaning = {TOKENS_DIGEST: tokens_digest(tokenizer)}
-        found = {"ids": ids, **meaning, "text_sha256": text.hexdigest(), **_digests(prefix)}
-        content = json.dumps(wanted | counts | found, indent=2)
+        contents = {
+            "ids": ids,
+            TOKENS_DIGEST: tokens_digest(tokenizer),
+            "text_sha256": text.hexdigest(),
+            **_digests(prefix),
+        }
+        content = json.dumps(inputs | counts | contents, indent=2)
         write_whole(beside(prefix, ".json"), f"{content}\n".encode())
     except OSError:
         # without its record, the set could not be built again
         beside(prefix, ".idx").unlink(missing_ok=True)
         raise
     resume.unlink(missing_ok=True)
-    return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **counts)
+    return BuildResult(
+        prefix,
+        tokenizer.path,
+        tokenizer.vocab_size,
+        tokenizer.eos,
+        **counts,
+    )
 
 
 def _digests(prefix: Path) -> dict[str, Any]:
     """Return the digests of both files, and of the blocks of a large .bin, some of which a run
     checks at its start."""
-    files = {suffix: beside(prefix, f".{suffix}") for suffix in ("bin", "idx")}
-    digests: dict[str, Any] = {f"{suffix}_sha256": _sha256(file) for suffix, file in files.items()}
-    if files["bin"].stat().st_size > intact.WHOLE:
-        digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(files["bin"])}
+    bin_file = beside(prefix, ".bin")
+    digests: dict[str, Any] = {
+        "bin_sha256": _sha256(bin_file),
+        "idx_sha256": _sha256(beside(prefix, ".idx")),
+    }
+    if bin_file.stat().st_size > intact.WHOLE:
+        digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(bin_file)}
     IndexedDataset(prefix)  # records the check of a large index
     return digests
 
@@ -197,10 +249,11 @@ def reusable(
     """Return the data set at `prefix` if it exists and was built from this source with this
     tokenizer, else None.
 
-    vocab_size: if set, the tokenizer must have exactly this size. by_content: a source whose files
-    have another name or time is read, and is the same if its text is; the record then has its name
-    and time too. Only one process at a time may do so. Raises UserError if file sizes show that the
-    data set is damaged; `megaprec.data.intact` checks its content.
+    vocab_size: if set, the tokenizer must have exactly this size.
+    by_content: a source whose files have another name or time is read, and is the same if its text
+        is; the record then has its name and time too. Only one process at a time may do so.
+    Raises UserError if file sizes show that the data set is damaged; `megaprec.data.intact` checks
+    its content.
     """
     idx = beside(prefix, ".idx")
     if not idx.exists():
@@ -209,29 +262,46 @@ def reusable(
         record = intact.read_record(prefix)
         if record is None or not _is_of(record, tokenizer, vocab_size):
             return None
-        if not _is_known(record, source) and not (
-            by_content and _has_the_text(prefix, record, source)
-        ):
+        same_text = _is_known(record, source)
+        if not same_text and by_content:
+            same_text = _has_the_text(prefix, record, source)
+        if not same_text:
             return None
-        if record["tokens"] != (found := IndexedDataset(prefix).num_tokens):
+        token_count = IndexedDataset(prefix).num_tokens
+        if record["tokens"] != token_count:
             raise UserError(
-                f"{prefix} has {found} tokens where {prefix.name}.json says {record['tokens']}"
+                f"{prefix} has {token_count} tokens where {prefix.name}.json says "
+                f"{record['tokens']}"
             )
     except UserError as error:
-        again = f"remove {idx} and the same command makes it anew"
-        raise UserError(*(f"{line}; {again}" for line in error.problems)) from error
-    counts = {name: record[name] for name in ("vocab_size", "eos", "documents", "tokens", "chars")}
-    unknown = record.get("unknown", 0)  # earlier versions did not count them
+        remedy = f"remove {idx} and the same command makes it anew"
+        raise UserError(*(f"{line}; {remedy}" for line in error.problems)) from error
     return BuildResult(
-        prefix, tokenizer.path, **counts, bytes=record.get("bytes"), unknown=unknown, reused=True
+        prefix,
+        tokenizer.path,
+        vocab_size=record["vocab_size"],
+        eos=record["eos"],
+        documents=record["documents"],
+        tokens=record["tokens"],
+        chars=record["chars"],
+        bytes=record.get("bytes"),
+        unknown=record.get("unknown", 0),  # earlier versions did not count them
+        reused=True,
     )
 
 
-def _is_of(record: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> bool:
-    if lacking := {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys():
-        raise UserError(f"its record lacks {', '.join(sorted(lacking))}")
-    same = record.get(FILE_DIGEST) == _sha256(tokenizer.path)
-    return same and record["eos"] == tokenizer.eos and vocab_size in (None, record["vocab_size"])
+def _is_of(
+    record: dict[str, Any],
+    tokenizer: Tokenizer,
+    vocab_size: int | None,
+) -> bool:
+    """Return True if a data set was built with this tokenizer, of this size if one is given."""
+    missing = {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys()
+    if missing:
+        raise UserError(f"its record lacks {', '.join(sorted(missing))}")
+    if vocab_size not in (None, record["vocab_size"]) or record["eos"] != tokenizer.eos:
+        return False
+    return record.get(FILE_DIGEST) == _sha256(tokenizer.path)
 
 
 def _is_known(record: dict[str, Any], source: Source) -> bool:
@@ -247,13 +317,17 @@ def _same_texts(record: dict[str, Any]) -> list[Any]:
     return same if isinstance(same, list) else []
 
 
-def _has_the_text(prefix: Path, record: dict[str, Any], source: Source) -> bool:
+def _has_the_text(
+    prefix: Path,
+    record: dict[str, Any],
+    source: Source,
+) -> bool:
     """Return True if the source has the text of a data set, and then add its identity to the
     record."""
     digest = record.get("text_sha256")  # of which earlier versions recorded none
     if not isinstance(digest, str) or not has_digest(source, digest, record["chars"]):
         return False
-    record[SAME] = [*_same_texts(record), source.identity()][-MOST_SAME:]
+    record[SAME] = [*_same_texts(record), source.identity()][-MAX_SAME:]
     with suppress(OSError):  # then it is read again the next time
         write_whole(beside(prefix, ".json"), f"{json.dumps(record, indent=2)}\n".encode())
     return True
@@ -269,10 +343,9 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _workers(source: Source, wanted: int) -> int:
-    """Return the number of workers to start: as many as wanted, but at most one per chunk of
-    text."""
-    return max(1, min(wanted, source.total_bytes() // CHUNK_CHARS))
+def _worker_count(source: Source, maximum: int) -> int:
+    """Return the number of workers to start: at most `maximum`, and one per chunk of text."""
+    return max(1, min(maximum, source.total_bytes() // CHUNK_CHARS))
 
 
 def _chunks(source: Iterable[Piece]) -> Iterator[Chunk]:
@@ -280,7 +353,7 @@ def _chunks(source: Iterable[Piece]) -> Iterator[Chunk]:
     texts = list[str]()
     ends = list[bool]()
     size = 0
-    for text, end in _endings(source):
+    for text, end in _with_ends(source):
         texts.append(text)
         ends.append(end)
         size += len(text) + PIECE_COST
@@ -293,23 +366,28 @@ def _chunks(source: Iterable[Piece]) -> Iterator[Chunk]:
         yield Chunk(texts, ends)
 
 
-def _endings(source: Iterable[Piece]) -> Iterator[tuple[str, bool]]:
+def _with_ends(source: Iterable[Piece]) -> Iterator[tuple[str, bool]]:
     """Yield every non-empty piece, and True if its document ends with it. No document need fit into
     memory."""
     for _, pieces in groupby(source, key=itemgetter(0)):
         texts = (text for _, text in pieces if text)
-        last = next(texts, None)
-        if last is not None:
-            for text in texts:
-                yield last, False
-                last = text
-            yield last, True
+        previous = next(texts, None)
+        if previous is None:
+            continue
+        for text in texts:  # one late, as only the next text says that it is not the last
+            yield previous, False
+            previous = text
+        yield previous, True
 
 
 @dataclass
 class _State:
-    """The progress of a build: chunks written, counts of their content, and the writer's mark
-    (None: not started)."""
+    """The progress of a build.
+
+    chunks: number of those written.
+    counts: of their content.
+    mark: of the writer; None: not started.
+    """
 
     chunks: int
     counts: _Counts
@@ -320,19 +398,16 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
     """Return the state of an interrupted build of exactly the same inputs if it is complete, else
     the initial one."""
     try:
-        left = parse_json(read_text(beside(prefix, ".resume")))
-        mark = Mark(**left["mark"])
+        saved = parse_json(read_text(beside(prefix, ".resume")))
+        mark = Mark(**saved["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
-        whole = all(
+        complete = all(
             beside(prefix, f"{suffix}.part").stat().st_size >= size
             for suffix, size in sizes.items()
         )
-        if (
-            whole
-            and left["made_of"] == made_of
-            and left["counts"].keys() == asdict(_Counts()).keys()
-        ):
-            return _State(left["chunks"], _Counts(**left["counts"]), mark)
+        same_counts = saved["counts"].keys() == asdict(_Counts()).keys()
+        if complete and same_counts and saved["made_of"] == made_of:
+            return _State(saved["chunks"], _Counts(**saved["counts"]), mark)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return _State(0, _Counts(), None)
@@ -348,29 +423,30 @@ def _write(
     workers: int,
     report: Progress,
 ) -> tuple[int, int]:
-    """Write the chunks that are not written yet, update `state`, and periodically save it to
-    `PREFIX.resume`.
+    """Write the chunks that are not written yet; return the smallest and largest id.
 
-    text: the digest, to which all text is added. Returns the smallest and largest id.
+    Updates `state`, and periodically saves it to `PREFIX.resume`.
+    text: the digest, to which all text is added.
     """
     counts = state.counts
-    noted = state.counts.chars
+    saved_chars = state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
+        # skipped chunks are read all the same: the digest is of the whole text
         chunks = islice(_chunks(text.reading(source)), state.chunks, None)
-        for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _workers(source, workers)):
+        for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _worker_count(source, workers)):
             writer.extend(ids, ends)
             state.chunks += 1
             counts.documents += len(ends)
             counts.tokens += len(ids)
-            counts.unknown += _unknown(tokenizer, ids, len(ends))
+            counts.unknown += _count_unknown(tokenizer, ids, len(ends))
             counts.chars += sum(map(len, chunk.texts))
             counts.bytes += sum(len(text.encode()) for text in chunk.texts)
             report(counts.documents, counts.chars, counts.tokens)
-            if counts.chars - noted >= RESUME_CHARS:
-                noted = counts.chars
+            if counts.chars - saved_chars >= RESUME_CHARS:
+                saved_chars = counts.chars
                 state.mark = writer.mark()
-                left = json.dumps({"made_of": made_of, **asdict(state)})
-                write_whole(beside(prefix, ".resume"), left.encode())
+                content = json.dumps({"made_of": made_of, **asdict(state)})
+                write_whole(beside(prefix, ".resume"), content.encode())
         if counts.documents == 0:
             raise UserError(f"{source.name} has no text; give a source with at least one document")
         # An old record must not remain beside the new data set.
@@ -378,28 +454,35 @@ def _write(
     return writer.ids
 
 
-def _unknown(tokenizer: Tokenizer, ids: NDArray[np.int32], documents: int) -> int:
-    """Return the number of ids that stand for unknown text. documents: number of documents that end
-    among them."""
+def _count_unknown(
+    tokenizer: Tokenizer,
+    ids: NDArray[np.int32],
+    documents: int,
+) -> int:
+    """Return the number of ids that stand for unknown text.
+
+    documents: number of documents that end among them.
+    """
     if tokenizer.unk is None:
         return 0
-    return int((ids == tokenizer.unk).sum()) - (documents if tokenizer.unk == tokenizer.eos else 0)
+    count = int((ids == tokenizer.unk).sum())
+    # one id may stand for both
+    return count - documents if tokenizer.unk == tokenizer.eos else count
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
     idx = beside(prefix, ".idx")
     if idx.exists() and not overwrite:
         raise UserError(
-            f"{idx} exists and was made of another text or tokenizer; choose another prefix "
-            "or remove it"
+            f"{idx} exists and was made of another text or tokenizer; choose another prefix or "
+            "remove it"
         )
     record = beside(prefix, ".json")
     beside_data = idx.exists() or beside(prefix, ".bin").exists()
     if record.exists() and not _may_replace(record, beside_data):
         raise UserError(
-            f"{record} would be replaced by the record of the data set, and no build has made "
-            "it: move it away or "
-            "choose another prefix (in a run file: another data.cache)"
+            f"{record} would be replaced by the record of the data set, and no build has made it: "
+            "move it away or choose another prefix (in a run file: another data.cache)"
         )
 
 

@@ -7,6 +7,7 @@ be written again: `Begun` reads them as if it stood there.
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,44 +15,55 @@ from numpy.typing import NDArray
 from megaprec.data.indexed import IndexedDataset
 from megaprec.errors import UserError
 
-LOOKED_AT = 100  # documents, spread over all of a data set
+SAMPLED = 100  # documents that are looked at, spread over all of a data set
+
+CHUNK = 1 << 20  # tokens that are read at a time
 
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """The ids of the tokens before and after each document, as a model sees them in training; None:
-    there is none."""
+    """The ids of the tokens before and after each document in training; None: there is none."""
 
     begin: int | None
     end: int | None
 
 
-def share_with(dataset: IndexedDataset, token: int | None, place: int) -> float:
-    """Return the share of the documents that have `token` at `place`: 0, their first token, or -1,
+def share_with(
+    dataset: IndexedDataset,
+    token: int | None,
+    place: int,
+) -> float:
+    """Return the share of the documents that have `token` at an index: 0 is their first token, -1
     their last.
 
-    At most `LOOKED_AT` documents are looked at, always the same ones. Empty ones do not count.
+    At most `SAMPLED` documents are looked at, always the same ones. Empty ones do not count.
     """
     if token is None or dataset.dtype.kind == "f":
         return 0.0
     count = dataset.num_documents
-    numbers = sorted(
-        {n * count // LOOKED_AT for n in range(LOOKED_AT)} if count > LOOKED_AT else range(count)
-    )
+    if count > SAMPLED:
+        numbers = sorted({i * count // SAMPLED for i in range(SAMPLED)})
+    else:
+        numbers = range(count)
     documents = [document for document in map(dataset.document, numbers) if len(document)]
-    having = sum(int(document[place]) == token for document in documents)
-    return having / len(documents) if documents else 0.0
+    if not documents:
+        return 0.0
+    return sum(int(document[place]) == token for document in documents) / len(documents)
 
 
-def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
-    """Return the data set with `begin` before each document, or as it is if a model sees that token
-    there anyway.
+def with_begin(
+    dataset: IndexedDataset,
+    begin: int | None,
+) -> IndexedDataset:
+    """Return the data set with `begin` before each document, or as it is if that token is there
+    anyway.
 
-    It does if each document has it already, or if it ends the document before. Raises UserError if
+    It is if each document has it already, or if it ends the document before. Raises UserError if
     some documents have it and some do not.
     """
     if begin is None or not dataset.num_documents:
         return dataset
+    # what ends a document stands before the next one
     if share_with(dataset, begin, -1) > 0.5:
         return dataset
     share = share_with(dataset, begin, 0)
@@ -59,24 +71,36 @@ def with_begin(dataset: IndexedDataset, begin: int | None) -> IndexedDataset:
         return dataset
     if share > 0:
         raise UserError(
-            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: "
-            "build it again from its text "
-            'without begin tokens, or set data.begin = "none" to take it as it is'
+            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: build it "
+            'again from its text without begin tokens, or set data.begin = "none" to take it as it '
+            "is"
         )
     return Begun(dataset, begin)
 
 
-def document_tokens(dataset: IndexedDataset, begin: int | None, end: int | None) -> DocumentTokens:
+def document_tokens(
+    dataset: IndexedDataset,
+    begin: int | None,
+    end: int | None,
+) -> DocumentTokens:
     """Return the tokens before and after documents in training on a data set, as `with_begin`
     returns it.
 
-    begin: the token that was asked for, or that the tokenizer names. end: the token that ends
-    documents by the tokenizer. Without a begin token, the end of the document before is what stands
-    before a document.
+    begin: the token that was requested, or that the tokenizer names.
+    end: the token that ends documents by the tokenizer.
+    Without a begin token, the end of the document before is what stands before a document.
     """
-    ends = end if share_with(dataset, end, -1) > 0.5 else None
-    begins = begin if share_with(dataset, begin, 0) == 1 else ends
-    return DocumentTokens(begins, ends)
+    present_end = end if share_with(dataset, end, -1) > 0.5 else None
+    present_begin = begin if share_with(dataset, begin, 0) == 1 else present_end
+    return DocumentTokens(present_begin, present_end)
+
+
+class Piece(NamedTuple):
+    """Tokens [first, last) of a stream, all of document `number`."""
+
+    number: int
+    first: int
+    last: int
 
 
 class Begun(IndexedDataset):
@@ -99,9 +123,7 @@ class Begun(IndexedDataset):
     def document_lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each document with its begin token, int64
         [num_documents]."""
-        begins = np.append(
-            self._pointers // self.dtype.itemsize, self.num_tokens - self.num_documents
-        )
+        begins = np.append(self._pointers // self.dtype.itemsize, self._stored_tokens)
         return np.diff(begins[self._documents]) + 1
 
     def tokens(self, start: int, length: int) -> NDArray[np.int64]:
@@ -115,11 +137,13 @@ class Begun(IndexedDataset):
         self.require_ids()
         ids = np.empty(length, np.int64)
         for number, first, last in self._documents_within(start, length):
-            begins = self._start_of(number)
-            in_file = slice(max(first, begins + 1) - number - 1, max(last, begins + 1) - number - 1)
-            stored = self._stream[in_file]
+            begin_place = self._start_of(number)
+            begun = number + 1  # begin tokens before the document's own, which the file lacks
+            first_stored = max(first, begin_place + 1) - begun
+            last_stored = max(last, begin_place + 1) - begun
+            stored = self._stream[first_stored:last_stored]
             ids[last - start - len(stored) : last - start] = stored
-            if first == begins:
+            if first == begin_place:
                 ids[first - start] = self.begin
         return ids
 
@@ -132,7 +156,8 @@ class Begun(IndexedDataset):
         return numbers
 
     def stored_place(self, token: int) -> int:
-        """Return the place in the file of a token, of a begin token that of the token after it."""
+        """Return the place in the file of a token; of a begin token, that of the token after it."""
+        # the begin tokens up to this document are not in the file
         number = self._document_at(token)
         return max(token, self._start_of(number) + 1) - number - 1
 
@@ -146,8 +171,8 @@ class Begun(IndexedDataset):
     def first_outside(self, vocab: int) -> int | None:
         """Return the position of the first token whose id is outside [0, vocab), None if there is
         none."""
-        for start in range(0, self.num_tokens, 1 << 20):
-            chunk = self.tokens(start, min(1 << 20, self.num_tokens - start))
+        for start in range(0, self.num_tokens, CHUNK):
+            chunk = self.tokens(start, min(CHUNK, self.num_tokens - start))
             outside = np.flatnonzero((chunk < 0) | (chunk >= vocab))
             if len(outside):
                 return start + int(outside[0])
@@ -159,25 +184,29 @@ class Begun(IndexedDataset):
         if number == self.num_documents:
             return self.num_tokens
         sequence = int(self._documents[number])
-        stored = self.num_tokens - self.num_documents
-        if sequence == self.num_sequences:
-            in_file = stored
+        if sequence == self.num_sequences:  # of an empty document at the end
+            stored_place = self._stored_tokens
         else:
-            in_file = int(self._pointers[sequence]) // self.dtype.itemsize
-        return in_file + number
+            stored_place = int(self._pointers[sequence]) // self.dtype.itemsize
+        return stored_place + number  # as many begin tokens stand before
 
     def _document_at(self, token: int) -> int:
+        """Return the number of the document of a token."""
         return bisect_right(range(self.num_documents), token, key=self._start_of) - 1
 
-    def _documents_within(self, start: int, length: int) -> list[tuple[int, int, int]]:
-        """Return the number of each document of these tokens, and the places of its first token and
-        behind its last."""
-        within = list[tuple[int, int, int]]()
-        place = start
+    def _documents_within(self, start: int, length: int) -> list[Piece]:
+        """Return the tokens [start, start + length), cut into the pieces of documents."""
+        pieces: list[Piece] = []
+        first = start
         number = self._document_at(start) if length else 0
-        while place < start + length:
-            end = min(self._start_of(number + 1), start + length)
-            within.append((number, place, end))
-            place = end
+        while first < start + length:
+            last = min(self._start_of(number + 1), start + length)
+            pieces.append(Piece(number, first, last))
+            first = last
             number += 1
-        return within
+        return pieces
+
+    @property
+    def _stored_tokens(self) -> int:
+        """Return the number of tokens in the file."""
+        return self.num_tokens - self.num_documents

@@ -31,7 +31,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 HEAD = struct.Struct("<QQ")
-REFUSED = 2**64 - 1
+REFUSED = 2**64 - 1  # in place of a number of tokens
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that stands for a byte
 
 Encode = Callable[[str], list[int]]
@@ -54,12 +54,16 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
     import tokenizers  # noqa: PLC0415 (optional)
 
     tokenizer = tokenizers.Tokenizer.from_str(definition)
-    hidden = without_special_tokens(definition)
-    encoder = tokenizers.Tokenizer.from_str(hidden) if hidden else tokenizer
-    for one in (tokenizer, encoder):
-        one.no_truncation()
-        one.no_padding()
-        one.encode_special_tokens = True
+    changed_definition = without_special_tokens(definition)
+    if changed_definition:
+        encoder = tokenizers.Tokenizer.from_str(changed_definition)
+    else:
+        encoder = tokenizer
+    for each in (tokenizer, encoder):
+        # The file may ask for these, and they would change what a text's tokens are.
+        each.no_truncation()
+        each.no_padding()
+        each.encode_special_tokens = True
 
     def encode(text: str) -> list[int]:
         try:
@@ -80,65 +84,100 @@ def without_special_tokens(definition: str) -> str:
     vocabulary: Unigram and lists of words do, and BPE if merges make one. Here they have names that
     no text holds. A token of one character or byte keeps its name, for text would be lost.
     """
-    said = json.loads(definition)
-    model = said["model"]
-    special = {one["content"] for one in said.get("added_tokens") or () if one.get("special")}
-    hidden = {token for token in special if len(token) > 1 and not BYTE.fullmatch(token)} & _tokens(
-        model["vocab"]
-    )
-    merges = model.get("merges") if hidden and isinstance(model["vocab"], dict) else None
-    if merges is not None:
-        begin = len(model.get("continuing_subword_prefix") or "")
-        pairs = ((one, one.split(" ") if isinstance(one, str) else one) for one in merges)
-        model["merges"] = [
-            one for one, (first, second) in pairs if first + second[begin:] not in hidden
-        ]
-    if not hidden or (
-        merges is not None
-        and not model.get("ignore_merges")
-        and len(model["merges"]) == len(merges)
-    ):
+    tokenizer = json.loads(definition)
+    model = tokenizer["model"]
+    hidden = _special_tokens(tokenizer) & _vocabulary(model)
+    if not hidden:
         return ""
+    if isinstance(model["vocab"], dict) and model.get("merges") is not None:
+        merge_count = len(model["merges"])
+        model["merges"] = _merges_without(hidden, model)
+        finds_whole_words = bool(model.get("ignore_merges"))
+        if len(model["merges"]) == merge_count and not finds_whole_words:
+            return ""  # no merge makes one of them
+    # random, so that no text can hold it
     unspoken = uuid.uuid4().hex
-    names = {token: f"{unspoken} {token}" for token in hidden}
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {
-            names.get(token, token): number for token, number in model["vocab"].items()
-        }
-    else:
-        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
-    if model.get("unk_token"):
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    for one in said["added_tokens"]:
-        one["content"] = names.get(one["content"], one["content"])
-    return json.dumps(said)
+    _rename_tokens(tokenizer, {token: f"{unspoken} {token}" for token in hidden})
+    return json.dumps(tokenizer)
 
 
-def _tokens(vocab: dict[str, int] | list[tuple[str, float]]) -> set[str]:
+def _special_tokens(tokenizer: dict[str, Any]) -> set[str]:
+    """Return the special tokens of more than one character or byte."""
+    tokens: set[str] = set()
+    for added in tokenizer.get("added_tokens") or ():
+        token = added["content"]
+        if added.get("special") and len(token) > 1 and not BYTE.fullmatch(token):
+            tokens.add(token)
+    return tokens
+
+
+def _vocabulary(model: dict[str, Any]) -> set[str]:
+    vocab: dict[str, int] | list[tuple[str, float]] = model["vocab"]
     return set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
 
 
+def _merges_without(tokens: set[str], model: dict[str, Any]) -> list[Any]:
+    """Return the merges of a BPE model that make none of the tokens."""
+    prefix_length = len(model.get("continuing_subword_prefix") or "")
+    merges: list[Any] = []
+    for merge in model["merges"]:
+        # a pair, or in older files a text with a space between both
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        if first + second[prefix_length:] not in tokens:
+            merges.append(merge)
+    return merges
+
+
+def _rename_tokens(
+    tokenizer: dict[str, Any],
+    names: dict[str, str],
+) -> None:
+    """Give tokens new names wherever the definition has them."""
+    model = tokenizer["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if model.get("unk_token"):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    for added in tokenizer["added_tokens"]:
+        added["content"] = names.get(added["content"], added["content"])
+
+
 def is_json(content: bytes) -> bool:
-    """Return True if `content`, the start of a tokenizer file, is JSON (Hugging Face's); else it is
+    """Return True if the start of a tokenizer file is JSON, of Hugging Face; otherwise the file is
     SentencePiece's."""
     return content[:64].lstrip().startswith(b"{")
 
 
 def encode_pieces(
-    encode: Encode, texts: Sequence[str], ends: Sequence[bool], eos: int | None
+    encode: Encode,
+    texts: Sequence[str],
+    ends: Sequence[bool],
+    eos: int | None,
 ) -> Encoded:
     """Return the ids of all texts back to back (int32), with `eos` after each that ends a document,
     and the ends of the documents (int64)."""
-    ending = [] if eos is None else [eos]
-    ids = [
-        np.array(encode(text) + ending * end, np.int32)
-        for text, end in zip(texts, ends, strict=True)
-    ]
-    until = np.cumsum([len(some) for some in ids], dtype=np.int64)
-    return np.concatenate(ids) if ids else np.zeros(0, np.int32), until[np.array(ends, dtype=bool)]
+    ids = [np.zeros(0, np.int32)]
+    token_count = 0
+    document_ends: list[int] = []
+    for text, ends_document in zip(texts, ends, strict=True):
+        piece = encode(text)
+        if ends_document and eos is not None:
+            piece = [*piece, eos]
+        ids.append(np.array(piece, np.int32))
+        token_count += len(piece)
+        if ends_document:
+            document_ends.append(token_count)
+    return np.concatenate(ids), np.array(document_ends, np.int64)
 
 
-def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) -> None:
+def send_request(
+    stream: IO[bytes],
+    texts: Sequence[str],
+    ends: Sequence[bool],
+) -> None:
     """Send a request to a worker; called in the main process."""
     encoded = [text.encode() for text in texts]
     sizes = np.array([len(text) for text in encoded], "<i8")
@@ -154,36 +193,50 @@ def read_answer(stream: IO[bytes]) -> Encoded:
     Raises EOFError if the worker has ended, and ValueError, with the reason, if a text cannot be
     encoded.
     """
-    tokens, documents = HEAD.unpack(_read(stream, HEAD.size))
+    tokens, documents = HEAD.unpack(_read_bytes(stream, HEAD.size))
     if tokens == REFUSED:
-        raise ValueError(_read(stream, documents).decode())
-    until = np.frombuffer(_read(stream, 8 * documents), "<i8")
-    return np.frombuffer(_read(stream, 4 * tokens), "<i4"), until
+        raise ValueError(_read_bytes(stream, documents).decode())
+    document_ends = np.frombuffer(_read_bytes(stream, 8 * documents), "<i8")
+    ids = np.frombuffer(_read_bytes(stream, 4 * tokens), "<i4")
+    return ids, document_ends
 
 
-def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer requests until there are no more; called in a worker. Raises EOFError if a request is
-    incomplete."""
+def serve(
+    encode: Encode,
+    eos: int | None,
+    requests: IO[bytes],
+    answers: IO[bytes],
+) -> None:
+    """Answer requests until there are no more; called in a worker.
+
+    Raises EOFError if a request is incomplete.
+    """
+    # an empty read is the end of the input
     while head := requests.read(HEAD.size):
-        pieces, size = HEAD.unpack(head + _read(requests, HEAD.size - len(head)))
-        cuts = np.cumsum(np.frombuffer(_read(requests, 8 * pieces), "<i8"))[:-1]
-        ends = np.frombuffer(_read(requests, pieces), "u1").astype(bool).tolist()
-        text = _read(requests, size)
-        texts = [text[a:b].decode() for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+        piece_count, size = HEAD.unpack(head + _read_bytes(requests, HEAD.size - len(head)))
+        piece_sizes = np.frombuffer(_read_bytes(requests, 8 * piece_count), "<i8").tolist()
+        ends = np.frombuffer(_read_bytes(requests, piece_count), "u1").astype(bool).tolist()
+        content = _read_bytes(requests, size)
+        texts: list[str] = []
+        first = 0
+        for piece_size in piece_sizes:
+            texts.append(content[first : first + piece_size].decode())
+            first += piece_size
         try:
-            ids, until = encode_pieces(encode, texts, ends, eos)
+            ids, document_ends = encode_pieces(encode, texts, ends, eos)
         except Exception as problem:  # the libraries raise bare Exception
             reason = str(problem).encode()
             answers.write(HEAD.pack(REFUSED, len(reason)) + reason)
             answers.flush()
             continue
-        answers.write(HEAD.pack(len(ids), len(until)))
-        answers.write(until.astype("<i8", copy=False).tobytes())
+        answers.write(HEAD.pack(len(ids), len(document_ends)))
+        answers.write(document_ends.astype("<i8", copy=False).tobytes())
         answers.write(ids.astype("<i4", copy=False).tobytes())
         answers.flush()
 
 
-def _read(stream: IO[bytes], size: int) -> bytes:
+def _read_bytes(stream: IO[bytes], size: int) -> bytes:
+    """Return the next `size` bytes. Raises EOFError if there are fewer."""
     content = stream.read(size)
     if len(content) < size:
         raise EOFError(f"{len(content)} bytes, {size} were expected")

@@ -21,8 +21,7 @@ from megaprec.durable import make_folder, named, sync
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """Return the path `PREFIX` + `suffix`; a dot in the prefix's own name stays (`v1.2` gives
-    `v1.2.bin`)."""
+    """Return the path `PREFIX` + `suffix`; a dot in the prefix's name stays (`v1.2.bin`)."""
     return prefix.parent / (prefix.name + suffix)
 
 
@@ -50,13 +49,15 @@ def publish(part: BinaryIO, path: Path) -> None:
         part.flush()
         os.fsync(part.fileno())
         part.close()
+    # atomic: a reader sees the old file or the new one
     os.replace(part.name, path)
     sync(path.parent)
 
 
 def discard(part: BinaryIO) -> None:
-    """Close and remove a temporary file that will not be published. If it cannot be removed, the
-    next attempt overwrites it.
+    """Close and remove a temporary file that will not be published.
+
+    If it cannot be removed, the next attempt overwrites it.
     """
     with suppress(OSError):  # on a full disk, closing flushes the buffer and fails
         part.close()
@@ -99,7 +100,7 @@ def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
         except BlockingIOError:
             busy()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
+        except OSError:  # the filesystem has no locks
             pass
         yield
     finally:

@@ -24,9 +24,9 @@ from megaprec.parsing import parse_json, read_regular
 
 CHUNK = 1 << 20  # elements read at a time when a whole file is checked
 LARGE = 1 << 20  # sequences: smaller indexes are checked at every opening, which takes milliseconds
-# random places that are read of an index that has been checked, and sequences of each
-PLACES = 16
-PLACE = 1 << 10
+# of an index that has been checked: spans at random places that are read, and sequences of a span
+SPANS = 16
+SPAN = 1 << 10
 # nanoseconds: a file that changed more recently may change again without new times
 SETTLED = 1_000_000_000
 
@@ -36,7 +36,9 @@ class Index:
     """An index, memory-mapped: lengths i32 [S], pointers i64 [S], document indices i64 [D] and
     modes i8 [S], which only multimodal sets have.
 
-    path: of the index. itemsize: bytes of an id. stored: bytes of the file of ids.
+    path: of the index.
+    itemsize: bytes of an id.
+    stored: bytes of the file of ids.
     """
 
     path: Path
@@ -50,8 +52,12 @@ class Index:
 
 @dataclass(frozen=True)
 class Checked:
-    """The record of a check. size, changed: size and time of change (ns) of the index. stored:
-    bytes of the ids."""
+    """The record of a check.
+
+    size, changed: size and time of change (ns) of the index.
+    stored: bytes of the file of ids.
+    sha256: digest of the index.
+    """
 
     size: int
     changed: int
@@ -70,19 +76,18 @@ def require_sound(index: Index, again: bool = False) -> None:
     elif again or known_check(index.path, index.stored) is None:
         _check_and_record(index)
     else:
-        _check_places(index)
+        _check_spans(index)
 
 
 def known_check(path: Path, stored: int) -> Checked | None:
     """Return the record of a check of the index at `path` as it now is; None if there is none."""
     try:
-        known = Checked(**parse_json(read_regular(_record(path))))
+        checked = Checked(**parse_json(read_regular(_record_path(path))))
     except (OSError, ValueError, TypeError):
         return None
-    now = path.stat()
-    if (known.size, known.changed, known.stored) == (now.st_size, now.st_mtime_ns, stored):
-        return known
-    return None
+    state = path.stat()
+    present = (state.st_size, state.st_mtime_ns, stored)
+    return checked if (checked.size, checked.changed, checked.stored) == present else None
 
 
 def corrupt(path: Path, why: str) -> UserError:
@@ -92,27 +97,28 @@ def corrupt(path: Path, why: str) -> UserError:
     )
 
 
-def _record(path: Path) -> Path:
+def _record_path(path: Path) -> Path:
     return beside(path.with_name(path.name.removesuffix(".idx")), ".checked")
 
 
 def _check_and_record(index: Index) -> None:
+    """Check all of an index, and record that, unless the file changed meanwhile or just before."""
     began = time.time_ns()
     before = index.path.stat()
     _check_all(index)
     with reading(index.path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     after = index.path.stat()
-    same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
-    if same and began - after.st_mtime_ns > SETTLED:
+    unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    if unchanged and began - after.st_mtime_ns > SETTLED:
         checked = Checked(after.st_size, after.st_mtime_ns, index.stored, digest)
-        with suppress(
-            OSError
-        ):  # a folder that may not be written to: the next opening checks again
-            write_whole(_record(index.path), f"{json.dumps(asdict(checked))}\n".encode())
+        # where the folder may not be written to, the next opening checks again
+        with suppress(OSError):
+            write_whole(_record_path(index.path), f"{json.dumps(asdict(checked))}\n".encode())
 
 
 def _check_ends(index: Index) -> None:
+    """Check that the documents begin at the first sequence and end after the last."""
     documents = index.documents
     sequences = len(index.lengths)
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
@@ -123,57 +129,73 @@ def _check_ends(index: Index) -> None:
 
 
 def _check_all(index: Index) -> None:
-    falls = np.flatnonzero(index.documents[1:] < index.documents[:-1])
-    if len(falls):
-        raise corrupt(index.path, f"document {falls[0]} ends before it begins")
+    _check_documents(index, 0, len(index.documents))
     end = 0
     for start in range(0, len(index.lengths), CHUNK):
         end = _check_sequences(index, start, CHUNK, end)
     _require_stored(index, end)
 
 
-def _check_places(index: Index) -> None:
+def _check_spans(index: Index) -> None:
     """Check some random places of an index, and that its last sequence ends where the ids do."""
     draw = random.SystemRandom()
-    sequences = len(index.lengths)
-    last = sequences - PLACE
-    for start in (draw.randrange(last) for _ in range(PLACES)):
-        _check_sequences(index, start, PLACE + 1, int(index.pointers[start]))
-    _require_stored(index, _check_sequences(index, last, PLACE, int(index.pointers[last])))
-    for start in (draw.randrange(len(index.documents)) for _ in range(PLACES)):
-        falls = np.flatnonzero(np.diff(index.documents[start : start + PLACE]) < 0)
-        if len(falls):
-            raise corrupt(index.path, f"document {start + falls[0]} ends before it begins")
+    last_start = len(index.lengths) - SPAN
+    for start in (draw.randrange(last_start) for _ in range(SPANS)):
+        # one more: its begin is the end of the span
+        _check_sequences(index, start, SPAN + 1, int(index.pointers[start]))
+    end = _check_sequences(index, last_start, SPAN, int(index.pointers[last_start]))
+    _require_stored(index, end)
+    for start in (draw.randrange(len(index.documents)) for _ in range(SPANS)):
+        _check_documents(index, start, SPAN)
 
 
-def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
+def _check_documents(
+    index: Index,
+    start: int,
+    count: int,
+) -> None:
+    """Check that up to `count` document indices from `start` on do not fall."""
+    documents = index.documents[start : start + count]
+    falls = np.flatnonzero(documents[1:] < documents[:-1])
+    if len(falls):
+        raise corrupt(index.path, f"document {start + falls[0]} ends before it begins")
+
+
+def _check_sequences(
+    index: Index,
+    start: int,
+    count: int,
+    begin: int,
+) -> int:
     """Check that up to `count` sequences from `start` on follow each other from byte `begin`;
     return their end."""
     sizes = index.lengths[start : start + count].astype(np.int64) * index.itemsize
     negative = np.flatnonzero(sizes < 0)
     if len(negative):
         raise corrupt(index.path, f"sequence {start + negative[0]} has a negative length")
-    other = np.flatnonzero(index.modes[start : start + count])
-    if len(other):
-        at = start + int(other[0])
+    not_text = np.flatnonzero(index.modes[start : start + count])
+    if len(not_text):
+        sequence = start + int(not_text[0])
         raise UserError(
-            f"{index.path}: sequence {at} has mode {index.modes[at]} (an image or the like, "
-            "of a multimodal set); "
-            "text only, mode 0, is trained on: build the set from its text"
+            f"{index.path}: sequence {sequence} has mode {index.modes[sequence]} (an image or the "
+            "like, of a multimodal set); text only, mode 0, is trained on: build the set from its "
+            "text"
         )
+    # where each sequence begins if all follow each other
     begins = begin + np.cumsum(sizes) - sizes
     wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
     if len(wrong):
-        at = start + int(wrong[0])
+        sequence = start + int(wrong[0])
         raise corrupt(
             index.path,
-            f"sequence {at} begins at byte {index.pointers[at]} where the lengths before it "
-            f"end at byte {begins[wrong[0]]} (only back-to-back sequences are read)",
+            f"sequence {sequence} begins at byte {index.pointers[sequence]} where the lengths "
+            f"before it end at byte {begins[wrong[0]]} (only back-to-back sequences are read)",
         )
     return int(begins[-1] + sizes[-1])
 
 
 def _require_stored(index: Index, end: int) -> None:
+    """Raise UserError unless the last sequence ends where the file of ids does."""
     if end != index.stored:
         name = f"{index.path.name.removesuffix('.idx')}.bin"
         raise corrupt(

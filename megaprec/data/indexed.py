@@ -23,7 +23,7 @@ import os
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -41,26 +41,29 @@ OLD_MAGIC = b"TNTIDX"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {
-    code: np.dtype(name)
-    for code, name in {
-        1: "u1",
-        2: "i1",
-        3: "<i2",
-        4: "<i4",
-        5: "<i8",
-        6: "<f8",
-        7: "<f4",
-        8: "<u2",
-    }.items()
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
 }
+INT32_CODE = 4
+UINT16_CODE = 8
 UINT16_VOCABULARY = 65500  # Megatron's own limit, a little under 2**16
-LONGEST_SEQUENCE = 2**31 - 1
+LONGEST_SEQUENCE = 2**31 - 1  # lengths are i32
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The progress of a writer: bytes of its temporary files, tokens of the open sequence, and the
-    range of the ids."""
+    """The progress of a writer.
+
+    tokens, lengths, documents: bytes of its temporary files.
+    open: tokens of the open sequence.
+    ids: smallest and largest id.
+    """
 
     tokens: int
     lengths: int
@@ -78,66 +81,86 @@ class IndexedWriter:
     writer resumes from a `mark` that was taken before. Memory use does not grow with the data.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int, mark: Mark | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        vocab_size: int,
+        mark: Mark | None = None,
+    ) -> None:
         self._prefix = prefix
         self._vocab_size = vocab_size
-        self._code = 8 if vocab_size < UINT16_VOCABULARY else 4
-        done = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
-        self._bin = open_part(beside(prefix, ".bin"), done.tokens)
-        self._lengths = open_part(beside(prefix, ".lengths"), done.lengths)
-        self._documents = open_part(beside(prefix, ".documents"), done.documents)
-        self._sequences = done.lengths // 4
-        self._open = done.open
-        self.ids = done.ids[0], done.ids[1]  # the smallest and largest id that was written
-        if not done.documents:
+        self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
+        mark = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
+        self._bin = open_part(beside(prefix, ".bin"), mark.tokens)
+        self._lengths = open_part(beside(prefix, ".lengths"), mark.lengths)
+        self._documents = open_part(beside(prefix, ".documents"), mark.documents)
+        self._sequences = mark.lengths // 4
+        self._open = mark.open  # tokens of the open sequence
+        self.ids = mark.ids[0], mark.ids[1]  # the smallest and largest id that was written
+        if not mark.documents:
             self._documents.write(bytes(8))  # the first document begins at sequence 0
 
     def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append tokens to the open document. Raises UserError if an id is outside [0,
-        vocab_size)."""
+        """Append tokens to the open document.
+
+        Raises UserError if an id is outside [0, vocab_size).
+        """
         self.extend(ids, np.zeros(0, np.int64))
 
     def end_document(self) -> None:
-        """Close the open document. It is one sequence, or several if its length does not fit an
-        i32."""
+        """Close the open document: one sequence, or several if its length does not fit an i32."""
         self.extend([], np.zeros(1, np.int64))
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens and close the document."""
         self.extend(ids, np.array([len(ids)]))
 
-    def extend(self, ids: Sequence[int] | NDArray[np.integer], ends: NDArray[np.int64]) -> None:
-        """Append tokens of several documents: one ends after the first ends[0] of them, the next
-        after ends[1], ...
+    def extend(
+        self,
+        ids: Sequence[int] | NDArray[np.integer],
+        ends: NDArray[np.int64],
+    ) -> None:
+        """Append tokens of several documents.
+
+        ends: the first document ends after ends[0] of the tokens, the next after ends[1], ...
 
         Tokens after the last end belong to a document that stays open. Raises UserError if an id is
         outside [0, vocab_size).
         """
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
-        low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else self.ids
-        self.ids = min(low, self.ids[0]), max(high, self.ids[1])
-        if len(tokens) and not 0 <= low <= high < self._vocab_size:
-            raise self._outside(tokens, ends)
-        first = int(ends[0]) if len(ends) else len(tokens)
-        if self._open + first > LONGEST_SEQUENCE:
+        if len(tokens):
+            low = int(tokens.min())
+            high = int(tokens.max())
+            self.ids = min(low, self.ids[0]), max(high, self.ids[1])
+            if low < 0 or high >= self._vocab_size:
+                raise self._outside_vocabulary(tokens, ends)
+        # the tokens of the document that is open
+        continued = int(ends[0]) if len(ends) else len(tokens)
+        # The document goes on in a sequence of its own.
+        if self._open + continued > LONGEST_SEQUENCE:
             self._write_lengths(np.array([self._open]))
             self._open = 0
         self._bin.write(tokens.astype(DTYPES[self._code]).tobytes())
-        self._open += first
+        self._open += continued
         if len(ends):
-            before = self._sequences
+            first = self._sequences + 1
             self._write_lengths(np.concatenate(([self._open], np.diff(ends))))
-            self._documents.write(np.arange(before + 1, self._sequences + 1, dtype="<i8").tobytes())
+            next_sequences = np.arange(first, self._sequences + 1, dtype="<i8")
+            self._documents.write(next_sequences.tobytes())
             self._open = len(tokens) - int(ends[-1])
 
-    def _outside(self, tokens: NDArray[np.integer], ends: NDArray[np.int64]) -> UserError:
+    def _outside_vocabulary(
+        self,
+        tokens: NDArray[np.integer],
+        ends: NDArray[np.int64],
+    ) -> UserError:
         wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-        document = self._documents.tell() // 8 - 1 + int(np.searchsorted(ends, wrong, side="right"))
+        ended_documents = self._documents.tell() // 8 - 1
+        document = ended_documents + int(np.searchsorted(ends, wrong, side="right"))
         return UserError(
-            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a "
-            "vocabulary of "
-            f"{self._vocab_size}, "
-            f"the first is {tokens[wrong]} in document {document}; give the tokenizer's own size"
+            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary "
+            f"of {self._vocab_size}, the first is {tokens[wrong]} in document {document}; give the "
+            "tokenizer's own size"
         )
 
     def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
@@ -145,8 +168,7 @@ class IndexedWriter:
         self._sequences += len(lengths)
 
     def mark(self) -> Mark:
-        """Flush everything written so far to the disk, and return the mark from which a new writer
-        can resume."""
+        """Flush everything to the disk; return the mark from which a new writer can resume."""
         for part in self._parts:
             part.flush()
             os.fsync(part.fileno())
@@ -163,13 +185,19 @@ class IndexedWriter:
         idx = open_part(idx_path)
         try:
             self._write_index(idx.write)
+            # without its index, an old .bin cannot be read beside a new index
             idx_path.unlink(missing_ok=True)
             self._publish(bin_path, idx, idx_path)
         except BaseException:
             discard(idx)
             raise
 
-    def _publish(self, bin_path: Path, idx: BinaryIO, idx_path: Path) -> None:
+    def _publish(
+        self,
+        bin_path: Path,
+        idx: BinaryIO,
+        idx_path: Path,
+    ) -> None:
         try:
             publish(self._bin, bin_path)
             publish(idx, idx_path)
@@ -178,20 +206,23 @@ class IndexedWriter:
             raise
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:
-        lengths, documents = (
-            _written(part, dtype)
-            for part, dtype in ((self._lengths, "<i4"), (self._documents, "<i8"))
+        lengths = _map_written(self._lengths, "<i4")
+        documents = _map_written(self._documents, "<i8")
+        write(
+            HEADER.pack(
+                MAGIC,
+                VERSION,
+                self._code,
+                len(lengths),
+                len(documents),
+            )
         )
-        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         for start in range(0, len(lengths), CHUNK):
             write(lengths[start : start + CHUNK].tobytes())
-        begin = 0
+        begin = 0  # byte of the .bin
         for start in range(0, len(lengths), CHUNK):
-            ends = (
-                begin
-                + np.cumsum(lengths[start : start + CHUNK], dtype="<i8")
-                * DTYPES[self._code].itemsize
-            )
+            token_counts = np.cumsum(lengths[start : start + CHUNK], dtype="<i8")
+            ends = begin + token_counts * DTYPES[self._code].itemsize
             write(np.concatenate(([begin], ends[:-1])).astype("<i8").tobytes())
             begin = int(ends[-1])
         for start in range(0, len(documents), CHUNK):
@@ -210,22 +241,26 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        stays = kind is not None and not issubclass(kind, Exception)
+        interrupted = kind is not None and not issubclass(kind, Exception)
         try:
             if kind is None:
                 self.close()
         finally:
             for part in self._parts:
-                part.close() if stays else discard(part)
+                if interrupted:  # a new writer can resume
+                    part.close()
+                else:
+                    discard(part)
 
 
 class IndexedDataset:
     """A memory-mapped `.bin/.idx` pair. Opening it checks the index (`index_check`); reading
     touches only the tokens read.
 
-    again: check the whole index even if a record says that it was checked. Raises UserError if a
-    file is missing or the index is corrupt, saying what is wrong with it. Attributes: `dtype` of
-    the stored ids, `num_documents`, `num_sequences`, `num_tokens`; `notes`: lines for the user.
+    again: check the whole index even if a record says that it was checked.
+    Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
+    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`; `notes`:
+    lines for the user.
     """
 
     def __init__(self, prefix: Path, again: bool = False) -> None:
@@ -237,32 +272,22 @@ class IndexedDataset:
                 raise UserError(
                     f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx"
                 )
-        self.dtype, self._lengths, self._pointers, self._documents, modes = _read_index(idx_path)
-        stored = bin_path.stat().st_size
+        self.dtype, index = _read_index(idx_path, bin_path.stat().st_size)
         self.notes: tuple[str, ...] = ()
-        if len(self._lengths) and self._documents[:2].tolist() == [0]:
-            self._documents = np.arange(len(self._lengths) + 1, dtype=np.int64)
+        if len(index.lengths) and index.documents[:2].tolist() == [0]:
+            every_sequence = np.arange(len(index.lengths) + 1, dtype=np.int64)
+            index = replace(index, documents=every_sequence)
             self.notes = (
-                (
-                    f"{idx_path} has no ends of documents: each of its sequences is taken for a "
-                    "document"
-                ),
+                f"{idx_path} has no ends of documents: each of its sequences is taken for a "
+                "document",
             )
-        require_sound(
-            Index(
-                idx_path,
-                self._lengths,
-                self._pointers,
-                self._documents,
-                modes,
-                self.dtype.itemsize,
-                stored,
-            ),
-            again,
-        )
+        require_sound(index, again)
+        self._lengths = index.lengths
+        self._pointers = index.pointers
+        self._documents = index.documents
         self.num_documents = len(self._documents) - 1
         self.num_sequences = len(self._lengths)
-        self.num_tokens = stored // self.dtype.itemsize
+        self.num_tokens = index.stored // self.dtype.itemsize
         self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
 
     def document(self, index: int) -> NDArray[np.generic]:
@@ -270,16 +295,18 @@ class IndexedDataset:
         read-only view."""
         if not 0 <= index < self.num_documents:
             raise UserError(
-                f"document {index} does not exist; {self.prefix} has {self.num_documents}, "
-                "counted from 0"
+                f"document {index} does not exist; {self.prefix} has {self.num_documents}, counted "
+                "from 0"
             )
-        first = self._documents[index]
-        last = self._documents[index + 1]
-        return self._stream[self._begin(first) : self._begin(last)]
+        first = self._begin(self._documents[index])
+        last = self._begin(self._documents[index + 1])
+        return self._stream[first:last]
 
     def document_lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each document, int64 [num_documents]. Memory: 8 bytes a
-        sequence."""
+        """Return the number of tokens of each document, int64 [num_documents].
+
+        Takes 8 bytes a sequence.
+        """
         begins = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(begins[self._documents])
 
@@ -297,41 +324,38 @@ class IndexedDataset:
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64
         [length]."""
-        first, last = (self._sequence_of(token) for token in (start, start + length - 1))
+        first = self._sequence_of(start)
+        last = self._sequence_of(start + length - 1)
         begins = self._pointers[first : last + 1] // self.dtype.itemsize
-        sequences = (
-            first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
-        )
-        document, end = (bisect_right(self._documents, sequence) for sequence in (first, last))
-        return (
-            document
-            - 1
-            + np.searchsorted(self._documents[document - 1 : end], sequences, side="right")
-            - 1
-        )
+        places = np.arange(start, start + length)
+        sequences = first + np.searchsorted(begins, places, side="right") - 1
+        first_document = bisect_right(self._documents, first) - 1
+        end = bisect_right(self._documents, last)
+        first_sequences = self._documents[first_document:end]
+        return first_document + np.searchsorted(first_sequences, sequences, side="right") - 1
 
     def stored_place(self, token: int) -> int:
         """Return the place of a token in the file, which is that in the stream."""
         return token
 
     def _sequence_of(self, token: int) -> int:
-        # numpy's search would copy the whole array, because its elements are not aligned in the
-        # file
+        """Return the number of the sequence of a token."""
+        # numpy's search would copy the whole array, whose elements are not aligned in the file
         return bisect_right(self._pointers, token * self.dtype.itemsize) - 1
 
     def token_range(self) -> tuple[int, int]:
-        """Return the smallest and largest token id, (0, -1) if there is none. Reads the whole file
-        in chunks."""
+        """Return the smallest and largest token id, (0, -1) if there is none.
+
+        Reads the whole file in chunks.
+        """
         self.require_ids()
-        extremes = [
-            (int(chunk.min()), int(chunk.max()))
-            for chunk in (
-                self._stream[at : at + CHUNK] for at in range(0, len(self._stream), CHUNK)
-            )
-        ]
-        return min((low for low, _ in extremes), default=0), max(
-            (high for _, high in extremes), default=-1
-        )
+        low: list[int] = []
+        high: list[int] = []
+        for start in range(0, len(self._stream), CHUNK):
+            chunk = self._stream[start : start + CHUNK]
+            low.append(int(chunk.min()))
+            high.append(int(chunk.max()))
+        return min(low, default=0), max(high, default=-1)
 
     def max_token(self) -> int:
         """Return the largest token id; -1 if there is no token."""
@@ -342,9 +366,9 @@ class IndexedDataset:
         none."""
         for start in range(0, self.num_tokens, CHUNK):
             chunk = self._stream[start : start + CHUNK]
-            found = np.flatnonzero((chunk < 0) | (chunk >= vocab))
-            if len(found):
-                return start + int(found[0])
+            outside = np.flatnonzero((chunk < 0) | (chunk >= vocab))
+            if len(outside):
+                return start + int(outside[0])
         return None
 
     def _begin(self, sequence: np.int64) -> int:
@@ -363,63 +387,64 @@ class IndexedDataset:
             )
 
 
-def _written(part: BinaryIO, dtype: str) -> np.ndarray:
+def _map_written(part: BinaryIO, dtype: str) -> np.ndarray:
     """Return the content of a temporary file as a memory-mapped array."""
     part.flush()
     return _map(Path(part.name), np.dtype(dtype), 0, part.tell() // np.dtype(dtype).itemsize)
 
 
-def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Return `count` elements at byte `offset`, memory-mapped read-only (an empty array if count is
-    0)."""
-    if count:
-        return np.memmap(path, dtype, "r", offset, (count,))
-    return np.zeros(0, dtype)
+def _map(
+    path: Path,
+    dtype: np.dtype,
+    offset: int,
+    count: int,
+) -> np.ndarray:
+    """Return `count` elements at byte `offset`, memory-mapped read-only."""
+    if count == 0:  # which cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r", offset, (count,))
 
 
-def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S], document indices
-    i64 [D] and modes i8 [S], or none.
+def _read_index(path: Path, stored: int) -> tuple[np.dtype, Index]:
+    """Return the dtype of the ids, and the index, memory-mapped.
 
-    Raises UserError if the sizes are inconsistent.
+    stored: bytes of the file of ids. Raises UserError if the sizes are inconsistent.
     """
     with reading(path) as file:
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
         raise UserError(
             f"{path}: the format TNTIDX of fairseq and of Megatron's first sets, which is not "
-            "read; "
-            "convert the set to MMIDIDX with the tools that made it, or build it again from "
+            "read; convert the set to MMIDIDX with the tools that made it, or build it again from "
             "its text"
         )
     if head[: len(MAGIC)] != MAGIC:
         raise corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
     if len(head) < HEADER.size:
         raise corrupt(path, f"truncated: {len(head)} bytes, the header alone has {HEADER.size}")
-    _, version, code, sequences, indices = HEADER.unpack(head)
+    _, version, code, sequence_count, document_count = HEADER.unpack(head)
     if version != VERSION:
         raise corrupt(path, f"version {version} where only {VERSION} is known")
     if code not in DTYPES:
         raise corrupt(path, f"dtype code {code} where 1 to {max(DTYPES)} are known")
     size = path.stat().st_size
-    expected = HEADER.size + 12 * sequences + 8 * indices
-    if size not in (expected, expected + sequences):
-        state = "truncated" if size < expected else "too long"
+    pointers_begin = HEADER.size + 4 * sequence_count
+    documents_begin = pointers_begin + 8 * sequence_count
+    modes_begin = documents_begin + 8 * document_count
+    if size not in (modes_begin, modes_begin + sequence_count):  # modes are optional
+        state = "truncated" if size < modes_begin else "too long"
         raise corrupt(
             path,
-            (
-                f"{state}: {size} bytes where {sequences} sequences and {indices} document "
-                f"indices take {expected}"
-            ),
+            f"{state}: {size} bytes where {sequence_count} sequences and {document_count} document "
+            f"indices take {modes_begin}",
         )
-    pointers_at = HEADER.size + 4 * sequences
-    documents = _map(path, np.dtype("<i8"), pointers_at + 8 * sequences, indices)
-    lengths = _map(path, np.dtype("<i4"), HEADER.size, sequences)
-    modes = _map(path, np.dtype("i1"), expected, size - expected)
-    return (
-        DTYPES[code],
-        lengths,
-        _map(path, np.dtype("<i8"), pointers_at, sequences),
-        documents,
-        modes,
+    index = Index(
+        path,
+        lengths=_map(path, np.dtype("<i4"), HEADER.size, sequence_count),
+        pointers=_map(path, np.dtype("<i8"), pointers_begin, sequence_count),
+        documents=_map(path, np.dtype("<i8"), documents_begin, document_count),
+        modes=_map(path, np.dtype("i1"), modes_begin, size - modes_begin),
+        itemsize=DTYPES[code].itemsize,
+        stored=stored,
     )
+    return DTYPES[code], index

@@ -15,6 +15,7 @@ next start.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import random
@@ -38,21 +39,17 @@ WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
-# of a record; earlier versions lack some
-NUMBERS = (
-    "vocab_size",
-    "documents",
-    "tokens",
-    "chars",
-    "bytes",
-    "unknown",
-)
+# keys of a record, of which those of earlier versions lack some
+NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The digest of a file, or of some of its blocks. low, high: smallest and largest id; 0 and -1
-    if there is none."""
+    """The result of reading a file.
+
+    sha256: the digest of the file, or of some of its blocks.
+    low, high: smallest and largest id; 0 and -1 if there is none.
+    """
 
     sha256: str
     low: int = 0
@@ -63,8 +60,8 @@ class Seen:
 class Contents:
     """The identity of a data set: its size, and the digests of both files.
 
-    sampled: True if bin_sha256 is the digest of some blocks only. low, high: smallest and largest
-        id that was read.
+    sampled: True if bin_sha256 is the digest of some blocks only.
+    low, high: smallest and largest id that was read.
     """
 
     tokens: int
@@ -79,48 +76,59 @@ class Contents:
 def contents_of(
     dataset: IndexedDataset, remedy: str = "copy it again or build it again"
 ) -> Contents:
-    """Check the files of a data set that this machine has not read before, and return the data
-    set's identity.
+    """Check the files of a data set that this machine has not read before; return its identity.
 
-    Raises UserError for a file that has changed since it was built. remedy: advice at the end of
-    that error line.
+    remedy: advice at the end of the error line.
+    Raises UserError for a file that has changed since it was built.
     """
     dataset.require_ids()
     record = read_record(dataset.prefix)
-    bin_file, idx_file = (beside(dataset.prefix, suffix) for suffix in (".bin", ".idx"))
+    bin_file = beside(dataset.prefix, ".bin")
+    idx_file = beside(dataset.prefix, ".idx")
     idx_digest = _digest_of_index(idx_file, bin_file)
     _compare(record, idx_file, idx_digest, remedy)
-    whole = bin_file.stat().st_size <= WHOLE or _remembered(bin_file, dataset.dtype) is not None
-    if whole:
+    is_small = bin_file.stat().st_size <= WHOLE
+    sampled = False
+    if is_small or _remembered(bin_file, dataset.dtype) is not None:
         seen = scan_file(bin_file, dataset.dtype)
         _compare(record, bin_file, seen.sha256, remedy)
+        bin_digest = seen.sha256
+    elif record is not None:
+        seen = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
+        bin_digest = record["bin_sha256"]
     else:
-        seen = _remembered(bin_file, dataset.dtype, sampled=True) if record is None else None
-        seen = seen or _check_some_blocks(bin_file, dataset.dtype, record, remedy)
-    digest = seen.sha256 if whole or record is None else record["bin_sha256"]
-    low, high = _range_with(seen, record)
-    counts = dataset.num_tokens, dataset.num_documents
-    return Contents(*counts, digest, idx_digest, not whole and record is None, low, high)
+        seen = _remembered(bin_file, dataset.dtype, sampled=True)
+        if seen is None:
+            seen = _check_some_blocks(bin_file, dataset.dtype, None, remedy)
+        bin_digest = seen.sha256
+        sampled = True
+    low, high = _range_with_record(seen, record)
+    return Contents(
+        dataset.num_tokens, dataset.num_documents, bin_digest, idx_digest, sampled, low, high
+    )
 
 
 def _digest_of_index(idx_file: Path, bin_file: Path) -> str:
-    """Return the SHA-256 of an index; of a large one, that of the check that is recorded beside it,
-    if there is one."""
-    if idx_file.stat().st_size > WHOLE and (
-        known := known_check(idx_file, bin_file.stat().st_size)
-    ):
-        return known.sha256
+    """Return the SHA-256 of an index; of a large one, that of a recorded check, if there is one."""
+    if idx_file.stat().st_size > WHOLE:
+        checked = known_check(idx_file, bin_file.stat().st_size)
+        if checked is not None:
+            return checked.sha256
     return scan_file(idx_file).sha256
 
 
-def _range_with(seen: Seen, record: dict[str, Any] | None) -> tuple[int, int]:
+def _range_with_record(seen: Seen, record: dict[str, Any] | None) -> tuple[int, int]:
     """Return the smallest and largest of the ids that were read and those that the record of the
     build names."""
-    built = (record or {}).get("ids") or [seen.low, seen.high]
-    return min(seen.low, built[0]), max(seen.high, built[1])
+    built_range = (record or {}).get("ids") or [seen.low, seen.high]
+    return min(seen.low, built_range[0]), max(seen.high, built_range[1])
 
 
-def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> None:
+def check_vocabulary(
+    dataset: IndexedDataset,
+    seen: Contents,
+    vocab: int,
+) -> None:
     """Raise UserError if an id that was read is outside [0, vocab); the line names the first such
     id and its place."""
     if seen.low >= 0 and seen.high < vocab:
@@ -131,43 +139,54 @@ def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> Non
     else:
         first = f"; the first is {dataset.tokens(token, 1)[0]} {place_of(dataset, token)}"
     raise UserError(
-        f"{dataset.prefix} has token ids {seen.low} to {seen.high}, which a vocabulary of "
-        f"{vocab} does not hold{first}"
-        f": set the vocabulary to at least {seen.high + 1} or give the tokenizer's own data"
+        f"{dataset.prefix} has token ids {seen.low} to {seen.high}, which a vocabulary of {vocab} "
+        f"does not hold{first}: set the vocabulary to at least {seen.high + 1} or give the "
+        "tokenizer's own data"
     )
 
 
 def read_record(prefix: Path) -> dict[str, Any] | None:
-    """Return the record PREFIX.json of a data set's build, None if there is none. Raises UserError
-    if it is damaged."""
+    """Return the record PREFIX.json of a data set's build, None if there is none.
+
+    Raises UserError if it is damaged.
+    """
     path = beside(prefix, ".json")
     if not os.path.lexists(path):
         return None
+    # Whatever is wrong with the record, the error is the same.
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = dict(parse_json(read_regular(path)))
         low, high = record.get("ids", (0, -1))  # earlier versions recorded none
-        digests = record["bin_sha256"], record["idx_sha256"]
-        numbers = low, high, *(record.get(name, 0) for name in NUMBERS), record.get("eos") or 0
-        if all(isinstance(one, str) for one in digests) and all(
-            type(one) is int for one in numbers
-        ):
+        digests = (record["bin_sha256"], record["idx_sha256"])
+        numbers = [low, high, record.get("eos") or 0]
+        numbers += [record.get(name, 0) for name in NUMBERS]
+        has_digests = all(isinstance(digest, str) for digest in digests)
+        has_numbers = all(type(number) is int for number in numbers)  # a bool is none
+        if has_digests and has_numbers:
             return record
     raise UserError(f"{path} is damaged or of an older version: build the data set again")
 
 
-def scan_file(file: Path, dtype: np.dtype | None = None, again: bool = False) -> Seen:
-    """Return the SHA-256 of a whole file, and the range of its ids if `dtype`, the dtype of its
-    ids, is passed.
+def scan_file(
+    file: Path,
+    dtype: np.dtype | None = None,
+    again: bool = False,
+) -> Seen:
+    """Return the SHA-256 of a whole file, and the range of its ids.
 
+    dtype: of the ids; None: the file has none.
     again: read the file even if its result is cached on this machine.
     """
-    if not again and (known := _remembered(file, dtype)):
-        return known
+    if not again:
+        cached = _remembered(file, dtype)
+        if cached is not None:
+            return cached
     began = time.time_ns()
     with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype)
         seen = _scan(opened, dtype)
         after = _state(os.fstat(opened.fileno()), dtype)
+    # a file that changed a moment ago may change again without new times
     if before == after and began - max(before["changed"]) > SETTLED:
         _remember(file, before, seen)
     return seen
@@ -175,17 +194,25 @@ def scan_file(file: Path, dtype: np.dtype | None = None, again: bool = False) ->
 
 def block_digests(file: Path) -> list[str]:
     """Return the SHA-256 of each BLOCK of a file."""
+    digests: list[str] = []
     with reading(file) as opened:
-        return [
-            hashlib.sha256(block).hexdigest() for block in iter(lambda: opened.read(BLOCK), b"")
-        ]
+        while block := opened.read(BLOCK):
+            digests.append(hashlib.sha256(block).hexdigest())
+    return digests
 
 
 def describe_bad_id(
-    dataset: IndexedDataset, sample: int, first: int, length: int, vocab: int
+    dataset: IndexedDataset,
+    sample: int,
+    first: int,
+    length: int,
+    vocab: int,
 ) -> str:
-    """Return an error line if the sample of `length` tokens from token `first` on has an id outside
-    the vocabulary; empty if there is none. The line names the first such id and its place."""
+    """Return an error line if a sample has an id outside the vocabulary; empty if it has none.
+
+    The sample has the `length` tokens from token `first` on. The line names the first such id and
+    its place.
+    """
     ids = dataset.tokens(first, length)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
     if not len(wrong):
@@ -193,8 +220,8 @@ def describe_bad_id(
     token = first + int(wrong[0])
     return (
         f"sample {sample} has token id {ids[wrong[0]]} {place_of(dataset, token)}, which a "
-        f"vocabulary of {vocab} does "
-        f"not hold; no step was taken with it: restore the file, or build it again"
+        f"vocabulary of {vocab} does not hold; no step was taken with it: restore the file, or "
+        "build it again"
     )
 
 
@@ -205,7 +232,13 @@ def place_of(dataset: IndexedDataset, token: int) -> str:
     return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {place}"
 
 
-def _compare(record: dict[str, Any] | None, file: Path, digest: str, remedy: str) -> None:
+def _compare(
+    record: dict[str, Any] | None,
+    file: Path,
+    digest: str,
+    remedy: str,
+) -> None:
+    """Raise UserError if a file has another digest than its record, if there is one."""
     if record is not None and record[f"{file.suffix[1:]}_sha256"] != digest:
         raise UserError(
             f"{file} is not what was built (SHA-256 differs from the record's): {remedy}"
@@ -213,22 +246,27 @@ def _compare(record: dict[str, Any] | None, file: Path, digest: str, remedy: str
 
 
 def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
-    made = hashlib.sha256()
-    low, high = _scan_into(made, file, dtype)
-    return Seen(made.hexdigest(), low, high)
+    digest = hashlib.sha256()
+    low, high = _scan_into(digest, file, dtype)
+    return Seen(digest.hexdigest(), low, high)
 
 
 def _scan_into(
-    made: "hashlib._Hash", file: BinaryIO, dtype: np.dtype | None, most: int | None = None
+    digest: "hashlib._Hash",
+    file: BinaryIO,
+    dtype: np.dtype | None,
+    limit: float = math.inf,
 ) -> tuple[int, int]:
-    """Add the next `most` bytes of a file to a digest, in pieces; return the range of their ids,
-    (0, -1) if none."""
-    low = list[int]()
-    high = list[int]()
-    left = most
-    while chunk := file.read(READ if left is None else min(READ, left)):
-        left = None if left is None else left - len(chunk)
-        made.update(chunk)
+    """Add the next `limit` bytes of a file to a digest; return the range of their ids.
+
+    The range is (0, -1) if there are none.
+    """
+    low: list[int] = []
+    high: list[int] = []
+    remaining = limit
+    while chunk := file.read(int(min(READ, remaining))):
+        remaining -= len(chunk)
+        digest.update(chunk)
         if dtype is not None:
             ids = np.frombuffer(chunk, dtype)
             low.append(int(ids.min()))
@@ -237,89 +275,115 @@ def _scan_into(
 
 
 def _check_some_blocks(
-    file: Path, dtype: np.dtype, record: dict[str, Any] | None, remedy: str
+    file: Path,
+    dtype: np.dtype,
+    record: dict[str, Any] | None,
+    remedy: str,
 ) -> Seen:
     """Check some blocks of a large file: random ones, or, without a record, always the same ones.
 
     Without a record, the digest returned is that of the blocks read, and is cached on this machine.
     """
-    count = -(-file.stat().st_size // BLOCK)
-    known = (record or {}).get("blocks") or {}
-    digests = known.get("sha256", []) if known.get("bytes") == BLOCK else []
+    block_count = -(-file.stat().st_size // BLOCK)  # rounded up
+    expected = _recorded_blocks(record)
     if record:
-        numbers = sorted(random.SystemRandom().sample(range(count), min(SAMPLED, count)))
+        sample_size = min(SAMPLED, block_count)
+        numbers = sorted(random.SystemRandom().sample(range(block_count), sample_size))
     else:
-        numbers = _spread(count)
-    made = hashlib.sha256()
-    lows = list[int]()
-    highs = list[int]()
+        numbers = _spread(block_count)
+    digest = hashlib.sha256()
+    lows: list[int] = []
+    highs: list[int] = []
     began = time.time_ns()
     with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype, sampled=True)
         for number in numbers:
             opened.seek(number * BLOCK)
-            made = hashlib.sha256() if digests else made
-            low, high = _scan_into(made, opened, dtype, BLOCK)
-            if digests and digests[number] != made.hexdigest():
+            if expected:  # of each block by itself, otherwise of all together
+                digest = hashlib.sha256()
+            low, high = _scan_into(digest, opened, dtype, BLOCK)
+            if expected and expected[number] != digest.hexdigest():
                 raise UserError(
                     f"{file} is not what was built (SHA-256 of block {number} differs): {remedy}"
                 )
             lows.append(low)
             highs.append(high)
-    seen = Seen(made.hexdigest(), min(lows), max(highs))
+    seen = Seen(digest.hexdigest(), min(lows), max(highs))
     if record is None and began - max(before["changed"]) > SETTLED:
         _remember(file, before, seen)
     return seen
 
 
+def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
+    """Return the digests of all blocks; empty if the record has none of blocks of this size."""
+    blocks = (record or {}).get("blocks") or {}
+    return blocks.get("sha256", []) if blocks.get("bytes") == BLOCK else []
+
+
 def _spread(count: int) -> Iterable[int]:
     """Return the numbers of at most SAMPLED of `count` blocks, evenly spaced from the first to the
     last."""
-    return sorted({round(n * (count - 1) / max(1, SAMPLED - 1)) for n in range(SAMPLED)})
+    return sorted({round(i * (count - 1) / max(1, SAMPLED - 1)) for i in range(SAMPLED)})
 
 
-def _memory(file: Path) -> Path | None:
-    """Return the path of this machine's cache entry for a file; None if there is no home folder for
-    a cache."""
+def _cache_path(file: Path) -> Path | None:
+    """Return the path of this machine's cache entry for a file; None without a home folder."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
         return None
-    name = hashlib.sha256(
-        f"{platform.node()}\0{file.resolve()}".encode(errors="surrogateescape")
-    ).hexdigest()
+    identity = f"{platform.node()}\0{file.resolve()}"
+    name = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
     return cache / "megaprec" / "seen" / f"{name[:32]}.json"
 
 
-def _state(of: os.stat_result, dtype: np.dtype | None, sampled: bool = False) -> dict[str, Any]:
-    """Return the properties of a file that change when the file changes. sampled: only some blocks
-    of it were read."""
-    return {
-        "size": of.st_size,
-        "changed": [of.st_mtime_ns, of.st_ctime_ns],
-        "inode": [of.st_dev, of.st_ino],
+def _state(
+    file_stat: os.stat_result,
+    dtype: np.dtype | None,
+    sampled: bool = False,
+) -> dict[str, Any]:
+    """Return the properties of a file that change when the file changes, and how it was read.
+
+    sampled: only some blocks of it were read.
+    """
+    state: dict[str, Any] = {
+        "size": file_stat.st_size,
+        "changed": [file_stat.st_mtime_ns, file_stat.st_ctime_ns],
+        "inode": [file_stat.st_dev, file_stat.st_ino],
         "dtype": dtype.str if dtype is not None else "",
-        **({"blocks": [SAMPLED, BLOCK]} if sampled else {}),
     }
+    if sampled:
+        state["blocks"] = [SAMPLED, BLOCK]
+    return state
 
 
-def _remember(file: Path, state: dict[str, Any], seen: Seen) -> None:
-    if memory := _memory(file):
-        with suppress(OSError):  # without a cache entry the file is read again
-            write_whole(
-                memory,
-                json.dumps({"file": str(file), "state": state, "seen": asdict(seen)}).encode(),
-            )
+def _remember(
+    file: Path,
+    state: dict[str, Any],
+    seen: Seen,
+) -> None:
+    """Keep in the cache what was read of a file in this state."""
+    cache_path = _cache_path(file)
+    if cache_path is None:
+        return
+    entry = {"file": str(file), "state": state, "seen": asdict(seen)}
+    with suppress(OSError):  # without a cache entry the file is read again
+        write_whole(cache_path, json.dumps(entry).encode())
 
 
-def _remembered(file: Path, dtype: np.dtype | None, sampled: bool = False) -> Seen | None:
-    memory = _memory(file)
-    if memory is None:
+def _remembered(
+    file: Path,
+    dtype: np.dtype | None,
+    sampled: bool = False,
+) -> Seen | None:
+    """Return what the cache has of a file as it now is; None if it has nothing."""
+    cache_path = _cache_path(file)
+    if cache_path is None:
         return None
     try:
-        known = parse_json(read_regular(memory))
-        if known["state"] == _state(file.stat(), dtype, sampled):
-            return Seen(**known["seen"])
+        entry = parse_json(read_regular(cache_path))
+        if entry["state"] == _state(file.stat(), dtype, sampled):
+            return Seen(**entry["seen"])
         return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -16,11 +16,14 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 8
+ROUNDS = 8  # of the Feistel network
 
 
 def order(
-    positions: NDArray[np.int64], samples: int, seed: int, shuffle: bool = True
+    positions: NDArray[np.int64],
+    samples: int,
+    seed: int,
+    shuffle: bool = True,
 ) -> NDArray[np.int64]:
     """Return the sample numbers in [0, samples) at `positions` of an endless sequence of epochs;
     int64, same shape.
@@ -31,17 +34,22 @@ def order(
     epochs, indices = np.divmod(positions, samples)
     if not shuffle:
         return indices
-    chosen = np.empty_like(indices)
+    numbers = np.empty_like(indices)
     for epoch in set(epochs.ravel().tolist()):  # np.unique imports numpy.ma first, in every process
-        here = epochs == epoch
-        chosen[here] = permute(indices[here], samples, seed, epoch)
-    return chosen
+        of_epoch = epochs == epoch
+        numbers[of_epoch] = permute(indices[of_epoch], samples, seed, epoch)
+    return numbers
 
 
-def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permute(
+    indices: NDArray[np.int64],
+    n: int,
+    seed: int,
+    epoch: int,
+) -> NDArray[np.int64]:
     """Return the images of `indices` (each in [0, n)) under the permutation of [0, n) keyed by
     (seed, epoch)."""
-    half = np.uint64(((n - 1).bit_length() + 1) // 2)
+    half = np.uint64(((n - 1).bit_length() + 1) // 2)  # bits of half a number, rounded up
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
     images = _feistel(indices.astype(np.uint64), half, keys)
@@ -51,13 +59,16 @@ def permute(indices: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArra
 
 
 def _feistel(
-    numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]
+    numbers: NDArray[np.uint64],
+    half: np.uint64,
+    keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
     """Return the images of `numbers` under a permutation of all numbers of 2 * `half` bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left = numbers >> half
     right = numbers & mask
     for key in keys:
+        # can be undone for any function of `right`, so it is a permutation
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << half) | right
 

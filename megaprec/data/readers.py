@@ -29,7 +29,7 @@ PARQUET = ".parquet"
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow all of these but .parquet
 SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, PARQUET)
 PIECE_CHARS = 1 << 20
-MOST_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
+MAX_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
 ROWS = 256  # of a Parquet file that are read together
 # Endings of forms that are not read, and would be one plain text in silence: what the file is, and
 # what to do.
@@ -72,7 +72,7 @@ WHICH = (
     "name the field that holds the text: data.text_field in a run file, --text-field in a command"
 )
 
-# of a field in JSON, but for escapes such as \u0041
+# names of fields that JSON can spell in one way only, but for escapes such as \u0041
 ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)
 
 Piece = tuple[str, str]
@@ -85,7 +85,11 @@ def stop(error: UserError) -> None:
 
 
 def pieces(
-    file: Path, document: str, field: str, skip_undecodable: bool, bad: Bad = stop
+    file: Path,
+    document: str,
+    field: str,
+    skip_undecodable: bool,
+    bad: Bad = stop,
 ) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names.
 
@@ -107,48 +111,57 @@ def form(file: Path) -> str:
     """Return the suffix that tells the form of a file, in small letters and without that of the
     compression."""
     suffix = file.suffix.lower()
-    suffix = Path(file.stem).suffix.lower() if suffix in PACKED else suffix
+    if suffix in PACKED:
+        suffix = Path(file.stem).suffix.lower()
     return JSONL if suffix in ALSO_JSONL else suffix
 
 
 def require_read(file: Path) -> None:
     """Raise UserError for a file whose ending says that it has a form that is not read."""
-    if what := NOT_READ.get(form(file)):
-        raise UserError(f"{file}: it is {what}")
+    description = NOT_READ.get(form(file))
+    if description:
+        raise UserError(f"{file}: it is {description}")
 
 
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    if needing := [
-        file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET
-    ]:
-        _pyarrow(needing[0])
+    for file in files:
+        if file.suffix.lower() == ".zst" or form(file) == PARQUET:
+            _import_pyarrow(file)
+            return
 
 
 def is_list(file: Path) -> bool:
     """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings,
     notebooks, tables."""
-    with _reading(file, lambda: "1"), _unpacked(file) as stream:
-        begins = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
-        while not begins and (sign := stream.read(1)):
-            begins = sign.strip()
-        return begins.startswith(b"[")
+    with _reading(file, lambda: "1"), _open_unpacked(file) as stream:
+        start = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
+        while not start and (sign := stream.read(1)):
+            start = sign.strip()
+        return start.startswith(b"[")
 
 
-def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
+def _text_pieces(
+    file: Path,
+    document: str,
+    skip_undecodable: bool,
+) -> Iterator[Piece]:
     line = 1
-    if other := _other_form(file):
+    other_form = _other_form(file)
+    if other_form:
         if skip_undecodable:
             return
-        raise UserError(f"{file} is not UTF-8 text ({other})")
+        raise UserError(f"{file} is not UTF-8 text ({other_form})")
     try:
         with (
             _reading(file, lambda: str(line)),
-            io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream,
+            io.TextIOWrapper(_open_unpacked(file), "utf-8-sig", newline="") as stream,
         ):
             while text := stream.read(PIECE_CHARS):
+                # to the end of a line, or as much again of a very long one
                 text += stream.readline(PIECE_CHARS)
-                if (zero := text.find("\0")) >= 0 and not skip_undecodable:
+                zero = text.find("\0")
+                if zero >= 0 and not skip_undecodable:
                     line += text.count("\n", 0, zero)
                     raise UserError(
                         f"{file} is not UTF-8 text (a zero byte in line {line}: {ZERO})"
@@ -157,25 +170,30 @@ def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[
                 yield document, text
     except UnicodeDecodeError as problem:
         if not skip_undecodable:
-            why = f"{problem.reason} in line {_undecodable_line(file)}; convert it or leave it out"
-            raise UserError(f"{file} is not UTF-8 text ({why})") from problem
+            reason = f"{problem.reason} in line {_undecodable_line(file)}"
+            raise UserError(
+                f"{file} is not UTF-8 text ({reason}; convert it or leave it out)"
+            ) from problem
 
 
 def _other_form(file: Path) -> str:
-    """Return what a file is, by its first bytes, if it is no text, and what to do; else nothing."""
-    with _reading(file, lambda: "1"), _unpacked(file) as stream:
+    """Return what a file is, by its first bytes, and what to do; "" if they may be text."""
+    with _reading(file, lambda: "1"), _open_unpacked(file) as stream:
         return _by_first_bytes(stream.read(max(map(len, MAGIC))))
 
 
-def _by_first_bytes(begins: bytes) -> str:
-    return next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
+def _by_first_bytes(content: bytes) -> str:
+    for magic, description in MAGIC.items():
+        if content.startswith(magic):
+            return description
+    return ""
 
 
 def _undecodable_line(file: Path) -> int:
     """Return the number of the line that holds the first byte that is not UTF-8."""
     line = 1
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with _unpacked(file) as stream:
+    with _open_unpacked(file) as stream:
         while piece := stream.read(PIECE_CHARS):
             try:
                 line += decoder.decode(piece).count("\n")
@@ -184,19 +202,24 @@ def _undecodable_line(file: Path) -> int:
     return line
 
 
-def _jsonl_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
+def _jsonl_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    bad: Bad,
+) -> Iterator[Piece]:
     number = 0
-    with _reading(file, lambda: str(number + 1)), _unpacked(file) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
-            if len(line) > MOST_LINE:
+    with _reading(file, lambda: str(number + 1)), _open_unpacked(file) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
                 raise UserError(
-                    f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document"
+                    f"{file}:{number}: a line of more than {MAX_LINE:,} bytes; split the document"
                 )
             if line.isspace():
                 continue
             where = f"{file}:{number}"
             try:
-                text = _field(_record(line, field, where), field, where)
+                text = _text_of(_parse_line(line, field, where), field, where)
             except UserError as error:
                 bad(error)
                 continue
@@ -205,41 +228,50 @@ def _jsonl_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[P
 
 @contextmanager
 def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
-    """Raise UserError for a file that cannot be read or unpacked inside the context. place: the
-    line or item."""
+    """Raise UserError for a file that cannot be read or unpacked inside the context.
+
+    place: returns the number of the line or item that is being read.
+    """
     try:
         yield
     except (EOFError, zlib.error, OSError) as problem:
-        kind = PACKED.get(file.suffix.lower())
-        if kind is None or getattr(problem, "errno", None):
+        compression = PACKED.get(file.suffix.lower())
+        # an error number is the system's, and none of unpacking
+        if compression is None or getattr(problem, "errno", None):
             raise UserError(f"{file}:{place()}: cannot be read ({problem})") from problem
         raise UserError(
-            f"{file}:{place()}: not a whole {kind} file ({problem}); copy it again"
+            f"{file}:{place()}: not a whole {compression} file ({problem}); copy it again"
         ) from problem
 
 
-def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
+def _list_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    bad: Bad,
+) -> Iterator[Piece]:
     """Yield the texts of a JSON list, whose items are texts or objects with the field."""
     if not is_list(file):
-        if other := _other_form(file):
-            raise UserError(f"{file}: not a JSON list ({other})")
+        other_form = _other_form(file)
+        if other_form:
+            raise UserError(f"{file}: not a JSON list ({other_form})")
         raise UserError(
-            f"{file}: not a JSON list of texts or of objects with a text; one object a line "
-            "is .jsonl"
+            f"{file}: not a JSON list of texts or of objects with a text; one object a line is "
+            ".jsonl"
         )
     number = 0
     try:
         with (
             _reading(file, lambda: str(number + 1)),
-            io.TextIOWrapper(_unpacked(file), "utf-8-sig") as stream,
+            io.TextIOWrapper(_open_unpacked(file), "utf-8-sig") as stream,
         ):
             for number, item in enumerate(items(stream, field), 1):
                 where = f"{file}:{number}"
                 try:
                     if isinstance(item, str):
-                        text = _unicode(item, where, "the item")
+                        text = _require_unicode(item, where, "the item")
                     else:
-                        text = _field(item, field, where)
+                        text = _text_of(item, field, where)
                 except UserError as error:
                     bad(error)
                     continue
@@ -251,14 +283,14 @@ def _list_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Pi
             f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out"
         ) from problem
     except (ValueError, RecursionError) as problem:
-        with _unpacked(file) as stream:
-            why = ZERO if b"\0" in stream.read(2) else problem
-        raise UserError(f"{file}:{number + 1}: not a JSON list ({why})") from problem
+        # UTF-16 is a common reason, and its error is of no help
+        with _open_unpacked(file) as stream:
+            reason = ZERO if b"\0" in stream.read(2) else problem
+        raise UserError(f"{file}:{number + 1}: not a JSON list ({reason})") from problem
 
 
 def _cut(document: str, text: str) -> Iterator[Piece]:
-    """Yield a document's text in pieces, cut at line ends where there are some, as those of a text
-    file are."""
+    """Yield a document's text in pieces, cut at line ends where there are some."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         line_end = text.find("\n", start + PIECE_CHARS, start + 2 * PIECE_CHARS)
@@ -269,16 +301,20 @@ def _cut(document: str, text: str) -> Iterator[Piece]:
         yield document, text[start:]
 
 
-def _unpacked(file: Path) -> BinaryIO:
+def _open_unpacked(file: Path) -> BinaryIO:
+    """Open a file for reading; what it gives is not packed any more."""
     suffix = file.suffix.lower()
     if suffix == ".zst":
-        return io.BufferedReader(
-            _pyarrow(file).input_stream(str(file), compression="zstd"), 1 << 16
-        )
+        stream = _import_pyarrow(file).input_stream(str(file), compression="zstd")
+        return io.BufferedReader(stream, 1 << 16)
     return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
 
 
-def _record(line: bytes, field: str, where: str) -> Any:
+def _parse_line(
+    line: bytes,
+    field: str,
+    where: str,
+) -> Any:
     """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
         # Most lines are spared the slower hook: those in which the field cannot be twice, in this
@@ -288,28 +324,37 @@ def _record(line: bytes, field: str, where: str) -> Any:
             return json.loads(line)
         return json.loads(line, object_pairs_hook=once(field))
     except (ValueError, RecursionError) as problem:
-        if other := _by_first_bytes(line) or (ZERO if b"\0" in line else ""):
-            raise UserError(f"{where}: not JSON ({other})") from problem
+        other_form = _by_first_bytes(line) or (ZERO if b"\0" in line else "")
+        if other_form:
+            raise UserError(f"{where}: not JSON ({other_form})") from problem
         raise UserError(
             f"{where}: not JSON ({problem}); each line must be one JSON object"
         ) from problem
 
 
-def _field(record: Any, field: str, where: str) -> str:
+def _text_of(
+    record: Any,
+    field: str,
+    where: str,
+) -> str:
     """Return the text of a record. Raises UserError, which names `where`, if there is none."""
     if not isinstance(record, dict):
         kind = {list: "a list", str: "a text"}.get(type(record)) or json.dumps(record)
         raise UserError(f"{where}: this is {kind}, not an object with field {field!r}")
     if field not in record:
-        there = ", ".join(sorted(record)) or "none"
-        raise UserError(f"{where}: no field {field!r} (there is: {there}); {WHICH}")
+        names = ", ".join(sorted(record)) or "none"
+        raise UserError(f"{where}: no field {field!r} (there is: {names}); {WHICH}")
     text = record[field]
     if not isinstance(text, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(text)[:40]}, not a text; {WHICH}")
-    return _unicode(text, where, f"field {field!r}")
+    return _require_unicode(text, where, f"field {field!r}")
 
 
-def _unicode(text: str, where: str, what: str) -> str:
+def _require_unicode(
+    text: str,
+    where: str,
+    what: str,
+) -> str:
     """Return the text. Raises UserError for half of a surrogate pair."""
     try:
         text.encode()
@@ -320,28 +365,29 @@ def _unicode(text: str, where: str, what: str) -> str:
     return text
 
 
-def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator[Piece]:
-    arrow = _pyarrow(file)
+def _parquet_pieces(
+    file: Path,
+    document: str,
+    field: str,
+    bad: Bad,
+) -> Iterator[Piece]:
+    arrow = _import_pyarrow(file)
     number = 0
     try:
-        with _parquet(file, arrow, field) as table:
+        with _open_parquet(file, arrow, field) as table:
             for batch in table.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                for value in batch.column(
-                    batch.schema.get_field_index(field)
-                ):  # a.b also is b in a
+                # a column named a.b may come with b of a structure a
+                column = batch.column(batch.schema.get_field_index(field))
+                for value in column:
                     number += 1
+                    where = f"{file}:{number}: field {field!r}"
                     try:
                         text = value.as_py()
                     except UnicodeDecodeError as problem:
-                        bad(
-                            UserError(
-                                f"{file}:{number}: field {field!r} is not UTF-8 text "
-                                f"({problem.reason})"
-                            )
-                        )
+                        bad(UserError(f"{where} is not UTF-8 text ({problem.reason})"))
                         continue
                     if text is None:
-                        bad(UserError(f"{file}:{number}: field {field!r} is null, not a text"))
+                        bad(UserError(f"{where} is null, not a text"))
                         continue
                     yield from _cut(f"{document}:{number}", text)
     except (arrow.ArrowException, OSError) as problem:
@@ -351,7 +397,11 @@ def _parquet_pieces(file: Path, document: str, field: str, bad: Bad) -> Iterator
         ) from problem
 
 
-def _parquet(file: Path, arrow: Any, field: str) -> Any:
+def _open_parquet(
+    file: Path,
+    arrow: Any,
+    field: str,
+) -> Any:
     """Open a Parquet file that has a column `field` of texts; row groups are read in small pieces.
 
     Raises UserError if the column is missing or has another type.
@@ -361,20 +411,21 @@ def _parquet(file: Path, arrow: Any, field: str) -> Any:
     table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, page_checksum_verification=True)
     schema = table.schema_arrow
     if field not in schema.names:
-        there = ", ".join(schema.names) or "none"
-        raise UserError(f"{file}: no field {field!r} (there is: {there}); {WHICH}")
-    if (number := schema.names.count(field)) > 1:
+        names = ", ".join(schema.names) or "none"
+        raise UserError(f"{file}: no field {field!r} (there is: {names}); {WHICH}")
+    column_count = schema.names.count(field)
+    if column_count > 1:
         raise UserError(
-            f"{file}: {number} columns are named {field!r}; rename all but one, or {WHICH}"
+            f"{file}: {column_count} columns are named {field!r}; rename all but one, or {WHICH}"
         )
-    kind = schema.field(field).type
-    text = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    if not (arrow.types.is_string(text) or arrow.types.is_large_string(text)):
-        raise UserError(f"{file}: field {field!r} is of type {kind}, not a text; {WHICH}")
+    field_type = schema.field(field).type
+    value_type = field_type.value_type if arrow.types.is_dictionary(field_type) else field_type
+    if not (arrow.types.is_string(value_type) or arrow.types.is_large_string(value_type)):
+        raise UserError(f"{file}: field {field!r} is of type {field_type}, not a text; {WHICH}")
     return table
 
 
-def _pyarrow(file: Path) -> Any:
+def _import_pyarrow(file: Path) -> Any:
     try:
         import pyarrow  # noqa: PLC0415 (optional)
     except ImportError as problem:

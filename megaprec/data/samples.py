@@ -11,7 +11,7 @@ A run consumes positions 0, 1, 2, … over endless epochs; `order` maps a positi
 pure function. A rank asks for its own positions, and the result depends on nothing else.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.order import order
 from megaprec.errors import UserError
 
-LOOKED_AT = 1 << 20  # tokens at a time that are searched for one that counts
+CHUNK = 1 << 20  # tokens at a time that are searched for one that counts
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ NO_RESETS = Resets()
 class Batch:
     """Training examples, ready for a model.
 
-    tokens, targets: int64 [count, seq]. ids: int64 [count], each sample's number in the whole
-    stream, the same in every epoch and layout. mask: float32 [count, seq], 1 if the target counts
-    in the loss; None if all targets count.
+    tokens, targets: int64 [count, seq].
+    ids: int64 [count], each sample's number in the whole stream, the same in every epoch and
+        layout.
+    mask: float32 [count, seq], 1 if the target counts in the loss; None if all targets count.
     documents, positions: int64 [count, seq], for each token the number of its document and its
-    position within the document; both start at 0 in each sample. None without the respective reset.
+        position within the document; both start at 0 in each sample. None without the respective
+        reset.
     """
 
     tokens: torch.Tensor
@@ -113,57 +115,56 @@ class Samples:
         positions = np.arange(position, position + count, dtype=np.int64)
         ids = self._first + order(positions, self._count, self._seed, self._shuffle)
         seq = self._seq_length
+        # one token more: inputs and targets are shifted against each other
         rows = np.empty((count, seq + 1), dtype=np.int64)
         for row, sample in zip(rows, ids, strict=True):
             row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
         text = torch.from_numpy(rows)
-        return Batch(
-            text[:, :-1].contiguous(),
-            text[:, 1:].contiguous(),
-            torch.from_numpy(ids),
-            *self._structure(ids),
-        )
+        batch = Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids))
+        return batch if self._resets == NO_RESETS else self._with_structure(batch, ids)
 
     def require_counted(self, what: str) -> None:
-        """Raise UserError if no target of an epoch counts in the loss. what: what the samples are
-        for, in words."""
+        """Raise UserError if no target of an epoch counts in the loss.
+
+        what: what the samples are for, in words.
+        """
         if not self._resets.eod_mask_loss:
             return
         end = (self._first + self._count) * self._seq_length
-        for start in range(self._first * self._seq_length, end, LOOKED_AT):
-            documents = self._dataset.documents_of(start, min(LOOKED_AT, end - start) + 1)
+        for start in range(self._first * self._seq_length, end, CHUNK):
+            # a target counts if the token before it is of the same document
+            documents = self._dataset.documents_of(start, min(CHUNK, end - start) + 1)
             if (documents[1:] == documents[:-1]).any():
                 return
         raise UserError(
-            f"no token of the {what} counts in the loss: every document there is one token "
-            "long, and "
-            "data.eod_mask_loss = true leaves out the first token of each; set it to false, "
-            "or give longer documents"
+            f"no token of the {what} counts in the loss: every document there is one token long, "
+            "and data.eod_mask_loss = true leaves out the first token of each; set it to false, or "
+            "give longer documents"
         )
 
-    def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
-        """Return mask, documents and positions of these samples, each None without its reset."""
-        if self._resets == NO_RESETS:
-            return None, None, None
+    def _with_structure(self, batch: Batch, ids: NDArray[np.int64]) -> Batch:
+        """Return the batch with mask, documents and positions, each if its reset is on."""
         seq = self._seq_length
+        # int64 [count, seq + 1]
         documents = np.stack(
             [self._dataset.documents_of(int(sample) * seq, seq + 1) for sample in ids]
         )
-        same = documents[:, 1:] == documents[:, :-1]
-        place = np.arange(seq)
-        begins = np.where(
-            np.concatenate((np.ones_like(same[:, :1]), same[:, :-1]), axis=1), 0, place
-        )
-        asked = self._resets
-        return (
-            torch.from_numpy(same.astype(np.float32)) if asked.eod_mask_loss else None,
-            torch.from_numpy(documents[:, :-1] - documents[:, :1])
-            if asked.attention_mask
-            else None,
-            torch.from_numpy(place - np.maximum.accumulate(begins, axis=1))
-            if asked.position_ids
-            else None,
-        )
+        resets = self._resets
+        same_as_next = documents[:, 1:] == documents[:, :-1]
+        if resets.eod_mask_loss:
+            batch = replace(batch, mask=torch.from_numpy(same_as_next.astype(np.float32)))
+        if resets.attention_mask:
+            numbers = documents[:, :-1] - documents[:, :1]
+            batch = replace(batch, documents=torch.from_numpy(numbers))
+        if resets.position_ids:
+            # the place at which each token's document begins: the largest begin so far
+            places = np.arange(seq)
+            continues = np.concatenate(
+                (np.ones_like(same_as_next[:, :1]), same_as_next[:, :-1]), axis=1
+            )
+            begins = np.maximum.accumulate(np.where(continues, 0, places), axis=1)
+            batch = replace(batch, positions=torch.from_numpy(places - begins))
+        return batch
 
 
 def split(
@@ -186,18 +187,39 @@ def split(
             f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1"
         )
     total = count_samples(dataset, seq_length)
-    held = held_out_samples(total, held_out)
-    needed = 2 if held else 1
+    held_out_count = held_out_samples(total, held_out)
+    needed = 2 if held_out_count else 1
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
-    train = max(1, total - held)
-    samples = Samples(dataset, seq_length, seed, shuffle, 0, train, resets)
-    return samples, Samples(
-        dataset, seq_length, seed, False, train, total - train, resets
-    ) if held else None
+    count = max(1, total - held_out_count)
+    training = Samples(
+        dataset,
+        seq_length,
+        seed,
+        shuffle,
+        0,
+        count,
+        resets,
+    )
+    if not held_out_count:
+        return training, None
+    evaluation = Samples(
+        dataset,
+        seq_length,
+        seed,
+        False,
+        count,
+        total - count,
+        resets,
+    )
+    return training, evaluation
 
 
-def count_training_samples(dataset: IndexedDataset, seq_length: int, held_out: float) -> int:
+def count_training_samples(
+    dataset: IndexedDataset,
+    seq_length: int,
+    held_out: float,
+) -> int:
     """Return the number of samples that `split` leaves for training."""
     total = count_samples(dataset, seq_length)
     return max(1, total - held_out_samples(total, held_out))
@@ -215,9 +237,12 @@ def count_samples(dataset: IndexedDataset, seq_length: int) -> int:
     return max(0, dataset.num_tokens - 1) // seq_length
 
 
-def _too_short(dataset: IndexedDataset, seq_length: int, samples: int) -> UserError:
+def _too_short(
+    dataset: IndexedDataset,
+    seq_length: int,
+    samples: int,
+) -> UserError:
     return UserError(
-        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of "
-        f"sequence length {seq_length} "
-        f"need {samples * seq_length + 1}; give more text or a shorter sequence"
+        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of sequence "
+        f"length {seq_length} need {samples * seq_length + 1}; give more text or a shorter sequence"
     )

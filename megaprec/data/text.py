@@ -4,16 +4,18 @@ A source is a stream of pieces `(document, text)`; consecutive pieces of one doc
 name. Large files come in pieces of about a million characters, cut at line ends, so that no file
 need fit into memory.
 
-| given as                        | documents                                                                    |
-|---------------------------------|------------------------------------------------------------------------------|
-| `python`                        | the running interpreter's standard library, its tests left out, in an order   |
-|                                 | that is scattered but always the same: any beginning holds varied modules     |
-| `FILE.jsonl`                    | one a line, the text under `text_field`; also `.ndjson` and `.jsonlines`      |
-| `FILE.json`, a list             | one an item: a text, or an object with the text under `text_field`            |
-| `FILE.parquet`                  | one a row, the text in column `text_field`                                    |
-| any other file                  | one, the whole file; tables, archives and the like (`NOT_READ`) are refused   |
-| a folder                        | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out` has the   |
-|                                 | others: other endings, JSON that is no list, names with a leading dot, links  |
+| given as            | documents                                                               |
+|---------------------|-------------------------------------------------------------------------|
+| `python`            | the running interpreter's standard library, its tests left out, in an   |
+|                     | order that is scattered but always the same: any beginning is varied    |
+| `FILE.jsonl`        | one a line, the text under `text_field`; also `.ndjson`, `.jsonlines`   |
+| `FILE.json`, a list | one an item: a text, or an object with the text under `text_field`      |
+| `FILE.parquet`      | one a row, the text in column `text_field`                              |
+| any other file      | one, the whole file; tables, archives and the like (`NOT_READ`) are     |
+|                     | refused                                                                 |
+| a folder            | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out` has |
+|                     | the others: other endings, JSON that is no list, names with a leading   |
+|                     | dot, links                                                              |
 
 All but Parquet may be packed, with `.gz` or `.zst` at the end of the name. Endings may have any
 case.
@@ -52,7 +54,7 @@ from megaprec.parsing import home_expanded
 
 SHOWN = 20  # lines about bad files and rows
 ROW = re.compile(r"(.*?):\d+: (.*)", re.DOTALL)  # a line about a row: its file, and the reason
-LOOKING = 60.0  # seconds in which they are looked for, once there is one
+SEARCH_SECONDS = 60.0  # in which bad files and rows are searched for, once there is one
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -60,11 +62,12 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 class Source:
     """A text source that can be read any number of times; iterating it yields its pieces.
 
-    name: the name that the user gave. files: the files to read, in this order, below `root`.
+    name: the name that the user gave.
+    files: the files to read, in this order, below `root`.
     max_chars: number of characters after which reading stops, even within a document.
-    skip_undecodable: skip files that are not UTF-8 instead of raising UserError. left_out: number
-    of files of a folder that are not read, by the reason; empty ones, which give no text, are among
-    `files` too.
+    skip_undecodable: skip files that are not UTF-8 instead of raising UserError.
+    left_out: number of files of a folder that are not read, by the reason; empty ones, which give
+        no text, are among `files` too.
     """
 
     name: str
@@ -76,29 +79,33 @@ class Source:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yield the pieces. Raises UserError that names all bad files and rows of the source, the
-        first of many."""
+        """Yield the pieces.
+
+        Raises UserError that names all bad files and rows of the source, the first of many.
+        """
         try:
             yield from self._read(stop)
         except UserError as error:
             raise self._all_faults(error) from error
 
     def _read(self, bad: Bad) -> Iterator[Piece]:
-        """Yield the pieces. bad: called with the error of each document that is none and of each
-        file that ends early.
+        """Yield the pieces.
 
+        bad: called with the error of each document that is none and of each file that ends early.
         Raises the error where `bad` does.
         """
-        left = self.max_chars
+        remaining = self.max_chars
         for file in self.files:
+            document = self._document(file)
             try:
                 for name, text in pieces(
-                    file, self._document(file), self.text_field, self.skip_undecodable, bad
+                    file, document, self.text_field, self.skip_undecodable, bad
                 ):
-                    yield name, text[:left]
-                    if left is not None:
-                        left -= len(text)
-                        if left <= 0:
+                    # the last piece may be cut
+                    yield name, text[:remaining]
+                    if remaining is not None:
+                        remaining -= len(text)
+                        if remaining <= 0:
                             return
             except UserError as error:
                 bad(error)
@@ -107,40 +114,42 @@ class Source:
         """Return an error about all bad files and rows: a line for each file and reason, at most
         SHOWN of them.
 
-        The whole source is read for it, for at most LOOKING seconds. first: the error that reading
-        stopped at.
+        The whole source is read for it, for at most SEARCH_SECONDS seconds.
+        first: the error that reading stopped at.
         """
-        told = dict[tuple[str, str], str]()  # file and reason -> the first line with it
-        rows = Counter[tuple[str, str]]()
+        first_lines: dict[tuple[str, str], str] = {}  # by file and reason
+        counts = Counter[tuple[str, str]]()
 
         def note(error: UserError) -> None:
             for problem in error.problems:
-                at_row = ROW.fullmatch(problem)
-                key = (at_row[1], at_row[2]) if at_row else (problem, "")
-                told.setdefault(key, problem)
-                rows[key] += 1
+                row = ROW.fullmatch(problem)
+                key = (row[1], row[2]) if row else (problem, "")
+                first_lines.setdefault(key, problem)
+                counts[key] += 1
 
-        until = time.monotonic() + LOOKING
+        deadline = time.monotonic() + SEARCH_SECONDS
         for _ in self._read(note):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 break
-        if not told:  # it can be read by now
+        if not first_lines:  # it can be read by now
             return first
-        lines = [_with_others(line, rows[key] - 1) for key, line in islice(told.items(), SHOWN)]
-        others = sum(rows[key] for key in islice(told, SHOWN, None))
-        at_least = "at least " if time.monotonic() > until else ""
-        rest = [f"{self.name}: and {at_least}{others:,} other bad files or rows"] if others else []
-        return UserError(*lines, *rest)
+        shown = islice(first_lines.items(), SHOWN)
+        lines = [_with_others(line, counts[key] - 1) for key, line in shown]
+        others = sum(counts[key] for key in islice(first_lines, SHOWN, None))
+        if others:
+            at_least = "at least " if time.monotonic() > deadline else ""
+            lines.append(f"{self.name}: and {at_least}{others:,} other bad files or rows")
+        return UserError(*lines)
 
     def total_chars(self) -> int | None:
-        """Return an estimate of the number of characters, from file sizes; `max_chars` if a file is
-        packed or a table, whose sizes do not tell."""
-        if any(
-            file.suffix.lower() in PACKED or form(file) in SUFFIXES[len(TEXT) :]
-            for file in self.files
-        ):
-            return self.max_chars
-        size = sum(file.stat().st_size for file in self.files)
+        """Return an estimate of the number of characters, from file sizes.
+
+        It is `max_chars` if a file is packed or a table, whose sizes do not tell.
+        """
+        for file in self.files:
+            if file.suffix.lower() in PACKED or form(file) in SUFFIXES[len(TEXT) :]:
+                return self.max_chars
+        size = self.total_bytes()
         return size if self.max_chars is None else min(size, self.max_chars)
 
     def identity(self) -> dict[str, str | int | None]:
@@ -193,18 +202,29 @@ class TextDigest:
         return self._hash.hexdigest()
 
 
-def has_digest(source: Source, digest: str, chars: int) -> bool:
+def has_digest(
+    source: Source,
+    digest: str,
+    chars: int,
+) -> bool:
     """Return True if the text of a source has this digest. chars: its length; no more is read."""
-    made = TextDigest()
-    for _ in made.reading(source):
-        if made.chars > chars:
+    actual = TextDigest()
+    for _ in actual.reading(source):
+        if actual.chars > chars:
             return False
-    return made.chars == chars and made.hexdigest() == digest
+    return actual.chars == chars and actual.hexdigest() == digest
 
 
-def open_source(name: str, *, text_field: str = "text", max_chars: int | None = None) -> Source:
-    """Return the source `name` (see the module's table). Raises UserError if it does not exist or
-    has no text."""
+def open_source(
+    name: str,
+    *,
+    text_field: str = "text",
+    max_chars: int | None = None,
+) -> Source:
+    """Return the source `name` (see the module's table).
+
+    Raises UserError if it does not exist or has no text.
+    """
     if max_chars is not None and max_chars < 1:
         raise UserError(
             f"a limit of {max_chars} characters leaves no text; give at least 1 or no limit"
@@ -212,29 +232,45 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
     if name == "python":
         return _standard_library(max_chars)
     path = Path(home_expanded(name))
-    if not path.exists():
-        here = "" if path.is_absolute() else f" in {Path.cwd()}"
+    _require_file_or_folder(name, path)
+    left_out: dict[str, int] = {}
+    if path.is_dir():
+        root = path
+        files, left_out = _text_files(path)
+    else:
+        require_read(path)
+        root = path.parent
+        files = [path]
+    if not files:
+        reasons = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
         raise UserError(
-            f"{name}: no such file or folder{here}; "
-            "give 'python', a text file, a folder, a .jsonl, .json or .parquet file"
+            f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}{reasons}"
+        )
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"{name} is empty; give a text of some length")
+    check_readable(files)
+    return Source(
+        name,
+        root,
+        tuple(files),
+        text_field,
+        max_chars,
+        left_out=left_out,
+    )
+
+
+def _require_file_or_folder(name: str, path: Path) -> None:
+    """Raise UserError unless there is a file or folder at the path of this name."""
+    if not path.exists():
+        folder = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(
+            f"{name}: no such file or folder{folder}; give 'python', a text file, a folder, a "
+            ".jsonl, .json or .parquet file"
         )
     if not (path.is_dir() or path.is_file()):
         raise UserError(
             f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ..."
         )
-    if path.is_file():
-        require_read(path)
-    files, left_out = _texts(path) if path.is_dir() else ([path], {})
-    if not files:
-        there = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
-        raise UserError(
-            f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}{there}"
-        )
-    if not any(file.stat().st_size for file in files):
-        raise UserError(f"{name} is empty; give a text of some length")
-    check_readable(files)
-    root = path if path.is_dir() else path.parent
-    return Source(name, root, tuple(files), text_field, max_chars, left_out=left_out)
 
 
 def _with_others(line: str, others: int) -> str:
@@ -245,52 +281,59 @@ def _with_others(line: str, others: int) -> str:
 
 def left_out_words(left_out: Mapping[str, int]) -> list[str]:
     """Return the counts of files that are not read: 3 .html, 1 .pdf."""
-    return [
-        f"{count:,} {what}"
-        for what, count in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))
-    ]
+    most_first = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    return [f"{count:,} {reason}" for reason, count in most_first]
 
 
-def _texts(root: Path) -> tuple[list[Path], dict[str, int]]:
+def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:
     """Return the files of a folder that are read, by path, and the number of the others by the
     reason."""
-    files = list[Path]()
+    files: list[Path] = []
     left_out = Counter[str]()
-    unreadable = list[str]()
-    for folder, folders, names in os.walk(root):
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        left_out["links to folders"] += len(links)
-        left_out["hidden"] += sum(name.startswith(".") for name in [*folders, *names])
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+    unreadable: list[str] = []
+    for folder, subfolders, names in os.walk(root):
+        left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
+        left_out["hidden"] += sum(_is_hidden(name) for name in [*subfolders, *names])
+        # in place: os.walk goes on with what is left
+        subfolders[:] = [name for name in subfolders if not _is_hidden(name)]
+        for name in names:
+            if _is_hidden(name):
+                continue
+            file = Path(folder, name)
             try:
-                why = _why_left_out(file)
+                reason = _why_left_out(file)
             except UserError as error:
                 unreadable += error.problems
                 continue
-            if why:
-                left_out[why] += 1
+            if reason:
+                left_out[reason] += 1
             else:
                 files.append(file)
                 left_out["empty"] += not file.stat().st_size
     if unreadable:
-        more = len(unreadable) - SHOWN
-        rest = [f"{root}: and {more:,} other files that cannot be read"] if more > 0 else []
-        raise UserError(*sorted(unreadable)[:SHOWN], *rest)
-    return sorted(files), dict(+left_out)
+        lines = sorted(unreadable)[:SHOWN]
+        if len(unreadable) > SHOWN:
+            others = len(unreadable) - SHOWN
+            lines.append(f"{root}: and {others:,} other files that cannot be read")
+        raise UserError(*lines)
+    return sorted(files), dict(+left_out)  # + leaves out what was not found
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 def _why_left_out(file: Path) -> str:
     """Return the reason why a file of a folder is no text; empty if it is one."""
     if not file.is_file():
         return "broken links or devices"
-    kind = form(file)
-    if kind not in SUFFIXES:
-        return (
-            "".join(file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]).lower()
-            or "without ending"
-        )
-    return ".json that is no list" if kind == JSON and not is_list(file) else ""
+    file_form = form(file)
+    if file_form not in SUFFIXES:
+        endings = file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]
+        return "".join(endings).lower() or "without ending"
+    if file_form == JSON and not is_list(file):
+        return ".json that is no list"
+    return ""
 
 
 def _standard_library(max_chars: int | None) -> Source:
@@ -300,6 +343,7 @@ def _standard_library(max_chars: int | None) -> Source:
         raise UserError(
             f"this Python has no standard library sources in {root}; give a text file or a folder"
         )
+    # scattered, so that any beginning has varied modules
     scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return Source(
         "python",
@@ -311,15 +355,15 @@ def _standard_library(max_chars: int | None) -> Source:
 
 
 def _library_files(root: Path) -> Iterator[Path]:
-    """Yield the sources below `root`. Installed packages, which may be large, are not even
-    listed."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in NOT_LIBRARY
+    """Yield the sources below `root`.
+
+    Installed packages, which may be large, are not even listed.
+    """
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name for name in subfolders if not _is_hidden(name) and name not in NOT_LIBRARY
         ]
-        sources = (
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith(".")
-        )
-        yield from (file for file in sources if file.is_file())
+        for name in names:
+            file = Path(folder, name)
+            if name.endswith(".py") and not _is_hidden(name) and file.is_file():
+                yield file

@@ -1,10 +1,9 @@
 """Tokenizers: a SentencePiece model or a Hugging Face `tokenizer.json`.
 
 Tokenizers add no tokens to a text (no begin, no end); the caller appends `eos` to end a document. A
-special token
-spelled out in a text, such as `<|endoftext|>`, is encoded as ordinary tokens, so no text can end its document. Ids are
-those of the original libraries: of `sentencepiece`, and of `tokenizers` and `transformers` with
-`split_special_tokens=True`.
+special token spelled out in a text, such as `<|endoftext|>`, is encoded as ordinary tokens, so no
+text can end its document. Ids are those of the original libraries: of `sentencepiece`, and of
+`tokenizers` and `transformers` with `split_special_tokens=True`.
 """
 
 import hashlib
@@ -17,7 +16,6 @@ from typing import Any, Protocol
 from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
 from megaprec.data.tokenizer_files import (
     CONFIG,
-    ROLES,
     Settings,
     another_kind,
     neither,
@@ -41,6 +39,7 @@ TOKENS_DIGEST = "tokens_sha256"
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
+# all keys of a tokenizer.json that the package tokenizers knows
 PARTS = {
     "version",
     "truncation",
@@ -49,8 +48,9 @@ PARTS = {
     "normalizer",
     "pre_tokenizer",
     "post_processor",
+    "decoder",
+    "model",
 }
-PARTS |= {"decoder", "model"}  # all keys of a tokenizer.json that the package tokenizers knows
 RARE = "\U00012000"  # a letter of a script that few texts have
 LOST = {  # what a tokenizer may change in a text -> a text that has it
     "capital letters": "aBCd",
@@ -70,16 +70,18 @@ PROBE = "".join(LOST.values()) + " The model says: it's 12345, x = [1.5e-3] # na
 
 
 class Tokenizer(Protocol):
-    """The interface of tokenizers for data and generation. `path` is the file that defines the
-    tokenizer completely.
+    """The interface of tokenizers for data and generation.
 
+    path: the file that defines the tokenizer completely.
+    vocab_size: every id is in [0, vocab_size).
     eos, bos, pad, unk: ids that end a document, begin one, pad, and stand for what is not known;
-    None if the tokenizer has none. holes: ids below `vocab_size` that no token has. notes: lines
-    for the user on what is not followed.
+        None if the tokenizer has none.
+    holes: ids below `vocab_size` that no token has.
+    notes: lines for the user on what is not followed.
     """
 
     path: Path
-    vocab_size: int  # every id is in [0, vocab_size)
+    vocab_size: int
     eos: int | None
     bos: int | None
     pad: int | None
@@ -97,8 +99,10 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file. If it is named `tokenizer.model`, the settings of transformers
-    beside it count."""
+    """A SentencePiece `.model` file.
+
+    If it is named `tokenizer.model`, the settings of transformers beside it count.
+    """
 
     holes: frozenset[int] = frozenset()
 
@@ -108,36 +112,31 @@ class SentencePieceTokenizer:
         require_whole(path, content)
         self.path = path
         self.vocab_size = self._processor.get_piece_size()
-        self.eos, self.bos, self.pad, self.unk = (
-            id if id >= 0 else None
-            for id in (
-                self._processor.eos_id(),
-                self._processor.bos_id(),
-                self._processor.pad_id(),
-                self._processor.unk_id(),
-            )
-        )
+        self.eos = _id_or_none(self._processor.eos_id())
+        self.bos = _id_or_none(self._processor.bos_id())
+        self.pad = _id_or_none(self._processor.pad_id())
+        self.unk = _id_or_none(self._processor.unk_id())
         self.notes: tuple[str, ...] = ()
         if settings_of(path):
             settings = read_settings(path, {})
             vocabulary, renamed = with_other_names(settings, self.vocabulary())
             require_agreeing(path, settings, vocabulary)
-            ids = (_id_of(role, settings, vocabulary) for role in ROLES)
-            own = (self.eos, self.bos, self.pad)
-            self.eos, self.bos, self.pad = (
-                one if said is None else said for said, one in zip(ids, own, strict=True)
-            )
+            self.eos = _id_of("eos_token", settings, vocabulary, self.eos)
+            self.bos = _id_of("bos_token", settings, vocabulary, self.bos)
+            self.pad = _id_of("pad_token", settings, vocabulary, self.pad)
             self.notes = (*settings.notes, *renamed)
         self.notes = (*self.notes, *_losses(self))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
-        return self._encode(_unicode(text))
+        """Return the token ids of `text`, nothing added. Raises UserError if it is no Unicode."""
+        return self._encode(_require_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none. Raises UserError for an id that no token
-        has."""
-        return self._processor.decode(_known(self, ids))
+        """Return the text of token ids; special tokens have none.
+
+        Raises UserError for an id that no token has.
+        """
+        return self._processor.decode(_checked_ids(self, ids))
 
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of all pieces."""
@@ -160,76 +159,87 @@ class HuggingFaceTokenizer:
         except ImportError as problem:
             raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
         except Exception as problem:  # the library raises bare Exception
-            strange = ", ".join(sorted(definition.keys() - PARTS))
-            if strange:
-                why = f"it does not know {strange}: give a tokenizer.json without that"
+            unknown_keys = ", ".join(sorted(definition.keys() - PARTS))
+            if unknown_keys:
+                reason = f"it does not know {unknown_keys}: give a tokenizer.json without that"
             else:
-                why = problem
-            raise UserError(f"{path}: the package tokenizers cannot read it: {why}") from problem
+                reason = str(problem)
+            raise UserError(f"{path}: the package tokenizers cannot read it: {reason}") from problem
         self.path = path
         vocabulary = self.vocabulary()
         require_as_written(path, definition, vocabulary)
         require_agreeing(path, settings, vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.holes = frozenset(range(self.vocab_size)) - set(vocabulary.values())
-        self.bos, self.pad = (
-            _id_of(role, settings, vocabulary) for role in ("bos_token", "pad_token")
-        )
-        said = _id_of("eos_token", settings, vocabulary)
-        special = {
-            one["content"] for one in definition.get("added_tokens") or () if one.get("special")
-        }
-        self.eos = _usual_eos(path, vocabulary, special) if said is None else said
-        model = definition["model"]
-        if "unk_id" in model:
-            unk = model.get("unk_id")
-        else:
-            unk = vocabulary.get(model.get("unk_token") or "")
-        self.unk: int | None = unk
+        self.bos = _id_of("bos_token", settings, vocabulary)
+        self.pad = _id_of("pad_token", settings, vocabulary)
+        self.eos = _id_of("eos_token", settings, vocabulary)
+        if self.eos is None:
+            self.eos = _usual_eos(path, vocabulary, _special_tokens(definition))
+        self.unk = _unknown_id(definition["model"], vocabulary)
         unread = unread_keys(definition, self._tokenizer)
+        left_out = []
         if unread:
-            left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"]
-        else:
-            left_out = []
+            left_out.append(f"{path}: {', '.join(unread)}: the package tokenizers does not read it")
         ends = _end_in_texts(path, self.eos, vocabulary, self._encode)
         self.notes = (*settings.notes, *left_out, *_losses(self), *ends)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or
-        if it has what no token is for.
+        """Return the token ids of `text`, nothing added.
+
+        Raises UserError if it is no Unicode text, or if it has what no token is for.
         """
-        text = _unicode(text)
+        text = _require_unicode(text)
         try:
             return self._encode(text)
         except Exception as problem:  # the library raises bare Exception
             raise UserError(f"{self.path} cannot encode the text: {problem}") from problem
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none. Raises UserError for an id beyond the
-        vocabulary."""
-        return self._tokenizer.decode(_known(self, ids), skip_special_tokens=True)
+        """Return the text of token ids; special tokens have none.
+
+        Raises UserError for an id beyond the vocabulary.
+        """
+        return self._tokenizer.decode(_checked_ids(self, ids), skip_special_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
         """Return the ids of all tokens, added ones too."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
 
+def _id_or_none(number: int) -> int | None:
+    """Return an id of SentencePiece's, of which a negative one is none."""
+    return number if number >= 0 else None
+
+
+def _special_tokens(definition: Mapping[str, Any]) -> set[str]:
+    added_tokens = definition.get("added_tokens") or ()
+    return {added["content"] for added in added_tokens if added.get("special")}
+
+
+def _unknown_id(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
+    """Return the id that a tokenizer.json's model gives to what it does not know."""
+    if "unk_id" in model:
+        return model["unk_id"]
+    return vocabulary.get(model.get("unk_token") or "")
+
+
 def _losses(tokenizer: Tokenizer) -> list[str]:
     """Return a note if texts do not come back from their tokens as they were."""
-    lost = [what for what, text in LOST.items() if not _comes_back(tokenizer, text)]
+    lost = [kind for kind, text in LOST.items() if not _comes_back(tokenizer, text)]
     if not _comes_back(tokenizer, PLAIN):
-        what = f", not even {PLAIN!r}"
+        detail = f", not even {PLAIN!r}"
     elif lost:
-        what = f": it changes or leaves out {', '.join(lost)}"
+        detail = f": it changes or leaves out {', '.join(lost)}"
     else:
         return []
-    left_out = "; it leaves out of texts what it has no token for" if _leaves_out(tokenizer) else ""
-    return [f"{tokenizer.path} does not give texts back as they were{what}{left_out}"]
+    if _leaves_out(tokenizer):
+        detail += "; it leaves out of texts what it has no token for"
+    return [f"{tokenizer.path} does not give texts back as they were{detail}"]
 
 
 def _leaves_out(tokenizer: Tokenizer) -> bool:
-    """Return True if a character that no token is for is left out, as by a tokenizer without an
-    unknown token."""
+    """Return True if a tokenizer without an unknown token leaves a rare character out."""
     try:
         return not tokenizer.encode(RARE)
     except UserError:
@@ -252,13 +262,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     together.
     """
     if not path.is_file():
-        what = " is a folder" if path.is_dir() else ": no such file"
-        inside = next((file for name in NAMES if (file := path / name).is_file()), None)
-        give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
-        raise UserError(f"{path}{what}; give {give}")
+        problem = " is a folder" if path.is_dir() else ": no such file"
+        inside = [path / name for name in NAMES if (path / name).is_file()]
+        usual = "a SentencePiece .model or a Hugging Face tokenizer.json"
+        raise UserError(f"{path}{problem}; give {inside[0] if inside else usual}")
     content = b""
     try:
         content = read_regular(path)
+        # in a process of its own: an odd file could end this one
         require_tried(path, content)
         if is_json(content):
             return HuggingFaceTokenizer(path)
@@ -269,12 +280,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(
             f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json"
         ) from problem
-    except (
-        Exception
-    ) as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
-        raise neither(
-            path, another_kind(path, content[:4096]) or " ".join(str(problem).split())
-        ) from problem
+    # both libraries raise bare Exception or RuntimeError on a file they cannot read
+    except Exception as problem:
+        reason = another_kind(path, content[:4096]) or " ".join(str(problem).split())
+        raise neither(path, reason) from problem
 
 
 def same_tokens(one: Path, other: Path) -> bool:
@@ -318,65 +327,87 @@ def _ids_of_probe(tokenizer: Tokenizer) -> list[int] | None:
 
 
 def loaded_once(path: Path) -> Tokenizer | None:
-    """Return the tokenizer in this file, loaded only once while it and the settings beside it stay
-    the same.
+    """Return the tokenizer in this file; None if there is none that can be loaded.
 
-    None if there is no file, or none that can be loaded.
+    It is loaded only once while the file and the settings beside it stay the same.
     """
     try:
-        return _loaded(path, tuple(read_whole(file) for file in (path, *settings_of(path))))
+        contents = tuple(read_whole(file) for file in (path, *settings_of(path)))
+        return _load_cached(path, contents)
     except (OSError, UserError):
         return None
 
 
 @lru_cache(maxsize=2)
-def _loaded(path: Path, contents: tuple[bytes, ...]) -> Tokenizer:
+def _load_cached(path: Path, contents: tuple[bytes, ...]) -> Tokenizer:
+    """Return the tokenizer at `path`; `contents` are only a part of the cache's key."""
     return load_tokenizer(path)
 
 
-def _id_of(role: str, settings: Settings, vocabulary: Mapping[str, int]) -> int | None:
-    return vocabulary[settings.named[role][0]] if role in settings.named else None
+def _id_of(
+    role: str,
+    settings: Settings,
+    vocabulary: Mapping[str, int],
+    default: int | None = None,
+) -> int | None:
+    """Return the id of the token that settings name for a role; `default` if they name none."""
+    return vocabulary[settings.named[role][0]] if role in settings.named else default
 
 
-def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
-    """Return the id of the token that ends a document by its usual name. Raises UserError if there
-    are several."""
-    there = [name for name in USUAL_EOS if name in vocabulary]
-    there = [name for name in there if name in special] or there
-    if len(there) > 1:
+def _usual_eos(
+    path: Path,
+    vocabulary: Mapping[str, int],
+    special: set[str],
+) -> int | None:
+    """Return the id of the token that ends a document by its usual name.
+
+    Raises UserError if there are several.
+    """
+    present = [name for name in USUAL_EOS if name in vocabulary]
+    candidates = [name for name in present if name in special] or present
+    if len(candidates) > 1:
         raise UserError(
-            f"{path} has {' and '.join(there)}, and nothing says which of them ends a "
-            f"document: name it in {CONFIG} "
-            f'beside it: {{"eos_token": "{there[0]}"}}'
+            f"{path} has {' and '.join(candidates)}, and nothing says which of them ends a "
+            f'document: name it in {CONFIG} beside it: {{"eos_token": "{candidates[0]}"}}'
         )
-    return vocabulary[there[0]] if there else None
+    return vocabulary[candidates[0]] if candidates else None
 
 
 def _end_in_texts(
-    path: Path, eos: int | None, vocabulary: Mapping[str, int], encode: Callable[[str], list[int]]
+    path: Path,
+    eos: int | None,
+    vocabulary: Mapping[str, int],
+    encode: Callable[[str], list[int]],
 ) -> tuple[str, ...]:
     """Return a note if a text can hold the token that ends a document, which is then no special
     one."""
     token = next((token for token, id in vocabulary.items() if id == eos), "")
     try:
-        found = eos in encode(token)
+        is_ordinary = eos in encode(token)
     except Exception:  # the libraries raise bare Exception; such texts are refused
         return ()
-    why = "which ends a document, is no special token: a text that holds it has this token, too"
-    return (f"{path}: {token!r}, {why}",) if found else ()
+    if not is_ordinary:
+        return ()
+    return (
+        f"{path}: {token!r}, which ends a document, is no special token: a text that holds it has "
+        "this token, too",
+    )
 
 
-def _known(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    whole = [int(one) for one in ids]
-    if whole and not (min(whole) >= 0 and max(whole) < tokenizer.vocab_size):
-        wrong = next(one for one in whole if not 0 <= one < tokenizer.vocab_size)
+def _checked_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Return the ids. Raises UserError for one beyond the vocabulary."""
+    numbers = [int(number) for number in ids]
+    if numbers and not (min(numbers) >= 0 and max(numbers) < tokenizer.vocab_size):
+        wrong = next(number for number in numbers if not 0 <= number < tokenizer.vocab_size)
         raise UserError(f"{tokenizer.path} has no token {wrong}: it has {tokenizer.vocab_size}")
-    return whole
+    return numbers
 
 
-def _unicode(text: str) -> str:
-    """Return `text`. Raises UserError if it contains half of a surrogate pair, which no tokenizer
-    can encode."""
+def _require_unicode(text: str) -> str:
+    """Return `text`.
+
+    Raises UserError if it contains half of a surrogate pair, which no tokenizer can encode.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as problem:

@@ -18,9 +18,11 @@ import sys
 from pathlib import Path
 
 PANIC = 77  # exit code
-MEMORY = 2 << 30  # bytes more than the process itself takes, and for each byte of the file PER_BYTE
+# bytes of memory beyond what the process itself takes, and for each byte of the file PER_BYTE more
+MEMORY = 2 << 30
 PER_BYTE = 60
-SECONDS = 10  # of processor time, and a second more for each SECOND_FOR bytes of the file
+# of processor time, and a second more for each SECOND_FOR bytes of the file
+SECONDS = 10
 SECOND_FOR = 1 << 20
 TEXT = (
     'The model says: it\'s 12345, x = [1.5e-3]\r\n\t  # naïve é ﬁ 数字 😀\u2581\x07 {"a": 1} '
@@ -31,30 +33,32 @@ TEXT = (
 def limit(size: int) -> None:
     """Limit this process, which reads a file of `size` bytes: memory and time, and no file to
     write."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = {
-        resource.RLIMIT_AS: taken + MEMORY + PER_BYTE * size,
+        resource.RLIMIT_AS: pages * resource.getpagesize() + MEMORY + PER_BYTE * size,
         resource.RLIMIT_CPU: SECONDS + size // SECOND_FOR,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
     }
-    limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-    for what, most in limits.items():
-        _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered
-        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-        resource.setrlimit(what, (most, most))
+    for kind, maximum in limits.items():
+        _, allowed = resource.getrlimit(kind)  # the user's own limit, which may only be lowered
+        if allowed != resource.RLIM_INFINITY:
+            maximum = min(maximum, allowed)
+        resource.setrlimit(kind, (maximum, maximum))
 
 
-def tried(content: bytes) -> None:
+def try_tokenizer(content: bytes) -> None:
     """Read a tokenizer and encode a text with it. Raises what the libraries raise."""
     if content[:64].lstrip().startswith(b"{"):
         import tokenizers  # noqa: PLC0415 (optional)
 
         json.loads(content)
-        read = tokenizers.Tokenizer.from_str(content.decode())
-        read.no_truncation()
-        read.no_padding()
-        read.get_vocab(with_added_tokens=True)
-        read.encode_special_tokens = True
-        read.decode(read.encode(TEXT, add_special_tokens=False).ids)
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.get_vocab(with_added_tokens=True)
+        tokenizer.encode_special_tokens = True
+        tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False).ids)
     else:
         import sentencepiece  # noqa: PLC0415 (one of two)
 
@@ -70,7 +74,7 @@ def main(path: str) -> None:
     limit(len(content))
     code = 0
     try:
-        tried(content)
+        try_tokenizer(content)
     except Exception:  # the caller meets it too, and tells it
         code = 0
     except BaseException:  # a panic of Rust

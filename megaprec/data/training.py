@@ -33,11 +33,16 @@ END = "<|endoftext|>"
 SPACE = "\u2581"
 DLE = "\x10"  # data link escape, a control character that texts do not have
 ESCAPES = {SPACE: f"{DLE}_", DLE: f"{DLE}."}
-# fields of a model, and of both
+# numbers of fields of a SentencePiece model
 NORMALIZER = 3
 DENORMALIZER = 5
+# numbers of fields of a normalizer
+NAME = 1
 TABLE = 2
-MOST_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of them
+ADD_DUMMY_PREFIX = 3
+REMOVE_EXTRA_WHITESPACES = 4
+ESCAPE_WHITESPACES = 5
+MAX_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of them
 
 
 class ImpossibleVocabulary(UserError):
@@ -49,7 +54,10 @@ class ImpossibleVocabulary(UserError):
 
 
 def train_sentencepiece(
-    texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False
+    texts: Iterable[str],
+    prefix: Path,
+    vocab_size: int,
+    overwrite: bool = False,
 ) -> Path:
     """Learn `vocab_size` pieces from `texts`, write `PREFIX.model` atomically, and return its path.
 
@@ -66,11 +74,10 @@ def train_sentencepiece(
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=map(_escaped, lines),
+            sentence_iterator=map(_escape, lines),
             model_writer=content,  # a file name would be recorded in the model and change its bytes
-            vocab_size=max(
-                vocab_size, FIXED_PIECES
-            ),  # so that 0 gives the error of any size too small
+            # at least so many, so that 0 gives the error of any size too small
+            vocab_size=max(vocab_size, FIXED_PIECES),
             model_type="bpe",
             byte_fallback=True,
             character_coverage=0.9995,
@@ -85,12 +92,13 @@ def train_sentencepiece(
         )
     except RuntimeError as problem:
         reason, nearest = _why_untrainable(str(problem))
-        what = f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}"
-        raise (ImpossibleVocabulary(what, nearest) if nearest else UserError(what)) from problem
+        line = f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}"
+        error = UserError(line) if nearest is None else ImpossibleVocabulary(line, nearest)
+        raise error from problem
     return _publish(beside(prefix, ".model"), content.getvalue() + _lossless(), overwrite)
 
 
-def _escaped(line: str) -> str:
+def _escape(line: str) -> str:
     """Return a line as the model has it: rewritten by the rules of `escapes`, one character at a
     time."""
     if SPACE in line or DLE in line:
@@ -100,37 +108,36 @@ def _escaped(line: str) -> str:
 
 @cache
 def escapes() -> tuple[bytes, bytes]:
-    """Return the tables by which SentencePiece rewrites characters before it splits texts, and
-    back.
+    """Return the tables by which SentencePiece rewrites characters before it splits texts, and back
+    afterwards.
 
     It states a table only within a model, so a tiny one is trained.
     """
     with TemporaryDirectory(prefix="megaprec_escapes_") as folder:
-        there = Path(folder, "there.tsv")
-        back = Path(folder, "back.tsv")
-        rules = {_numbers(character): _numbers(escape) for character, escape in ESCAPES.items()}
-        there.write_text("".join(f"{one}\t{other}\n" for one, other in rules.items()))
-        back.write_text("".join(f"{other}\t{one}\n" for one, other in rules.items()))
+        escape_file = Path(folder, "there.tsv")
+        unescape_file = Path(folder, "back.tsv")
+        rules = {_code_points(character): _code_points(text) for character, text in ESCAPES.items()}
+        escape_file.write_text("".join(f"{plain}\t{text}\n" for plain, text in rules.items()))
+        unescape_file.write_text("".join(f"{text}\t{plain}\n" for plain, text in rules.items()))
         tiny = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["ab"]),
             model_writer=tiny,
             vocab_size=5,
             model_type="char",
-            normalization_rule_tsv=str(there),
-            denormalization_rule_tsv=str(back),
+            normalization_rule_tsv=str(escape_file),
+            denormalization_rule_tsv=str(unescape_file),
             hard_vocab_limit=False,
             num_threads=1,
             minloglevel=2,
         )
     parts = dict(protobuf_fields(tiny.getvalue()))
-    there_table, back_table = (
-        dict(protobuf_fields(parts[part]))[TABLE] for part in (NORMALIZER, DENORMALIZER)
-    )
-    return there_table, back_table
+    escape_table = dict(protobuf_fields(parts[NORMALIZER]))[TABLE]
+    unescape_table = dict(protobuf_fields(parts[DENORMALIZER]))[TABLE]
+    return escape_table, unescape_table
 
 
-def _numbers(characters: str) -> str:
+def _code_points(characters: str) -> str:
     """Return the code points of characters as SentencePiece's rules have them."""
     return " ".join(f"{ord(character):X}" for character in characters)
 
@@ -141,49 +148,57 @@ def _lossless() -> bytes:
 
     Parts of a message that come later count, so nothing before them has to be changed.
     """
-    there, back = escapes()
-    kept = {3: 0, 4: 0}  # no space is put before a text, and none is taken away
-    escaping = _message({1: b"escaped", TABLE: there, **kept, 5: 1})  # 5: a space becomes U+2581
-    returning = _message({1: b"escaped", TABLE: back, **kept, 5: 0})
-    return _message({NORMALIZER: escaping, DENORMALIZER: returning})
+    escape_table, unescape_table = escapes()
+    # no space is put before a text, and none is taken away
+    unchanged = {ADD_DUMMY_PREFIX: 0, REMOVE_EXTRA_WHITESPACES: 0}
+    escaping = _message({NAME: b"escaped", TABLE: escape_table, **unchanged, ESCAPE_WHITESPACES: 1})
+    unescaping = _message(
+        {NAME: b"escaped", TABLE: unescape_table, **unchanged, ESCAPE_WHITESPACES: 0}
+    )
+    return _message({NORMALIZER: escaping, DENORMALIZER: unescaping})
 
 
 def _message(fields: Mapping[int, bytes | int]) -> bytes:
     """Return a message of protobuf with these fields."""
-    made = b""
+    message = b""
     for number, value in fields.items():
+        # the lowest bits of a key say if a number follows, or a length and as many bytes
         if isinstance(value, int):
-            made += _number(number << 3) + _number(value)
+            message += _varint(number << 3) + _varint(value)
         else:
-            made += _number(number << 3 | 2) + _number(len(value)) + value
-    return made
+            message += _varint(number << 3 | 2) + _varint(len(value)) + value
+    return message
 
 
-def _number(value: int) -> bytes:
-    made = b""
+def _varint(value: int) -> bytes:
+    """Return a number as protobuf has it: 7 bits a byte, the lowest first."""
+    encoded = b""
     while value > 0x7F:
-        made += bytes([value & 0x7F | 0x80])
+        encoded += bytes([value & 0x7F | 0x80])
         value >>= 7
-    return made + bytes([value])
+    return encoded + bytes([value])
 
 
 def _require_possible(vocab_size: int) -> None:
     """Raise UserError for a vocabulary that no trainer has room for."""
-    if vocab_size > MOST_PIECES:
+    if vocab_size > MAX_PIECES:
         raise UserError(
-            f"a vocabulary of {vocab_size} cannot be learned: give at most {MOST_PIECES}"
+            f"a vocabulary of {vocab_size} cannot be learned: give at most {MAX_PIECES}"
         )
 
 
 def train_hugging_face(
-    texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False
+    texts: Iterable[str],
+    path: Path,
+    vocab_size: int,
+    overwrite: bool = False,
 ) -> Path:
     """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and
     return the path.
 
-    Byte-level byte-pair encoding like GPT-2's; the end of a document is <|endoftext|>, token 0. The file depends only
-    on the texts and the size. Raises UserError as `train_sentencepiece` does, and without the
-    package `tokenizers`.
+    Byte-level byte-pair encoding like GPT-2's; the end of a document is <|endoftext|>, token 0. The
+    file depends only on the texts and the size. Raises UserError if the text does not allow this
+    size, if another file is there and may not be overwritten, and without the package `tokenizers`.
     """
     try:
         import tokenizers  # noqa: PLC0415 (optional)
@@ -192,33 +207,41 @@ def train_hugging_face(
     _require_possible(vocab_size)
     lines = sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    if not lines or vocab_size <= len(alphabet):
-        least = (
+    problem = ""
+    if not lines:
+        problem = "it has no line"
+    elif vocab_size <= len(alphabet):
+        problem = (
             f"the bytes and the end of a document alone take {len(alphabet) + 1}; give at least "
             "that"
         )
-        why = least if lines else "it has no line"
-        raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {why}")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    if problem:
+        raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {problem}")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END],
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
-    made.train_from_iterator((line + "\n" for line in lines), trainer)
-    if (there := made.get_vocab_size()) < vocab_size:
+    tokenizer.train_from_iterator((line + "\n" for line in lines), trainer)
+    piece_count = tokenizer.get_vocab_size()
+    if piece_count < vocab_size:
         raise UserError(
             f"a vocabulary of {vocab_size} cannot be learned from this text: there are only "
-            f"{there} pieces in it; give "
-            "at most that, or more text"
+            f"{piece_count} pieces in it; give at most that, or more text"
         )
-    return _publish(path, made.to_str(pretty=True).encode(), overwrite)
+    return _publish(path, tokenizer.to_str(pretty=True).encode(), overwrite)
 
 
-def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
+def _publish(
+    path: Path,
+    content: bytes,
+    overwrite: bool,
+) -> Path:
+    """Write a tokenizer to `path`. Raises UserError if another one is there."""
     if path.exists() and read_whole(path) != content and not overwrite:
         raise UserError(f"{path} exists and is another model; choose another name or remove it")
     write_whole(path, content)
@@ -234,34 +257,34 @@ def sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
     and the probability of taking later lines is halved. The random numbers are seeded, so the
     sample depends only on the texts.
     """
-    dice = random.Random(0)
-    kept: list[str] = []
+    generator = random.Random(0)
+    sample: list[str] = []
     chars = 0
     probability = 1.0
-    for line in (line for text in texts for line in text.split("\n")):
-        if line and dice.random() < probability:
-            kept.append(line)
-            chars += len(line)
-        while chars > limit:
-            kept = [line for line in kept if dice.random() < 0.5]
-            chars = sum(map(len, kept))
-            probability = probability / 2
-    return kept
+    for text in texts:
+        for line in text.split("\n"):
+            if line and generator.random() < probability:
+                sample.append(line)
+                chars += len(line)
+            while chars > limit:
+                sample = [line for line in sample if generator.random() < 0.5]
+                chars = sum(map(len, sample))
+                probability /= 2
+    return sample
 
 
-def _why_untrainable(problem: str) -> tuple[str, int]:
-    """Return SentencePiece's error in the user's terms, and the nearest possible size, 0 if there
-    is none.
+def _why_untrainable(problem: str) -> tuple[str, int | None]:
+    """Return SentencePiece's error in the user's terms, and the nearest possible size, if any.
 
     The original error names options that users cannot set here.
     """
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", problem):
-        return (
-            f"the bytes and the common characters alone take {found[1]}; give at least that",
-            int(found[1]),
-        )
-    if found := re.search(r"value <= (\d+)", problem):
-        return f"there are only {found[1]} pieces in it; give at most that, or more text", int(
-            found[1]
-        )
-    return " ".join(problem.split()), 0
+    too_small = re.search(r"required_chars\. \d+ vs (\d+)", problem)
+    if too_small:
+        count = too_small[1]
+        reason = f"the bytes and the common characters alone take {count}; give at least that"
+        return reason, int(count)
+    too_large = re.search(r"value <= (\d+)", problem)
+    if too_large:
+        count = too_large[1]
+        return f"there are only {count} pieces in it; give at most that, or more text", int(count)
+    return " ".join(problem.split()), None

@@ -29,60 +29,67 @@ def require_tried(path: Path, content: bytes) -> None:
 
     content: of the file. An error that the library raises is no reason: the caller meets it, too.
     """
-    record = _record(content)
+    record = _record_path(content)
+    # it was read on this machine before
     if record is not None and record.is_file():
         return
-    library = _library(content)
+    library = _library_of(content)
     command = [sys.executable, "-P", str(PROGRAM), str(path.absolute())]
-    quiet = {**os.environ, "RUST_BACKTRACE": "0"}
+    environment = {**os.environ, "RUST_BACKTRACE": "0"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL, env=quiet
+        trial = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=PATIENCE,
+            stdin=subprocess.DEVNULL,
+            env=environment,
         )
     except subprocess.TimeoutExpired as error:
-        raise _refused(path, f"the package {library} did not read it in {PATIENCE} s") from error
-    if done.returncode == 0:
+        raise _refusal(path, f"the package {library} did not read it in {PATIENCE} s") from error
+    if trial.returncode == 0:
         remember(content)
         return
-    ends = {
+    descriptions = {
         tokenizer_trial.PANIC: "panics",
         -signal.SIGXCPU: f"needs more than {tokenizer_trial.SECONDS} s of processor time",
         -signal.SIGABRT: "aborts, perhaps for want of memory",
     }
-    ended = ends.get(done.returncode, f"ended with code {done.returncode}")
-    raise _refused(
+    behaviour = descriptions.get(trial.returncode, f"ended with code {trial.returncode}")
+    raise _refusal(
         path,
-        f"the package {library} {ended} when it reads the file and splits a short text with it",
+        f"the package {library} {behaviour} when it reads the file and splits a short text with it",
     )
 
 
 def remember(content: bytes) -> None:
-    """Remember on this machine that a tokenizer can be read: it was tried, or has just been made by
-    the library."""
-    record = _record(content)
+    """Remember on this machine that a tokenizer can be read.
+
+    It was tried, or the library has just written it.
+    """
+    record = _record_path(content)
     if record is not None:
         with suppress(OSError):  # without a record it is tried again
             write_whole(record, b"")
 
 
-def _refused(path: Path, why: str) -> UserError:
+def _refusal(path: Path, why: str) -> UserError:
     return UserError(
-        f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by "
-        "the library"
+        f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by the "
+        "library"
     )
 
 
-def _library(content: bytes) -> str:
+def _library_of(content: bytes) -> str:
     return "tokenizers" if is_json(content) else "sentencepiece"
 
 
-def _record(content: bytes) -> Path | None:
+def _record_path(content: bytes) -> Path | None:
     """Return the path of this machine's record of a tokenizer, read by the installed version of its
     library.
 
     None if there is no home folder for a cache.
     """
-    library = _library(content)
+    library = _library_of(content)
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         installed = version(library)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from signal import SIGKILL
 
 from megaprec.data import encoding
 from megaprec.data.encoding import Encoded, encode_pieces, read_answer, send_request
@@ -25,29 +26,33 @@ PROGRAM = Path(encoding.__file__)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pieces of text that are encoded together. ends[i]: True if a document ends after texts[i]."""
+    """Pieces of text that are encoded together.
+
+    ends: True for each text after which a document ends.
+    """
 
     texts: list[str]
     ends: list[bool]
 
 
 def encode_chunks(
-    chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int
+    chunks: Iterable[Chunk],
+    tokenizer: Tokenizer,
+    workers: int,
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yield each chunk and its ids, in order. With one worker, this process encodes; more workers
-    are new processes.
+    """Yield each chunk and its ids, in order.
 
+    With one worker, this process encodes; more workers are new processes.
     Raises UserError if a worker is killed, and for a text that has what no token is for.
     """
     if workers == 1:
-        yield from (
-            (chunk, encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos))
-            for chunk in chunks
-        )
+        for chunk in chunks:
+            encoded = encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)
+            yield chunk, encoded
         return
-    with _processes(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
+    with _start_workers(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
 
-        def ask(chunk: Chunk) -> Encoded:
+        def encode(chunk: Chunk) -> Encoded:
             process = idle.get()
             try:
                 return _exchange(process, chunk)
@@ -58,40 +63,41 @@ def encode_chunks(
 
         waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            waiting.append((chunk, threads.submit(ask, chunk)))
+            waiting.append((chunk, threads.submit(encode, chunk)))
+            # at most two chunks a worker, so that memory is bounded
             if len(waiting) >= 2 * workers:
-                first, answer = waiting.popleft()
-                yield first, answer.result()
-        yield from ((chunk, answer.result()) for chunk, answer in waiting)
+                first_chunk, answer = waiting.popleft()
+                yield first_chunk, answer.result()
+        for chunk, answer in waiting:
+            yield chunk, answer.result()
 
 
 def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
+    """Return the ids of a chunk, encoded by a worker."""
     assert process.stdin and process.stdout
     try:
         send_request(process.stdin, chunk.texts, chunk.ends)
         return read_answer(process.stdout)
     except (BrokenPipeError, EOFError) as error:
+        # it has closed its ends of both pipes, so it has ended
         code = process.wait()
+        killed = " (killed, perhaps because memory ran out)" if code == -SIGKILL else ""
         raise UserError(
-            f"a process that turns text into tokens ended with code {code}"
-            f"{' (killed, perhaps because memory ran out)' if code == -9 else ''}: try fewer "
+            f"a process that turns text into tokens ended with code {code}{killed}: try fewer "
             "workers"
         ) from error
 
 
 @contextmanager
-def _processes(
+def _start_workers(
     tokenizer: Tokenizer, workers: int
 ) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
-    """Context manager: a queue of started workers. They end with the block, or with this process,
-    however it ends."""
-    command = [
-        sys.executable,
-        "-P",
-        str(PROGRAM),
-        str(tokenizer.path),
-        "" if tokenizer.eos is None else str(tokenizer.eos),
-    ]
+    """Yield a queue of started workers.
+
+    They end with the block, or with this process, however it ends.
+    """
+    eos = "" if tokenizer.eos is None else str(tokenizer.eos)
+    command = [sys.executable, "-P", str(PROGRAM), str(tokenizer.path), eos]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(workers)

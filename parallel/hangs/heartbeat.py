@@ -48,12 +48,14 @@ PATIENCE = timedelta(seconds=20)
 class Beat:
     """A rank's own account of itself.
 
-    place: identifies machine and process namespace, in which `pid` is meaningful. born: start time
-        of the process.
-    shared: file descriptor of its `Position`. beat: number of this beat. phase, step, doing, count:
-        as in `Position`.
-    waits, at: as in `call_stack.main_stack`; while a rank goes on, `at` is empty. computed, begun:
-    as seconds and steps of `Work`.
+    place: identifies machine and process namespace, in which `pid` is meaningful.
+    born: start time of the process.
+    shared: file descriptor of its `Position`.
+    beat: number of this beat.
+    phase, step, doing, count: as in `Position`.
+    waits: the main thread waits for another rank.
+    at: the call stack of the main thread, innermost first; empty while the rank goes on.
+    computed, begun: as seconds and steps of `Work`.
     """
 
     rank: int
@@ -73,36 +75,60 @@ class Beat:
     begun: int = 0
 
     @staticmethod
-    def of(rank: int, number: int, position: Position, look: bool) -> "Beat":
+    def of(
+        rank: int,
+        number: int,
+        position: Position,
+        look: bool,
+    ) -> "Beat":
         """Return the beat of this process now. look: at the call stack of the main thread too."""
         waits = position.waits.under_way
         at: list[str] = []
         if look:
             in_transfer, at = main_stack()
             waits |= in_transfer  # one of the user's own code, which notes none
-        process = socket.gethostname(), place(), os.getpid(), born(os.getpid()), position.shared
-        where = position.phase.value, position.step, in_words(position.doing), position.count
-        work = position.computed(), position.begun
-        return Beat(rank, *process, number, *where, waits, tuple(at), *work)
+        return Beat(
+            rank=rank,
+            host=socket.gethostname(),
+            place=machine_id(),
+            pid=os.getpid(),
+            born=process_start(os.getpid()),
+            shared=position.shared,
+            beat=number,
+            phase=position.phase.value,
+            step=position.step,
+            doing=in_words(position.doing),
+            count=position.count,
+            waits=waits,
+            at=tuple(at),
+            computed=position.computed(),
+            begun=position.begun,
+        )
 
     @staticmethod
-    def read(said: Mapping[str, Any]) -> "Beat":
+    def read(fields: Mapping[str, Any]) -> "Beat":
         """Return the beat with these fields, as `asdict` gives them and JSON keeps them."""
-        return Beat(**{**said, "at": tuple(said["at"])})
+        return Beat(**{**fields, "at": tuple(fields["at"])})
 
 
 def newest(beat: Beat) -> Beat:
-    """Return the beat with the position of its process now, if that runs on this machine: its last
-    beat is older."""
-    if beat.place != place() or not beat.born or born(beat.pid) != beat.born:
+    """Return the beat with the present position of its process, if that runs on this machine.
+
+    The position that the beat has is a second or two old.
+    """
+    if beat.place != machine_id() or not beat.born or process_start(beat.pid) != beat.born:
         return beat
-    now = read_shared(beat.pid, beat.shared)
-    return replace(beat, phase=now[0], step=now[1], doing=now[2]) if now else beat
+    position = read_shared(beat.pid, beat.shared)
+    if not position:
+        return beat
+    return replace(beat, phase=position[0], step=position[1], doing=position[2])
 
 
-def place() -> str:
-    """Return a name for this machine and its namespaces; processes see each other's ids only in the
-    same place."""
+def machine_id() -> str:
+    """Return a name for this machine and its namespaces.
+
+    Processes see each other's ids only if they have the same name.
+    """
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -112,10 +138,14 @@ def place() -> str:
     return " ".join(parts)
 
 
-def born(pid: int) -> str:
+def process_start(pid: int) -> str:
     """Return the start time of a process, in ticks since the machine started; "" if it is gone or
-    unknown."""
+    unknown.
+
+    A process id alone may have been given to another process since.
+    """
     with suppress(OSError):
+        # the name of the program, in parentheses, may have spaces; field 22 is the start time
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
@@ -139,15 +169,17 @@ class Clock:
         self._last = now
 
 
-class Heart:
+class Heartbeat:
     """The heartbeat of this rank, in a thread, once it is started.
 
-    store: the ranks' store; a connection of its own is opened to it. every: seconds between beats.
+    store: the ranks' store; a connection of its own is opened to it.
+    every: seconds between beats.
+    peers: the number of ranks of a pipeline stage, which are neighbours.
     heard: by rank, its last beat and this rank's time when it changed; filled while `listening`.
-    noticed: stragglers that rank 0 has found, each with its line. answered: time of the last answer
-        of the store.
-    lost: why the connection ended, "" if it has not. verdict: the published verdict as JSON, "" if
-        there is none.
+    noticed: stragglers that rank 0 has found, each with its line.
+    answered: time of the last answer of the store.
+    lost: why the connection ended, "" if it has not.
+    verdict: the published verdict as JSON, "" if there is none.
     """
 
     def __init__(
@@ -166,8 +198,9 @@ class Heart:
         self._clock = clock
         self._every = every
         self._stragglers = Stragglers([rank // peers for rank in range(size)])
-        self._last = (-1, -1)  # entries and count of the position at the last beat
+        self._last_progress = (-1, -1)  # entries and count of the position at the last beat
         self.noticed: deque[tuple[Straggler, str]] = deque()
+        # a connection of its own: a request of the main thread may block that of the world
         self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set_timeout(PATIENCE)
         self.heard: dict[int, tuple[Beat | None, float]] = {}
@@ -175,7 +208,7 @@ class Heart:
         self.verdict = ""
         self.lost = ""
         self.answered = clock.now
-        self._wish = ""
+        self._proposal = ""  # the verdict that this rank wants to publish
         self._number = 0
         self._over = Event()
         self._compared = clock.now
@@ -193,9 +226,11 @@ class Heart:
         self._thread.join(2 * self._every)
 
     def publish(self, verdict: str) -> None:
-        """Publish a verdict with the next beat, unless another rank has; `verdict` then becomes the
-        published one."""
-        self._wish = self._wish or verdict
+        """Publish a verdict with the next beat, unless another rank has published one.
+
+        `self.verdict` then becomes the published one.
+        """
+        self._proposal = self._proposal or verdict
 
     def publish_now(self, verdict: str) -> None:
         """Publish a verdict at once, unless another rank has, but wait at most a second for the
@@ -226,19 +261,24 @@ class Heart:
         """Read the other ranks' positions once, for at most so many seconds."""
         _within(seconds, self._listen)
 
-    def farewell(self, ranks: int, seconds: float, host: bool) -> None:
-        """Tell that this rank leaves. The host of the store waits until `ranks` ranks have told so,
-        or for `seconds`.
+    def farewell(
+        self,
+        ranks: int,
+        seconds: float,
+        host: bool,
+    ) -> None:
+        """Announce that this rank leaves.
 
+        The host of the store waits until `ranks` ranks have announced it, or for `seconds`.
         Otherwise the verdict would be gone before all ranks have read it.
         """
 
         def leave() -> None:
-            end = time.monotonic() + seconds
-            gone = self._store.add(LEFT, 1)
-            while host and gone < ranks and time.monotonic() < end:
+            deadline = time.monotonic() + seconds
+            left = self._store.add(LEFT, 1)
+            while host and left < ranks and time.monotonic() < deadline:
                 time.sleep(0.05)
-                gone = self._store.add(LEFT, 0)
+                left = self._store.add(LEFT, 0)  # adding nothing reads it
 
         _within(seconds, leave)
 
@@ -253,12 +293,13 @@ class Heart:
         """Write this rank's position; read the verdict and, while listening, the other ranks'
         positions."""
         self._number += 1
-        now = self._position.entries, self._position.count
-        beat = Beat.of(self.rank, self._number, self._position, look=now == self._last)
-        self._last = now
+        progress = self._position.entries, self._position.count
+        has_stopped = progress == self._last_progress
+        beat = Beat.of(self.rank, self._number, self._position, look=has_stopped)
+        self._last_progress = progress
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
-        if self._wish:
-            self.verdict = self._store.compare_set(VERDICT, "", self._wish).decode()
+        if self._proposal:
+            self.verdict = self._store.compare_set(VERDICT, "", self._proposal).decode()
         elif self._store.check([VERDICT]):
             self.verdict = self._store.get(VERDICT).decode()
         if self.listening:
@@ -271,42 +312,49 @@ class Heart:
 
     def _compare(self, mine: Beat) -> None:
         """Look for stragglers among the ranks that have a heartbeat."""
-        beats = {0: mine} | {
-            rank: beat for rank, beat in self._others().items() if beat is not None
-        }
+        beats = {0: mine}
+        for rank, beat in self._read_others().items():
+            if beat is not None:
+                beats[rank] = beat
         self._compared = self._clock.now
         works = {rank: Work(beat.computed, beat.begun) for rank, beat in beats.items()}
-        for found in self._stragglers.compare(mine.step, works):
-            self.noticed.append((found, found.words(beats[found.rank].host)))
+        for straggler in self._stragglers.compare(mine.step, works):
+            line = straggler.words(beats[straggler.rank].host)
+            self.noticed.append((straggler, line))
 
-    def _others(self) -> dict[int, Beat | None]:
+    def _read_others(self) -> dict[int, Beat | None]:
         """Return the last beat of each other rank; None for a rank that has ended before its
         first."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        keys = {str(rank): rank for rank in others}
-        if not self._store.check(list(keys)):  # a rank that has ended before its first beat
-            keys = {key: rank for key, rank in keys.items() if self._store.check([key])}
-        said = self._store.multi_get(list(keys)) if keys else []
-        beats: dict[int, Beat | None] = dict.fromkeys(others)
-        return beats | {
-            rank: Beat.read(json.loads(one)) for rank, one in zip(keys.values(), said, strict=True)
+        beats: dict[int, Beat | None] = {
+            rank: None for rank in range(self.size) if rank != self.rank
         }
+        keys = [str(rank) for rank in beats]
+        # one request for all; only if a rank has no beat, one for each
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        texts = self._store.multi_get(keys) if keys else []
+        for key, text in zip(keys, texts, strict=True):
+            beats[int(key)] = Beat.read(json.loads(text))
+        return beats
 
     def _listen(self) -> None:
-        for rank, beat in self._others().items():
-            before = self.heard.get(rank)
-            if before is None or before[0] != beat:
+        """Note the other ranks' beats that have changed."""
+        for rank, beat in self._read_others().items():
+            last = self.heard.get(rank)
+            if last is None or last[0] != beat:
                 self.heard[rank] = beat, self._clock.now
 
 
 def _within(seconds: float, act: Callable[[], object]) -> None:
-    """Call `act` in another thread and wait for it, but no longer than `seconds`. An error of the
-    store ends it."""
+    """Call `act` in another thread and wait for it, but no longer than `seconds`.
 
-    def guarded() -> None:
+    An error of the store ends it.
+    """
+
+    def act_on_store() -> None:
         with suppress(dist.DistError):
             act()
 
-    thread = Thread(target=guarded, daemon=True)
+    thread = Thread(target=act_on_store, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from statistics import median_low
 
 SLOW = 1.5  # factor from which on a rank is a straggler
-STEPS = 3  # of a window, at least
-LEAST = 0.02  # seconds of a step: a smaller difference is of no account
+MIN_STEPS = 3  # of a window: fewer say more about one step than about the rank
+MIN_EXCESS = 0.02  # seconds of a step: a smaller difference is of no account
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class Work:
 class Straggler:
     """A rank that is slow, or was until now.
 
-    factor: its time over that of the others. since: a step, estimated (`_Suspicion`); 0: it is
-        over.
+    factor: its time over that of the others.
+    since: the step from which on it has been slow, estimated (`_Suspicion`); 0: it no longer is.
+    step: the step at which this was found.
+    alone: no other rank has the same work, so it is compared with its own first window.
     """
 
     rank: int
@@ -47,35 +49,36 @@ class Straggler:
     alone: bool
 
     def words(self, host: str) -> str:
-        """Return one line."""
+        """Return one line about this rank, which runs on `host`."""
         who = f"rank {self.rank} on {host}"
         if not self.since:
             return f"{who} is no longer slow"
         usual = "as at the start of the run" if self.alone else "as the other ranks of its stage"
         return (
-            f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since about "
-            f"step {self.since}"
+            f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since about step "
+            f"{self.since}"
         )
 
 
 @dataclass(frozen=True)
 class _Suspicion:
-    """The first window in which a rank was slow. excess: seconds that its steps took longer than
-    usual, summed."""
+    """The first window in which a rank was slow: its steps `begin` to `end`.
+
+    excess: seconds that these steps took longer than usual, summed.
+    """
 
     begin: int
     end: int
     excess: float
 
-    def since(self, excess: float) -> int:
-        """Return the step since when the rank has been slow. excess: seconds of one step of the
-        next window.
+    def since(self, step_excess: float) -> int:
+        """Return the step since when the rank has been slow.
 
-        A window of many short steps can be slow by its last steps alone. They cost as much as those
-        of the next one.
+        step_excess: seconds that one step of the next window takes longer than usual. A window of
+            many short steps can be slow by its last steps alone, which cost as much as this one.
         """
-        slow = max(1, round(self.excess / excess))
-        return max(self.begin, self.end + 1 - slow)
+        slow_steps = max(1, round(self.excess / step_excess))
+        return max(self.begin, self.end + 1 - slow_steps)
 
 
 class Stragglers:
@@ -83,47 +86,75 @@ class Stragglers:
 
     def __init__(self, stages: Sequence[int]) -> None:
         self._stages = stages
-        self._before: Mapping[int, Work] = {}
+        self._before: Mapping[int, Work] = {}  # work at the end of the last window
         self._first: dict[int, float] = {}  # seconds per step in the first window
-        self._slow: dict[
-            int, _Suspicion
-        ] = {}  # ranks that are slow, and the first window in which they were
-        self._told: set[int] = set()
+        # ranks that are slow, and the first window in which they were
+        self._suspicions: dict[int, _Suspicion] = {}
+        self._reported: set[int] = set()
 
     def compare(self, step: int, works: Mapping[int, Work]) -> list[Straggler]:
         """Return the ranks that have become slow or are so no longer; none while the window is too
         short.
 
+        step: the present step of rank 0.
         works: of all ranks that could be read. A rank is slow if it was so in two windows, one
             after the other.
         """
         window = {rank: work.since(self._before.get(rank, Work())) for rank, work in works.items()}
-        if not window or min(work.steps for work in window.values()) < STEPS:
+        if not window or min(work.steps for work in window.values()) < MIN_STEPS:
             return []
-        seconds = {rank: work.seconds / work.steps for rank, work in window.items()}
-        found = (self._judged(rank, seconds, step, window[rank].steps) for rank in seconds)
+        step_seconds = {rank: work.seconds / work.steps for rank, work in window.items()}
+        stragglers: list[Straggler] = []
+        for rank, work in window.items():
+            change = self._judge(rank, step_seconds, step, work.steps)
+            if change is not None:
+                stragglers.append(change)
         self._before = dict(works)
-        return [one for one in found if one is not None]
+        return stragglers
 
-    def _judged(
-        self, rank: int, seconds: Mapping[int, float], step: int, steps: int
+    def _judge(
+        self,
+        rank: int,
+        step_seconds: Mapping[int, float],
+        step: int,
+        steps: int,
     ) -> Straggler | None:
-        stage = self._stages[rank]
+        """Return the rank if it has become slow or is so no longer, after a window of `steps`."""
         peers = [
-            one for other, one in seconds.items() if other != rank and self._stages[other] == stage
+            seconds
+            for other, seconds in step_seconds.items()
+            if other != rank and self._stages[other] == self._stages[rank]
         ]
-        first = self._first.setdefault(rank, seconds[rank])
+        first = self._first.setdefault(rank, step_seconds[rank])
         usual = median_low(peers) if peers else first
-        factor = seconds[rank] / max(usual, 1e-9)
-        excess = seconds[rank] - usual
-        if factor < SLOW or excess < LEAST:
-            was = self._slow.pop(rank, None) and rank in self._told
-            self._told.discard(rank)
-            return Straggler(rank, factor, 0, step, not peers) if was else None
-        if rank in self._told:
+        factor = step_seconds[rank] / max(usual, 1e-9)
+        excess = step_seconds[rank] - usual
+        alone = not peers
+        was_reported = rank in self._reported
+        if factor < SLOW or excess < MIN_EXCESS:
+            self._suspicions.pop(rank, None)
+            self._reported.discard(rank)
+            return (
+                Straggler(
+                    rank,
+                    factor,
+                    0,
+                    step,
+                    alone,
+                )
+                if was_reported
+                else None
+            )
+        if was_reported:
             return None
-        if rank not in self._slow:
-            self._slow[rank] = _Suspicion(step + 1 - steps, step, excess * steps)
+        if rank not in self._suspicions:  # a second slow window must confirm it
+            self._suspicions[rank] = _Suspicion(step + 1 - steps, step, excess * steps)
             return None
-        self._told.add(rank)
-        return Straggler(rank, factor, self._slow[rank].since(excess), step, not peers)
+        self._reported.add(rank)
+        return Straggler(
+            rank,
+            factor,
+            self._suspicions[rank].since(excess),
+            step,
+            alone,
+        )

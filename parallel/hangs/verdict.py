@@ -7,8 +7,9 @@ named first.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from parallel.hangs.heartbeat import Beat
 
@@ -17,10 +18,11 @@ from parallel.hangs.heartbeat import Beat
 class Verdict:
     """The cause of a hang.
 
-    reason: one line. culprits: the ranks that hang, or cannot be reached. judge: the rank that has
-        found out.
-    silent: those of the culprits that have no heartbeat. beats: the last known position of each
-        rank.
+    reason: one line.
+    culprits: the ranks that hang, or cannot be reached.
+    judge: the rank that has found out.
+    silent: those of the culprits that have no heartbeat.
+    beats: the last known position of each rank.
     """
 
     reason: str
@@ -36,154 +38,212 @@ class Verdict:
     @staticmethod
     def from_json(text: str) -> "Verdict":
         """Return the verdict that `to_json` wrote."""
-        said = json.loads(text)
-        beats = tuple(Beat.read(one) for one in said["beats"])
+        fields = json.loads(text)
         return Verdict(
-            said["reason"], tuple(said["culprits"]), said["judge"], tuple(said["silent"]), beats
+            fields["reason"],
+            tuple(fields["culprits"]),
+            fields["judge"],
+            tuple(fields["silent"]),
+            tuple(Beat.read(beat) for beat in fields["beats"]),
         )
 
 
 def judge_silent(
-    me: Beat, beats: Mapping[int, Beat | None], silent: Mapping[int, float]
+    judge: Beat,
+    beats: Mapping[int, Beat | None],
+    silent: Mapping[int, float],
 ) -> Verdict:
-    """Return the verdict about ranks without a heartbeat. silent: their seconds of silence, by
-    rank."""
-    known = _known(me, beats)
+    """Return the verdict about ranks without a heartbeat.
+
+    silent: their seconds of silence, by rank.
+    """
+    known = _known_beats(judge, beats)
+    ranks = sorted(silent)
     seconds = max(silent.values())
-    lost = _lost_hosts(me, known, silent)
-    if lost:
-        where = " and ".join(f"{host} ({ranks_in_words(ranks)})" for host, ranks in lost.items())
-        here = [one.rank for one in known.values() if one.host == me.host]
+    lost_hosts = _lost_hosts(judge, known, silent)
+    # whole hosts that are silent: not the ranks are the cause
+    if lost_hosts:
+        lost = " and ".join(
+            f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()
+        )
+        ranks_here = [beat.rank for beat in known.values() if beat.host == judge.host]
         reason = (
-            f"{where} has not been heard of for {seconds:.0f} s by {me.host} "
-            f"({ranks_in_words(here)}): the machine is "
-            f"down, or the link to it is cut; {_last(min(silent), known.get(min(silent)))}"
+            f"{lost} has not been heard of for {seconds:.0f} s by {judge.host} "
+            f"({ranks_in_words(ranks_here)}): the machine is down, or the link to it is cut; "
+            f"{_last_seen(ranks[0], known.get(ranks[0]))}"
         )
     else:
-        stopped = "; ".join(_last(rank, known.get(rank)) for rank in sorted(silent))
+        stopped = "; ".join(_last_seen(rank, known.get(rank)) for rank in ranks)
         reason = (
             f"{stopped}: stopped or dead, without a heartbeat for {seconds:.0f} "
-            f"s{_waiting(known, silent)}"
+            f"s{_describe_waiting(known, silent)}"
         )
     return Verdict(
-        reason, tuple(sorted(silent)), me.rank, tuple(sorted(silent)), tuple(known.values())
+        reason,
+        tuple(ranks),
+        judge.rank,
+        tuple(ranks),
+        tuple(known.values()),
     )
 
 
-def judge_hung(me: Beat, beats: Mapping[int, Beat | None], seconds: float) -> Verdict:
-    """Return the verdict about ranks that all have a heartbeat. seconds: how long the phase has
-    lasted."""
-    known = _known(me, beats)
-    order = sorted(known.values(), key=lambda one: (one.step, one.count, one.rank))
-    busy = [one for one in order if not one.waits]
-    first = (busy or order)[0]
-    at = f", at {' < '.join(first.at)}" if first.at else ""
+def judge_hung(
+    judge: Beat,
+    beats: Mapping[int, Beat | None],
+    seconds: float,
+) -> Verdict:
+    """Return the verdict about ranks that all have a heartbeat.
+
+    seconds: how long the phase has lasted.
+    """
+    known = _known_beats(judge, beats)
+    # the culprit is the one that is least far among those that do not wait
+    by_progress = sorted(known.values(), key=lambda beat: (beat.step, beat.count, beat.rank))
+    busy = [beat for beat in by_progress if not beat.waits]
+    culprit = (busy or by_progress)[0]
+    name = named(culprit.rank, culprit)
+    stack = f", at {' < '.join(culprit.at)}" if culprit.at else ""
     if busy:
-        reason = (
-            f"{named(first.rank, first)} hangs in {where_in_words(first)} after {seconds:.0f} s{at}"
-        )
-        reason += _waiting(known, [first.rank])
+        reason = f"{name} hangs in {where_in_words(culprit)} after {seconds:.0f} s{stack}"
+        reason += _describe_waiting(known, [culprit.rank])
     else:
         others = "; ".join(
-            f"rank {one.rank} on {one.host} in {where_in_words(one)}" for one in order[1:]
+            f"rank {beat.rank} on {beat.host} in {where_in_words(beat)}" for beat in by_progress[1:]
         )
-        reason = (
-            f"all ranks wait for each other after {seconds:.0f} s: {named(first.rank, first)} in "
-        )
-        reason += f"{where_in_words(first)}{at}; {others}"
-    return Verdict(reason, (first.rank,), me.rank, (), tuple(known.values()))
+        reason = f"all ranks wait for each other after {seconds:.0f} s: {name} in "
+        reason += f"{where_in_words(culprit)}{stack}; {others}"
+    return Verdict(
+        reason,
+        (culprit.rank,),
+        judge.rank,
+        (),
+        tuple(known.values()),
+    )
 
 
-def judge_store(me: Beat, host: str, address: str, seconds: float, closed: bool) -> Verdict:
+def judge_store(
+    judge: Beat,
+    host: str,
+    address: str,
+    seconds: float,
+    closed: bool,
+) -> Verdict:
     """Return the verdict that the machine of the ranks' store does not answer, or has closed the
     connection.
 
-    host: of rank 0. address: the store's.
+    host: of rank 0.
+    address: the store's.
     """
-    silent = (
-        f"has not answered rank {me.rank} on {me.host} for {seconds:.0f} s: the machine is down, "
-        "or the link is cut"
+    name = f"rank {judge.rank} on {judge.host}"
+    if closed:
+        problem = f"has closed the connection to {name}: the process there has ended"
+    else:
+        problem = (
+            f"has not answered {name} for {seconds:.0f} s: the machine is down, or the link is cut"
+        )
+    reason = f"{host} ({address}, where the ranks meet) {problem}"
+    reason += f"; rank {judge.rank} was in {where_in_words(judge)}"
+    return Verdict(
+        reason,
+        (0,),
+        judge.rank,
+        (0,),
+        (judge,),
     )
-    ended = f"has closed the connection to rank {me.rank} on {me.host}: the process there has ended"
-    reason = f"{host} ({address}, where the ranks meet) {ended if closed else silent}"
-    reason += f"; rank {me.rank} was in {where_in_words(me)}"
-    return Verdict(reason, (0,), me.rank, (0,), (me,))
 
 
-def judge_failed(me: Beat, error: str) -> Verdict:
+def judge_failed(judge: Beat, error: str) -> Verdict:
     """Return the verdict that this rank has failed with `error`."""
-    reason = (
-        f"rank {me.rank} on {me.host} (process {me.pid}) failed in {where_in_words(me)}: {error}"
+    name = named(judge.rank, judge)
+    reason = f"{name} failed in {where_in_words(judge)}: {error}"
+    return Verdict(
+        reason,
+        (judge.rank,),
+        judge.rank,
+        (),
+        (judge,),
     )
-    return Verdict(reason, (me.rank,), me.rank, (), (me,))
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0, 2 and 3"; long runs of ranks as "4 to 7"."""
+    # consecutive ranks together
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    said = [
-        part
-        for run in runs
-        for part in (map(str, run) if len(run) < 3 else [f"{run[0]} to {run[-1]}"])
-    ]
-    words = " and ".join(filter(None, (", ".join(said[:-1]), said[-1])))
+    texts: list[str] = []
+    for run in runs:
+        if len(run) < 3:
+            texts += map(str, run)
+        else:
+            texts.append(f"{run[0]} to {run[-1]}")
+    *all_but_last, last = texts
+    words = f"{', '.join(all_but_last)} and {last}" if all_but_last else last
     return f"rank{'' if words.isdecimal() else 's'} {words}"
 
 
 def where_in_words(beat: Beat) -> str:
     """Return the position of a rank in words, such as "step 3, forward of micro-batch 0 in stage
     1"."""
-    phase = f"{beat.phase} {beat.step}" if beat.phase == "step" else beat.phase
-    phase += (
-        f" after step {beat.step}" if beat.step and beat.phase in ("save", "evaluation") else ""
-    )
+    phase = beat.phase
+    if beat.phase == "step":
+        phase += f" {beat.step}"
+    if beat.step and beat.phase in ("save", "evaluation"):
+        phase += f" after step {beat.step}"
     return f"{phase}, {beat.doing}" if beat.doing else phase
 
 
 def named(rank: int, beat: Beat | None) -> str:
     """Return a rank with its host and process, as far as they are known."""
+    # a rank may have ended before its first beat
     if beat:
         return f"rank {rank} on {beat.host} (process {beat.pid})"
     return f"rank {rank}, which has never been heard of"
 
 
-def _known(me: Beat, beats: Mapping[int, Beat | None]) -> dict[int, Beat]:
-    known = {rank: beat for rank, beat in beats.items() if beat is not None} | {me.rank: me}
+def _known_beats(
+    judge: Beat,
+    beats: Mapping[int, Beat | None],
+) -> dict[int, Beat]:
+    """Return the beats of the ranks that have been heard of, and of this one, by rank."""
+    known = {rank: beat for rank, beat in beats.items() if beat is not None} | {judge.rank: judge}
     return dict(sorted(known.items()))
 
 
 def _lost_hosts(
-    me: Beat, known: Mapping[int, Beat], silent: Mapping[int, float]
+    judge: Beat,
+    known: Mapping[int, Beat],
+    silent: Mapping[int, float],
 ) -> dict[str, list[int]]:
     """Return the ranks of each other host that is silent as a whole; empty if a single rank of a
     host is silent."""
     hosts: dict[str, list[int]] = {}
-    for one in known.values():
-        hosts.setdefault(one.host, []).append(one.rank)
-    lost = {
-        host: ranks
-        for host, ranks in hosts.items()
-        if host != me.host and all(rank in silent for rank in ranks)
-    }
-    if sorted(rank for ranks in lost.values() for rank in ranks) == sorted(silent):
-        return lost
-    return {}
+    for beat in known.values():
+        hosts.setdefault(beat.host, []).append(beat.rank)
+    lost: dict[str, list[int]] = {}
+    for host, ranks in hosts.items():
+        if host != judge.host and all(rank in silent for rank in ranks):
+            lost[host] = ranks
+    # A host is the cause only if that explains every silent rank.
+    lost_ranks = sorted(chain.from_iterable(lost.values()))
+    return lost if lost_ranks == sorted(silent) else {}
 
 
-def _last(rank: int, beat: Beat | None) -> str:
-    return named(rank, beat) + (f" was last seen in {where_in_words(beat)}" if beat else "")
+def _last_seen(rank: int, beat: Beat | None) -> str:
+    name = named(rank, beat)
+    return f"{name} was last seen in {where_in_words(beat)}" if beat else name
 
 
-def _waiting(known: Mapping[int, Beat], culprits: Iterable[int]) -> str:
+def _describe_waiting(
+    known: Mapping[int, Beat],
+    culprits: Iterable[int],
+) -> str:
     """Return the end of a sentence about the ranks that wait."""
-    waiting: Sequence[int] = [
-        rank for rank, one in known.items() if one.waits and rank not in set(culprits)
-    ]
+    waiting_for = {*culprits}
+    waiting = [rank for rank, beat in known.items() if beat.waits and rank not in waiting_for]
     if not waiting:
         return ""
     where = where_in_words(known[waiting[0]])

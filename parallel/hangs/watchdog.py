@@ -11,7 +11,6 @@ is noticed here.
 """
 
 import os
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from signal import SIGKILL
@@ -20,7 +19,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
-from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest, place
+from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, machine_id, newest, process_start
 from parallel.hangs.pace import Straggler
 from parallel.hangs.verdict import Verdict, judge_failed, judge_hung, judge_silent, judge_store
 
@@ -40,9 +39,11 @@ def longest_wait(timeout: float) -> float:
 class Watchdog:
     """Watches this rank, and through heartbeats all ranks, from `start` to `stop`.
 
-    store: the ranks' store; not used by a single rank. first: the first beat of rank 0.
-    leave(verdict): called in the watchdog's thread; it must end the process. timeout: as above, in
-    seconds. peers: number of ranks of a pipeline stage, which are neighbours.
+    store: the ranks' store; not used by a single rank.
+    timeout: seconds that a step may take longer than the slowest so far.
+    leave(verdict): called in the watchdog's thread; it must end the process.
+    peers: number of ranks of a pipeline stage, which are neighbours.
+    first: the first beat of rank 0.
     """
 
     def __init__(
@@ -62,16 +63,24 @@ class Watchdog:
         self._leave = leave
         self.every = min(2.0, max(0.1, timeout / 10))
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
-        self._clock = Clock(self._window / 2)  # so a pause of all processes is no silence
+        # A pause of all processes is no silence: it counts as less than the window.
+        self._clock = Clock(self._window / 2)
         self._heart = None
         if size > 1:
-            self._heart = Heart(store, rank, size, position, self._clock, self.every, peers)
+            self._heart = Heartbeat(
+                store,
+                rank,
+                size,
+                position,
+                self._clock,
+                self.every,
+                peers,
+            )
         self.first = self._heart.first_beat() if self._heart else None
-        self._entered = -1
-        self._since = 0.0
-        # time when this rank lost a connection
-        self._urgent = float("inf")
-        self._searches = False
+        self._entered = -1  # number of the present phase
+        self._phase_start = 0.0
+        self._connection_lost = float("inf")  # the time at which it was
+        self._searches = False  # for a rank that is silent, to explain the loss
         self._over = Event()
         self._thread = Thread(target=self._run, daemon=True, name="watchdog")
 
@@ -91,13 +100,14 @@ class Watchdog:
     def lost_connection(self, search: bool) -> None:
         """Wait for a verdict that explains why this rank lost a connection; it ends this process.
 
-        Returns if there is none. search: also look for a rank that has no heartbeat any longer, for
-        some seconds.
+        Returns if there is none.
+        search: also look for a rank that has no heartbeat any longer, for some seconds.
         """
         if self._heart and (self._heart.read_verdict() or search):
-            self._urgent = self._clock.now
+            self._connection_lost = self._clock.now
             self._searches = search
-            self._thread.join(2 * self.every + 1 + search * 2 * self._window)
+            search_seconds = 2 * self._window if search else 0.0
+            self._thread.join(2 * self.every + 1 + search_seconds)
 
     def failed(self, error: str) -> None:
         """Tell the other ranks, which will lose their connections, why this rank fails."""
@@ -116,8 +126,10 @@ class Watchdog:
     def noticed(self) -> list[tuple[Straggler, str]]:
         """Return the stragglers found since the last call, each with its line: on rank 0, on others
         none."""
-        found = self._heart.noticed if self._heart else deque[tuple[Straggler, str]]()
-        return [found.popleft() for _ in range(len(found))]
+        if self._heart is None:
+            return []
+        queue = self._heart.noticed  # the other thread may append meanwhile
+        return [queue.popleft() for _ in range(len(queue))]
 
     def me(self) -> Beat:
         """Return this rank's position now."""
@@ -143,7 +155,7 @@ class Watchdog:
                 self._leave(verdict)
                 return
 
-    def _farewell(self, heart: Heart, ranks: int) -> None:
+    def _farewell(self, heart: Heartbeat, ranks: int) -> None:
         if not heart.lost:
             heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
 
@@ -153,26 +165,29 @@ class Watchdog:
         now = self._clock.now
         if self.position.entries != self._entered:
             self._entered = self.position.entries
-            self._since = now
-        elapsed = now - self._since
+            self._phase_start = now
+        elapsed = now - self._phase_start
         limit = self.limit()
+        # a single rank
         if heart is None:
             return judge_hung(self.me(), {}, elapsed) if elapsed > limit else None
         if heart.verdict:
             return Verdict.from_json(heart.verdict)
-        if now >= self._urgent:
-            return self._explain_loss(heart, now - self._urgent)
-        late = 0.0 if self.rank < JUDGES else self._window + 0.5
-        heart.listening = elapsed > (
-            self.timeout / 6 if self.rank < JUDGES else min(limit, self.timeout)
-        )
-        if elapsed > limit + late:
+        if now >= self._connection_lost:
+            return self._explain_loss(heart, now - self._connection_lost)
+        if self.rank < JUDGES:
+            delay = 0.0
+            heart.listening = elapsed > self.timeout / 6
+        else:
+            delay = self._window + 0.5
+            heart.listening = elapsed > min(limit, self.timeout)
+        if elapsed > limit + delay:
             return self._judge(heart, self._window, elapsed)
-        if elapsed > self.timeout + late:
+        if elapsed > self.timeout + delay:
             return self._judge(heart, self.timeout)
         return None
 
-    def _explain_loss(self, heart: Heart, elapsed: float) -> Verdict | None:
+    def _explain_loss(self, heart: Heartbeat, elapsed: float) -> Verdict | None:
         """Return the verdict about a lost connection to the store; publish one about a rank that
         has fallen silent."""
         heart.listening = self._searches
@@ -180,22 +195,28 @@ class Watchdog:
             return self._judge(heart, self._window)
         return None
 
-    def _judge(self, heart: Heart, patience: float, elapsed: float = 0.0) -> Verdict | None:
+    def _judge(
+        self,
+        heart: Heartbeat,
+        patience: float,
+        elapsed: float = 0.0,
+    ) -> Verdict | None:
         """Return the verdict about the store, which no rank can publish; publish the verdict about
         a rank.
 
-        patience: seconds of silence that are allowed. elapsed: seconds of the phase, if it has
-            exceeded its limit.
+        patience: seconds of silence that are allowed.
+        elapsed: seconds of the phase, if it has exceeded its limit.
         """
         now = self._clock.now
         if heart.lost or now - heart.answered > patience:
             return self._judge_store(now - heart.answered, bool(heart.lost))
-        heard = dict(heart.heard)
-        silent = {rank: now - since for rank, (_, since) in heard.items() if now - since > patience}
-        beats = {
-            rank: beat and newest(beat) if rank in silent else beat
-            for rank, (beat, _) in heard.items()
-        }
+        beats: dict[int, Beat | None] = {}
+        silent: dict[int, float] = {}  # seconds of silence
+        for rank, (beat, changed) in dict(heart.heard).items():
+            beats[rank] = beat
+            if now - changed > patience:
+                silent[rank] = now - changed
+                beats[rank] = newest(beat) if beat else None
         if silent:
             heart.publish(judge_silent(self.me(), beats, silent).to_json())
         elif elapsed and len(beats) == self.size - 1:
@@ -206,12 +227,11 @@ class Watchdog:
         """Return the verdict about the host of the store; about rank 0 if that is the host and on
         this machine."""
         first = self.first
-        if first and first.place == place() and _in_rank_0() and not closed:
+        if first and first.place == machine_id() and _in_rank_0() and not closed:
             return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return judge_store(
-            self.me(), first.host if first else "the host of rank 0", address, seconds, closed
-        )
+        host = first.host if first else "the host of rank 0"
+        return judge_store(self.me(), host, address, seconds, closed)
 
 
 def _in_rank_0() -> bool:
@@ -222,13 +242,10 @@ def _in_rank_0() -> bool:
 def kill_silent(verdict: Verdict) -> None:
     """Kill the silent ranks on this machine: a stopped process takes no other signal, and launchers
     wait for it."""
-    here = place()
+    this_machine = machine_id()
     for beat in verdict.beats:
-        if (
-            beat.rank in verdict.silent
-            and beat.place == here
-            and beat.born
-            and born(beat.pid) == beat.born
-        ):
+        if beat.rank not in verdict.silent or beat.place != this_machine:
+            continue
+        if beat.born and process_start(beat.pid) == beat.born:  # still the same process
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, SIGKILL)

@@ -3,6 +3,7 @@ not."""
 
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def test_gloos_threads_of_every_group_wait_their_turn_and_the_ranks_own_does_not
 
 def test_so_do_those_of_a_world() -> None:
     with world():
+        while "gloo_tcp_loop" not in policies():  # a thread names itself after it has started
+            time.sleep(0.01)
         assert policies()["gloo_tcp_loop"] == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 

@@ -129,13 +129,13 @@ def test_what_is_to_be_made_again_is(
 ) -> None:
     """By calls of a micro-batch, of two layers."""
     made: list[Any] = []
-    again = recomputation._Call._make
+    again = recomputation._Call._recompute
 
     def noted(call: Any) -> None:
         made.append(call)
         again(call)
 
-    with patch.object(recomputation._Call, "_make", noted):
+    with patch.object(recomputation._Call, "_recompute", noted):
         records(capsys, *TINY, *options)
     assert len(made) == (1 + 3) * 2 * calls
 

@@ -27,7 +27,7 @@ DOCUMENTS = 10**10
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sets of a hundred sequences count as large, and files that were written this moment as
     settled."""
-    for name, value in {"LARGE": 100, "PLACE": 8, "SETTLED": -(10**12)}.items():
+    for name, value in {"LARGE": 100, "SPAN": 8, "SETTLED": -(10**12)}.items():
         monkeypatch.setattr(index_check, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -183,7 +183,7 @@ def test_a_bin_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_a_set_of_ten_trillion_tokens_opens_without_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_check, "PLACE", 1 << 10)
+    monkeypatch.setattr(index_check, "SPAN", 1 << 10)
     read = list[int]()
     check = index_check._check_sequences
 

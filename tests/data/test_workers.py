@@ -238,7 +238,7 @@ def test_a_worker_that_dies_is_told_of_and_nothing_is_left(
 def test_a_short_text_is_not_worth_a_process(
     tmp_path: Path, model: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_processes", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(workers, "_start_workers", lambda *_: pytest.fail("a process was started"))
     assert build(open_source("python", max_chars=5_000), model, tmp_path / "a", workers=1).documents
     (tmp_path / "a.txt").write_text("short")
     assert (

@@ -116,11 +116,11 @@ def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.Mo
         ("sequence", "no"),
         ("seed", "x"),
         ("blank", 1),
-    ]
-    + [
-        ("recompute", value)
-        for value in (True, Recompute("all"), Recompute(fraction=2.0), Recompute(layers=-1))
-    ],  # type: ignore[arg-type]
+        ("recompute", True),
+        ("recompute", Recompute("all")),  # type: ignore[arg-type]
+        ("recompute", Recompute(fraction=2.0)),
+        ("recompute", Recompute(layers=-1)),
+    ],
 )
 def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"^{name} = .*: must be "):

@@ -45,8 +45,8 @@ def test_ranks_that_do_not_join_are_named_by_all_that_did(
 ) -> None:
     monkeypatch.setattr(joining, "NEWS", 0.05)
     held = list[dist.Store]()
-    connected = joining._connected
-    missing = joining._missing
+    connected = joining._connect
+    missing = joining._wait_for_ranks
 
     def kept(*arguments: Any) -> dist.Store:
         held.append(connected(*arguments))
@@ -56,8 +56,8 @@ def test_ranks_that_do_not_join_are_named_by_all_that_did(
         store.wait([joining._key(2)])  # however late it begins
         return missing(store, size, 1.0)
 
-    monkeypatch.setattr(joining, "_connected", kept)
-    monkeypatch.setattr(joining, "_missing", soon_missing)
+    monkeypatch.setattr(joining, "_connect", kept)
+    monkeypatch.setattr(joining, "_wait_for_ranks", soon_missing)
     problem = f"ranks 1, 3 of 4 have not joined within 1 s; there are the ranks of {HOST}"
     assert joined([0, 2], 4, free_port()) == [problem, problem]
     assert "ranks 1, 3 of 4 have not joined for " in capfd.readouterr().err
@@ -86,8 +86,11 @@ def test_a_port_in_use_is_said() -> None:
 
 
 def test_many_missing_ranks_are_not_all_named() -> None:
-    assert joining._named([5], 8) == "rank 5 of 8 has"
-    assert joining._named(list(range(100)), 128) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... of 128 have"
+    assert joining._count_missing([5], 8) == "rank 5 of 8 has"
+    assert (
+        joining._count_missing(list(range(100)), 128)
+        == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... of 128 have"
+    )
 
 
 HERE = joining.Seat("alpha", "1", "10.0.0.1")

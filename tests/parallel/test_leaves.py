@@ -67,7 +67,7 @@ def test_a_form_that_computes_something_else_is_found_on_trial(wrong: Any) -> No
 def test_arguments_of_a_trial_have_the_strides_of_the_call() -> None:
     x = torch.zeros(4, 2, 12)[..., 4:8].unflatten(-1, (2, 2))
     call = call_of(double, (x, torch.tensor([True]), torch.tensor([3])))
-    first, second, third = call.made()
+    first, second, third = call.example_tensors()
     assert (first.shape, first.stride()) == (x.shape, x.stride())
     assert second.all() and not third.any()
     assert compiled_leaves._copy(first).stride() == x.stride()

@@ -218,13 +218,13 @@ def test_a_run_file_decides_what_is_made_again(run_file: Path, tmp_path: Path) -
     short = ["train.steps=2", "checkpoint.every=0", "precision.compute=bf16"]
     train(run_file, *short, f"train.folder={tmp_path / 'kept'}")
     made = []
-    again = recomputation._Call._make
+    again = recomputation._Call._recompute
 
     def noted(call: Any) -> None:
         made.append(call)
         again(call)
 
-    with patch.object(recomputation._Call, "_make", noted):
+    with patch.object(recomputation._Call, "_recompute", noted):
         train(run_file, *short, f"train.folder={tmp_path / 'again'}", "parallel.recompute=full")
     assert made, "nothing was made again"
     assert steps(tmp_path / "kept") == steps(tmp_path / "again")

@@ -93,12 +93,14 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         return rule
 
     def linear_(
-        out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, lies: Input
+        out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, input_layout: Input
     ) -> None:
-        if lies is Input.OWN and kind(weight, tp) is not V:  # every rank holds all of the weight
+        if (
+            input_layout is Input.OWN and kind(weight, tp) is not V
+        ):  # every rank holds all of the weight
             stamp(out, tp, met(tp, x, weight, bias))
             return
-        require(x, tp, *{Input.OWN: (R, V), Input.COPIED: (I,), Input.SEQUENCE: (V,)}[lies])
+        require(x, tp, *{Input.OWN: (R, V), Input.COPIED: (I,), Input.SEQUENCE: (V,)}[input_layout])
         for parameter in (weight, bias):
             if parameter is not None:
                 require(parameter, tp, V)

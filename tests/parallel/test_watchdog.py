@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megaprec.comm.axis import Axis
 from megaprec.comm.groups import split, time_limit
 from megaprec.diagnose.position import Phase, Position, read_shared
-from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest
+from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start
 from parallel.hangs.verdict import Verdict, judge_hung, judge_silent, ranks_in_words
 from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
 from parallel.mesh import make_mesh
@@ -307,7 +307,7 @@ def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_
         assert process.stdout
         shared = int(process.stdout.readline())
         mine = Beat.of(1, 1, Position(), look=True)
-        stopped = replace(mine, pid=process.pid, born=born(process.pid), shared=shared)
+        stopped = replace(mine, pid=process.pid, born=process_start(process.pid), shared=shared)
         assert read_shared(process.pid, shared) == ("step", 7, "update")
         assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == (
             "step",
@@ -339,7 +339,7 @@ def test_a_write_of_the_position_takes_microseconds() -> None:
 def test_the_first_verdict_is_everyones() -> None:
     shared = store()
     clock = Clock(1.0)
-    hearts = [Heart(shared, rank, 2, Position(), clock, 0.1, 1) for rank in range(2)]
+    hearts = [Heartbeat(shared, rank, 2, Position(), clock, 0.1, 1) for rank in range(2)]
     for heart in hearts:
         heart.publish(f"rank {1 - heart.rank}")
         heart._beat()

@@ -112,14 +112,14 @@ def input_gradient(name: str, instead: Callable[[Any, Any, Any, Any], Any]) -> C
 
 def alone(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:
     """The input's gradient is not summed over tp."""
-    lies = ctx.lies
+    layout = ctx.input_layout
     tp = ctx.tp
-    ctx.lies = linear.Input.OWN
+    ctx.input_layout = linear.Input.OWN
     try:
         made = inner(ctx, grad, shape)()
     finally:
-        ctx.lies = lies
-    return lambda: tp.chunk(made).contiguous() if lies is linear.Input.SEQUENCE else made
+        ctx.input_layout = layout
+    return lambda: tp.chunk(made).contiguous() if layout is linear.Input.SEQUENCE else made
 
 
 def twice(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:

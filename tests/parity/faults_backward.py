@@ -145,7 +145,7 @@ FAULTS = {
         TP,
         "backward",
         r"after layers\.3\.mlp.*",
-        change(_Call, "_make", wrong_step_in_recomputation),
+        change(_Call, "_recompute", wrong_step_in_recomputation),
     ),
     "each tp rank adds the router's losses": Fault(
         "mixtral",

@@ -24,7 +24,7 @@ from megaprec.resources import (
     peak_memory,
     require_threads,
 )
-from parallel.hangs.heartbeat import Beat, newest, place
+from parallel.hangs.heartbeat import Beat, machine_id, newest
 from tests.runs import write_run
 from tools import cli
 from tools.console.tables import PIPE_COLUMNS, print_table
@@ -134,7 +134,7 @@ def test_threads_cores_and_positions_need_no_linux(monkeypatch: pytest.MonkeyPat
     beat = Beat.of(0, 1, position, look=True)
     assert newest(beat).step == 1
     assert beat.at, "read from a temporary file"
-    assert place()
+    assert machine_id()
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"])

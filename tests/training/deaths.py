@@ -32,7 +32,7 @@ PLACES = {
     "evaluate": ("tools.training.trainer", "Trainer.evaluate"),
     "save": ("tools.training.trainer", "Trainer._save"),
     "sync": ("os", "fsync"),
-    "leave": ("parallel.mesh", "_part"),
+    "leave": ("parallel.mesh", "_leave_world"),
 }
 DEATHS = "DEATHS"
 START = "from megaprec.__main__ import main"

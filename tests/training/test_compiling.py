@@ -100,7 +100,7 @@ def tried_with(broken: str) -> Callable[..., Any]:
             raise RuntimeError(
                 "C++ compile error\n\nOutput:\nx.cpp:3:1: error: no such thing\n^ here"
             )
-        return lambda *tensors: call.bound(tensors)
+        return lambda *tensors: call.run(tensors)
 
     compiling.compiled = form
     return try_calls

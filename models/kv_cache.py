@@ -30,7 +30,7 @@ class CachedAttention(Attention):
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget all tokens and make room for `capacity` tokens of `batch` sequences."""
-        kv_heads, width = self.kept_sizes()
+        kv_heads, width = self.key_value_shape()
         shape = (batch, kv_heads, capacity, width)
         like = self.output.weight
         self._keys, self._values = (
@@ -42,7 +42,7 @@ class CachedAttention(Attention):
         """Forget all tokens."""
         self._length = 0
 
-    def _mix(
+    def _core_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -58,7 +58,7 @@ class CachedAttention(Attention):
         self._length = total
         attends = causal_mask(total, self.config.window, None, query.device, past)
         key, value = (kept[:, :, :total].to(query.dtype) for kept in (self._keys, self._values))
-        return super()._mix(query, key, value, place, attends)
+        return super()._core_attention(query, key, value, place, attends)
 
 
 class CachedLatentAttention(CachedAttention, LatentAttention):

@@ -125,7 +125,7 @@ class LatentAttention(Attention):
         )
         self.scale = config.attention_scalar**-0.5
 
-    def kept_sizes(self) -> tuple[int, int]:
+    def key_value_shape(self) -> tuple[int, int]:
         sizes = self.config.latent
         return self.config.heads // self.context.tp.size, max(sizes.head_dim, sizes.value_dim)
 
@@ -138,7 +138,7 @@ class LatentAttention(Attention):
     ) -> Tensor:
         return self.context.recompute.run(
             "attention",
-            partial(self._attend, rotary=rotary, place=place, attn_mask=attn_mask),
+            partial(self._attend, rotary=rotary, microbatch=place, attn_mask=attn_mask),
             self._shared(x),
             into=self.output,
         )
@@ -168,7 +168,7 @@ class LatentAttention(Attention):
         self,
         y: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        place: MicrobatchInfo | None,
+        microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | None,
     ) -> Tensor:
         """Map what `_shared` returns to the output projection's input, [s, b, own features]."""
@@ -189,10 +189,12 @@ class LatentAttention(Attention):
         assert rotary is not None
         query, turning = (Rotate.apply(z, *rotary, self.context.leaves) for z in (query, turning))
         key = torch.cat((turning.expand(-1, -1, own, -1), still), -1)
-        _, wide = self.kept_sizes()
+        _, wide = self.key_value_shape()
         query, key, value = (
             F.pad(z, (0, wide - z.shape[-1])).permute(1, 2, 0, 3).to(self.context.plan.attention)
             for z in (query, key, value)
         )
-        mixed = self._mix(query, key, value, place, attn_mask)[..., : sizes.value_dim]
+        mixed = self._core_attention(query, key, value, microbatch, attn_mask)[
+            ..., : sizes.value_dim
+        ]
         return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -57,7 +57,7 @@ def attend(
 ) -> Tensor:
     """Return attention with sinks [n]: [b, n, s, d] like `query`, in its dtype.
 
-    key, value: [b, n, t, d], or fewer heads where `takes_groups` of models.blocks is True.
+    key, value: [b, n, t, d], or fewer heads where `takes_groups` of models.attention_kernels is True.
     attn_mask: bool [s, t] or [b, 1, s, t], True where a token (row) attends to another; None: to
         itself and all earlier ones.
     scale: None: 1 / sqrt(d).

@@ -138,7 +138,7 @@ FAULTS = {
         r"layers\.0\.attention\.output",
         change(
             Attention,
-            "_mix",
+            "_core_attention",
             only(1, "tp", lambda inner, self, query, *rest: inner(self, query * 1.1, *rest)),
         ),
     ),

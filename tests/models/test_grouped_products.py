@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.grouped_products import GroupedLinear, together
+from models.grouped_products import GroupedLinear, stack_weights
 from models.moe import Expert, MixtureOfExperts, counted
 from parallel.activation_checkpoint import Module, Recompute
 from parallel.context import Context
@@ -25,20 +25,22 @@ def weights_in_one_memory(experts: int, n: int, k: int, gap: int) -> list[nn.Par
 @pytest.mark.parametrize("gap", [0, 64])
 def test_weights_at_equal_distances_are_one_tensor_without_a_copy(gap: int) -> None:
     weights = weights_in_one_memory(4, 8, 16, gap)
-    whole = together(weights)
+    whole = stack_weights(weights)
     assert whole.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
     assert all(torch.equal(a, b) for a, b in zip(whole, weights, strict=True))
 
 
-def test_weights_elsewhere_are_copied_together() -> None:
+def test_weights_elsewhere_are_copied_stack_weights() -> None:
     weights = weights_in_one_memory(4, 8, 16, 64)
     for some in (
         weights[::-1],
         [weights[0], weights[1], weights[3]],
         [nn.Parameter(w.clone()) for w in weights],
     ):
-        assert all(torch.equal(a, b) for a, b in zip(together(some), some, strict=True))
-        assert together(some).untyped_storage().data_ptr() != some[0].untyped_storage().data_ptr()
+        assert all(torch.equal(a, b) for a, b in zip(stack_weights(some), some, strict=True))
+        assert (
+            stack_weights(some).untyped_storage().data_ptr() != some[0].untyped_storage().data_ptr()
+        )
 
 
 @pytest.mark.parametrize("main", [False, True], ids=["autograd", "main gradients"])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.grouped_products import GroupedLinear, stack_weights
-from models.moe import Expert, MixtureOfExperts, counted
+from models.moe import Expert, MixtureOfExperts, count_choices
 from parallel.activation_checkpoint import Module, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -85,7 +85,9 @@ def test_experts_compute_the_same_grouped(
     place = MicrobatchInfo(0, torch.arange(3), torch.ones(()))
     results = []
     for grouped in (False, True):
-        monkeypatch.setattr(Expert, "groups", lambda self, x, grouped=grouped: grouped)
+        monkeypatch.setattr(
+            Expert, "uses_grouped_products", lambda self, x, grouped=grouped: grouped
+        )
         layer = MixtureOfExperts(
             config, Context(plan("fp32"), recompute=Recompute(recompute)), "mlp"
         )
@@ -99,4 +101,4 @@ def test_experts_compute_the_same_grouped(
 
 def test_counts_are_those_of_bincount() -> None:
     chosen = torch.randint(0, 5, (7, 2))
-    assert torch.equal(counted(chosen, 8), chosen.flatten().bincount(minlength=8))
+    assert torch.equal(count_choices(chosen, 8), chosen.flatten().bincount(minlength=8))

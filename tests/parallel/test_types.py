@@ -140,7 +140,7 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         loss.CrossEntropy: cross_entropy,
         routing.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
         routing.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),
-        moe.Take: lambda out, *, x: stamp(out, tp, kind(x, tp)),
+        moe.TakeRows: lambda out, *, x: stamp(out, tp, kind(x, tp)),
     }
 
 

@@ -129,15 +129,15 @@ class MergedAttention:
         key = key.to(self._wide)
         value = value.to(self._wide)
         for block in blocks(self._runs, runs, rule, self._query, self._wide):
-            block_key = key[:, :, block.columns]
-            block_value = value[:, :, block.columns]
-            rows = self._query[:, :, :, block.rows]
-            scores = capped_scores(rows.to(self._wide), block_key, rule)
+            block_key = block.of_keys(key)
+            block_value = block.of_keys(value)
+            query = block.of_queries(self._query)
+            scores = capped_scores(query.to(self._wide), block_key, rule)
             scores = mask_scores_(scores, rule, block)
             # Views: what changes in place below is the state of the merge.
-            largest = self._largest[:, :, :, block.rows]
-            total = self._sum[:, :, :, block.rows]
-            values = self._values[:, :, :, block.rows]
+            largest = block.of_queries(self._largest)
+            total = block.of_queries(self._sum)
+            values = block.of_queries(self._values)
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
             shrinkage = (largest - new_largest).exp_()
             weights = scores.sub_(new_largest).exp_()
@@ -198,26 +198,26 @@ class AttentionGradients:
         key = key.to(self._wide)
         value = value.to(self._wide)
         for block in blocks(self._runs, runs, rule, self._query, self._wide):
-            block_key = key[:, :, block.columns]
-            block_value = value[:, :, block.columns]
-            query = self._query[:, :, :, block.rows].to(self._wide)
-            grad = self._grad[:, :, :, block.rows].to(self._wide)
+            block_key = block.of_keys(key)
+            block_value = block.of_keys(value)
+            query = block.of_queries(self._query).to(self._wide)
+            grad = block.of_queries(self._grad).to(self._wide)
             scores = capped_scores(query, block_key, rule)
             slope = None
             if rule.softcap:  # before the mask: the slope of minus infinity is not a number
                 slope = (scores / rule.softcap).square_().neg_().add_(1)
             scores = mask_scores_(scores, rule, block)
-            weights = scores.sub_(self._log_sum[:, :, :, block.rows]).exp_()
+            weights = scores.sub_(block.of_queries(self._log_sum)).exp_()
             dropped = drop_weights(weights, rule, block)
-            grad_value[:, :, block.columns] += product_over_queries(dropped, grad)
+            block.of_keys(grad_value).add_(product_over_queries(dropped, grad))
             # Dropout is linear, so the gradient of what it is given is the dropout of its gradient.
             grad_weights = drop_weights(product(grad, block_value.mT), rule, block)
-            grad_scores = grad_weights.sub_(self._grad_dot_output[:, :, :, block.rows])
+            grad_scores = grad_weights.sub_(block.of_queries(self._grad_dot_output))
             grad_scores.mul_(weights).mul_(rule.scale)
             if slope is not None:
                 grad_scores.mul_(slope)
-            self._grad_query[:, :, :, block.rows] += product(grad_scores, block_key)
-            grad_key[:, :, block.columns] += product_over_queries(grad_scores, query)
+            block.of_queries(self._grad_query).add_(product(grad_scores, block_key))
+            block.of_keys(grad_key).add_(product_over_queries(grad_scores, query))
 
     def grad_query(self) -> Tensor:
         """Return the gradient of query, [b, n, s, d]."""
@@ -236,6 +236,14 @@ class Block(NamedTuple):
     queries: range  # their positions
     columns: slice  # of the tensor of keys
     keys: range  # their positions
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return a view of these rows of x [b, m, n / m, s, ...]."""
+        return x[:, :, :, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Return a view of these columns of x [b, m, t, ...]."""
+        return x[:, :, self.columns]
 
 
 def blocks(

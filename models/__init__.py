@@ -6,10 +6,12 @@ The smallest whole use, in one process:
     from models import Engine, ModelConfig, Share, preset
     from parallel.pipeline import schedule
 
-    config = preset("llama-demo", vocab=512)                   # or ModelConfig(layers=..., hidden=..., ...)
-    engine = Engine(config, plan("bf16"), None, schedule("1f1b", 1, 4), micro_batch=1,
-    seq_length=64)
-    report = engine.step(Share(tokens, targets), lr=3e-4, number=1)       # tokens, targets: int64 [samples, sequence]
+    config = preset("llama-demo", vocab=512)  # or ModelConfig(layers=..., hidden=..., ...)
+    engine = Engine(
+        config, plan("bf16"), None, schedule("1f1b", 1, 4), micro_batch=1, seq_length=64
+    )
+    # tokens, targets: int64 [samples, sequence]
+    report = engine.step(Share(tokens, targets), lr=3e-4, number=1)
 """
 
 from models.config import ModelConfig

@@ -146,9 +146,7 @@ class LatentAttention(Attention):
             )
         else:
             query = Rows(f"{name}.query", query_width)
-            self.query = ColumnParallelLinear(
-                context, config.hidden, [query], bias=False, std=std
-            )
+            self.query = ColumnParallelLinear(context, config.hidden, [query], bias=False, std=std)
         stack = [
             Rows(f"{name}.key_up", config.heads * sizes.nope_dim),
             Rows(f"{name}.value_up", config.heads * sizes.value_dim),

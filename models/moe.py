@@ -194,7 +194,7 @@ class MixtureOfExperts(nn.Module):
                 counts = copy_to_device(torch.tensor(counts), rows.device)
             return _apply_grouped(experts, rows, counts.cumsum(0).int())
         # With counts on a GPU the host waits here: `groups_on` says for which products.
-        if isinstance(counts, Tensor):
+        if not isinstance(counts, list):
             counts = counts.tolist()
         rows_of_experts = rows.split(counts)
         return torch.cat(

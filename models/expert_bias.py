@@ -65,7 +65,7 @@ class _AddBiases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # The number of the first bias among the inputs that are tensors: after y, and ends if given.
+        # Numbers count the tensors among the inputs: y, ends if there are any, then the biases.
         first = 1 if ctx.expert_of_row is None else 2
         destinations = [destination(ctx, first + n, bias) for n, bias in enumerate(ctx.biases)]
         sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))

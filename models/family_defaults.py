@@ -15,16 +15,16 @@ Fields = dict[str, Any]
 
 
 def by_family(usual: Any, **exceptions: Any) -> Callable[[Fields], Any]:
-    """Return the function that gives the default of a family: `usual` for all but the exceptions."""
+    """Return the function that gives a family's default: `usual` for all but the exceptions."""
     return lambda fields: exceptions.get(fields["family"], usual)
 
 
-def as_bias(fields: Fields) -> bool:
+def default_bias(fields: Fields) -> bool:
     """Return the model's `bias`."""
     return fields["bias"]
 
 
-def of_experts(fields: Fields) -> bool:
+def default_expert_bias(fields: Fields) -> bool:
     """Return True for gpt-oss with experts, which have biases there."""
     return fields["family"] == "gpt_oss" and fields["experts"] > 0
 
@@ -56,6 +56,6 @@ def default_attention_scalar(fields: Fields) -> float:
     In latent attention YaRN also multiplies scores by the square of a factor, as in DeepSeek-V2.
     """
     if fields["latent"]:
-        # Scores are divided by the root of this, so a square of the factor is here its fourth power.
+        # Scores are divided by the root of this: a square of the factor is its fourth power here.
         return fields["head_dim"] / score_factor(fields["rope_scaling"]) ** 4
     return float(fields["head_dim"])

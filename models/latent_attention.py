@@ -10,8 +10,8 @@ share.
 Heads are sharded over tp. The projections down are on every rank. Under sequence parallelism each
 rank computes them for its own shard of the sequence, and what all heads share is all-gathered: a
 few times less than x. So one collective leads into the layer, and one of the same width leads out
-of it in the backward pass, where each rank has gradients of its local heads. A model without a query
-latent has the collectives of an ordinary projection besides.
+of it in the backward pass, where each rank has gradients of its local heads. A model without a
+query latent has the collectives of an ordinary projection besides.
 
 Queries and keys have other widths than values. Zeros make them equally wide for the attention core:
 zeros of queries and keys add nothing to scores, and zeros of values are cut off again. So the core

@@ -27,7 +27,8 @@ from parallel.pipeline.instructions import (
     Program,
 )
 
-TRACED = 0  # the number of the traced micro-batch
+# The number of the traced micro-batch.
+TRACED = 0
 
 
 def message_name(number: int) -> str:
@@ -42,8 +43,10 @@ class MicrobatchTrace:
     """Traces the first micro-batch while an executor runs `program`, or its instructions for this
     micro-batch alone.
 
-    last: number of the model's last stage. alone: True if the micro-batch runs alone. in_flight:
-    True if its backward pass already reduces gradients: they are then given to `look_at` before.
+    last: number of the model's last stage.
+    alone: True if the micro-batch runs alone.
+    in_flight: True if its backward pass already reduces gradients: they are then given to `look_at`
+        before.
     messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as
         received.
     """
@@ -57,12 +60,15 @@ class MicrobatchTrace:
         alone: bool,
         in_flight: bool,
     ) -> None:
-        forwards = [i for i in program if i.op is Op.FORWARD]
-        turns = {n: [i.microbatch for i in forwards if i.stage == n].index(TRACED) for n in stages}
-        self._borders = BorderTrace(stages, dict.fromkeys(turns, 0) if alone else turns)
+        # Which forward pass of each stage is the traced one: other micro-batches may come first.
+        if alone:
+            passes = dict.fromkeys(stages, 0)
+        else:
+            passes = {stage: _forward_number(stage, program) for stage in stages}
+        self._borders = BorderTrace(stages, passes)
         self._last = last
         self._in_flight = in_flight
-        self._own = _parameters(stages, program)
+        self._parameters = _traceable_parameters(stages, program)
         self._noted: set[nn.Parameter] = set()
         self.messages: dict[tuple[int, int], Tensor] = {}
 
@@ -79,74 +85,110 @@ class MicrobatchTrace:
 
     def watch(self, executor: Executor) -> None:
         """Trace what `executor` is going to run."""
-        then = executor.after
+        next_hook = executor.after
 
-        def after(i: Instruction) -> None:
-            if i.microbatch == TRACED:
-                self._look(executor, i)
-            elif (
-                i.op in INPUT_GRADIENTS
-            ):  # what it adds to no longer holds the traced micro-batch alone
-                self._noted.update(p for p in self._own.get(i.stage, ()) if has_gradient(p))
-            if then is not None:
-                then(i)
+        def after(instruction: Instruction) -> None:
+            if instruction.microbatch == TRACED:
+                self._trace_instruction(executor, instruction)
+            elif instruction.op in INPUT_GRADIENTS:
+                # What it adds to no longer holds the traced micro-batch alone.
+                parameters = self._parameters.get(instruction.stage, ())
+                self._noted.update(filter(has_gradient, parameters))
+            if next_hook is not None:
+                next_hook(instruction)
 
         executor.after = after
 
-    def _look(self, executor: Executor, i: Instruction) -> None:
-        if i.op in RECEIVES:
-            self._note_message(executor, Message.of(i), 1)
-        if i.op is Op.FORWARD and i.stage < self._last:
-            self._note_message(executor, Message(MessageType.ACTIVATION, i.stage, TRACED), 0)
-        if i.op in INPUT_GRADIENTS and i.stage > 0:
-            self._note_message(executor, Message(MessageType.GRADIENT, i.stage - 1, TRACED), 0)
-        if i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
-            self._note_gradients(i.stage)
+    def _trace_instruction(self, executor: Executor, instruction: Instruction) -> None:
+        op = instruction.op
+        stage = instruction.stage
+        if op in RECEIVES:
+            self._note_message(executor, Message.of(instruction), 1)
+        if op is Op.FORWARD and stage < self._last:
+            self._note_message(executor, Message(MessageType.ACTIVATION, stage, TRACED), 0)
+        if op in INPUT_GRADIENTS and stage > 0:
+            self._note_message(executor, Message(MessageType.GRADIENT, stage - 1, TRACED), 0)
+        if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
+            self._note_gradients(stage)
 
     def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
         assert message is not None
         tensor = executor.held(message)
-        if tensor is not None:
-            back = message.kind is MessageType.GRADIENT
-            number = 2 * message.stage + back
-            self.messages[number, side] = digest(tensor)
-            what = f"{message_name(number)}, as {('sent', 'received')[side]}"
-            self._borders.note(
-                BACKWARD if back else FORWARD, message.stage + (back != bool(side)), what, tensor
-            )
+        if tensor is None:
+            return
+        is_gradient = message.kind is MessageType.GRADIENT
+        number = 2 * message.stage + is_gradient
+        self.messages[number, side] = digest(tensor)
+        # An activation is sent by the lower stage and received by the upper one, a gradient the
+        # other way round.
+        is_received = side == 1
+        stage = message.stage + (is_gradient != is_received)
+        description = f"{message_name(number)}, as {('sent', 'received')[side]}"
+        self._borders.note(BACKWARD if is_gradient else FORWARD, stage, description, tensor)
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
         """Trace the gradients of these parameters, which are complete on this rank and not reduced
         yet."""
-        among = set(parameters)
-        for stage in self._own:
-            self._note_gradients(stage, among)
+        complete = set(parameters)
+        for stage in self._parameters:
+            self._note_gradients(stage, complete)
 
-    def _note_gradients(self, stage: int, among: Set[nn.Parameter] | None = None) -> None:
-        for place, parameter in enumerate(self._own.get(stage, ())):
-            if parameter in self._noted or (among is not None and parameter not in among):
+    def _note_gradients(self, stage: int, complete: Set[nn.Parameter] | None = None) -> None:
+        """Trace gradients of a stage that were not traced yet. complete: only of these
+        parameters."""
+        for position, parameter in enumerate(self._parameters.get(stage, ())):
+            if parameter in self._noted or not has_gradient(parameter):
                 continue
-            if has_gradient(parameter):
-                self._noted.add(parameter)
-                name = " and ".join(part.name for part in layout_of(parameter).parts)
-                module = layout_of(parameter).parts[0].name.rpartition(".")[0]
-                main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-                self._borders.note(BACKWARD, stage, f"the gradient of {name}", main, module, place)
+            if complete is not None and parameter not in complete:
+                continue
+            self._noted.add(parameter)
+            names = [part.name for part in layout_of(parameter).parts]
+            module = names[0].rpartition(".")[0]
+            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            self._borders.note(
+                BACKWARD,
+                stage,
+                f"the gradient of {' and '.join(names)}",
+                gradient,
+                module,
+                position,
+            )
 
 
-def _parameters(stages: Mapping[int, nn.Module], program: Program) -> dict[int, list[nn.Parameter]]:
+def _forward_number(stage: int, program: Program) -> int:
+    """Return how many micro-batches pass a stage forward before the traced one."""
+    microbatches = [
+        instruction.microbatch
+        for instruction in program
+        if instruction.op is Op.FORWARD and instruction.stage == stage
+    ]
+    return microbatches.index(TRACED)
+
+
+def _traceable_parameters(
+    stages: Mapping[int, nn.Module], program: Program
+) -> dict[int, list[nn.Parameter]]:
     """Return, by stage, the parameters whose gradients of the traced micro-batch can be read alone.
 
     These are not shared with another stage of the rank, and the traced micro-batch is the first
     that has a backward pass in the stage.
     """
     holders = Counter(p for stage in stages.values() for p in stage.parameters())  # by identity
-    found = {}
+    traceable = {}
     for number, stage in stages.items():
-        own = [i for i in program if i.stage == number]
-        firsts = [
-            next(i for i in own if i.op in ops) for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
-        ]
-        if all(i.microbatch == TRACED for i in firsts):
-            found[number] = [p for p in stage.parameters() if p.requires_grad and holders[p] == 1]
-    return found
+        first_backwards = (
+            _first_of(INPUT_GRADIENTS, number, program),
+            _first_of(WEIGHT_GRADIENTS, number, program),
+        )
+        if all(instruction.microbatch == TRACED for instruction in first_backwards):
+            traceable[number] = [
+                parameter
+                for parameter in stage.parameters()
+                if parameter.requires_grad and holders[parameter] == 1
+            ]
+    return traceable
+
+
+def _first_of(ops: Set[Op], stage: int, program: Program) -> Instruction:
+    """Return the first instruction of a stage that is one of `ops`."""
+    return next(i for i in program if i.stage == stage and i.op in ops)

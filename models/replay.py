@@ -8,7 +8,6 @@ reduced. Applied steps have no extra cost.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -28,36 +27,48 @@ def trace_offenders(
     run = passes.begin(skipped.given, skipped.step, torch.tensor(scale, device=optimizer.device))
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
 
-    def look(i: Instruction) -> None:
-        if Message.of(i) is None:
-            onset.look(i.microbatch * optimizer.dp.size + optimizer.dp.rank)
+    def look(instruction: Instruction) -> None:
+        # Messages change no gradient. A moment counts micro-batches, and dp ranks within one.
+        if Message.of(instruction) is None:
+            onset.look(instruction.microbatch * optimizer.dp.size + optimizer.dp.rank)
 
-    program = [i for i in passes.program if i.op is not Op.REDUCE]
+    # Gradients are looked at and not reduced.
+    program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.gradients_aside(), passes.fp8.replayed():
         passes.executor(run, program, after=look).run()
-    firsts = optimizer.dp.gather(
-        torch.tensor([skipped.share.first], device=optimizer.device)
-    ).tolist()
+    first = torch.tensor([skipped.share.first], device=optimizer.device)
+    first_samples = optimizer.dp.gather(first).tolist()
     moments = onset.agreed(optimizer.world)
-    dated = partial(_dated, firsts=firsts, micro_batch=passes.micro_batch, sharers=passes.cp.size)
-    return tuple(dated(o, moment) for o, moment in zip(offenders, moments, strict=True))
+    return tuple(
+        _date_offender(offender, moment, first_samples, passes.micro_batch, passes.cp.size)
+        for offender, moment in zip(offenders, moments, strict=True)
+    )
 
 
-def _dated(
-    offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int, sharers: int
+def _date_offender(
+    offender: Offender,
+    moment: int | None,
+    first_samples: Sequence[int],
+    micro_batch: int,
+    sharers: int,
 ) -> Offender:
-    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in
-    the global batch.
+    """Return the offender with its micro-batch and samples.
 
+    moment: micro-batch times number of dp ranks plus dp rank; None: it did not become non-finite.
+    first_samples: each dp rank's first sample in the global batch.
+    micro_batch: samples of a micro-batch.
     sharers: neighbouring ranks of the optimizer's axis dp that share samples.
     """
     if moment is None:
         return replace(offender, traced=True)
-    microbatch, dp_rank = divmod(moment, len(firsts))
-    first = firsts[dp_rank] + microbatch * micro_batch
-    samples = first, first + micro_batch
+    microbatch, dp_rank = divmod(moment, len(first_samples))
+    first = first_samples[dp_rank] + microbatch * micro_batch
     return replace(
-        offender, traced=True, microbatch=microbatch, dp_rank=dp_rank // sharers, samples=samples
+        offender,
+        traced=True,
+        microbatch=microbatch,
+        dp_rank=dp_rank // sharers,
+        samples=(first, first + micro_batch),
     )
 
 

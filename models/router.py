@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-# Is added to the sum of sigmoid scores, which may all be zero: as transformers and Megatron-core do.
+# Added to the sum of sigmoid scores, which may all be zero, as transformers and Megatron-core do.
 SUM_FLOOR = 1e-20
 
 

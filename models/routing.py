@@ -98,7 +98,7 @@ class Router(nn.Module):
             raise ValueError(
                 "a router's losses need place.weight: the loss scale over the samples of a batch"
             )
-        # Scores of a softmax are probabilities already; those of a sigmoid are divided by their sum.
+        # Scores of a softmax are probabilities already; those of a sigmoid do not sum to 1.
         sums = 1.0 if self.config.router.score == "softmax" else scores.sum(-1, keepdim=True)
         losses = router_losses(self.config, logits, scores / sums, chosen, self.context.cp)
         # Every rank of tp has the whole loss, and their gradients are summed.

@@ -130,6 +130,7 @@ class KernelInputs:
 
         None: a token attends to itself and all earlier ones, which kernels do without a mask.
         """
+        # Made once, and shared by all layers of a stage.
         if isinstance(self.mask, Documents):
             return self.mask.mask(self.config.window)
         if self.mask is None and self.window(query):
@@ -161,6 +162,7 @@ def describe_call(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInput
         sinks=inputs.sinks is not None,
         rounded_scores=rounded_scores,
         sinks_fuse=inputs.sinks is not None and sink_attention.fuses(query),
+        # A mask of tokens x tokens, which flash attention does not take, excludes it.
         flash_windows=((in_documents or in_window) and flash_windows.worthwhile(query, key, value)),
         bf16_products=bf16_attention.worthwhile(query, rounded_scores),
         slow_bf16=slow_bf16(query),
@@ -181,6 +183,7 @@ def takes_groups(query: Tensor, masked: bool) -> bool:
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return key and value with as many heads as query."""
     groups = query.shape[1] // key.shape[1]
+    # Key/value heads already match: a repetition would copy them.
     if groups == 1:
         return key, value
     return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

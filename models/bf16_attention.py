@@ -36,6 +36,7 @@ def worthwhile(query: Tensor, rounded: bool) -> bool:
     """
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.shape[2] < _SHORT:
         return False
+    # With AMX torch's fused kernel uses the bf16 instructions itself.
     if torch.cpu._is_amx_tile_supported():
         return rounded
     return torch.cpu._is_avx512_bf16_supported()
@@ -105,6 +106,7 @@ class _AttendInBlocks(torch.autograd.Function):
             block_grad = block.of_queries(grad)
             weights = _weights(block_query, block_key, block.bias, scale)
             block.add_to_keys(grad_value, torch.bmm(weights.mT, block_grad), 1.0)
+            # Of the scaled scores: the products below multiply by the scale.
             grad_scores = torch._softmax_backward_data(
                 torch.bmm(block_grad, block.of_keys(value).mT), weights, -1, weights.dtype
             )

@@ -294,6 +294,7 @@ class DecoderLayer(nn.Module):
         attended, fed = self._feed_by_region(x, mixed, place) or self._add_and_feed(x, mixed, place)
         if not drops_stream:
             fed = self._drop(fed, "mlp", place)
+        # The stream keeps its dtype, which may be wider than that of branches.
         return (attended + fed).to(x.dtype)
 
     def _add_and_feed(
@@ -338,6 +339,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return compute(norm(x)), normalized by `post_norm` if there is one."""
         if norm is None:
+            # A norm would round to the dtype of products; without one it is done here.
             y = compute(x.to(self.context.plan.compute))
         else:
             y = self.context.recompute.run("norm", norm, x, into=compute)

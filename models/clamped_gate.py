@@ -23,6 +23,7 @@ class ClampedGate(torch.autograd.Function):
         ctx.save_for_backward(y)
         ctx.alpha = alpha
         ctx.limit = limit
+        # `gate` and `up` are copies, so they may be overwritten.
         gate, up = _clamp(y, limit)
         return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1)).to(y.dtype)
 

@@ -35,6 +35,7 @@ class ModelConfig(ModelFields):
     @model_validator(mode="before")
     @classmethod
     def _ignore_zero_head_dim(cls, fields: Any) -> Any:
+        # A field that is not given gets its default; 0 would be a width.
         if isinstance(fields, dict) and fields.get("head_dim") == 0:
             return {key: value for key, value in fields.items() if key != "head_dim"}
         return fields
@@ -55,6 +56,7 @@ class ModelConfig(ModelFields):
         yield from self._dense_problems()
         if self.experts:
             yield from self._expert_problems()
+        # The two defaults: any other value was given, for nothing.
         elif self.router not in (PLAIN, CORRECTED):
             yield "router: there are no experts; give model.experts"
         yield from self._mtp_problems()
@@ -84,6 +86,7 @@ class ModelConfig(ModelFields):
             )
 
     def _mtp_problems(self) -> Iterator[str]:
+        # The modules have no table of learned positions.
         if self.mtp_layers and self.positions != "rope":
             yield (
                 f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": '
@@ -110,6 +113,7 @@ class ModelConfig(ModelFields):
                 yield f"{key} true: the model has no experts; give model.experts"
 
     def _window_problems(self) -> Iterator[str]:
+        # window_layers and window_rope_base change nothing without a window.
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
         rotates_windows = self.window and self.positions == "rope" and self.window_rope_base > 1
@@ -149,6 +153,7 @@ class ModelConfig(ModelFields):
                 )
 
     def _norm_problems(self) -> Iterator[str]:
+        # LayerNorm has no such offset.
         if self.norm_unit_offset and self.norm != "rms":
             yield 'norm_unit_offset true needs norm = "rms"'
         if self.parallel_residual and self.norm_at != "before":
@@ -266,6 +271,7 @@ class ModelConfig(ModelFields):
         """Return the number of logical parameters, a tied head counted once. The vocabulary must be
         known."""
         assert self.vocab > 0, "with_vocab() first"
+        # The embedding, and a head of its own.
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         learned = self.max_positions * self.hidden if self.positions == "learned" else 0
         blocks = self.over_layers(lambda kind: kind.layer_parameters)
@@ -287,6 +293,7 @@ class ModelConfig(ModelFields):
     def mtp_parameters(self) -> int:
         """Return the number of parameters of the modules of multi-token prediction, without
         embedding and head."""
+        # From an embedding and a hidden state to a hidden state.
         projection = 2 * self.hidden * self.hidden
         norms = 3 * self._norm_parameters
         return self.mtp_layers * (self._last_kind.layer_parameters + norms + projection)
@@ -401,6 +408,7 @@ class ModelConfig(ModelFields):
     def _attention_weights(self) -> int:
         """Return the number of elements of the matrices of query, key, value and output, and of
         latents."""
+        # With a query latent, queries are among the matrices up.
         if latent := self.latent:
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
             output = self.hidden * self.heads * latent.value_dim
@@ -427,6 +435,7 @@ class ModelConfig(ModelFields):
 
         Attention counts the whole seq_length or window, as if it were not causal.
         """
+        # A token passes its own experts only. Each weight is one product and one sum.
         weights = self._attention_weights + self._mlp_weights(self.experts_per_token)
         return 2 * weights + self.attention_flops(seq_length)
 

@@ -157,6 +157,7 @@ def _sum_around_ring(
 def _sum_by_scatter(part: Tensor, cp: Axis, wide: torch.dtype, add_gradient: AddGradient) -> Tensor:
     """Return the gradient of this rank's part, summed by a reduce-scatter over cp of the gradients
     of all parts."""
+    # One tensor, so that one reduce-scatter sums the gradients of all parts.
     totals = torch.zeros((cp.size * len(part), *part.shape[1:]), dtype=wide, device=part.device)
     total_of_rank = totals.chunk(cp.size)
     for rank, rank_part in _gather_parts(part, cp):

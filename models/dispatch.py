@@ -120,6 +120,7 @@ class Dispatch:
     def send_back(self, results: Tensor) -> Tensor:
         """Return the results of `send`'s rows to the ranks that sent them, in the order in which
         they were sent. Collective over the axis."""
+        # The results lie by expert, then source, and go back by source.
         received_by_expert = list(zip(*self.received, strict=True))
         by_source = transpose_groups(results, received_by_expert)
         return ExchangeRows.apply(by_source, self.axis, self.received_of_rank, self.sent)
@@ -135,6 +136,7 @@ def transpose_groups(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
 
     counts[i][j]: the number of rows.
     """
+    # Groups in the order in which they lie: i by i, and within it j by j.
     sizes = [count for counts_of_i in counts for count in counts_of_i]
     groups = rows.split(sizes)
     columns = len(counts[0])
@@ -169,6 +171,7 @@ def _exchange_rows(
     rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
 ) -> Tensor:
     width = rows.shape[1]
+    # The exchange takes flat parts, whose sizes are numbers of elements.
     outgoing = [part.reshape(-1) for part in rows.contiguous().split(list(sent))]
     wait = axis.start_uneven_exchange(outgoing, [count * width for count in received])
     return torch.cat(wait()).view(-1, width)

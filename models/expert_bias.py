@@ -56,6 +56,7 @@ class _AddBiases(torch.autograd.Function):
         # A bias is padded to the same length on all ranks; the padding belongs to no feature.
         width = features.stop - features.start
         unpadded = [bias[:width] for bias in biases]
+        # A copy: an input that changes in place would have to be marked for autograd.
         added = y.clone()
         if ctx.expert_of_row is None:
             added[:, features].add_(unpadded[0])

@@ -69,6 +69,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Weights are not saved but read again, so they must not have changed since.
         require_as_read(ctx)
         saved_x, saved_ends = ctx.saved_tensors
         x = saved_x.detach()

@@ -84,6 +84,7 @@ class CachedStage(Stage):
     def __init__(
         self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
     ) -> None:
+        # A new token attends to all earlier ones, which would lie on other ranks.
         require_whole(context.cp.size, "continue a text")
         super().__init__(config, context, cut, tied)
         self._capacity = 0
@@ -110,6 +111,7 @@ class CachedStage(Stage):
 
         ids: int64 [s, b]. Raises UserError for more tokens than were announced to `start`.
         """
+        # The whole text is remembered in case it must be computed again.
         text = torch.cat((self._text, ids))
         if len(text) > self._capacity:
             raise UserError(f"{len(text)} tokens do not fit: room was made for {self._capacity}")

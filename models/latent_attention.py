@@ -56,6 +56,7 @@ class ReplicatedLinear(nn.Module):
         self.context = context
         partial_gradients = context.cut_sequence
         weights = [
+            # Cut along no dimension: every tp rank has all rows.
             Part.cut(f"{rows.name}.weight", (rows.rows, input_size), None, context.tp)
             for rows in stack
         ]
@@ -190,6 +191,7 @@ class LatentAttention(Attention):
         if sizes.query_rank:
             parts = [self.query_down_norm(query_latent), *parts]
         shared = torch.cat(parts, -1)
+        # The backward pass of either sums the gradients of the ranks' heads.
         if self.context.cut_sequence:
             shared = collectives.gather(shared, tp)
         else:
@@ -236,5 +238,6 @@ class LatentAttention(Attention):
         assert rotary is not None  # latent attention has rotary positions
         query = Rotate.apply(query, *rotary, self.context.leaves)
         key_rope = Rotate.apply(key_rope, *rotary, self.context.leaves)
+        # Rotated features come first, as in the query.
         key = torch.cat((key_rope.expand(-1, -1, heads, -1), key_nope), -1)
         return query, key, value

@@ -141,6 +141,7 @@ class MicrobatchTrace:
                 continue
             if complete is not None and parameter not in complete:
                 continue
+            # Each gradient is noted once: later it holds other micro-batches too.
             self._noted.add(parameter)
             names = [part.name for part in layout_of(parameter).parts]
             module = names[0].rpartition(".")[0]

@@ -63,6 +63,7 @@ class MLP(nn.Module):
     def activate(self, y: Tensor) -> Tensor:
         """Apply the activation function: y [..., local features of `inner`] -> [..., local features
         of `down`]."""
+        # Gates have backward passes of their own, which save less than autograd would.
         if self.kind == "swiglu":
             return Swiglu.apply(y, self.leaves)
         if self.kind == "geglu":

@@ -47,6 +47,7 @@ class ModelFields(BaseModel):
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
+    # Sizes.
     layers: int = Field(gt=0, le=4096, description="Number of transformer layers.")
     hidden: int = Field(gt=0, le=MOST, description="Hidden size: width of the residual stream.")
     heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
@@ -78,6 +79,7 @@ class ModelFields(BaseModel):
             "model.latent the width of a query, rope_dim + nope_dim."
         ),
     )
+    # The feed-forward.
     mlp: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact"] = Field(
         default_factory=by_family(
             "swiglu",
@@ -115,6 +117,7 @@ class ModelFields(BaseModel):
             "model.hidden."
         ),
     )
+    # Vocabulary and sequences.
     vocab: int = Field(
         default=0, ge=0, le=MOST, description="Vocabulary size, in tokens; 0: the tokenizer's."
     )
@@ -124,6 +127,7 @@ class ModelFields(BaseModel):
         le=MOST,
         description="Longest sequence, in tokens; default in a run file: train.seq_length.",
     )
+    # Norms.
     norm: Literal["rms", "layer"] = Field(
         default_factory=by_family("rms", gpt2="layer", gpt_neox="layer"),
         description=(
@@ -164,6 +168,7 @@ class ModelFields(BaseModel):
             "default: head, for olmo2 and olmo3 all."
         ),
     )
+    # The residual stream.
     parallel_residual: bool = Field(
         default_factory=by_family(False, gpt_neox=True),
         description=(
@@ -171,6 +176,7 @@ class ModelFields(BaseModel):
             "gpt_neox."
         ),
     )
+    # Positions.
     positions: Literal["rope", "learned"] = Field(
         default_factory=by_family("rope", gpt2="learned"),
         description=(
@@ -205,6 +211,7 @@ class ModelFields(BaseModel):
             "scaling; 0: these layers have the rotary positions of all others."
         ),
     )
+    # Scores and logits.
     attention_scalar: float = Field(
         default_factory=default_attention_scalar,
         gt=0,
@@ -236,6 +243,7 @@ class ModelFields(BaseModel):
             "Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30."
         ),
     )
+    # Attention within a window.
     window: int = Field(
         default=0,
         ge=0,
@@ -252,6 +260,7 @@ class ModelFields(BaseModel):
             "Numbers of the layers, from 0, that have the sliding window; empty: all layers."
         ),
     )
+    # Biases. The first one is the default of the others, so it comes before them.
     bias: bool = Field(
         default_factory=by_family(False, gpt2=True, gpt_neox=True),
         description=(
@@ -273,6 +282,7 @@ class ModelFields(BaseModel):
     mlp_bias: bool = Field(
         default_factory=default_bias, description="Biases of the feed-forward; default: model.bias."
     )
+    # The output head.
     tied: bool = Field(
         default_factory=by_family(False, gpt2=True, gemma2=True, gemma3=True),
         description=(
@@ -280,6 +290,7 @@ class ModelFields(BaseModel):
             "gemma2 and gemma3."
         ),
     )
+    # Experts. Losses and corrections keep their loads balanced.
     experts: int = Field(
         default_factory=by_family(0, mixtral=8, glm4_moe=128, gpt_oss=32),
         ge=0,
@@ -371,6 +382,7 @@ class ModelFields(BaseModel):
             "stays as it is."
         ),
     )
+    # Dropout.
     dropout: float = Field(
         default=0.0,
         ge=0,
@@ -397,6 +409,7 @@ class ModelFields(BaseModel):
     attention_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout probability of attention probabilities."
     )
+    # Factors of values and gradients.
     embedding_scale: float = Field(
         default_factory=default_embedding_scale,
         gt=0,
@@ -414,6 +427,7 @@ class ModelFields(BaseModel):
     head_grad_scale: float = Field(
         default=1.0, gt=0, le=1, description="Factor of the gradient of the output head's weight."
     )
+    # Initial weights.
     init_std: float = Field(
         default=0.02, gt=0, description="Standard deviation of initial weights."
     )
@@ -426,6 +440,7 @@ class ModelFields(BaseModel):
             "all."
         ),
     )
+    # Multi-token prediction.
     mtp_layers: int = Field(
         default=0,
         ge=0,
@@ -442,6 +457,7 @@ class ModelFields(BaseModel):
             "Weight of the mean of the modules' losses (model.mtp_layers) in the training loss."
         ),
     )
+    # A model of the user's own.
     factory: str = Field(
         default="",
         description=(

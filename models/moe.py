@@ -128,6 +128,7 @@ class MixtureOfExperts(nn.Module):
         """
         tp = self.context.tp
         cut = self.context.cut_sequence
+        # Every tp rank routes all tokens, each with its slices of the experts.
         full = collectives.gather(x, tp) if cut else collectives.copy(x, tp)
         weights, chosen = self.router(full, microbatch)
         tokens = full.flatten(0, 1)
@@ -145,12 +146,14 @@ class MixtureOfExperts(nn.Module):
             y = F.pad(y, (0, 0, rows.start, len(tokens) - rows.stop))
         if self.shared is not None:
             y = y + self._apply_shared(tokens, self.shared)
+        # The one collective out: sums of all ranks' partial sums.
         y = y.view(full.shape)
         return collectives.scatter(y, tp) if cut else collectives.reduce(y, tp)
 
     def _apply_shared(self, tokens: Tensor, shared: nn.Module) -> Tensor:
         """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their
         gate."""
+        # The gate is the same on every rank, so it may be applied to partial sums.
         y: Tensor = shared(tokens)
         if self.shared_gate is None:
             return y
@@ -170,6 +173,7 @@ class MixtureOfExperts(nn.Module):
         results = self._apply_spread_experts(rows, count_choices(chosen, self.config.experts))
         by_token = TakeRows.apply(results, places_of_pairs, pairs.unsqueeze(1))
         by_token = by_token.view(*chosen.shape, tokens.shape[1])
+        # Summed in the dtype of weights, the sensitive one, and rounded once.
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def _apply_spread_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -180,6 +184,7 @@ class MixtureOfExperts(nn.Module):
         if self.context.experts is None or self.context.experts.spread.size == 1:
             return self._apply_local_experts(rows, counts)
         dispatch = Dispatch.of(counts, self.context.experts.spread)
+        # The host has waited for the counts, because messages need sizes.
         received = dispatch.send(rows)
         return dispatch.send_back(self._apply_local_experts(received, dispatch.counts))
 
@@ -211,6 +216,7 @@ def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Ten
     y = GroupedLinear.apply(
         rows, ends, first.deferred, *(expert.inner.weight for expert in experts)
     )
+    # All experts have biases, or none has.
     if biases := [expert.inner.bias for expert in experts if expert.inner.bias is not None]:
         y = add_biases(y, biases, ends)
     project_down = partial(

@@ -89,6 +89,7 @@ class Ahead:
         shares: of this micro-batch, one for each module.
         note: add them to `losses`.
         """
+        # One tensor of all modules: one addition, and one gradient of their mean.
         stacked = torch.stack(list(shares))
         if note:
             self.losses.add_(stacked.detach())
@@ -140,6 +141,7 @@ def look_ahead(
 def _shift(x: Tensor, distance: int, documents: Tensor | None) -> Tensor:
     """Return x [rows, s] of the position `distance` tokens later; 0 where the sample, or the
     document, has ended before."""
+    # Token 0 stands where there is none, with a weight of 0.
     later = torch.zeros_like(x)
     length = max(0, x.shape[1] - distance)
     later[:, :length] = x[:, distance:]

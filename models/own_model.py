@@ -58,6 +58,7 @@ def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
         raise UserError(f"{subject} is {type(stage).__name__}, not a torch.nn.Module")
     if cut.last and not callable(getattr(stage, "losses", None)):
         raise UserError(f"{subject} is the last one, but has no method losses(logits, targets)")
+    # The optimizer shards, names and saves parameters by their layouts.
     without_layout = [
         name for name, parameter in stage.named_parameters() if not has_layout(parameter)
     ]

@@ -40,6 +40,7 @@ class Packing:
             return self.counts
         if self.documents is None:
             return ()
+        # The first document begins with the sample; the others where the number changes.
         begins = self.documents[:, 1:] != self.documents[:, :-1]
         return tuple((begins.sum(1) + 1).tolist())
 
@@ -89,6 +90,7 @@ def causal_mask(
         documents.
     """
     attends = torch.ones(length - past, length, dtype=torch.bool, device=device).tril(past)
+    # Not before the window: `window` diagonals that end with the token itself.
     if 0 < window < length:
         attends = attends.triu(past + 1 - window)
     if documents is None:

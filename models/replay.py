@@ -36,6 +36,7 @@ def trace_offenders(
     program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.gradients_aside(), passes.fp8.replayed():
         passes.executor(run, program, after=look).run()
+    # Each dp rank knows only where its own share begins.
     first = torch.tensor([skipped.share.first], device=optimizer.device)
     first_samples = optimizer.dp.gather(first).tolist()
     moments = onset.agreed(optimizer.world)

@@ -127,6 +127,7 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
     sequence. Hugging Face uses the longest sequence that the model has seen so far, which is the
     same if all sequences are equally long.
     """
+    # A larger base slows all pairs but the fastest one.
     if scaling.kind == "dynamic":
         stretch = max(length / scaling.original_max_position_embeddings, 1)
         base_factor = scaling.factor * stretch - (scaling.factor - 1)
@@ -150,6 +151,7 @@ def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
     """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original
     length."""
+    # How often each pair turns within the original length.
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return 1 - fast.clamp(0, 1)
@@ -182,6 +184,7 @@ def attention_factor(scaling: RopeScaling) -> float:
         return 1.0
     if scaling.attention_factor:
         return scaling.attention_factor
+    # DeepSeek: `mscale_all_dim` multiplies scores instead (`score_factor`).
     if scaling.mscale and scaling.mscale_all_dim:
         numerator = _mscale(scaling.factor, scaling.mscale)
         return numerator / _mscale(scaling.factor, scaling.mscale_all_dim)

@@ -72,6 +72,7 @@ class Router(nn.Module):
         config = self.config
         wide = self.context.plan.sensitive
         bias = None if self.bias is None else Widen.apply(self.bias, wide)
+        # In the sensitive dtype: rounded logits would send tokens to other experts.
         logits = F.linear(x.to(wide), Widen.apply(self.weight, wide), bias)
         scores = expert_scores(config.router, logits)
         correction = None if self.correction is None else self.correction.to(wide)
@@ -109,6 +110,7 @@ def _make_correction(config: ModelConfig, context: Context, name: str) -> nn.Par
     """Return the correction of the choice: zeros [experts] in the sensitive dtype, the same on all
     ranks."""
     values = torch.zeros(config.experts, dtype=context.plan.sensitive)
+    # NaN until other values are loaded, as of every parameter.
     if context.blank:
         values.fill_(torch.nan)
     part = Part.cut(name, (config.experts,), None, context.tp)
@@ -124,6 +126,7 @@ def router_losses(
     chosen: [s, b, k].
     cp: the ranks that share each sample. All of them return the same. Collective over it.
     """
+    # One of the two factors is a count, so the gradient flows through the probabilities alone.
     is_chosen = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
     choice_fractions = mean_of_sequence(is_chosen, cp) / config.experts_per_token
     mean_probabilities = mean_of_sequence(probabilities, cp)

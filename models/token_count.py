@@ -63,6 +63,7 @@ def count_tokens(
     exact: weights need not be integers, but their sum must have the same bits for every number of
         replicas.
     """
+    # NaN, so that a rank which divided by it after all would be noticed.
     if not divides:
         return _known_count(math.nan, device)
     if mask is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +97,7 @@ def choose_kernel(call: AttentionCall) -> Kernel:
     return Kernel.TORCH_FUSED
 
 
-@dataclass(frozen=True)
-class KernelInputs:
+class KernelInputs(NamedTuple):
     """What the kernels read besides query, key and value.
 
     name: the logical name of the attention, which keys the random numbers of dropout.

@@ -60,10 +60,11 @@ def layer(**switches: Any) -> tuple[MixtureOfExperts, dict[str, Tensor]]:
     """A layer with biases that matter, and its logical tensors."""
     made = MixtureOfExperts(ModelConfig(**{**GPT_OSS, **switches}), Context(plan("fp64")), "mlp")
     generator = torch.Generator().manual_seed(3)
+    assert made.router.bias is not None
     named: dict[str, Tensor] = {
         "mlp.router.weight": made.router.weight,
         "mlp.router.bias": made.router.bias,
-    }  # type: ignore[dict-item]
+    }
     made.to(torch.float64)
     for n, expert in enumerate(made.experts.values()):
         assert (

@@ -98,7 +98,7 @@ def choose_kernel(call: AttentionCall) -> Kernel:
 
 
 class KernelInputs(NamedTuple):
-    """What the kernels read besides query, key and value.
+    """The inputs of a kernel besides query, key and value.
 
     name: the logical name of the attention, which keys the random numbers of dropout.
     scale: the factor of scores; None: 1 / sqrt(d).

@@ -12,17 +12,19 @@ Each head is computed separately, so its numbers do not depend on how many heads
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_HEADS = (
-    4  # heads at a time: fewer and larger calls; the scores of more do not stay in one core's cache
-)
-_ROWS = 256  # query rows at a time: their scores for 512 keys take a quarter of a megabyte
-_SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
+# Heads at a time: fewer and larger calls. The scores of more do not stay in one core's cache.
+_HEADS = 4
+# Query rows at a time: their scores for 512 keys take a quarter of a megabyte.
+_ROWS = 256
+# Tokens: with fewer, the many small products take longer than the fused kernel.
+_SHORT = 128
 
 
 def worthwhile(query: Tensor, rounded: bool) -> bool:
@@ -30,10 +32,11 @@ def worthwhile(query: Tensor, rounded: bool) -> bool:
     matrix instructions.
 
     rounded: the plan rounds scores to bf16, which `attend` does and torch's fused kernel does not.
-    If it does not, the fused kernel is the faster one on a CPU with AMX.
+        If it does not, the fused kernel is the faster one on a CPU with AMX.
     """
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.shape[2] < _SHORT:
         return False
+    # With AMX torch's fused kernel uses the bf16 instructions itself.
     if torch.cpu._is_amx_tile_supported():
         return rounded
     return torch.cpu._is_avx512_bf16_supported()
@@ -56,12 +59,12 @@ def attend(
     rows: the number of query rows that are computed at a time.
     scale: None: 1 / sqrt(d).
     """
-    return _Attend.apply(
-        query, key, value, attn_mask, rows, query.shape[-1] ** -0.5 if scale is None else scale
-    )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return _AttendInBlocks.apply(query, key, value, attn_mask, rows, scale)
 
 
-class _Attend(torch.autograd.Function):
+class _AttendInBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -72,41 +75,48 @@ class _Attend(torch.autograd.Function):
         rows: int,
         scale: float,
     ) -> Tensor:
-        q, k, v = (x.contiguous() for x in (query, key, value))
-        ctx.save_for_backward(q, k, v)
+        contiguous_query = query.contiguous()
+        key = key.contiguous()
+        value = value.contiguous()
+        ctx.save_for_backward(contiguous_query, key, value)
         ctx.attn_mask = attn_mask
         ctx.rows = rows
         ctx.scale = scale
         # with the query's strides, so that the next layer needs no copy
-        mixed = torch.empty_like(query)
-        for run in _runs(q, k, attn_mask, rows):
-            weights = _weights(run.queries(q), run.keys(k), run.bias, scale)
-            torch.bmm(weights, run.keys(v), out=run.queries(mixed))
-        return mixed
+        output = torch.empty_like(query)
+        for block in _blocks(contiguous_query, key, attn_mask, rows):
+            block_query = block.of_queries(contiguous_query)
+            weights = _weights(block_query, block.of_keys(key), block.bias, scale)
+            torch.bmm(weights, block.of_keys(value), out=block.of_queries(output))
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v), grad, scale = ctx.saved_tensors, grad.contiguous(), ctx.scale
-        grad_q, grad_k, grad_v = (
-            torch.empty_like(q),
-            *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v)),
-        )
-        for run in _runs(q, k, ctx.attn_mask, ctx.rows):
-            rows = run.queries(q)
-            keys = run.keys(k)
-            wanted = run.queries(grad)
-            weights = _weights(rows, keys, run.bias, scale)
-            run.add(grad_v, torch.bmm(weights.mT, wanted), 1.0)
+        query, key, value = ctx.saved_tensors
+        grad = grad.contiguous()
+        scale = ctx.scale
+        grad_query = torch.empty_like(query)
+        # Several blocks add to a key's gradients, which bf16 would round each time.
+        grad_key = torch.zeros_like(key, dtype=torch.float32)
+        grad_value = torch.zeros_like(value, dtype=torch.float32)
+        for block in _blocks(query, key, ctx.attn_mask, ctx.rows):
+            block_query = block.of_queries(query)
+            block_key = block.of_keys(key)
+            block_grad = block.of_queries(grad)
+            weights = _weights(block_query, block_key, block.bias, scale)
+            block.add_to_keys(grad_value, torch.bmm(weights.mT, block_grad), 1.0)
+            # Of the scaled scores: the products below multiply by the scale.
             grad_scores = torch._softmax_backward_data(
-                torch.bmm(wanted, run.keys(v).mT), weights, -1, weights.dtype
+                torch.bmm(block_grad, block.of_keys(value).mT), weights, -1, weights.dtype
             )
-            run.queries(grad_q).baddbmm_(grad_scores, keys, beta=0, alpha=scale)
-            run.add(grad_k, torch.bmm(grad_scores.mT, rows), scale)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+            # beta = 0 overwrites: each query row is in one block only.
+            block.of_queries(grad_query).baddbmm_(grad_scores, block_key, beta=0, alpha=scale)
+            block.add_to_keys(grad_key, torch.bmm(grad_scores.mT, block_query), scale)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
-class _Run(NamedTuple):
+class _Block(NamedTuple):
     """Heads of a sample, some of its query rows, and all keys that these may attend to: [0,
     last)."""
 
@@ -117,50 +127,66 @@ class _Run(NamedTuple):
     rows: slice
     bias: Tensor  # [1, rows, keys], added to the scores
 
-    def queries(self, x: Tensor) -> Tensor:
+    def of_queries(self, x: Tensor) -> Tensor:
         """Return a view of these heads and rows of x [b, n, s, d]: [heads, rows, d]."""
         return x[self.sample, self.heads, self.rows]
 
-    def keys(self, x: Tensor) -> Tensor:
+    def of_keys(self, x: Tensor) -> Tensor:
         """Return these heads and keys of x [b, n / groups, s, d]: [heads, keys, d]; a copy if heads
         share keys."""
         return x[self.sample, self.key_heads, : self.rows.stop]
 
-    def add(self, total: Tensor, part: Tensor, factor: float) -> None:
-        """Add factor * part [heads, keys, d] to these keys of total [b, n / groups, s, d]."""
+    def add_to_keys(self, total: Tensor, addend: Tensor, factor: float) -> None:
+        """Add factor * addend [heads, keys, d] to these keys of total [b, n / groups, s, d]."""
         if isinstance(self.key_heads, slice):
-            self.keys(total).add_(part, alpha=factor)
+            self.of_keys(total).add_(addend, alpha=factor)
             return
-        for head, one in zip(self.key_heads, part, strict=True):
-            total[self.sample, head, : self.rows.stop].add_(one, alpha=factor)
+        # A list of heads selects a copy. Head by head, heads that share keys add up too.
+        for key_head, head_addend in zip(self.key_heads, addend, strict=True):
+            total[self.sample, key_head, : self.rows.stop].add_(head_addend, alpha=factor)
 
 
-def _runs(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[_Run]:
-    """Yield what is computed together: for each block of query rows, some heads of each sample."""
+def _blocks(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[_Block]:
+    """Yield what is computed together: for each range of query rows, some heads of each sample."""
     samples, heads, length, _ = query.shape
     groups = heads // key.shape[1]
-    together = [slice(n, min(n + _HEADS, heads)) for n in range(0, heads, _HEADS)]
+    slices = [slice(first, min(first + _HEADS, heads)) for first in range(0, heads, _HEADS)]
+    sample_heads = list(product(range(samples), slices))
     starts = range(0, length, rows)
-    places = [(b, some) for b in range(samples) for some in together]
-    if (
-        type(query) is not Tensor
-    ):  # a fake tensor has no values: the last, longest runs take as much memory as all
+    if type(query) is not Tensor:
+        # A fake tensor has no values: the last, longest blocks take as much memory as all.
         starts = starts[-2:]
-        places = places[:2]
+        sample_heads = sample_heads[:2]
     for first in starts:
         last = min(first + rows, length)
-        attends = torch.ones(1, last - first, last, dtype=torch.bool).tril(first)
-        if attn_mask is not None:
-            attends = attends & attn_mask.view(-1, length, length)[:, first:last, :last]
-        bias = (
-            torch.zeros(attends.shape, dtype=query.dtype)
-            .masked_fill_(~attends, -math.inf)
-            .expand(samples, -1, -1)
-        )
-        for b, some in places:
-            keys = some if groups == 1 else [n // groups for n in range(some.start, some.stop)]
-            yield _Run(b, some, keys, slice(first, last), bias[b : b + 1])
+        bias = _bias(first, last, attn_mask, query).expand(samples, -1, -1)
+        for sample, some_heads in sample_heads:
+            yield _Block(
+                sample,
+                some_heads,
+                _key_heads(some_heads, groups),
+                slice(first, last),
+                bias[sample : sample + 1],
+            )
+
+
+def _bias(first: int, last: int, attn_mask: Tensor | None, query: Tensor) -> Tensor:
+    """Return what is added to the scores of rows [first, last) and keys [0, last): 0 where a row
+    attends, else -inf. Shape [1 or b, rows, keys], in the dtype of query."""
+    attends = torch.ones(1, last - first, last, dtype=torch.bool).tril(first)
+    if attn_mask is not None:
+        length = query.shape[2]
+        attends = attends & attn_mask.view(-1, length, length)[:, first:last, :last]
+    return torch.zeros(attends.shape, dtype=query.dtype).masked_fill_(~attends, -math.inf)
+
+
+def _key_heads(heads: slice, groups: int) -> slice | list[int]:
+    """Return the heads of keys that serve these heads of queries."""
+    if groups == 1:
+        return heads
+    return [head // groups for head in range(heads.start, heads.stop)]
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Return softmax(scale * query @ key.T + bias), [heads, rows, keys]."""
     return torch.softmax(torch.baddbmm(bias, query, key.mT, alpha=scale), -1)

@@ -23,25 +23,29 @@ class ClampedGate(torch.autograd.Function):
         ctx.save_for_backward(y)
         ctx.alpha = alpha
         ctx.limit = limit
-        gate, up = _clamped(y, limit)
+        # `gate` and `up` are copies, so they may be overwritten.
+        gate, up = _clamp(y, limit)
         return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1)).to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (y,) = ctx.saved_tensors
-        gate, up = _clamped(y, ctx.limit)
-        share = torch.sigmoid(gate * ctx.alpha)
+        gate, up = _clamp(y, ctx.limit)
+        sigmoid = torch.sigmoid(gate * ctx.alpha)
         grad_y = torch.empty_like(y)
         grad_gate, grad_up = grad_y.chunk(2, -1)
-        whole_gate, whole_up = y.chunk(2, -1)
-        grad_up.copy_((share * gate).mul_(grad).masked_fill_(whole_up.abs() > ctx.limit, 0))
+        unclamped_gate, unclamped_up = y.chunk(2, -1)
+        # What was clamped has no gradient.
+        up_is_clamped = unclamped_up.abs() > ctx.limit
+        grad_up.copy_((sigmoid * gate).mul_(grad).masked_fill_(up_is_clamped, 0))
         # of gate * sigmoid(alpha * gate)
-        slope = (1 - share).mul_(gate).mul_(ctx.alpha).add_(1).mul_(share)
-        grad_gate.copy_(slope.mul_(up.add_(1)).mul_(grad).masked_fill_(whole_gate > ctx.limit, 0))
+        slope = (1 - sigmoid).mul_(gate).mul_(ctx.alpha).add_(1).mul_(sigmoid)
+        gate_is_clamped = unclamped_gate > ctx.limit
+        grad_gate.copy_(slope.mul_(up.add_(1)).mul_(grad).masked_fill_(gate_is_clamped, 0))
         return grad_y, None, None
 
 
-def _clamped(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+def _clamp(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return gate and up, clamped, as copies in FP32 or wider."""
     gate, up = y.to(torch.promote_types(y.dtype, torch.float32)).chunk(2, -1)
     return gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -11,7 +11,7 @@ The output head never has a bias.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -22,7 +22,8 @@ from models.initial_weights import InitialStd, Matrix
 from models.model_fields import ModelFields
 from models.router import CORRECTED, PLAIN
 
-MOST_EXPERTS = 2**16  # in all layers; each is a module of its own
+# In all layers: each expert is a module of its own.
+MOST_EXPERTS = 2**16
 
 
 class ModelConfig(ModelFields):
@@ -33,37 +34,21 @@ class ModelConfig(ModelFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _zero_head_dim_is_not_given(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("head_dim") == 0:
-            return {key: value for key, value in given.items() if key != "head_dim"}
-        return given
+    def _ignore_zero_head_dim(cls, fields: Any) -> Any:
+        # A field that is not given gets its default; 0 would be a width.
+        if isinstance(fields, dict) and fields.get("head_dim") == 0:
+            return {key: value for key, value in fields.items() if key != "head_dim"}
+        return fields
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
+    def _require_valid(self) -> Self:
         if problems := list(self._problems()):
             raise UserError(*problems)
         return self
 
     def _problems(self) -> Iterator[str]:
-        if self.hidden % self.heads and not self.latent and "head_dim" not in self.model_fields_set:
-            yield (
-                f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or "
-                "give head_dim"
-            )
-        elif self.positions == "rope":
-            yield from self._rotary_problems()
-        if self.heads % self.kv_heads:
-            fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            yield (
-                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of {fits}"
-            )
-        if self.positions != "rope" and (
-            self.rope_scaling.kind != "none" or self.rotary_fraction != 1
-        ):
-            yield (
-                f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = '
-                '"rope"'
-            )
+        """Yield a line for each reason why this is no model, or why a field has no effect."""
+        yield from self._head_problems()
         if self.latent:
             yield from self._latent_problems()
         yield from self._window_problems()
@@ -71,28 +56,56 @@ class ModelConfig(ModelFields):
         yield from self._dense_problems()
         if self.experts:
             yield from self._expert_problems()
+        # The two defaults: any other value was given, for nothing.
         elif self.router not in (PLAIN, CORRECTED):
             yield "router: there are no experts; give model.experts"
         yield from self._mtp_problems()
-        yield from self._effectless()
+        yield from self._unused_keys()
+
+    def _head_problems(self) -> Iterator[str]:
+        # A head_dim that is given, or follows from latents, need not divide hidden.
+        has_default_width = not self.latent and "head_dim" not in self.model_fields_set
+        if self.hidden % self.heads and has_default_width:
+            yield (
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or "
+                "give head_dim"
+            )
+        elif self.positions == "rope":
+            yield from self._rotary_problems()
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            yield (
+                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of "
+                f"{', '.join(map(str, divisors))}"
+            )
+        sets_rotary = self.rope_scaling.kind != "none" or self.rotary_fraction != 1
+        if self.positions != "rope" and sets_rotary:
+            yield (
+                f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = '
+                '"rope"'
+            )
 
     def _mtp_problems(self) -> Iterator[str]:
+        # The modules have no table of learned positions.
         if self.mtp_layers and self.positions != "rope":
             yield (
                 f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": '
                 "change either"
             )
         if self.mtp_layers and self.factory:
-            own = f'the model of factory = "{self.factory}" has no such modules'
-            yield f"mtp_layers {self.mtp_layers}: {own}; leave out mtp_layers"
+            yield (
+                f'mtp_layers {self.mtp_layers}: the model of factory = "{self.factory}" has no '
+                "such modules; leave out mtp_layers"
+            )
 
-    def _effectless(self) -> Iterator[str]:
+    def _unused_keys(self) -> Iterator[str]:
         """Yield keys that change nothing in this model, though they were given."""
         for key in ("swiglu_alpha", "swiglu_limit"):
+            value = getattr(self, key)
             default = type(self).model_fields[key].default
-            if self.mlp != "swiglu_clamped" and getattr(self, key) != default:
+            if self.mlp != "swiglu_clamped" and value != default:
                 yield (
-                    f'{key} {getattr(self, key)} has no effect with mlp = "{self.mlp}": it is of '
+                    f'{key} {value} has no effect with mlp = "{self.mlp}": it is of '
                     '"swiglu_clamped"'
                 )
         for key in ("expert_bias", "router_bias"):
@@ -100,40 +113,47 @@ class ModelConfig(ModelFields):
                 yield f"{key} true: the model has no experts; give model.experts"
 
     def _window_problems(self) -> Iterator[str]:
+        # window_layers and window_rope_base change nothing without a window.
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
-        if self.window_rope_base and not (
-            self.window and self.positions == "rope" and self.window_rope_base > 1
-        ):
+        rotates_windows = self.window and self.positions == "rope" and self.window_rope_base > 1
+        if self.window_rope_base and not rotates_windows:
             yield (
                 f'window_rope_base {self.window_rope_base}: it needs a window, positions = "rope" '
                 "and a base above 1"
             )
-        if sorted({n for n in self.window_layers if 0 <= n < self.layers}) != [*self.window_layers]:
+        if not self._are_layers(self.window_layers):
             yield (
                 f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} "
                 "in increasing order"
             )
 
+    def _are_layers(self, numbers: Sequence[int]) -> bool:
+        """Return True if these are numbers of layers in increasing order."""
+        valid = {number for number in numbers if 0 <= number < self.layers}
+        return sorted(valid) == [*numbers]
+
     def _latent_problems(self) -> Iterator[str]:
-        needed = {
+        required = {
             "positions": "rope",
             "kv_heads": self.heads,
             "head_dim": self.latent.head_dim,
             "rotary_fraction": 1.0,
-        }
-        needed |= {
             "qk_norm": False,
             "norm": "rms",
             "norm_unit_offset": False,
             "attention_sinks": False,
         }
-        for key, value in needed.items():
-            if (given := getattr(self, key)) != value:
-                needs = f"model.latent needs {key} = {json.dumps(value)}"
-                yield f"{key} {json.dumps(given)}: {needs}; leave {key} out or set it so"
+        for key, required_value in required.items():
+            value = getattr(self, key)
+            if value != required_value:
+                yield (
+                    f"{key} {json.dumps(value)}: model.latent needs {key} = "
+                    f"{json.dumps(required_value)}; leave {key} out or set it so"
+                )
 
     def _norm_problems(self) -> Iterator[str]:
+        # LayerNorm has no such offset.
         if self.norm_unit_offset and self.norm != "rms":
             yield 'norm_unit_offset true needs norm = "rms"'
         if self.parallel_residual and self.norm_at != "before":
@@ -143,17 +163,16 @@ class ModelConfig(ModelFields):
             )
 
     def _rotary_problems(self) -> Iterator[str]:
-        turning = self.rotary_dims
-        scaling = self.rope_scaling.kind
-        if turning % 2 or not turning:
+        rotary_dims = self.rotary_dims
+        if rotary_dims % 2 or not rotary_dims:
             part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
             yield (
                 f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so "
-                "their number must be "
-                f"even and above 0, but it is {turning} ({part}): change head_dim or "
-                "rotary_fraction"
+                f"their number must be even and above 0, but it is {rotary_dims} ({part}): "
+                "change head_dim or rotary_fraction"
             )
-        elif scaling == "dynamic" and turning == 2:
+        elif self.rope_scaling.kind == "dynamic" and rotary_dims == 2:
+            # Its exponent is dims / (dims - 2).
             yield (
                 "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or "
                 "rotary_fraction"
@@ -168,21 +187,19 @@ class ModelConfig(ModelFields):
         if self.layers * self.experts > MOST_EXPERTS:
             yield (
                 f"layers {self.layers} x experts {self.experts} are more than "
-                f"{MOST_EXPERTS:,} feed-forwards: "
-                "choose fewer of either"
+                f"{MOST_EXPERTS:,} feed-forwards: choose fewer of either"
             )
         yield from self.router.problems(self.experts, self.experts_per_token)
         if self.mlp_bias:
             yield (
                 f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = "
-                "false, and expert_bias = "
-                "true if they are to have some"
+                "false, and expert_bias = true if they are to have some"
             )
 
     def _dense_problems(self) -> Iterator[str]:
         """Yield the problems of layers without experts in a model with experts, and of what is
         beside experts."""
-        if sorted({n for n in self.dense_layers if 0 <= n < self.layers}) != [*self.dense_layers]:
+        if not self._are_layers(self.dense_layers):
             yield (
                 f"dense_layers {[*self.dense_layers]}: give numbers from 0 to {self.layers - 1} "
                 "in increasing order"
@@ -193,7 +210,8 @@ class ModelConfig(ModelFields):
             )
         if not self.experts and (self.dense_layers or self.shared_experts):
             key = "dense_layers" if self.dense_layers else "shared_experts"
-            yield f"{key} {json.dumps(getattr(self, key))}: there are no experts; give model.experts"
+            value = json.dumps(getattr(self, key))
+            yield f"{key} {value}: there are no experts; give model.experts"
         if self.shared_gate and not self.shared_experts:
             yield "shared_gate true: there are no shared experts; give model.shared_experts"
         if not self.dense_layers and self.dense_ffn != self.ffn:
@@ -209,23 +227,24 @@ class ModelConfig(ModelFields):
     def of_layer(self, number: int) -> "ModelConfig":
         """Return this model as layer `number` sees it: without the window or the experts that the
         layer has not."""
-        model = self.dense if number in self.dense_layers else self
-        has_none = self.window_layers and number not in self.window_layers
-        if has_none:
+        model = self.kind_of_layer(number)
+        # Without window_layers the window, if there is one, is that of all layers.
+        if self.window_layers and number not in self.window_layers:
             return model.model_copy(update={"window": 0, "window_layers": ()})
         return model
 
     @property
     def dense(self) -> "ModelConfig":
         """Return this model as its layers without experts see it."""
-        none = {
+        without_experts = {
             "experts": 0,
             "shared_experts": 0,
             "shared_gate": False,
             "dense_layers": (),
             "router": PLAIN,
+            "ffn": self.dense_ffn,
         }
-        return self.model_copy(update={**none, "ffn": self.dense_ffn})
+        return self.model_copy(update=without_experts)
 
     def kind_of_layer(self, number: int) -> "ModelConfig":
         """Return the model that all layers of this kind see, with the sizes of their feed-forward
@@ -235,17 +254,24 @@ class ModelConfig(ModelFields):
     def over_layers(
         self, measure: Callable[["ModelConfig"], int], layers: Collection[int] | None = None
     ) -> int:
-        """Return the sum of a number over all layers, or those given. measure: of layers of one
-        kind."""
-        among = range(self.layers) if layers is None else layers
-        dense = len(set(among) & set(self.dense_layers))
-        return (len(among) - dense) * measure(self) + (dense * measure(self.dense) if dense else 0)
+        """Return the sum of a number over layers.
+
+        measure: returns the number of one layer, from the model of its kind (`kind_of_layer`).
+        layers: their numbers; None: all.
+        """
+        numbers = range(self.layers) if layers is None else layers
+        dense_layers = len(set(numbers) & set(self.dense_layers))
+        total = (len(numbers) - dense_layers) * measure(self)
+        if dense_layers:
+            total += dense_layers * measure(self.dense)
+        return total
 
     @property
     def num_parameters(self) -> int:
         """Return the number of logical parameters, a tied head counted once. The vocabulary must be
         known."""
         assert self.vocab > 0, "with_vocab() first"
+        # The embedding, and a head of its own.
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         learned = self.max_positions * self.hidden if self.positions == "learned" else 0
         blocks = self.over_layers(lambda kind: kind.layer_parameters)
@@ -260,40 +286,44 @@ class ModelConfig(ModelFields):
         return self
 
     @property
-    def _kind_of_last(self) -> "ModelConfig":
+    def _last_kind(self) -> "ModelConfig":
         return self.kind_of_layer(self.layers - 1)
 
     @property
     def mtp_parameters(self) -> int:
         """Return the number of parameters of the modules of multi-token prediction, without
         embedding and head."""
+        # From an embedding and a hidden state to a hidden state.
         projection = 2 * self.hidden * self.hidden
-        return self.mtp_layers * (
-            self._kind_of_last.layer_parameters + 3 * self._norm_parameters + projection
-        )
+        norms = 3 * self._norm_parameters
+        return self.mtp_layers * (self._last_kind.layer_parameters + norms + projection)
 
     def mtp_flops(self, seq_length: int) -> int:
         """Return the forward FLOPs of the modules of multi-token prediction, each with the head,
         per token."""
         projection = 2 * 2 * self.hidden * self.hidden
-        return self.mtp_layers * (
-            self._kind_of_last.layer_flops(seq_length) + projection + self.head_flops()
-        )
+        layer = self._last_kind.layer_flops(seq_length)
+        return self.mtp_layers * (layer + projection + self.head_flops())
 
     @property
     def ffn_widths(self) -> dict[str, int]:
         """Return the widths of all kinds of feed-forwards that the model has, by key."""
-        dense = {"dense_ffn": self.dense_ffn} if self.dense_layers else {}
-        shared = {"shared_experts": self.shared_experts} if self.shared_experts else {}
-        return {"ffn": self.ffn, **dense, **shared}
+        widths = {"ffn": self.ffn}
+        if self.dense_layers:
+            widths["dense_ffn"] = self.dense_ffn
+        if self.shared_experts:
+            widths["shared_experts"] = self.shared_experts
+        return widths
 
     @property
     def expert_parameters(self) -> int:
         """Return the number of parameters of the experts of all layers, without their routers."""
-        modules = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
-        layers = self.layers - len(self.dense_layers) + modules
+        # The modules of multi-token prediction have a layer such as the model's last one.
+        mtp_layers = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
+        layers = self.layers - len(self.dense_layers) + mtp_layers
         weights = self.hidden * self._mlp_matrices * self.ffn
-        return layers * self.experts * (weights + self.expert_bias * self._mlp_biases(self.ffn))
+        biases = self.expert_bias * self._mlp_biases(self.ffn)
+        return layers * self.experts * (weights + biases)
 
     @property
     def gated(self) -> bool:
@@ -320,27 +350,36 @@ class ModelConfig(ModelFields):
     def layer_parameters(self) -> int:
         """Return the number of parameters of one block, with experts if the model has any."""
         latent = self.latent
-        qkv = latent.width if latent else (self.heads + 2 * self.kv_heads) * self.head_dim
-        biases = (
-            self.qkv_bias * qkv
-            + self.output_bias * self.hidden
-            + self.mlp_bias * self._mlp_biases(self.ffn)
-        )
-        biases += self.experts * (self.router_bias + self.expert_bias * self._mlp_biases(self.ffn))
-        biases += self.expert_bias * self._mlp_biases(self.shared_experts)
-        norms = (
-            self._norms_of_layer * self._norm_parameters + self.qk_norm * self._qk_norm_parameters
-        )
-        # norms of latents
-        others = latent.query_rank + latent.kv_rank + self.experts * self.router.correction
+        norms = self._norms_of_layer * self._norm_parameters
+        if self.qk_norm:
+            norms += self._qk_norm_parameters
+        latent_norms = latent.query_rank + latent.kv_rank
+        corrections = self.experts * self.router.correction
         sinks = self.attention_sinks * self.heads
         return (
             self._attention_weights
             + self._mlp_weights(self.experts)
-            + biases
+            + self._bias_parameters
             + norms
-            + others
+            + latent_norms
+            + corrections
             + sinks
+        )
+
+    @property
+    def _bias_parameters(self) -> int:
+        """Return the number of elements of all biases of one block but those of norms."""
+        if self.latent:
+            qkv = self.latent.width
+        else:
+            qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        expert = self.expert_bias * self._mlp_biases(self.ffn)
+        return (
+            self.qkv_bias * qkv
+            + self.output_bias * self.hidden
+            + self.mlp_bias * self._mlp_biases(self.ffn)
+            + self.experts * (self.router_bias + expert)
+            + self.expert_bias * self._mlp_biases(self.shared_experts)
         )
 
     @property
@@ -369,6 +408,7 @@ class ModelConfig(ModelFields):
     def _attention_weights(self) -> int:
         """Return the number of elements of the matrices of query, key, value and output, and of
         latents."""
+        # With a query latent, queries are among the matrices up.
         if latent := self.latent:
             query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
             output = self.hidden * self.heads * latent.value_dim
@@ -378,11 +418,12 @@ class ModelConfig(ModelFields):
     def _mlp_weights(self, experts: int) -> int:
         """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared
         ones and gate."""
-        row = self.hidden * self._mlp_matrices
-        routed = row * (experts * self.ffn + self.shared_experts) + self.hidden * (
-            self.experts + self.shared_gate
-        )
-        return routed if self.experts else row * self.ffn
+        per_feature = self.hidden * self._mlp_matrices
+        if not self.experts:
+            return per_feature * self.ffn
+        router = self.hidden * self.experts
+        gate = self.hidden * self.shared_gate
+        return per_feature * (experts * self.ffn + self.shared_experts) + router + gate
 
     def flops_per_token(self, seq_length: int) -> int:
         """Return the FLOPs of the matrix products of a forward pass, per token; training takes
@@ -394,6 +435,7 @@ class ModelConfig(ModelFields):
 
         Attention counts the whole seq_length or window, as if it were not causal.
         """
+        # A token passes its own experts only. Each weight is one product and one sum.
         weights = self._attention_weights + self._mlp_weights(self.experts_per_token)
         return 2 * weights + self.attention_flops(seq_length)
 
@@ -404,13 +446,13 @@ class ModelConfig(ModelFields):
         If only some layers have a window, this is the mean over the layers. Attention is counted as
         if it were not causal.
         """
-        windowed = len(self.window_layers) or self.layers
-        seen = (
-            windowed * min(seq_length, self.window or seq_length)
-            + (self.layers - windowed) * seq_length
-        )
-        widths = self.head_dim + (self.latent.value_dim or self.head_dim)  # of keys, and of values
-        return 2 * seen * self.heads * widths // self.layers
+        windowed_layers = len(self.window_layers) or self.layers
+        full_layers = self.layers - windowed_layers
+        window = min(seq_length, self.window or seq_length)
+        keys = windowed_layers * window + full_layers * seq_length  # of a query, in all layers
+        key_width = self.head_dim
+        value_width = self.latent.value_dim or self.head_dim
+        return 2 * keys * self.heads * (key_width + value_width) // self.layers
 
     def attention_again_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one block's attention, with the projections
@@ -423,10 +465,12 @@ class ModelConfig(ModelFields):
         The last product of a block, with experts that of the shared ones, is not recomputed,
         because no gradient needs its result, unless a norm, dropout or a gate is applied to it.
         """
-        dropout = self.dropout and self.dropout_at == "branches"
-        needed = dropout or self.norm_at != "before" or self.shared_gate
-        last = self.shared_experts if self.experts else self.ffn
-        return self.layer_flops(seq_length) - (0 if needed else 2 * self.hidden * last)
+        flops = self.layer_flops(seq_length)
+        drops_branches = self.dropout and self.dropout_at == "branches"
+        if drops_branches or self.norm_at != "before" or self.shared_gate:
+            return flops
+        last_width = self.shared_experts if self.experts else self.ffn
+        return flops - 2 * self.hidden * last_width
 
     def embedding_flops(self) -> int:
         """Return the FLOPs of the embedding, per token: its gradient adds one number per feature; a

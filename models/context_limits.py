@@ -21,25 +21,24 @@ def context_problems(
     """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context`
     ranks.
 
-    tensor: the ranks over which sequence parallelism cuts them again. canonical: sums must have the
-    same bits in every layout.
+    tensor: the ranks over which sequence parallelism cuts them again.
+    canonical: sums must have the same bits in every layout.
     """
     if context == 1:
         return
     here = f"{KEY} = {context}"
-    whole = unit(context, tensor)
-    if length % whole:
-        if length > whole:
-            near = f"{length // whole * whole} or {-(-length // whole) * whole}"
-        else:
-            near = f"{whole}"
+    multiple = unit(context, tensor)
+    if length % multiple:
+        below = length // multiple * multiple
+        above = below + multiple
         if tensor == 1:
-            why = f"2 x {KEY}"
+            rule = f"2 x {KEY}"
         else:
-            why = f"{KEY} x the least common multiple of 2 and parallel.tensor"
+            rule = f"{KEY} x the least common multiple of 2 and parallel.tensor"
+        nearest = f"{below} or {above}" if below else f"{above}"
         yield (
-            f"train.seq_length {length} is not a multiple of {whole} ({why}), as {here} needs: "
-            f"{near} would be"
+            f"train.seq_length {length} is not a multiple of {multiple} ({rule}), as {here} needs: "
+            f"{nearest} would be"
         )
     if model.factory:
         yield (
@@ -73,7 +72,7 @@ def require_cut(
 
 
 def require_whole(context: int, what: str) -> None:
-    """Raise UserError if sequences are cut over `context` ranks. what: the task that needs whole
+    """Raise UserError if sequences are cut over `context` ranks. what: the task that needs full
     ones."""
     if context > 1:
         raise UserError(

@@ -25,7 +25,7 @@ def attend(
         itself and all earlier ones.
     scale: None: 1 / sqrt(d).
     """
-    return _Attend.apply(query, key, value, attn_mask, scale)
+    return _AttendInFP32.apply(query, key, value, attn_mask, scale)
 
 
 def forward(
@@ -36,34 +36,55 @@ def forward(
 
     bias: [s, t] or [b, 1, s, t], which is added to the scores; None: causal attention.
     """
-    wide = _widened(query, key, value, bias)
-    kernel = _ATEN._scaled_dot_product_flash_attention_for_cpu
-    return kernel(*wide[:3], 0.0, bias is None, attn_mask=wide[3], scale=scale)
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        _widen(query),
+        _widen(key),
+        _widen(value),
+        0.0,
+        bias is None,
+        attn_mask=_widen_bias(bias),
+        scale=scale,
+    )
 
 
 def backward(
     grad: Tensor,
-    held: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
     bias: Tensor | None,
     output: Tensor,
-    sums: Tensor,
+    log_sums: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, `held`, of an attention with this output and
-    these logs of sums."""
-    wide = _widened(grad, *held, output, bias)
-    kernel = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-    for_query, for_key, for_value = kernel(
-        *wide[:5], sums, 0.0, bias is None, attn_mask=wide[5], scale=scale
+    """Return the gradients of query, key and value, in the dtype of `grad`.
+
+    inputs: query, key and value.
+    output, log_sums: of the attention, as `forward` returns them.
+    """
+    query, key, value = inputs
+    grad_query, grad_key, grad_value = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        _widen(grad),
+        _widen(query),
+        _widen(key),
+        _widen(value),
+        _widen(output),
+        log_sums,
+        0.0,
+        bias is None,
+        attn_mask=_widen_bias(bias),
+        scale=scale,
     )
-    return for_query.to(grad.dtype), for_key.to(grad.dtype), for_value.to(grad.dtype)
+    return grad_query.to(grad.dtype), grad_key.to(grad.dtype), grad_value.to(grad.dtype)
 
 
-def _widened(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [each.float() if each is not None and slow_bf16(each) else each for each in tensors]
+def _widen(x: Tensor) -> Tensor:
+    return x.float() if slow_bf16(x) else x
 
 
-class _Attend(torch.autograd.Function):
+def _widen_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else _widen(bias)
+
+
+class _AttendInFP32(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -73,21 +94,24 @@ class _Attend(torch.autograd.Function):
         attn_mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        output, sums = forward(query, key, value, _bias(attn_mask), scale)
+        output, log_sums = forward(query, key, value, _make_bias(attn_mask), scale)
+        # The backward pass reads the rounded output, for the wide one would be saved besides.
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, attn_mask, output, sums)
+        ctx.save_for_backward(query, key, value, attn_mask, output, log_sums)
         ctx.scale = scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, attn_mask, output, sums = ctx.saved_tensors
-        grads = backward(grad, (query, key, value), _bias(attn_mask), output, sums, ctx.scale)
+        query, key, value, attn_mask, output, log_sums = ctx.saved_tensors
+        # The mask is saved and not the bias, which takes four times its memory.
+        bias = _make_bias(attn_mask)
+        grads = backward(grad, (query, key, value), bias, output, log_sums, ctx.scale)
         return *grads, None, None
 
 
-def _bias(attn_mask: Tensor | None) -> Tensor | None:
+def _make_bias(attn_mask: Tensor | None) -> Tensor | None:
     """Return what is added to the scores: 0 where the mask is True, else -inf."""
     if attn_mask is None:
         return None

@@ -5,8 +5,8 @@ tokens by expert and sends each other rank those of its experts; the results com
 Every row arrives, however many there are. The backward pass is the reverse: gradients of results go
 to the experts, gradients of rows come back.
 
-    tokens -> rows sorted by expert -> all-to-all -> rows by source, then expert -> by expert, then
-    source -> experts
+    tokens -> rows sorted by expert -> all-to-all -> rows by source, then expert
+           -> rows by expert, then source -> experts
 
 The ranks first exchange how many rows go where. The host waits for these numbers once a layer and
 pass, because a message needs a size; products of the rows then need no further wait, grouped or
@@ -42,6 +42,11 @@ def spread_experts(
     """Return the ranks of the experts of each layer, or None if experts lie as other feed-forwards
     do.
 
+    config: the model.
+    mesh: of all ranks; None: one process.
+    expert: the number of ranks over which the experts of a layer are spread.
+    expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
+    canonical_shards: above 0 if sums have the same bits in every layout.
     Raises UserError if the model has no experts, or not as many as divide. Collective over the
     world.
     """
@@ -63,7 +68,7 @@ def spread_experts(
     return axes
 
 
-def own_rows(count: int, tp: Axis, experts: ExpertAxes) -> slice:
+def rows_of_rank(count: int, tp: Axis, experts: ExpertAxes) -> slice:
     """Return the rows, of `count`, that this rank sends to experts, if these have fewer slices than
     `tp` has ranks."""
     parts = tp.size // experts.tp.size
@@ -73,9 +78,11 @@ def own_rows(count: int, tp: Axis, experts: ExpertAxes) -> slice:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The way of the rows of one layer: how many go to each rank, and come from it.
+    """The exchange of the rows of one layer: how many go to each rank, and come from it.
 
-    sent: rows by rank. received: rows [ranks][own experts].
+    axis: the ranks over which experts are spread.
+    sent: rows by rank.
+    received: rows [ranks][local experts].
     """
 
     axis: Axis
@@ -84,46 +91,62 @@ class Dispatch:
 
     @staticmethod
     def of(counts: Tensor, axis: Axis) -> "Dispatch":
-        """Return the way of rows that are sorted by expert. counts: int64, the rows of each expert
-        of the layer.
+        """Return the exchange of rows that are sorted by expert.
 
-        The host waits here. Collective over the axis.
+        counts: int64, the rows of each expert of the layer. The host waits here. Collective over
+            the axis.
         """
-        own, others = axis.exchanged_counts(counts)
-        each = len(own) // axis.size
-        sent, received = (
-            [tuple(some[first : first + each]) for first in range(0, len(some), each)]
-            for some in (own, others)
-        )
-        return Dispatch(axis, tuple(map(sum, sent)), tuple(received))
+        to_experts, from_ranks = axis.exchanged_counts(counts)
+        experts_of_rank = len(to_experts) // axis.size
+        sent = [sum(chunk) for chunk in _chunks(to_experts, experts_of_rank)]
+        return Dispatch(axis, tuple(sent), tuple(_chunks(from_ranks, experts_of_rank)))
+
+    @property
+    def received_of_rank(self) -> tuple[int, ...]:
+        """Return the number of rows that come from each rank."""
+        return tuple(sum(counts) for counts in self.received)
 
     @property
     def counts(self) -> list[int]:
         """Return the number of rows that each expert of this rank receives."""
         return [sum(of_expert) for of_expert in zip(*self.received, strict=True)]
 
-    def there(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> Tensor:
         """Send rows [n, h], sorted by expert, to the experts' ranks; return the received ones,
-        sorted by expert."""
-        arrived = Exchange.apply(rows, self.axis, self.sent, tuple(map(sum, self.received)))
-        return regrouped(arrived, self.received)
+        sorted by expert. Collective over the axis."""
+        by_source = ExchangeRows.apply(rows, self.axis, self.sent, self.received_of_rank)
+        return transpose_groups(by_source, self.received)
 
-    def back(self, results: Tensor) -> Tensor:
-        """Return the results of `there`'s rows to the ranks that sent them, in the order in which
-        they were sent."""
-        by_source = regrouped(results, [*zip(*self.received, strict=True)])
-        return Exchange.apply(by_source, self.axis, tuple(map(sum, self.received)), self.sent)
-
-
-def regrouped(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Map rows that are sorted by i, then j, to the same sorted by j, then i. counts[i][j]: the
-    number of rows."""
-    parts = iter(rows.split([n for some in counts for n in some]))
-    table = [[next(parts) for _ in some] for some in counts]
-    return torch.cat([part for column in zip(*table, strict=True) for part in column])
+    def send_back(self, results: Tensor) -> Tensor:
+        """Return the results of `send`'s rows to the ranks that sent them, in the order in which
+        they were sent. Collective over the axis."""
+        # The results lie by expert, then source, and go back by source.
+        received_by_expert = list(zip(*self.received, strict=True))
+        by_source = transpose_groups(results, received_by_expert)
+        return ExchangeRows.apply(by_source, self.axis, self.received_of_rank, self.sent)
 
 
-class Exchange(torch.autograd.Function):
+def _chunks(counts: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """Return the counts of each rank, `size` neighbouring ones."""
+    return [tuple(counts[first : first + size]) for first in range(0, len(counts), size)]
+
+
+def transpose_groups(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Map rows that are sorted by i, then j, to the same sorted by j, then i.
+
+    counts[i][j]: the number of rows.
+    """
+    # Groups in the order in which they lie: i by i, and within it j by j.
+    sizes = [count for counts_of_i in counts for count in counts_of_i]
+    groups = rows.split(sizes)
+    columns = len(counts[0])
+    transposed: list[Tensor] = []
+    for column in range(columns):
+        transposed += groups[column::columns]
+    return torch.cat(transposed)
+
+
+class ExchangeRows(torch.autograd.Function):
     """An all-to-all of rows [n, h] -> [m, h]: `sent` rows to each rank of the axis, `received` rows
     from each.
 
@@ -137,15 +160,18 @@ class Exchange(torch.autograd.Function):
         ctx.axis = axis
         ctx.sent = sent
         ctx.received = received
-        return _exchanged(rows, axis, sent, received)
+        return _exchange_rows(rows, axis, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchanged(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+        return _exchange_rows(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
 
 
-def _exchanged(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def _exchange_rows(
+    rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
     width = rows.shape[1]
+    # The exchange takes flat parts, whose sizes are numbers of elements.
     outgoing = [part.reshape(-1) for part in rows.contiguous().split(list(sent))]
-    arrived = axis.start_uneven_exchange(outgoing, [n * width for n in received])()
-    return torch.cat(arrived).view(-1, width)
+    wait = axis.start_uneven_exchange(outgoing, [count * width for count in received])
+    return torch.cat(wait()).view(-1, width)

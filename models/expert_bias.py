@@ -2,9 +2,9 @@
 
 An expert's bias is added to its rows before the router's weights are applied. The first product's
 bias is cut over tp like its output features. The second product's results are partial sums on the
-ranks of tp, so its bias must be added
-once: each rank adds it to some of the features, and holds the bias of these. Every gradient is thus
-whole on the rank that holds the bias, and zero for an expert without rows.
+ranks of tp, so its bias must be added once: each rank adds it to some of the features, and holds
+the bias of these. Every gradient is thus whole on the rank that holds the bias, and zero for an
+expert without rows.
 """
 
 from collections.abc import Sequence
@@ -19,76 +19,87 @@ from parallel.context import Context
 from parallel.layers import parameter
 
 
-def bias_of_sum(context: Context, name: str, features: int) -> nn.Parameter:
+def make_bias_of_sum(context: Context, name: str, features: int) -> nn.Parameter:
     """Return this rank's part of the bias [features] of a result that the ranks of tp sum, with its
     padding."""
     return parameter(context, [Part.cut(name, (features,), 0, context.tp)], 0.0)
 
 
-def features_of(bias: nn.Parameter) -> slice:
-    """Return the features that a bias made by `bias_of_sum` is added to on this rank."""
+def features_of_bias(bias: nn.Parameter) -> slice:
+    """Return the features that a bias made by `make_bias_of_sum` is added to on this rank."""
     part = layout_of(bias).parts[0]
     return slice(part.start, part.start + part.local[0])
 
 
 def add_biases(
-    y: Tensor, biases: Sequence[nn.Parameter], ends: Tensor | None = None, own: slice | None = None
+    y: Tensor,
+    biases: Sequence[nn.Parameter],
+    ends: Tensor | None = None,
+    features: slice | None = None,
 ) -> Tensor:
     """Return y [m, n] with the bias of each row's expert added.
 
     ends: int32 [experts], the end of each expert's rows; None: all rows are of one expert.
-    own: the features that biases are added to; None: all.
+    features: those that biases are added to; None: all.
     """
-    return _AddBiases.apply(y, ends, own or slice(0, y.shape[1]), *biases)
+    return _AddBiases.apply(y, ends, features or slice(0, y.shape[1]), *biases)
 
 
 class _AddBiases(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, ends: Tensor | None, own: slice, *biases: nn.Parameter
+        ctx: Any, y: Tensor, ends: Tensor | None, features: slice, *biases: nn.Parameter
     ) -> Tensor:
         ctx.biases = biases
-        ctx.own = own
-        ctx.experts = None if ends is None else _expert_of_rows(ends, len(y))
-        some = [bias[: own.stop - own.start] for bias in biases]
+        ctx.features = features
+        ctx.expert_of_row = None if ends is None else _expert_of_rows(ends, len(y))
+        # A bias is padded to the same length on all ranks; the padding belongs to no feature.
+        width = features.stop - features.start
+        unpadded = [bias[:width] for bias in biases]
+        # A copy: an input that changes in place would have to be marked for autograd.
         added = y.clone()
-        added[:, own].add_(some[0] if ctx.experts is None else torch.stack(some)[ctx.experts])
+        if ctx.expert_of_row is None:
+            added[:, features].add_(unpadded[0])
+        else:
+            added[:, features].add_(torch.stack(unpadded)[ctx.expert_of_row])
         return added
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        first = 1 if ctx.experts is None else 2
-        goes = [destination(ctx, first + n, bias) for n, bias in enumerate(ctx.biases)]
-        return grad, None, None, *_bias_gradients(grad[:, ctx.own], ctx.experts, ctx.biases, goes)
+        # Numbers count the tensors among the inputs: y, ends if there are any, then the biases.
+        first = 1 if ctx.expert_of_row is None else 2
+        destinations = [destination(ctx, first + n, bias) for n, bias in enumerate(ctx.biases)]
+        sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))
+        gradients = [
+            _deliver_gradient(bias, gradient, where)
+            for bias, gradient, where in zip(ctx.biases, sums, destinations, strict=True)
+        ]
+        return grad, None, None, *gradients
 
 
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     """Return the expert of each row: int64 [rows], on the device of `ends`."""
-    return torch.searchsorted(
-        ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True
-    )
+    row_numbers = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, row_numbers, right=True)
 
 
-def _bias_gradients(
-    rows: Tensor,
-    experts: Tensor | None,
-    biases: Sequence[nn.Parameter],
-    goes: Sequence[Destination],
-) -> list[Tensor | None]:
-    """Add the sums of each expert's rows [m, n] to the main gradients of the biases, or return
-    them, as `goes` says."""
+def _sum_rows(rows: Tensor, expert_of_row: Tensor | None, experts: int) -> Tensor:
+    """Return the sum of each expert's rows [m, n], in FP32 or wider: [experts, n]."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    if experts is None:
-        sums = rows.sum(0, dtype=wide).unsqueeze(0)
-    else:  # accumulation into indexed rows has a fixed order on every device
-        sums = rows.new_zeros(len(biases), rows.shape[1], dtype=wide)
-        sums.index_put_((experts,), rows.to(wide), accumulate=True)
-    return [_added(bias, own, where) for bias, own, where in zip(biases, sums, goes, strict=True)]
+    if expert_of_row is None:
+        return rows.sum(0, dtype=wide).unsqueeze(0)
+    # Accumulation into indexed rows has a fixed order on every device.
+    sums = rows.new_zeros(experts, rows.shape[1], dtype=wide)
+    return sums.index_put_((expert_of_row,), rows.to(wide), accumulate=True)
 
 
-def _added(bias: nn.Parameter, gradient: Tensor, goes: Destination) -> Tensor | None:
-    if goes is Destination.NOWHERE:
+def _deliver_gradient(bias: nn.Parameter, gradient: Tensor, where: Destination) -> Tensor | None:
+    """Add the gradient to the bias's main gradient, or return it for autograd, with its padding."""
+    if where is Destination.NOWHERE:
         return None
-    total = cleared(bias) if goes is Destination.MAIN else torch.zeros_like(bias)
-    total[: len(gradient)].add_(gradient)
-    return None if goes is Destination.MAIN else total
+    if where is Destination.MAIN:
+        cleared(bias)[: len(gradient)].add_(gradient)
+        return None
+    padded = torch.zeros_like(bias)
+    padded[: len(gradient)].add_(gradient)
+    return padded

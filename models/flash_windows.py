@@ -18,14 +18,18 @@ from torch import Tensor
 
 from models.packing import causal_mask
 
-WIDEST = 256  # features of a head that the kernel takes, in multiples of 8
+# Features of a head: the kernel takes no more, and these in multiples of 8.
+WIDEST = 256
 _kernel = torch.ops.aten._flash_attention_forward
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch. numbers: int64 [b, s], as in `Packing`. count: how many there
-    are in all."""
+    """The documents of a micro-batch.
+
+    numbers: int64 [b, s], as in `Packing`.
+    count: how many there are in all.
+    """
 
     numbers: Tensor
     count: int
@@ -35,12 +39,12 @@ class Documents:
     def starts(self) -> Tensor:
         """Return where each document begins in the samples laid end to end, and where they end:
         int32 [count + 1]."""
-        follows = F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))
-        number = (~follows).flatten().cumsum(0) - 1
+        same_as_before = F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))
+        # The number of each token's document among those of all samples.
+        number = (~same_as_before).flatten().cumsum(0) - 1
         lengths = torch.zeros(self.count, dtype=torch.int64, device=number.device)
-        return F.pad(lengths.scatter_add_(0, number, torch.ones_like(number)).cumsum(0), (1, 0)).to(
-            torch.int32
-        )
+        lengths.scatter_add_(0, number, torch.ones_like(number))
+        return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
     def mask(self, window: int) -> Tensor:
         """Return the mask of attention within these documents, which layers share: bool [b, 1, s,
@@ -54,20 +58,18 @@ class Documents:
 
 def worthwhile(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if `attend` takes these tensors [b, n, s, d] (meta tensors stand for a GPU's)."""
-    if query.device.type not in ("cuda", "meta") or query.dtype not in (
-        torch.bfloat16,
-        torch.float16,
-    ):
+    if query.device.type not in ("cuda", "meta"):
         return False
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # ROCm has a kernel of its own, against which these arguments were not checked.
     if query.shape[-1] % 8 or query.shape[-1] > WIDEST or torch.version.hip:
         return False
     if query.device.type == "meta":
         return True
-    return torch.backends.cuda.can_use_flash_attention(
-        torch.backends.cuda.SDPAParams(
-            query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]
-        )
-    )
+    grouped = query.shape[1] != key.shape[1]
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, grouped)
+    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 def attend(
@@ -80,38 +82,48 @@ def attend(
 ) -> Tensor:
     """Return causal attention of query, key, value [b, n, s, d] as [b, n, s, d].
 
-    Key and value may have fewer heads than query. window: 0: a token attends to all earlier ones of
-    its document.
+    Key and value may have fewer heads than query.
+    documents: None: each sample is one document.
+    window: 0: a token attends to all earlier ones of its document.
+    scale: None: 1 / sqrt(d).
     """
-    q = query.transpose(1, 2)
-    k = key.transpose(1, 2)
-    v = value.transpose(1, 2)
+    # The kernel wants [b, s, n, d], or samples end to end: [b * s, n, d].
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
+    samples, length = query.shape[:2]
     if documents is None:
-        return _flash(q, k, v, None, q.shape[1], window, scale).transpose(1, 2)
-    mixed = _flash(*_laid(q, k, v), documents.starts, q.shape[1], window, scale)
-    return mixed.unflatten(0, q.shape[:2]).transpose(1, 2)
-
-
-def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return samples [b, s, n, d] end to end: [b * s, n, d]."""
-    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        return _flash(query, key, value, None, length, window, scale).transpose(1, 2)
+    output = _flash(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        documents.starts,
+        length,
+        window,
+        scale,
+    )
+    return output.unflatten(0, (samples, length)).transpose(1, 2)
 
 
 def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     starts: Tensor | None,
     longest: int,
     window: int,
     scale: float | None,
 ) -> Tensor:
     """Return torch's flash attention of [b, s, n, d], or of sequences [tokens, n, d] that begin at
-    `starts`."""
+    `starts`.
+
+    longest: the number of tokens of the longest sequence, or more.
+    """
     return _kernel(
-        q,
-        k,
-        v,
+        query,
+        key,
+        value,
         starts,
         starts,
         longest,

@@ -32,7 +32,8 @@ from megaprec.optim.main_grad import (
 )
 from parallel.weight_grad_queue import WeightGradQueue
 
-_GRANULE = 16  # bytes: torch's grouped product wants rows and columns that start at multiples of it
+# torch's grouped product wants rows and columns that start at multiples of so many bytes.
+_ALIGNMENT = 16
 
 
 def groups_on(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
@@ -42,13 +43,10 @@ def groups_on(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) ->
     sizes: numbers of features. On a CPU a loop is as fast, and its numbers are those of an ordinary
         feed-forward.
     """
-    aligned = all(size * dtype.itemsize % _GRANULE == 0 for size in sizes)
-    return (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and aligned
-        and hasattr(torch, "_grouped_mm")
-    )
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
+    return aligned and hasattr(torch, "_grouped_mm")
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -67,50 +65,52 @@ class GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, ends)
         ctx.weights = weights
         ctx.deferred = deferred
-        return _grouped(x, together(weights).transpose(1, 2), ends)
+        return _grouped_product(x, stack_weights(weights).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Weights are not saved but read again, so they must not have changed since.
         require_as_read(ctx)
-        x, ends = (tensor.detach() for tensor in ctx.saved_tensors)
+        saved_x, saved_ends = ctx.saved_tensors
+        x = saved_x.detach()
+        ends = saved_ends.detach()
         grad = grad.contiguous()
         weights = ctx.weights
-        grad_x = _grouped(grad, together(weights), ends) if ctx.needs_input_grad[0] else None
-        goes = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
-        if Destination.AUTOGRAD in goes:
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _grouped_product(grad, stack_weights(weights), ends)
+        # Numbers count the tensors among the inputs: x, ends, and then the weights.
+        destinations = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
+        if Destination.AUTOGRAD in destinations:
             return grad_x, None, None, *_weight_gradients(grad, x, ends)
-        if Destination.MAIN in goes:
+        if Destination.MAIN in destinations:
             ctx.deferred.run(partial(_add_weight_gradients, weights, grad, x, ends))
-        return grad_x, None, None, *(None for _ in weights)
+        return grad_x, None, None, *([None] * len(weights))
 
 
-def together(weights: Sequence[Tensor]) -> Tensor:
+def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     """Return [len(weights), n, k]: a view if the weights lie in one memory at equal distances, else
     a copy."""
     first = weights[0]
-    shape = weights[0].shape
-    places = [w.storage_offset() for w in weights]
-    steps = {after - before for before, after in pairwise(places)} or {first.numel()}
-    one_memory = len({w.untyped_storage()._cdata for w in weights}) == 1
-    if (
-        one_memory
-        and len(steps) == 1
-        and min(steps) > 0
-        and all(w.is_contiguous() for w in weights)
-    ):
-        return first.detach().as_strided(
-            (len(weights), *shape), (steps.pop(), *first.stride()), places[0]
-        )
-    return torch.stack([w.detach() for w in weights])
+    offsets = [weight.storage_offset() for weight in weights]
+    # A single weight has no distance to a next one; its own size serves as well as any.
+    distances = {after - before for before, after in pairwise(offsets)} or {first.numel()}
+    storages = {weight.untyped_storage()._cdata for weight in weights}
+    contiguous = all(weight.is_contiguous() for weight in weights)
+    if len(storages) == 1 and len(distances) == 1 and min(distances) > 0 and contiguous:
+        size = (len(weights), *first.shape)
+        stride = (distances.pop(), *first.stride())
+        return first.detach().as_strided(size, stride, offsets[0])
+    return torch.stack([weight.detach() for weight in weights])
 
 
-def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(a, b, offs=ends)
 
 
 def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
-    grads = _grouped(grad.t(), x, ends)
+    grads = _grouped_product(grad.t(), x, ends)
     empty = ends == functional.pad(ends, (1, 0))[:-1]
     # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of
     # pytorch/pytorch).
@@ -120,6 +120,11 @@ def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ..
 def _add_weight_gradients(
     weights: Sequence[nn.Parameter], grad: Tensor, x: Tensor, ends: Tensor
 ) -> None:
-    for weight, more in zip(weights, _weight_gradients(grad, x, ends), strict=True):
-        main, first = begin_accumulation(weight)
-        main.copy_(more) if first else main.add_(more)
+    """Add the weight gradients to the main gradients."""
+    for weight, gradient in zip(weights, _weight_gradients(grad, x, ends), strict=True):
+        main, is_first = begin_accumulation(weight)
+        # The first one overwrites: nobody clears a main gradient between steps.
+        if is_first:
+            main.copy_(gradient)
+        else:
+            main.add_(gradient)

@@ -33,16 +33,22 @@ class InitialStd(BaseModel):
     )
     shrink: Literal["model", "layer", "none"] = Field(
         default="model",
-        description="what `output` and `down` are divided by: the root of twice the number of layers "
-        "(model), of twice "
-        "the layer's own number counted from 1 (layer), or nothing",
+        description=(
+            "what `output` and `down` are divided by: the root of twice the number of layers "
+            "(model), of twice the layer's own number counted from 1 (layer), or nothing"
+        ),
     )
 
     def std(self, matrix: Matrix, usual: float, layers: int, layer: int) -> float:
-        """Return the standard deviation of a matrix in layer `layer`, from 0, of `layers`. usual:
-        the default."""
+        """Return the standard deviation of the initial weights of a matrix.
+
+        usual: that of matrices without a value of their own.
+        layers: the number of layers of the model.
+        layer: the number of the matrix's layer, from 0.
+        """
         std: float = getattr(self, matrix) or usual
         depth = {"model": layers, "layer": layer + 1, "none": 0}[self.shrink]
+        # Each layer adds two branches to the residual stream, whose variances add up.
         if depth and matrix in ("output", "down"):
             return std / (2 * depth) ** 0.5
         return std

@@ -17,6 +17,7 @@ from megaprec.errors import UserError
 from models.blocks import Attention
 from models.config import ModelConfig
 from models.context_limits import require_whole
+from models.flash_windows import Documents
 from models.latent_attention import LatentAttention
 from models.packing import Packing, causal_mask
 from models.stages import Cut, Stage
@@ -30,35 +31,38 @@ class CachedAttention(Attention):
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget all tokens and make room for `capacity` tokens of `batch` sequences."""
-        kv_heads, width = self.kept_sizes()
+        kv_heads, width = self.key_value_shape()
+        weight = self.output.weight  # the cache is in its dtype and on its device
         shape = (batch, kv_heads, capacity, width)
-        like = self.output.weight
-        self._keys, self._values = (
-            torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2)
-        )
+        self._keys = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        self._values = torch.empty_like(self._keys)
         self.forget()
 
     def forget(self) -> None:
         """Forget all tokens."""
         self._length = 0
 
-    def _mix(
+    def _core_attention(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        place: MicrobatchInfo | None,
-        attn_mask: Tensor | None = None,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
-        """Return attention of the new tokens, as in `Attention`, over the kept tokens and
-        themselves."""
+        """Return attention of the new tokens, as in `Attention`, over all tokens since `reserve`.
+
+        The mask is made here; `attn_mask` is not read.
+        """
         past = self._length
-        total = self._length + query.shape[2]
-        self._keys[:, :, past:total], self._values[:, :, past:total] = key, value
-        self._length = total
-        attends = causal_mask(total, self.config.window, None, query.device, past)
-        key, value = (kept[:, :, :total].to(query.dtype) for kept in (self._keys, self._values))
-        return super()._mix(query, key, value, place, attends)
+        length = past + query.shape[2]
+        self._keys[:, :, past:length] = key
+        self._values[:, :, past:length] = value
+        self._length = length
+        all_keys = self._keys[:, :, :length].to(query.dtype)
+        all_values = self._values[:, :, :length].to(query.dtype)
+        mask = causal_mask(length, self.config.window, None, query.device, past)
+        return super()._core_attention(query, all_keys, all_values, microbatch, mask)
 
 
 class CachedLatentAttention(CachedAttention, LatentAttention):
@@ -80,10 +84,11 @@ class CachedStage(Stage):
     def __init__(
         self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
     ) -> None:
+        # A new token attends to all earlier ones, which would lie on other ranks.
         require_whole(context.cp.size, "continue a text")
         super().__init__(config, context, cut, tied)
         self._capacity = 0
-        self._seen = torch.empty(0, 1, dtype=torch.int64)
+        self._text = torch.empty(0, 1, dtype=torch.int64)
 
     def start(self, capacity: int, batch: int = 1) -> None:
         """Begin `batch` new texts of up to `capacity` tokens each.
@@ -93,11 +98,10 @@ class CachedStage(Stage):
         if capacity > self.config.max_positions:
             raise UserError(
                 f"{capacity} tokens do not fit: the model has {self.config.max_positions} "
-                "positions "
-                "(model.max_positions)"
+                "positions (model.max_positions)"
             )
         self._capacity = capacity
-        self._seen = torch.empty(0, batch, dtype=torch.int64, device=self.head.device)
+        self._text = torch.empty(0, batch, dtype=torch.int64, device=self.head.device)
         for layer in self._attentions():
             layer.reserve(batch, capacity)
 
@@ -107,20 +111,22 @@ class CachedStage(Stage):
 
         ids: int64 [s, b]. Raises UserError for more tokens than were announced to `start`.
         """
-        seen = torch.cat((self._seen, ids))
-        if len(seen) > self._capacity:
-            raise UserError(f"{len(seen)} tokens do not fit: room was made for {self._capacity}")
-        past = len(self._seen)
-        if past and self._turns_anew(len(seen)):
+        # The whole text is remembered in case it must be computed again.
+        text = torch.cat((self._text, ids))
+        if len(text) > self._capacity:
+            raise UserError(f"{len(text)} tokens do not fit: room was made for {self._capacity}")
+        past = len(self._text)
+        if past and self._changes_all_angles(len(text)):
+            # What is kept was rotated by other angles: begin again with the whole text.
             past = 0
-            ids = seen
+            ids = text
             for layer in self._attentions():
                 layer.forget()
-        self._seen = seen
-        positions = torch.arange(past, len(seen), device=ids.device).expand(ids.shape[1], -1)
+        self._text = text
+        positions = torch.arange(past, len(text), device=ids.device).expand(ids.shape[1], -1)
         return super().forward(ids, None, Packing(positions=positions))[0]
 
-    def _turns_anew(self, length: int) -> bool:
+    def _changes_all_angles(self, length: int) -> bool:
         """Return True if the angles of all tokens change with each token, in a text of `length`
         tokens."""
         scaling = self.config.rope_scaling
@@ -131,14 +137,17 @@ class CachedStage(Stage):
     ) -> tuple[Tensor, Tensor]:
         """Return the tables at the positions of the new tokens, from tables that serve for the
         whole text."""
-        reach = self._capacity
+        table_length = self._capacity
         scaling = self.config.rope_scaling
         if scaling.kind == "dynamic":
-            reach = max(len(self._seen), min(reach, scaling.original_max_position_embeddings))
-        return super()._rotary(reach, device, positions, windowed)
+            # Angles follow from the length of the tables, which up to the original one is constant.
+            original = scaling.original_max_position_embeddings
+            table_length = max(len(self._text), min(table_length, original))
+        return super()._rotary(table_length, device, positions, windowed)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return super()._logits(x[-1:])
+        return super()._logits(x[-1:])  # only the last token's are wanted
 
     def _attentions(self) -> list[CachedAttention]:
+        """Return the attentions of all layers."""
         return [module for module in self.modules() if isinstance(module, CachedAttention)]

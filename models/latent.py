@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megaprec.errors import UserError
 
-MOST = 2**31 - 1  # of any size: torch and other formats have 32-bit sizes in places
+# The largest size of any kind: torch and other formats have 32-bit sizes in places.
+MOST = 2**31 - 1
 
 
 class Latent(BaseModel):
@@ -56,7 +57,9 @@ class Latent(BaseModel):
             if not getattr(self, name):
                 yield f"{name} is missing: multi-head latent attention needs it"
         if self.rope_dim % 2:
-            yield f"rope_dim {self.rope_dim} must be even: rotary positions rotate pairs of features"
+            yield (
+                f"rope_dim {self.rope_dim} must be even: rotary positions rotate pairs of features"
+            )
 
     def __bool__(self) -> bool:
         return self.kv_rank > 0
@@ -74,6 +77,6 @@ class Latent(BaseModel):
 
     def up_weights(self, heads: int) -> int:
         """Return the number of elements of the matrices from the latents to `heads` heads."""
-        return heads * (
-            self.query_rank * self.head_dim + self.kv_rank * (self.nope_dim + self.value_dim)
-        )
+        query = self.query_rank * self.head_dim
+        key_value = self.kv_rank * (self.nope_dim + self.value_dim)
+        return heads * (query + key_value)

@@ -18,6 +18,7 @@ class MLP(nn.Module):
     """The feed-forward gelu(x up) down, or with a gate (act(x gate) * (x up)) down, where act is
     silu or gelu.
 
+    layer: the number of the decoder layer, which may decide how its initial weights are scaled.
     biases: the layers have biases, the first and the second one; None: as `config.mlp_bias` says.
     """
 
@@ -33,17 +34,25 @@ class MLP(nn.Module):
         self.kind = config.mlp
         self.recompute = context.recompute
         self.leaves = context.leaves
-        self.clamp = config.swiglu_alpha, config.swiglu_limit
+        self.alpha = config.swiglu_alpha
+        self.limit = config.swiglu_limit
         up_bias, down_bias = biases or (config.mlp_bias, config.mlp_bias)
-        stack = [
-            Rows(f"{name}.{part}", config.ffn)
-            for part in (("gate", "up") if config.gated else ("up",))
-        ]
-        up = config.initial_std("up", layer)
-        down = config.initial_std("down", layer)
-        self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=up_bias, std=up)
+        # Gate and up are stacked in one weight, so that one product computes both.
+        parts = ("gate", "up") if config.gated else ("up",)
+        self.inner = ColumnParallelLinear(
+            context,
+            config.hidden,
+            [Rows(f"{name}.{part}", config.ffn) for part in parts],
+            bias=up_bias,
+            std=config.initial_std("up", layer),
+        )
         self.down = RowParallelLinear(
-            context, config.ffn, config.hidden, name=f"{name}.down", bias=down_bias, std=down
+            context,
+            config.ffn,
+            config.hidden,
+            name=f"{name}.down",
+            bias=down_bias,
+            std=config.initial_std("down", layer),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,14 +61,15 @@ class MLP(nn.Module):
         return self.recompute.run("activation", self.activate, self.inner(x), into=self.down)
 
     def activate(self, y: Tensor) -> Tensor:
-        """Apply the activation function: y [..., own features of `inner`] -> [..., own features of
-        `down`]."""
+        """Apply the activation function: y [..., local features of `inner`] -> [..., local features
+        of `down`]."""
+        # Gates have backward passes of their own, which save less than autograd would.
         if self.kind == "swiglu":
             return Swiglu.apply(y, self.leaves)
         if self.kind == "geglu":
             return Geglu.apply(y, self.leaves)
         if self.kind == "swiglu_clamped":
-            return ClampedGate.apply(y, *self.clamp)
+            return ClampedGate.apply(y, self.alpha, self.limit)
         return F.gelu(y, approximate="tanh" if self.kind == "gelu" else "none")
 
 
@@ -90,12 +100,15 @@ def _swiglu(y: Tensor) -> Tensor:
 
 def _swiglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
-    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
+    grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat((grad_gate, F.silu(gate).mul_(grad)), -1)
 
 
 def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
-    """Return `_swiglu_gradient` without a copy of the halves; torch's compiler knows no results in
-    views."""
+    """Return what `_swiglu_gradient` does, written into halves of one tensor in place of joined.
+
+    It saves a copy, but torch's compiler knows no results in views.
+    """
     gate, up = y.chunk(2, -1)
     grad_y = torch.empty_like(y)
     grad_gate, grad_up = grad_y.chunk(2, -1)

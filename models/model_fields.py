@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from models.family_defaults import (
     FFN_MULTIPLE,
-    as_bias,
     by_family,
     default_attention_scalar,
+    default_bias,
     default_embedding_scale,
+    default_expert_bias,
     default_ffn,
-    of_experts,
 )
 from models.initial_weights import InitialStd
 from models.latent import MOST, Latent
@@ -47,30 +47,39 @@ class ModelFields(BaseModel):
     ] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
+    # Sizes.
     layers: int = Field(gt=0, le=4096, description="Number of transformer layers.")
     hidden: int = Field(gt=0, le=MOST, description="Hidden size: width of the residual stream.")
     heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
     latent: Latent = Field(
         default=Latent(),
         strict=False,
-        description="Multi-head latent attention, such as {kv_rank = 512, query_rank = 1536, rope_dim = "
-        "64, nope_dim = "
-        f"128, value_dim = 128}}; keys: {', '.join(Latent.model_fields)}; default: none.",
+        description=(
+            "Multi-head latent attention, such as {kv_rank = 512, query_rank = 1536, rope_dim = "
+            f"64, nope_dim = 128, value_dim = 128}}; keys: {', '.join(Latent.model_fields)}; "
+            "default: none."
+        ),
     )
     kv_heads: int = Field(
-        default_factory=lambda known: known["heads"],
+        default_factory=lambda fields: fields["heads"],
         gt=0,
         le=65_536,
-        description="Number of key and value heads (grouped-query attention); default: model.heads.",
+        description=(
+            "Number of key and value heads (grouped-query attention); default: model.heads."
+        ),
     )
     head_dim: int = Field(
-        default_factory=lambda known: known["latent"].head_dim or known["hidden"] // known["heads"],
+        default_factory=lambda fields: (
+            fields["latent"].head_dim or fields["hidden"] // fields["heads"]
+        ),
         gt=0,
         le=MOST,
-        description="Width of one attention head; default, and if 0: model.hidden / model.heads; with "
-        "model.latent the "
-        "width of a query, rope_dim + nope_dim.",
+        description=(
+            "Width of one attention head; default, and if 0: model.hidden / model.heads; with "
+            "model.latent the width of a query, rope_dim + nope_dim."
+        ),
     )
+    # The feed-forward.
     mlp: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_exact"] = Field(
         default_factory=by_family(
             "swiglu",
@@ -80,11 +89,12 @@ class ModelFields(BaseModel):
             gemma3="geglu",
             gpt_oss="swiglu_clamped",
         ),
-        description="Feed-forward: with a gate swiglu, geglu or swiglu_clamped, without gelu or "
-        "gelu_exact; geglu and "
-        "gelu are in the tanh approximation; default: swiglu, for gpt2 gelu, for gpt_neox "
-        "gelu_exact, for gemma2 and "
-        "gemma3 geglu, for gpt_oss swiglu_clamped.",
+        description=(
+            "Feed-forward: with a gate swiglu, geglu or swiglu_clamped, without gelu or "
+            "gelu_exact; geglu and gelu are in the tanh approximation; default: swiglu, for gpt2 "
+            "gelu, for gpt_neox gelu_exact, for gemma2 and gemma3 geglu, for gpt_oss "
+            "swiglu_clamped."
+        ),
     )
     swiglu_alpha: float = Field(
         default=1.702, gt=0, description="Factor of the gate inside the sigmoid of swiglu_clamped."
@@ -101,11 +111,13 @@ class ModelFields(BaseModel):
         default_factory=default_ffn,
         gt=0,
         le=MOST,
-        description="Feed-forward width, of each expert in a model with experts; default: with a gate "
-        "8/3 of "
-        f"model.hidden, rounded up to a multiple of {FFN_MULTIPLE}, otherwise 4 times "
-        "model.hidden.",
+        description=(
+            "Feed-forward width, of each expert in a model with experts; default: with a gate 8/3 "
+            f"of model.hidden, rounded up to a multiple of {FFN_MULTIPLE}, otherwise 4 times "
+            "model.hidden."
+        ),
     )
+    # Vocabulary and sequences.
     vocab: int = Field(
         default=0, ge=0, le=MOST, description="Vocabulary size, in tokens; 0: the tokenizer's."
     )
@@ -115,9 +127,12 @@ class ModelFields(BaseModel):
         le=MOST,
         description="Longest sequence, in tokens; default in a run file: train.seq_length.",
     )
+    # Norms.
     norm: Literal["rms", "layer"] = Field(
         default_factory=by_family("rms", gpt2="layer", gpt_neox="layer"),
-        description="Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2 and gpt_neox layer.",
+        description=(
+            "Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2 and gpt_neox layer."
+        ),
     )
     norm_eps: float = Field(
         default=1e-5, gt=0, description="Epsilon that norms add to the variance."
@@ -126,30 +141,34 @@ class ModelFields(BaseModel):
         default_factory=by_family(
             "before", olmo2="after", olmo3="after", gemma2="around", gemma3="around"
         ),
-        description="Norms of each branch, attention and feed-forward: before it, after it (on its "
-        "output, before the "
-        "residual addition), or both (around); default: before, for olmo2 and olmo3 after, "
-        "for gemma2 and gemma3 "
-        "around.",
+        description=(
+            "Norms of each branch, attention and feed-forward: before it, after it (on its output, "
+            "before the residual addition), or both (around); default: before, for olmo2 and olmo3 "
+            "after, for gemma2 and gemma3 around."
+        ),
     )
     norm_unit_offset: bool = Field(
         default_factory=by_family(False, gemma2=True, gemma3=True),
-        description="RMSNorms multiply by 1 + weight, with weights that begin at 0; default: true for "
-        "gemma2 and "
-        "gemma3.",
+        description=(
+            "RMSNorms multiply by 1 + weight, with weights that begin at 0; default: true for "
+            "gemma2 and gemma3."
+        ),
     )
     qk_norm: bool = Field(
         default_factory=by_family(False, qwen3=True, olmo2=True, olmo3=True, gemma3=True),
-        description="RMSNorm on query and key, before rotary positions; default: true for qwen3, olmo2, "
-        "olmo3 and "
-        "gemma3.",
+        description=(
+            "RMSNorm on query and key, before rotary positions; default: true for qwen3, olmo2, "
+            "olmo3 and gemma3."
+        ),
     )
     qk_norm_over: Literal["head", "all"] = Field(
         default_factory=by_family("head", olmo2="all", olmo3="all"),
-        description="Features that model.qk_norm takes together: those of one head, or of all heads; "
-        "default: head, "
-        "for olmo2 and olmo3 all.",
+        description=(
+            "Features that model.qk_norm takes together: those of one head, or of all heads; "
+            "default: head, for olmo2 and olmo3 all."
+        ),
     )
+    # The residual stream.
     parallel_residual: bool = Field(
         default_factory=by_family(False, gpt_neox=True),
         description=(
@@ -157,9 +176,12 @@ class ModelFields(BaseModel):
             "gpt_neox."
         ),
     )
+    # Positions.
     positions: Literal["rope", "learned"] = Field(
         default_factory=by_family("rope", gpt2="learned"),
-        description="Position embeddings: rotary (rope) or learned; default: rope, for gpt2 learned.",
+        description=(
+            "Position embeddings: rotary (rope) or learned; default: rope, for gpt2 learned."
+        ),
     )
     rope_base: float = Field(
         default=10000.0, gt=1, description="Base of the rotary wavelengths (rope_theta)."
@@ -168,37 +190,43 @@ class ModelFields(BaseModel):
         default_factory=by_family(1.0, gpt_neox=0.25, glm4_moe=0.5),
         gt=0,
         le=1,
-        description="Fraction of each head's features, counted from the first, that get rotary "
-        "positions; default: "
-        "1.0, for gpt_neox 0.25, for glm4_moe 0.5.",
+        description=(
+            "Fraction of each head's features, counted from the first, that get rotary positions; "
+            "default: 1.0, for gpt_neox 0.25, for glm4_moe 0.5."
+        ),
     )
     rope_scaling: RopeScaling = Field(
         default=RopeScaling(),
         strict=False,
-        description='Scaling of rotary positions to longer sequences, such as {kind = "linear", factor = '
-        "2.0}; kinds: "
-        "none, linear, dynamic, llama3 and yarn, with Hugging Face's keys.",
+        description=(
+            'Scaling of rotary positions to longer sequences, such as {kind = "linear", factor = '
+            "2.0}; kinds: none, linear, dynamic, llama3 and yarn, with Hugging Face's keys."
+        ),
     )
     window_rope_base: float = Field(
         default=0.0,
         ge=0,
-        description="Base of the rotary wavelengths in layers with the sliding window, which then have "
-        "no scaling; 0: "
-        "these layers have the rotary positions of all others.",
+        description=(
+            "Base of the rotary wavelengths in layers with the sliding window, which then have no "
+            "scaling; 0: these layers have the rotary positions of all others."
+        ),
     )
+    # Scores and logits.
     attention_scalar: float = Field(
         default_factory=default_attention_scalar,
         gt=0,
-        description="Attention scores are divided by the square root of this number; default: "
-        "model.head_dim; with "
-        "model.latent and rope_scaling.mscale_all_dim this divided by the fourth power of "
-        "yarn's factor.",
+        description=(
+            "Attention scores are divided by the square root of this number; default: "
+            "model.head_dim; with model.latent and rope_scaling.mscale_all_dim this divided by the "
+            "fourth power of yarn's factor."
+        ),
     )
     attention_sinks: bool = Field(
         default_factory=by_family(False, gpt_oss=True),
-        description="Each head learns a sink: one more logit in the denominator of its softmax; default: "
-        "true for "
-        "gpt_oss.",
+        description=(
+            "Each head learns a sink: one more logit in the denominator of its softmax; default: "
+            "true for gpt_oss."
+        ),
     )
     attention_softcap: float = Field(
         default_factory=by_family(0.0, gemma2=50.0),
@@ -211,8 +239,11 @@ class ModelFields(BaseModel):
     final_softcap: float = Field(
         default_factory=by_family(0.0, gemma2=30.0),
         ge=0,
-        description="Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30.",
+        description=(
+            "Soft cap of the logits, cap * tanh(logit / cap); 0: none; default: 0, for gemma2 30."
+        ),
     )
+    # Attention within a window.
     window: int = Field(
         default=0,
         ge=0,
@@ -225,77 +256,91 @@ class ModelFields(BaseModel):
     window_layers: tuple[int, ...] = Field(
         default=(),
         strict=False,
-        description="Numbers of the layers, from 0, that have the sliding window; empty: all layers.",
+        description=(
+            "Numbers of the layers, from 0, that have the sliding window; empty: all layers."
+        ),
     )
+    # Biases. The first one is the default of the others, so it comes before them.
     bias: bool = Field(
         default_factory=by_family(False, gpt2=True, gpt_neox=True),
-        description="Default of model.qkv_bias, model.output_bias and model.mlp_bias; default: true for "
-        "gpt2 and "
-        "gpt_neox.",
+        description=(
+            "Default of model.qkv_bias, model.output_bias and model.mlp_bias; default: true for "
+            "gpt2 and gpt_neox."
+        ),
     )
     qkv_bias: bool = Field(
-        default_factory=lambda known: known["bias"] or known["family"] in ("qwen2", "gpt_oss"),
-        description="Biases of the query, key and value projections, with model.latent of those down to "
-        "the latents; "
-        "default: model.bias, for qwen2 and gpt_oss true.",
+        default_factory=lambda fields: fields["bias"] or fields["family"] in ("qwen2", "gpt_oss"),
+        description=(
+            "Biases of the query, key and value projections, with model.latent of those down to "
+            "the latents; default: model.bias, for qwen2 and gpt_oss true."
+        ),
     )
     output_bias: bool = Field(
-        default_factory=lambda known: known["bias"] or known["family"] == "gpt_oss",
+        default_factory=lambda fields: fields["bias"] or fields["family"] == "gpt_oss",
         description="Bias of attention's output projection; default: model.bias, for gpt_oss true.",
     )
     mlp_bias: bool = Field(
-        default_factory=as_bias, description="Biases of the feed-forward; default: model.bias."
+        default_factory=default_bias, description="Biases of the feed-forward; default: model.bias."
     )
+    # The output head.
     tied: bool = Field(
         default_factory=by_family(False, gpt2=True, gemma2=True, gemma3=True),
         description=(
-            "The output head shares the weight of the embedding; default: true for gpt2, gemma2 "
-            "and gemma3."
+            "The output head shares the weight of the embedding; default: true for gpt2, "
+            "gemma2 and gemma3."
         ),
     )
+    # Experts. Losses and corrections keep their loads balanced.
     experts: int = Field(
         default_factory=by_family(0, mixtral=8, glm4_moe=128, gpt_oss=32),
         ge=0,
         le=65_536,
-        description="Number of experts per layer (mixture of experts); 0: one feed-forward and no "
-        "router; default: "
-        "0, for mixtral 8, for glm4_moe 128, for gpt_oss 32.",
+        description=(
+            "Number of experts per layer (mixture of experts); 0: one feed-forward and no router; "
+            "default: 0, for mixtral 8, for glm4_moe 128, for gpt_oss 32."
+        ),
     )
     experts_per_token: int = Field(
         default_factory=by_family(2, gpt_oss=4),
         gt=0,
         le=65_536,
-        description="Number of experts that the router chooses for each token; default: 2, for gpt_oss 4.",
+        description=(
+            "Number of experts that the router chooses for each token; default: 2, for gpt_oss 4."
+        ),
     )
     expert_bias: bool = Field(
-        default_factory=of_experts,
+        default_factory=default_expert_bias,
         description="Biases of the experts' feed-forwards; default: true for gpt_oss.",
     )
     router_bias: bool = Field(
-        default_factory=of_experts, description="Bias of the router; default: true for gpt_oss."
+        default_factory=default_expert_bias,
+        description="Bias of the router; default: true for gpt_oss.",
     )
     norm_topk: bool = Field(
         default=True,
-        description="Normalize the router's weights of a token's experts to a sum of one (before "
-        "model.router's "
-        "scale); with softmax scores this is a softmax over the chosen experts.",
+        description=(
+            "Normalize the router's weights of a token's experts to a sum of one (before "
+            "model.router's scale); with softmax scores this is a softmax over the chosen experts."
+        ),
     )
     router: RouterSettings = Field(
         default_factory=by_family(PLAIN, glm4_moe=CORRECTED, deepseek_v3=CORRECTED),
         strict=False,
-        description='Choice of experts, such as {score = "sigmoid", scale = 2.5, correction = true}; '
-        "keys: "
-        f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe and "
-        "deepseek_v3 "
-        "sigmoid scores with a correction by loads.",
+        description=(
+            'Choice of experts, such as {score = "sigmoid", scale = 2.5, correction = true}; keys: '
+            f"{', '.join(RouterSettings.model_fields)}; default: softmax scores, for glm4_moe and "
+            "deepseek_v3 sigmoid scores with a correction by loads."
+        ),
     )
     dense_layers: tuple[int, ...] = Field(
         default=(),
         strict=False,
-        description="Numbers of the layers, from 0, that have one feed-forward in place of experts.",
+        description=(
+            "Numbers of the layers, from 0, that have one feed-forward in place of experts."
+        ),
     )
     dense_ffn: int = Field(
-        default_factory=lambda known: known["ffn"],
+        default_factory=lambda fields: fields["ffn"],
         gt=0,
         le=MOST,
         description="Width of the feed-forward of model.dense_layers; default: model.ffn.",
@@ -305,8 +350,8 @@ class ModelFields(BaseModel):
         ge=0,
         le=MOST,
         description=(
-            "Width of a feed-forward beside the experts of a layer, which every token passes; 0: "
-            "none."
+            "Width of a feed-forward beside the experts of a layer, which every token passes; "
+            "0: none."
         ),
     )
     shared_gate: bool = Field(
@@ -332,10 +377,12 @@ class ModelFields(BaseModel):
     router_correction_speed: float = Field(
         default=0.001,
         ge=0,
-        description="Change of router.correction in each step, up or down by the load of an expert; 0: "
-        "it stays as it "
-        "is.",
+        description=(
+            "Change of router.correction in each step, up or down by the load of an expert; 0: it "
+            "stays as it is."
+        ),
     )
+    # Dropout.
     dropout: float = Field(
         default=0.0,
         ge=0,
@@ -344,12 +391,14 @@ class ModelFields(BaseModel):
     )
     dropout_at: Literal["branches", "stream"] = Field(
         default="branches",
-        description="Places of dropout. branches: the embedding and the outputs of attention and "
-        "feed-forward; stream: "
-        "the input of each layer and the output of attention, as in InternEvo.",
+        description=(
+            "Places of dropout. branches: the embedding and the outputs of attention and "
+            "feed-forward; stream: the input of each layer and the output of attention, as in "
+            "InternEvo."
+        ),
     )
     embedding_dropout: float = Field(
-        default_factory=lambda known: known["dropout"],
+        default_factory=lambda fields: fields["dropout"],
         ge=0,
         lt=1,
         description=(
@@ -360,12 +409,14 @@ class ModelFields(BaseModel):
     attention_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout probability of attention probabilities."
     )
+    # Factors of values and gradients.
     embedding_scale: float = Field(
         default_factory=default_embedding_scale,
         gt=0,
-        description="Factor of the embeddings, rounded to their dtype; default: 1, for gemma2 and gemma3 "
-        "the square "
-        "root of model.hidden.",
+        description=(
+            "Factor of the embeddings, rounded to their dtype; default: 1, for gemma2 and gemma3 "
+            "the square root of model.hidden."
+        ),
     )
     embedding_grad_scale: float = Field(
         default=1.0,
@@ -376,32 +427,41 @@ class ModelFields(BaseModel):
     head_grad_scale: float = Field(
         default=1.0, gt=0, le=1, description="Factor of the gradient of the output head's weight."
     )
+    # Initial weights.
     init_std: float = Field(
         default=0.02, gt=0, description="Standard deviation of initial weights."
     )
     init: InitialStd = Field(
         default=InitialStd(),
         strict=False,
-        description="Standard deviation of initial weights by kind of matrix, such as {embedding = 0.01, "
-        "qkv = 0.006}; "
-        f"keys: {', '.join(InitialStd.model_fields)}; empty: model.init_std for all.",
+        description=(
+            "Standard deviation of initial weights by kind of matrix, such as {embedding = 0.01, "
+            f"qkv = 0.006}}; keys: {', '.join(InitialStd.model_fields)}; empty: model.init_std for "
+            "all."
+        ),
     )
+    # Multi-token prediction.
     mtp_layers: int = Field(
         default=0,
         ge=0,
         le=16,
-        description="Number of modules of multi-token prediction after the last layer: module k is "
-        "trained to predict "
-        "k tokens further ahead; 0: none.",
+        description=(
+            "Number of modules of multi-token prediction after the last layer: module k is trained "
+            "to predict k tokens further ahead; 0: none."
+        ),
     )
     mtp_loss_weight: float = Field(
         default=0.3,
         ge=0,
-        description="Weight of the mean of the modules' losses (model.mtp_layers) in the training loss.",
+        description=(
+            "Weight of the mean of the modules' losses (model.mtp_layers) in the training loss."
+        ),
     )
+    # A model of the user's own.
     factory: str = Field(
         default="",
-        description='Factory of a custom model, as "file.py:function" or "package.module:function" '
-        "(docs/parity.md); "
-        "empty: the built-in family of model.family.",
+        description=(
+            'Factory of a custom model, as "file.py:function" or "package.module:function" '
+            "(docs/parity.md); empty: the built-in family of model.family."
+        ),
     )

@@ -20,8 +20,8 @@ The definition is that of DeepSeek-V3 (arXiv 2412.19437, section 2.2) in the ord
 Megatron-core (`multi_token_prediction.py`), which applies the model's final norm before the first
 module.
 
-Logical names, N = k - 1: mtp.N.embedding_norm|hidden_norm|final_norm.weight, mtp.N.projection.weight [hidden, 2 *
-hidden], and mtp.N.attention and so on as those of layers.
+Logical names, N = k - 1: mtp.N.embedding_norm|hidden_norm|final_norm.weight,
+mtp.N.projection.weight [hidden, 2 * hidden], and mtp.N.attention and so on as those of layers.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ from megaprec.comm.axis import Axis
 from models.blocks import Attention, DecoderLayer, make_norm
 from models.config import ModelConfig
 from models.flash_windows import Documents
+from models.rotate import RotaryTables
 from models.routing import WithLoss
 from models.token_count import TokenCount, count_tokens
 from parallel import collectives
@@ -65,25 +66,34 @@ class Ahead:
 
     def of(self, rows: slice) -> "Ahead":
         """Return the part of a micro-batch, as [D, s, b]."""
-        tokens, targets, weights = (
-            x[:, rows].transpose(1, 2).contiguous()
-            for x in (self.tokens, self.targets, self.weights)
+
+        def by_position(x: Tensor) -> Tensor:
+            return x[:, rows].transpose(1, 2).contiguous()
+
+        return replace(
+            self,
+            tokens=by_position(self.tokens),
+            targets=by_position(self.targets),
+            weights=by_position(self.weights),
         )
-        return replace(self, tokens=tokens, targets=targets, weights=weights)
 
     def share(self, module: int, losses: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean loss of a module. losses: of each token, [s,
         b]."""
-        summed = (losses * self.weights[module].to(losses.dtype)).sum()
-        return summed / self.counted[module].total.to(losses.dtype)
+        weighted_sum = (losses * self.weights[module].to(losses.dtype)).sum()
+        return weighted_sum / self.counted[module].total.to(losses.dtype)
 
     def attach(self, hidden: Tensor, shares: Sequence[Tensor], note: bool) -> Tensor:
-        """Return `hidden`, whose backward pass also starts those of the losses. note: add them to
-        `losses`."""
-        together = torch.stack(list(shares))
+        """Return `hidden`, whose backward pass also starts those of the losses.
+
+        shares: of this micro-batch, one for each module.
+        note: add them to `losses`.
+        """
+        # One tensor of all modules: one addition, and one gradient of their mean.
+        stacked = torch.stack(list(shares))
         if note:
-            self.losses.add_(together.detach())
-        return WithLoss.apply(hidden, together.mean(), self.scale)
+            self.losses.add_(stacked.detach())
+        return WithLoss.apply(hidden, stacked.mean(), self.scale)
 
 
 def look_ahead(
@@ -100,43 +110,44 @@ def look_ahead(
     """Return what the modules of a share read and predict. Collective over dp, of ranks that have
     the last stage.
 
-    tokens, targets: int64 [rows, s] of whole samples, ids inside the vocabulary. mask: weights of
-        the targets; None: all count. documents: the number of each token's document, if attention
-        is restricted to documents.
-    scale: on the device that computes. cp: the ranks that share the samples; the result is this
-        rank's part.
+    tokens, targets: int64 [rows, s] of whole samples, ids inside the vocabulary.
+    mask: weights of the targets; None: all count.
+    documents: the number of each token's document, if attention is restricted to documents.
+    modules: the number of modules.
+    scale: on the device that computes.
+    cp: the ranks that share the samples; the result is this rank's part.
     divides: True on ranks that have the model's last stage.
     """
     device = scale.device
     if mask is None:
-        kept = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
+        weights = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
     else:
-        kept = mask.double()
-    made = [
-        [_later(x, k, documents) for x in (tokens, targets, kept)] for k in range(1, modules + 1)
-    ]
-    read, predicted, weights = (
-        take(torch.stack(some), cp, 2).to(device) for some in zip(*made, strict=True)
-    )
-    counted = [count_tokens(0, own, dp, divides, device) for own in weights]
-    return Ahead(
-        read,
-        predicted,
-        weights,
-        counted,
-        scale,
-        torch.zeros(modules, dtype=torch.float64, device=device),
-    )
+        weights = mask.double()
+
+    def local_part(x: Tensor) -> Tensor:
+        """Return x at the positions that each module predicts from: [D, rows, s / cp]."""
+        distances = range(1, modules + 1)
+        later = torch.stack([_shift(x, distance, documents) for distance in distances])
+        return take(later, cp, 2).to(device)
+
+    local_tokens = local_part(tokens)
+    local_targets = local_part(targets)
+    local_weights = local_part(weights)
+    counted = [count_tokens(0, module, dp, divides, device) for module in local_weights]
+    losses = torch.zeros(modules, dtype=torch.float64, device=device)
+    return Ahead(local_tokens, local_targets, local_weights, counted, scale, losses)
 
 
-def _later(x: Tensor, by: int, documents: Tensor | None) -> Tensor:
-    """Return x [rows, s] of the position `by` tokens later; 0 where the sample, or the document,
-    has ended before."""
+def _shift(x: Tensor, distance: int, documents: Tensor | None) -> Tensor:
+    """Return x [rows, s] of the position `distance` tokens later; 0 where the sample, or the
+    document, has ended before."""
+    # Token 0 stands where there is none, with a weight of 0.
     later = torch.zeros_like(x)
-    length = max(0, x.shape[1] - by)
-    later[:, :length] = x[:, by:]
+    length = max(0, x.shape[1] - distance)
+    later[:, :length] = x[:, distance:]
     if documents is not None:
-        later[:, :length].masked_fill_(documents[:, by:] != documents[:, :length], 0)
+        other_document = documents[:, distance:] != documents[:, :length]
+        later[:, :length].masked_fill_(other_document, 0)
     return later
 
 
@@ -158,7 +169,6 @@ class PredictionModule(nn.Module):
         self.context = context
         self.again = again
         name = f"mtp.{number}"
-        last = config.layers - 1
         self.embedding_norm = make_norm(config, context, f"{name}.embedding_norm")
         self.hidden_norm = make_norm(config, context, f"{name}.hidden_norm")
         self.projection = ColumnParallelLinear(
@@ -169,27 +179,33 @@ class PredictionModule(nn.Module):
             bias=False,
             std=config.init_std,
         )
-        within = replace(context, recompute=context.recompute.within(whole=again))
-        self.layer = DecoderLayer(config.of_layer(last), within, name, last + 1 + number, attention)
+        # If the layer is recomputed as a whole, its modules have nothing to recompute themselves.
+        inner_context = replace(context, recompute=context.recompute.within(whole=again))
+        last_layer = config.of_layer(config.layers - 1)
+        self.layer = DecoderLayer(
+            last_layer, inner_context, name, config.layers + number, attention
+        )
         self.final_norm = make_norm(config, context, f"{name}.final_norm")
 
     def forward(
         self,
         embedded: Tensor,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: RotaryTables | None,
         place: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map embeddings and hidden states, [s, b, hidden] or [s / tp, b, hidden], to the next
         hidden states."""
         context = self.context
-        tp = self.context.tp
-        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
-        x = collectives.join(self.projection(both), tp, 2)
-        x = (collectives.split(x, tp, 0) if context.cut_sequence else x).to(context.plan.residual)
+        normed = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
+        # Each tp rank has some output features of the projection, and a layer wants them all.
+        x = collectives.join(self.projection(normed), context.tp, 2)
+        if context.cut_sequence:
+            x = collectives.split(x, context.tp, 0)
+        x = x.to(context.plan.residual)
 
-        def run(x: Tensor) -> Tensor:
+        def run_layer(x: Tensor) -> Tensor:
             return self.layer(x, rotary=rotary, place=place, attn_mask=attn_mask)
 
-        return self.final_norm(recomputed(run, x) if self.again else run(x))
+        return self.final_norm(recomputed(run_layer, x) if self.again else run_layer(x))

@@ -17,13 +17,8 @@ from models.cutting import MakeStage
 from models.stages import Cut, Stage
 from parallel.context import Context
 
-# packages that come before folders of the user's of the same name
-OURS = (
-    "megaprec",
-    "models",
-    "parallel",
-    "tools",
-)
+# Packages that come before folders of the user's of the same name.
+OURS = ("megaprec", "models", "parallel", "tools")
 
 
 def stage_maker(factory: str) -> MakeStage:
@@ -37,12 +32,14 @@ def stage_maker(factory: str) -> MakeStage:
         return Stage
     make = find_function("model.factory", factory)
 
-    def checked(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Stage:
+    def make_valid_stage(
+        config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]
+    ) -> Stage:
         stage = make(config, context, cut, tied)
         _require_stage(factory, stage, cut)
         return stage
 
-    return checked
+    return make_valid_stage
 
 
 def require_builtin(model: ModelConfig, what: str) -> None:
@@ -56,15 +53,20 @@ def require_builtin(model: ModelConfig, what: str) -> None:
 
 def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
     """Raise UserError if `stage` lacks a property that a stage must have."""
-    made = f'model.factory = "{factory}": stage {cut.stage}'
+    subject = f'model.factory = "{factory}": stage {cut.stage}'
     if not isinstance(stage, nn.Module):
-        raise UserError(f"{made} is {type(stage).__name__}, not a torch.nn.Module")
+        raise UserError(f"{subject} is {type(stage).__name__}, not a torch.nn.Module")
     if cut.last and not callable(getattr(stage, "losses", None)):
-        raise UserError(f"{made} is the last one, but has no method losses(logits, targets)")
-    if bare := [name for name, parameter in stage.named_parameters() if not has_layout(parameter)]:
+        raise UserError(f"{subject} is the last one, but has no method losses(logits, targets)")
+    # The optimizer shards, names and saves parameters by their layouts.
+    without_layout = [
+        name for name, parameter in stage.named_parameters() if not has_layout(parameter)
+    ]
+    if without_layout:
+        others = len(without_layout) - 1
+        nor_others = f", nor have {others} others" if others else ""
         raise UserError(
-            f"{made}: parameter {bare[0]} has no "
-            f"layout{f', nor have {len(bare) - 1} others' if bare[1:] else ''}: "
+            f"{subject}: parameter {without_layout[0]} has no layout{nor_others}: "
             "make it with parallel.layers.parameter, or give it one with "
             "megaprec.comm.layout.attach_whole"
         )

@@ -36,18 +36,21 @@ class Packing:
     def counted(self) -> tuple[int, ...]:
         """Return the number of documents of each sample. Waits for a GPU if the host has not
         counted them before."""
-        if self.counts is not None or self.documents is None:
-            return self.counts or ()
+        if self.counts is not None:
+            return self.counts
+        if self.documents is None:
+            return ()
+        # The first document begins with the sample; the others where the number changes.
         begins = self.documents[:, 1:] != self.documents[:, :-1]
         return tuple((begins.sum(1) + 1).tolist())
 
     def rows(self, rows: slice) -> "Packing":
         """Return the packing of these samples."""
-        counts = None if self.counts is None else self.counts[rows]
-        documents, positions = (
-            x if x is None else x[rows] for x in (self.documents, self.positions)
+        return Packing(
+            documents=None if self.documents is None else self.documents[rows],
+            positions=None if self.positions is None else self.positions[rows],
+            counts=None if self.counts is None else self.counts[rows],
         )
-        return Packing(documents, positions, counts)
 
     def cut(self, cp: Axis) -> "Packing":
         """Return the packing for a rank of cp: the positions of its tokens, and the documents of
@@ -58,11 +61,15 @@ class Packing:
 
     def on(self, device: torch.device) -> "Packing":
         """Return this packing on a device, with its documents counted if it is a GPU."""
-        counts = self.counts if device.type == "cpu" or self.documents is None else self.counted
-        documents, positions = (
-            x if x is None else sent(x, device) for x in (self.documents, self.positions)
+        counts = self.counts
+        # Counted here, on the host: later the count would wait for the GPU.
+        if device.type != "cpu" and self.documents is not None:
+            counts = self.counted
+        return Packing(
+            documents=None if self.documents is None else sent(self.documents, device),
+            positions=None if self.positions is None else sent(self.positions, device),
+            counts=counts,
         )
-        return Packing(documents, positions, counts)
 
 
 WHOLE = Packing()
@@ -77,12 +84,16 @@ def causal_mask(
 
     A token attends to itself and to earlier tokens, but not to tokens before its window (0: no
     window) or in other documents. The polarity is that of torch's scaled_dot_product_attention.
+    length: number of tokens.
+    documents: int64 [b, s], as in `Packing`; None: a sample is one document.
     past: number of first tokens that have no row, because they are only attended to; 0 if there are
         documents.
     """
     attends = torch.ones(length - past, length, dtype=torch.bool, device=device).tril(past)
+    # Not before the window: `window` diagonals that end with the token itself.
     if 0 < window < length:
         attends = attends.triu(past + 1 - window)
     if documents is None:
         return attends
-    return attends & (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
+    same_document = documents[:, :, None] == documents[:, None, :]
+    return attends & same_document.unsqueeze(1)

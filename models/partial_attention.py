@@ -20,25 +20,30 @@ neighbouring heads of query.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# bytes at a time: 4 MB stay in a CPU's cache, and 34 MB occupy a GPU
-_SCORES = {
-    "cpu": 1 << 22,
-    "cuda": 1 << 25,
+# Bytes of scores at a time, by the type of device.
+_SCORES_BYTES = {
+    "cpu": 1 << 22,  # 4 MB stay in a CPU's cache
+    "cuda": 1 << 25,  # 34 MB occupy a GPU
 }
+_LEAST_QUERIES = 16  # of a block, so that its products stay products of matrices
 
 Drop = Callable[[Tensor, range, range], Tensor]
-"""Dropout of weights [b, n, queries, keys] at the positions of these. It must be linear and always drop the same."""
+"""Dropout of weights [b, n, queries, keys] at the positions of these.
+
+It must be linear, and drop the same whenever it is called: the backward pass calls it again.
+"""
 
 
 @dataclass(frozen=True)
 class Rule:
     """The keys that a query attends to, and the scores' factor.
 
+    scale: the factor of scores.
     window: number of last tokens, its own included; 0: all earlier ones.
     documents: int64 [b, s], the number of each token's document; None: a sequence is one document.
     drop: dropout of attention weights; None: without.
@@ -51,9 +56,11 @@ class Rule:
     drop: Drop | None = None
     softcap: float = 0.0
 
-    def reached(self, queries: range, keys: range) -> range:
+    def reachable_keys(self, queries: range, keys: range) -> range:
         """Return the keys to which some query may attend."""
-        first = max(keys.start, queries.start - self.window + 1) if self.window else keys.start
+        first = keys.start
+        if self.window:
+            first = max(first, queries.start - self.window + 1)
         return range(first, max(first, min(keys.stop, queries.stop)))
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
@@ -62,25 +69,34 @@ class Rule:
 
         None: every query attends to every key.
         """
-        inside = not self.window or keys[0] > queries[-1] - self.window
-        attends = None
-        if keys[-1] > queries[0] or not inside:
-            ago = torch.arange(queries.start, queries.stop, device=device)[:, None]
-            ago = ago - torch.arange(keys.start, keys.stop, device=device)
-            attends = (ago >= 0) & (ago < self.window) if self.window else ago >= 0
+        attends = self._causal_mask(queries, keys, device)
         if self.documents is None:
             return attends
-        asking, asked = (self.documents[:, some.start : some.stop] for some in (queries, keys))
-        same = (asking[:, :, None] == asked[:, None, :])[:, None, None]
+        query_documents = self.documents[:, queries.start : queries.stop]
+        key_documents = self.documents[:, keys.start : keys.stop]
+        same = (query_documents[:, :, None] == key_documents[:, None, :])[:, None, None]
         return same if attends is None else same & attends
 
+    def _causal_mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        """Return bool [queries, keys], True for earlier keys within the window; None: for all."""
+        all_earlier = keys[-1] <= queries[0]
+        all_in_window = not self.window or keys[0] > queries[-1] - self.window
+        if all_earlier and all_in_window:
+            return None
+        distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        distance = distance - torch.arange(keys.start, keys.stop, device=device)
+        if self.window:
+            return (distance >= 0) & (distance < self.window)
+        return distance >= 0
 
-class Merged:
+
+class MergedAttention:
     """Attention of runs of queries over the parts of keys given to `add` so far.
 
-    query: [b, n, s, d] whose rows are at the positions of `runs`, one run after the other. heads:
-    those of key and value, which have `width` features. wide: the dtype of scores and sums. sinks:
-    [n], or None.
+    query: [b, n, s, d] whose rows are at the positions of `runs`, one run after the other.
+    heads: those of key and value, which have `width` features.
+    wide: the dtype of scores and sums.
+    sinks: [n], or None.
     """
 
     def __init__(
@@ -97,141 +113,181 @@ class Merged:
         self._runs = runs
         self._rule = rule
         self._wide = wide
-        shape = self._query.shape[:-1]
+        rows = self._query.shape[:-1]
+        # A sink is a score of its own, so it begins the largest score and, as exp(0), the sum.
         if sinks is None:
-            self._largest = query.new_full((*shape, 1), torch.finfo(wide).min, dtype=wide)
+            self._largest = query.new_full((*rows, 1), torch.finfo(wide).min, dtype=wide)
             self._sum = torch.zeros_like(self._largest)
         else:
-            self._largest = by_head(sinks.to(wide), self._query).expand(*shape, 1).clone()
+            self._largest = sinks_by_head(sinks.to(wide), self._query).expand(*rows, 1).clone()
             self._sum = torch.ones_like(self._largest)
-        self._values = query.new_zeros((*shape, width), dtype=wide)
+        self._values = query.new_zeros((*rows, width), dtype=wide)
 
     def add(self, key: Tensor, value: Tensor, runs: tuple[range, ...]) -> None:
         """Attend to the keys at the positions of `runs`, one run after the other."""
+        rule = self._rule
         key = key.to(self._wide)
         value = value.to(self._wide)
-        for rows, queries, columns, keys in pairs(
-            self._runs, runs, self._rule, self._query, self._wide
-        ):
-            own_key = key[:, :, columns]
-            own_value = value[:, :, columns]
-            scores = capped_scores(self._query[:, :, :, rows].to(self._wide), own_key, self._rule)
-            scores = masked(scores, self._rule, queries, keys)
-            largest, total, values = (
-                x[:, :, :, rows] for x in (self._largest, self._sum, self._values)
-            )
-            higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
-            shrunk = (largest - higher).exp_()
-            weights = scores.sub_(higher).exp_()
-            total.mul_(shrunk).add_(weights.sum(-1, keepdim=True))
-            dropped = dropped_of(weights, self._rule, queries, keys)
-            values.mul_(shrunk).add_(product(dropped, own_value))
-            largest.copy_(higher)
+        for block in blocks(self._runs, runs, rule, self._query, self._wide):
+            block_key = block.of_keys(key)
+            block_value = block.of_keys(value)
+            query = block.of_queries(self._query)
+            scores = capped_scores(query.to(self._wide), block_key, rule)
+            scores = mask_scores_(scores, rule, block)
+            # Views: what changes in place below is the state of the merge.
+            largest = block.of_queries(self._largest)
+            total = block.of_queries(self._sum)
+            values = block.of_queries(self._values)
+            new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            shrinkage = (largest - new_largest).exp_()
+            weights = scores.sub_(new_largest).exp_()
+            # Dropout comes after the sum: a dropped weight stays in the denominator.
+            total.mul_(shrinkage).add_(weights.sum(-1, keepdim=True))
+            dropped = drop_weights(weights, rule, block)
+            values.mul_(shrinkage).add_(product(dropped, block_value))
+            largest.copy_(new_largest)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return attention [b, n, s, width], and `log_sum` [b, m, n / m, s, 1]."""
         return self._values.div_(self._sum).flatten(1, 2), self._largest + self._sum.log()
 
 
-class Gradients:
-    """The gradients of attention, as sums over the parts of keys given to `of` so far.
+class AttentionGradients:
+    """The gradients of attention, as sums over the parts of keys given to `add` so far.
 
-    mixed: the result of attention, and grad its gradient, [b, n, s, width] both. log_sum: as
-    `Merged.result` returns it. query, runs, rule and wide: as in `Merged`.
+    output: the result of attention, and grad its gradient, [b, n, s, width] both.
+    log_sum: as `MergedAttention.result` returns it.
+    query, runs, rule, wide: as in `MergedAttention`.
     """
 
     def __init__(
         self,
         query: Tensor,
         runs: tuple[range, ...],
-        mixed: Tensor,
+        output: Tensor,
         log_sum: Tensor,
         grad: Tensor,
         rule: Rule,
         wide: torch.dtype,
     ) -> None:
-        grouped = partial(Tensor.unflatten, dim=1, sizes=log_sum.shape[1:3])
-        self._query = grouped(query)
-        self._grad = grouped(grad)
+        by_key_head = log_sum.shape[1:3]
+        self._query = query.unflatten(1, by_key_head)
+        self._grad = grad.unflatten(1, by_key_head)
         self._runs = runs
         self._rule = rule
         self._log_sum = log_sum
         self._wide = wide
-        self._along = (self._grad.to(wide) * grouped(mixed)).sum(-1, keepdim=True)
-        self._of_query = torch.zeros(self._query.shape, dtype=wide, device=query.device)
+        # The gradient of a softmax needs sum over keys of weight * its gradient, which is the
+        # product of the output with its gradient.
+        self._grad_dot_output = (self._grad.to(wide) * output.unflatten(1, by_key_head)).sum(
+            -1, keepdim=True
+        )
+        self._grad_query = torch.zeros(self._query.shape, dtype=wide, device=query.device)
 
     def add(
-        self, key: Tensor, value: Tensor, runs: tuple[range, ...], into: tuple[Tensor, Tensor]
+        self,
+        key: Tensor,
+        value: Tensor,
+        runs: tuple[range, ...],
+        grad_key: Tensor,
+        grad_value: Tensor,
     ) -> None:
-        """Add this part's gradients of query, key and value to the sums; `into` are those of key
-        and value."""
+        """Add the gradients from this part of the keys: that of query to its sum, the others to
+        `grad_key` and `grad_value`, in place."""
+        rule = self._rule
         key = key.to(self._wide)
         value = value.to(self._wide)
-        for rows, queries, columns, keys in pairs(
-            self._runs, runs, self._rule, self._query, self._wide
-        ):
-            own_key = key[:, :, columns]
-            own_value = value[:, :, columns]
-            query, grad = (x[:, :, :, rows].to(self._wide) for x in (self._query, self._grad))
-            capped = capped_scores(query, own_key, self._rule)
-            slope = (capped / cap).square_().neg_().add_(1) if (cap := self._rule.softcap) else None
-            weights = (
-                masked(capped, self._rule, queries, keys).sub_(self._log_sum[:, :, :, rows]).exp_()
-            )
-            dropped = dropped_of(weights, self._rule, queries, keys)
-            into[1][:, :, columns] += product_over_queries(dropped, grad)
-            wanted = dropped_of(product(grad, own_value.mT), self._rule, queries, keys)
-            of_scores = wanted.sub_(self._along[:, :, :, rows]).mul_(weights).mul_(self._rule.scale)
+        for block in blocks(self._runs, runs, rule, self._query, self._wide):
+            block_key = block.of_keys(key)
+            block_value = block.of_keys(value)
+            query = block.of_queries(self._query).to(self._wide)
+            grad = block.of_queries(self._grad).to(self._wide)
+            scores = capped_scores(query, block_key, rule)
+            slope = None
+            if rule.softcap:  # before the mask: the slope of minus infinity is not a number
+                slope = (scores / rule.softcap).square_().neg_().add_(1)
+            scores = mask_scores_(scores, rule, block)
+            weights = scores.sub_(block.of_queries(self._log_sum)).exp_()
+            dropped = drop_weights(weights, rule, block)
+            block.of_keys(grad_value).add_(product_over_queries(dropped, grad))
+            # Dropout is linear, so the gradient of what it is given is the dropout of its gradient.
+            grad_weights = drop_weights(product(grad, block_value.mT), rule, block)
+            grad_scores = grad_weights.sub_(block.of_queries(self._grad_dot_output))
+            grad_scores.mul_(weights).mul_(rule.scale)
             if slope is not None:
-                of_scores.mul_(slope)
-            self._of_query[:, :, :, rows] += product(of_scores, own_key)
-            into[0][:, :, columns] += product_over_queries(of_scores, query)
+                grad_scores.mul_(slope)
+            block.of_queries(self._grad_query).add_(product(grad_scores, block_key))
+            block.of_keys(grad_key).add_(product_over_queries(grad_scores, query))
 
-    def of_query(self) -> Tensor:
+    def grad_query(self) -> Tensor:
         """Return the gradient of query, [b, n, s, d]."""
-        return self._of_query.flatten(1, 2)
+        return self._grad_query.flatten(1, 2)
 
-    def of_sinks(self, sinks: Tensor) -> Tensor:
-        """Return the gradient of the sinks [n], as far as it is from these queries; in `wide`."""
-        weights = (by_head(sinks.to(self._wide), self._query) - self._log_sum).exp_()
-        return weights.mul_(self._along).sum((0, 3, 4)).neg_().flatten()
+    def grad_sinks(self, sinks: Tensor) -> Tensor:
+        """Return the part of the gradient of the sinks [n] that these queries have; in `wide`."""
+        weights = (sinks_by_head(sinks.to(self._wide), self._query) - self._log_sum).exp_()
+        return weights.mul_(self._grad_dot_output).sum((0, 3, 4)).neg_().flatten()
 
 
-def pairs(
-    queries: tuple[range, ...],
-    keys: tuple[range, ...],
+class Block(NamedTuple):
+    """Queries and keys whose scores are computed at a time."""
+
+    rows: slice  # of the tensor of queries
+    queries: range  # their positions
+    columns: slice  # of the tensor of keys
+    keys: range  # their positions
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return a view of these rows of x [b, m, n / m, s, ...]."""
+        return x[:, :, :, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Return a view of these columns of x [b, m, t, ...]."""
+        return x[:, :, self.columns]
+
+
+def blocks(
+    query_runs: tuple[range, ...],
+    key_runs: tuple[range, ...],
     rule: Rule,
     query: Tensor,
     wide: torch.dtype,
-) -> Iterator[tuple[slice, range, slice, range]]:
-    """Yield runs of query rows, their positions, runs of key columns and theirs, for all pairs that
-    may attend.
+) -> Iterator[Block]:
+    """Yield blocks that together have all pairs of queries and keys that may attend.
 
-    query: [b, m, n / m, s, d]. The pairs are so small that the scores of one have a limited number
-        of elements.
+    query: [b, m, n / m, s, d]. A block is so small that its scores take a limited memory.
     """
     # A tensor without storage has no values: the last, largest block takes as much memory as all of
     # them.
-    blocks = slice(-1, None) if type(query) is not Tensor or query.is_meta else slice(None)
-    bytes_of_column = query.shape[:3].numel() * wide.itemsize
-    elements = _SCORES["cpu" if query.device.type == "cpu" else "cuda"] // bytes_of_column
-    for rows, asking in located(queries):
-        for columns, asked in located(keys):
-            few = max(16, elements // len(asked))
-            for first in range(0, len(asking), few)[blocks]:
-                some = asking[first : first + few]
-                if near := rule.reached(some, asked):
-                    place = columns + near.start - asked.start
-                    own = slice(rows + first, rows + first + len(some))
-                    yield own, some, slice(place, place + len(near)), near
+    only_last = type(query) is not Tensor or query.is_meta
+    device = "cpu" if query.device.type == "cpu" else "cuda"
+    bytes_of_pair = query.shape[:3].numel() * wide.itemsize
+    pairs = _SCORES_BYTES[device] // bytes_of_pair
+    for first_row, queries in with_offsets(query_runs):
+        for first_column, keys in with_offsets(key_runs):
+            step = max(_LEAST_QUERIES, pairs // len(keys))
+            starts = range(0, len(queries), step)
+            for start in starts[-1:] if only_last else starts:
+                some_queries = queries[start : start + step]
+                near_keys = rule.reachable_keys(some_queries, keys)
+                if not near_keys:
+                    continue
+                row = first_row + start
+                column = first_column + near_keys.start - keys.start
+                yield Block(
+                    rows=slice(row, row + len(some_queries)),
+                    queries=some_queries,
+                    columns=slice(column, column + len(near_keys)),
+                    keys=near_keys,
+                )
 
 
-def located(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
-    """Yield each run with the place of its first position among those of all runs."""
-    first = 0
+def with_offsets(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
+    """Yield each run with the number of positions in the runs before it."""
+    offset = 0
     for run in runs:
-        yield first, run
-        first += len(run)
+        yield offset, run
+        offset += len(run)
 
 
 def capped_scores(query: Tensor, key: Tensor, rule: Rule) -> Tensor:
@@ -243,29 +299,31 @@ def capped_scores(query: Tensor, key: Tensor, rule: Rule) -> Tensor:
     return scores
 
 
-def masked(scores: Tensor, rule: Rule, queries: range, keys: range) -> Tensor:
+def mask_scores_(scores: Tensor, rule: Rule, block: Block) -> Tensor:
     """Return the scores with minus infinity where a query does not attend, in place."""
-    attends = rule.mask(queries, keys, scores.device)
+    attends = rule.mask(block.queries, block.keys, scores.device)
     if attends is None:
         return scores
     return scores.masked_fill_(~attends, float("-inf"))
 
 
-def by_head(sinks: Tensor, query: Tensor) -> Tensor:
+def sinks_by_head(sinks: Tensor, query: Tensor) -> Tensor:
     """Return sinks [n] as a view that broadcasts over query [b, m, n / m, s, d]."""
     return sinks.view(query.shape[1], query.shape[2], 1, 1)
 
 
-def dropped_of(weights: Tensor, rule: Rule, queries: range, keys: range) -> Tensor:
+def drop_weights(weights: Tensor, rule: Rule, block: Block) -> Tensor:
     """Return the weights [b, m, n / m, queries, keys] after dropout."""
     if rule.drop is None:
         return weights
-    return rule.drop(weights.flatten(1, 2), queries, keys).view_as(weights)
+    return rule.drop(weights.flatten(1, 2), block.queries, block.keys).view_as(weights)
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """Return x [b, m, groups, s, k] @ y [b, m, k, n]; the groups share one product, without a copy
-    of y for each."""
+    """Return x [b, m, groups, s, k] @ y [b, m, k, n].
+
+    The groups share one product, without a copy of y for each.
+    """
     return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 

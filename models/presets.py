@@ -12,6 +12,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 
 Sizes = Mapping[str, Any]
+"""Fields of a `ModelConfig` by name."""
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Sizes:
@@ -37,177 +38,226 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int = 50304) -> Sizes:
 
 
 def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Sizes:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    return {"family": "llama", **sizes, "vocab": 32000, "max_positions": 4096}
+    return {
+        "family": "llama",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": 32000,
+        "max_positions": 4096,
+    }
 
 
-def _llama3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
-    sizes = {
+def _llama3(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Sizes:
+    return {
+        "family": "llama",
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": 8,
         "ffn": ffn,
         "vocab": 128256,
+        "max_positions": 8192,
+        "rope_base": 500000.0,
+        **changes,
     }
-    return {"family": "llama", **sizes, "max_positions": 8192, "rope_base": 500000.0, **others}
 
 
-def _longer(factor: float) -> Sizes:
+def _long_llama3(factor: float) -> Sizes:
     """Return the fields that Llama 3.1 and 3.2 change for sequences sixteen times as long."""
-    scaling = {"kind": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
-    return {"max_positions": 131072, "rope_scaling": scaling}
+    return {
+        "max_positions": 131072,
+        "rope_scaling": {
+            "kind": "llama3",
+            "factor": factor,
+            "original_max_position_embeddings": 8192,
+        },
+    }
 
 
-def _mistral(family: str, **others: Any) -> Sizes:
-    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
-    return {"family": family, **sizes, "max_positions": 32768, **others}
+def _mistral(family: str, **changes: Any) -> Sizes:
+    return {
+        "family": family,
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn": 14336,
+        "vocab": 32000,
+        "max_positions": 32768,
+        **changes,
+    }
 
 
 def _qwen(
-    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **others: Any
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **changes: Any
 ) -> Sizes:
-    sizes = {
+    return {
+        "family": family,
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
         "ffn": ffn,
         "vocab": 151936,
-    }
-    same = {"norm_eps": 1e-6, "rope_base": 1e6}
-    return {
-        "family": family,
-        **sizes,
-        **same,
+        "norm_eps": 1e-6,
+        "rope_base": 1e6,
         "max_positions": 40960 if family == "qwen3" else 32768,
-        **others,
+        **changes,
     }
 
 
+# Qwen3's heads are wider than hidden / heads.
 QWEN3 = {"head_dim": 128}
+QWEN3_EXPERTS = {"experts": 128, "experts_per_token": 8, "router_aux_loss": 0.001}
 
 
 def _glm45(
-    layers: int, hidden: int, dense: int, dense_ffn: int, ffn: int, experts: int, **others: Any
+    layers: int,
+    hidden: int,
+    dense_layers: int,
+    dense_ffn: int,
+    ffn: int,
+    experts: int,
+    **changes: Any,
 ) -> Sizes:
-    """Return a model of GLM-4.5 without its layer for multi-token prediction. dense: the first
-    layers, of dense_ffn."""
-    sizes = {
+    """Return a model of GLM-4.5 without its layer for multi-token prediction.
+
+    dense_layers: number of first layers without experts, of feed-forwards of width dense_ffn.
+    """
+    return {
+        "family": "glm4_moe",
         "layers": layers,
         "hidden": hidden,
         "heads": 96,
         "kv_heads": 8,
         "head_dim": 128,
         "qkv_bias": True,
-    }
-    feed_forwards = {
         "ffn": ffn,
         "shared_experts": ffn,
-        "dense_layers": tuple(range(dense)),
+        "dense_layers": tuple(range(dense_layers)),
         "dense_ffn": dense_ffn,
+        "experts": experts,
+        "experts_per_token": 8,
+        "router_aux_loss": 0.0,
+        "rope_base": 1e6,
+        "max_positions": 131072,
+        "vocab": 151552,
+        **changes,
     }
-    routed = {"experts": experts, "experts_per_token": 8, "router_aux_loss": 0.0}
-    turns = {"rope_base": 1e6, "max_positions": 131072, "vocab": 151552}
-    return {"family": "glm4_moe", **sizes, **feed_forwards, **routed, **turns, **others}
 
 
-def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
-    sizes = {
+def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Sizes:
+    return {
+        "family": "olmo2",
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "ffn": ffn,
         "vocab": 100352,
         "max_positions": 4096,
+        "norm_eps": 1e-6,
+        "rope_base": 500000.0,
+        **changes,
     }
-    return {"family": "olmo2", **sizes, "norm_eps": 1e-6, "rope_base": 500000.0, **others}
 
 
-def _olmo3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
+def _olmo3(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Sizes:
     """Return a model of OLMo 3 as it is after its training on long texts: three of four layers have
     the window."""
-    windows = {"window": 4096, "window_layers": tuple(n for n in range(layers) if (n + 1) % 4)}
-    yarn = {"kind": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
-    turns = {
-        "rope_scaling": yarn | {"attention_factor": 1.2079441541679836},
+    long_texts = {
+        "window": 4096,
+        "window_layers": _all_but_each(4, layers),
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836,
+        },
         "max_positions": 65536,
+        "window_rope_base": 500000.0,
+        "vocab": 100278,
     }
-    turns |= {"window_rope_base": 500000.0, "vocab": 100278}
-    return {**_olmo2(layers, hidden, heads, ffn, **windows, **turns, **others), "family": "olmo3"}
+    return {**_olmo2(layers, hidden, heads, ffn, **long_texts, **changes), "family": "olmo3"}
+
+
+def _all_but_each(period: int, layers: int) -> tuple[int, ...]:
+    """Return the numbers of the layers but the last one of each `period`."""
+    return tuple(n for n in range(layers) if (n + 1) % period)
 
 
 def _gemma3(
-    layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **others: Any
+    layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **changes: Any
 ) -> Sizes:
     """Return a text model of Gemma 3, five of six of whose layers have the window."""
-    sizes = {
+    return {
+        "family": "gemma3",
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": 256,
         "ffn": ffn,
-    }
-    windows = {"window": 512, "window_layers": tuple(n for n in range(layers) if (n + 1) % 6)}
-    turns = {"max_positions": 32768, "rope_base": 1e6, "window_rope_base": 10000.0}
-    return {
-        "family": "gemma3",
-        **sizes,
-        **windows,
-        **turns,
+        "window": 512,
+        "window_layers": _all_but_each(6, layers),
+        "max_positions": 32768,
+        "rope_base": 1e6,
+        "window_rope_base": 10000.0,
         "vocab": 262144,
         "norm_eps": 1e-6,
-        **others,
+        **changes,
     }
 
 
-def _gemma3_large(layers: int, hidden: int, ffn: int, heads: int, **others: Any) -> Sizes:
+def _gemma3_large(layers: int, hidden: int, ffn: int, heads: int, **changes: Any) -> Sizes:
     """Return the text model of a Gemma 3 with images, whose layers without the window reach eight
     times as far."""
-    reach = {
+    long_texts = {
         "window": 1024,
         "max_positions": 131072,
         "rope_scaling": {"kind": "linear", "factor": 8.0},
     }
-    return _gemma3(layers, hidden, ffn, heads, heads // 2, vocab=262208, **reach, **others)
+    kv_heads = heads // 2
+    return _gemma3(layers, hidden, ffn, heads, kv_heads, vocab=262208, **long_texts, **changes)
 
 
 def _deepseek(
-    family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **others: Any
+    family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **changes: Any
 ) -> Sizes:
     """Return a DeepSeek with experts, two of them shared, and one layer without, trained on 4,096
     tokens at first."""
-    sizes = {
+    return {
+        "family": family,
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "ffn": ffn,
         "dense_ffn": dense_ffn,
         "norm_eps": 1e-6,
-    }
-    experts = {
         "shared_experts": 2 * ffn,
         "dense_layers": (0,),
         "norm_topk": False,
         "router_aux_loss": 0.001,
-    }
-    return {
-        "family": family,
-        **sizes,
-        **experts,
         "vocab": 102400,
         "max_positions": 163840,
-        **others,
+        **changes,
     }
 
 
-def _yarn(mscale: float) -> Sizes:
+def _deepseek_yarn(mscale: float) -> Sizes:
     """Return DeepSeek's scaling of rotary positions to forty times the length."""
-    same = {"kind": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
-    return {**same, "mscale": mscale, "mscale_all_dim": mscale}
+    return {
+        "kind": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
 
 
+# The sizes of DeepSeek's latent attention; the large models have a query latent besides.
 LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 
@@ -215,23 +265,17 @@ def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: float
 ) -> Sizes:
     """Return a model of Gemma 2, every other layer of which has the window."""
-    sizes = {
+    return {
+        "family": "gemma2",
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "ffn": ffn,
-    }
-    windows = {
         "window": 4096,
         "window_layers": tuple(range(0, layers, 2)),
         "attention_scalar": scalar,
-    }
-    return {
-        "family": "gemma2",
-        **sizes,
-        **windows,
         "vocab": 256000,
         "max_positions": 8192,
         "norm_eps": 1e-6,
@@ -240,24 +284,29 @@ def _gemma2(
 
 def _gpt_oss(layers: int, experts: int) -> Sizes:
     """Return a model of gpt-oss, every other layer of which has the window."""
-    sizes = {
+    return {
+        "family": "gpt_oss",
         "layers": layers,
         "hidden": 2880,
         "heads": 64,
         "kv_heads": 8,
         "head_dim": 64,
         "ffn": 2880,
+        "window": 128,
+        "window_layers": tuple(range(0, layers, 2)),
+        "max_positions": 131072,
+        "rope_base": 150000.0,
+        "rope_scaling": {
+            "kind": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "experts": experts,
+        "experts_per_token": 4,
+        "router_aux_loss": 0.9,
+        "vocab": 201088,
     }
-    windows = {"window": 128, "window_layers": tuple(range(0, layers, 2))}
-    longer = {
-        "kind": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    }
-    turns = {"max_positions": 131072, "rope_base": 150000.0, "rope_scaling": longer}
-    routed = {"experts": experts, "experts_per_token": 4, "router_aux_loss": 0.9}
-    return {"family": "gpt_oss", **sizes, **windows, **turns, **routed, "vocab": 201088}
 
 
 PRESETS: Mapping[str, Sizes] = MappingProxyType(
@@ -272,6 +321,7 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             "ffn": 384,
             "experts": 4,
         },
+        # layers, hidden, heads
         "gpt2": _gpt2(12, 768, 12),
         "gpt2-medium": _gpt2(24, 1024, 16),
         "gpt2-large": _gpt2(36, 1280, 20),
@@ -285,16 +335,19 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "pythia-2.8b": _pythia(32, 2560, 32),
         "pythia-6.9b": _pythia(32, 4096, 32, vocab=50432),
         "pythia-12b": _pythia(36, 5120, 40, vocab=50688),
+        # layers, hidden, heads, kv_heads, ffn
         "llama-2-7b": _llama2(32, 4096, 32, 32, 11008),
         "llama-2-13b": _llama2(40, 5120, 40, 40, 13824),
         "llama-2-70b": _llama2(80, 8192, 64, 8, 28672),
+        # layers, hidden, heads, ffn
         "llama-3-8b": _llama3(32, 4096, 32, 14336),
         "llama-3-70b": _llama3(80, 8192, 64, 28672),
-        "llama-3.1-8b": _llama3(32, 4096, 32, 14336, **_longer(8.0)),
-        "llama-3.2-1b": _llama3(16, 2048, 32, 8192, tied=True, **_longer(32.0)),
-        "llama-3.2-3b": _llama3(28, 3072, 24, 8192, tied=True, **_longer(32.0)),
+        "llama-3.1-8b": _llama3(32, 4096, 32, 14336, **_long_llama3(8.0)),
+        "llama-3.2-1b": _llama3(16, 2048, 32, 8192, tied=True, **_long_llama3(32.0)),
+        "llama-3.2-3b": _llama3(28, 3072, 24, 8192, tied=True, **_long_llama3(32.0)),
         "mistral-7b": _mistral("mistral", window=4096),
         "mixtral-8x7b": _mistral("mixtral", rope_base=1e6, router_aux_loss=0.02),
+        # layers, hidden, heads, kv_heads, ffn
         "qwen2-0.5b": _qwen("qwen2", 24, 896, 14, 2, 4864, tied=True),
         "qwen2-1.5b": _qwen("qwen2", 28, 1536, 12, 2, 8960, tied=True),
         "qwen2-7b": _qwen("qwen2", 28, 3584, 28, 4, 18944, vocab=152064),
@@ -304,41 +357,21 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "qwen3-8b": _qwen("qwen3", 36, 4096, 32, 8, 12288, **QWEN3),
         "qwen3-14b": _qwen("qwen3", 40, 5120, 40, 8, 17408, **QWEN3),
         "qwen3-32b": _qwen("qwen3", 64, 5120, 64, 8, 25600, **QWEN3),
-        "qwen3-30b-a3b": _qwen(
-            "qwen3",
-            48,
-            2048,
-            32,
-            4,
-            768,
-            **QWEN3,
-            experts=128,
-            experts_per_token=8,
-            router_aux_loss=0.001,
-        ),
-        "qwen3-235b-a22b": _qwen(
-            "qwen3",
-            94,
-            4096,
-            64,
-            4,
-            1536,
-            **QWEN3,
-            experts=128,
-            experts_per_token=8,
-            router_aux_loss=0.001,
-        ),
+        "qwen3-30b-a3b": _qwen("qwen3", 48, 2048, 32, 4, 768, **QWEN3, **QWEN3_EXPERTS),
+        "qwen3-235b-a22b": _qwen("qwen3", 94, 4096, 64, 4, 1536, **QWEN3, **QWEN3_EXPERTS),
         "glm-4.5": _glm45(
-            92,
-            5120,
-            3,
-            12288,
-            1536,
-            160,
+            layers=92,
+            hidden=5120,
+            dense_layers=3,
+            dense_ffn=12288,
+            ffn=1536,
+            experts=160,
             qk_norm=True,
             router={"score": "sigmoid", "correction": True, "scale": 2.5},
         ),
+        # layers, hidden, dense_layers, dense_ffn, ffn, experts
         "glm-4.5-air": _glm45(46, 4096, 1, 10944, 1408, 128),
+        # layers, hidden, heads, ffn
         "olmo2-1b": _olmo2(16, 2048, 16, 8192),
         "olmo2-7b": _olmo2(32, 4096, 32, 11008),
         "olmo2-13b": _olmo2(40, 5120, 40, 13824),
@@ -347,25 +380,25 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "olmo3-32b": _olmo3(64, 5120, 40, 27648, kv_heads=8),
         "deepseek-v2-lite": _deepseek(
             "deepseek_v2",
-            27,
-            2048,
-            16,
-            1408,
-            10944,
+            layers=27,
+            hidden=2048,
+            heads=16,
+            ffn=1408,
+            dense_ffn=10944,
             latent=LATENT,
-            rope_scaling=_yarn(0.707),
+            rope_scaling=_deepseek_yarn(0.707),
             experts=64,
             experts_per_token=6,
         ),
         "deepseek-v2": _deepseek(
             "deepseek_v2",
-            60,
-            5120,
-            128,
-            1536,
-            12288,
+            layers=60,
+            hidden=5120,
+            heads=128,
+            ffn=1536,
+            dense_ffn=12288,
             latent={**LATENT, "query_rank": 1536},
-            rope_scaling=_yarn(0.707),
+            rope_scaling=_deepseek_yarn(0.707),
             experts=160,
             experts_per_token=6,
             router={
@@ -378,13 +411,13 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         ),
         "deepseek-v3": _deepseek(
             "deepseek_v3",
-            61,
-            7168,
-            128,
-            2048,
-            18432,
+            layers=61,
+            hidden=7168,
+            heads=128,
+            ffn=2048,
+            dense_ffn=18432,
             latent={**LATENT, "query_rank": 1536},
-            rope_scaling=_yarn(1.0),
+            rope_scaling=_deepseek_yarn(1.0),
             vocab=129280,
             experts=256,
             experts_per_token=8,
@@ -400,14 +433,17 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
             },
             router_aux_loss=0.0001,
         ),
+        # layers, hidden, heads, kv_heads, ffn, head_dim, attention_scalar
         "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256.0),
         "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336, 256, 256.0),
         "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, 128, 144.0),
+        # layers, hidden, ffn, and of the larger ones heads
         "gemma3-270m": _gemma3(18, 640, 2048),
         "gemma3-1b": _gemma3(26, 1152, 6912),
         "gemma3-4b": _gemma3_large(34, 2560, 10240, 8),
         "gemma3-12b": _gemma3_large(48, 3840, 15360, 16),
         "gemma3-27b": _gemma3_large(62, 5376, 21504, 32, head_dim=128, attention_scalar=168.0),
+        # layers, experts
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
     }

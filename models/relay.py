@@ -25,7 +25,12 @@ from models.stages import Stage
 class Relay:
     """A model whose stages lie on the pipeline ranks `rank_of_stage`.
 
-    stages: those of this rank, by number. dp: the replicas. world: all ranks.
+    stages: those of this rank, by number.
+    rank_of_stage: the pipeline rank of each stage of the model.
+    pp: the pipeline ranks.
+    dp: the replicas.
+    world: all ranks.
+    device: that of the stages.
     """
 
     stages: Mapping[int, Stage]
@@ -64,25 +69,33 @@ class Relay:
         x = tokens.to(self.device)
         for number, stage in sorted(self.stages.items()):
             plan = stage.context.plan
-            if number and self.rank_of_stage[number - 1] != self.pp.rank:
-                x = self._received(number - 1, stage, tokens.shape)
-            x = stage(x if number == 0 else x.to(plan.residual))
+            if number == 0:
+                x = stage(x)
+            else:
+                source = self.rank_of_stage[number - 1]
+                if source != self.pp.rank:
+                    x = self._receive(source, stage, tokens.shape)
+                x = stage(x.to(plan.residual))
             if stage is self.last:
                 return x
+            # Also between stages of one rank, so that a layout does not change the numbers.
             x = x.to(plan.pipeline)
-            if (to := self.rank_of_stage[number + 1]) != self.pp.rank:
+            target = self.rank_of_stage[number + 1]
+            if target != self.pp.rank:
                 with waiting():
-                    dist.send(x.contiguous(), group=self.pp.group, group_dst=to)
+                    dist.send(x.contiguous(), group=self.pp.group, group_dst=target)
         return None
 
-    def _received(self, number: int, stage: Stage, shape: torch.Size) -> Tensor:
-        """Receive the output of a stage, activations of the layout's shape, for the next one, which
-        is `stage`."""
+    def _receive(self, source: int, stage: Stage, shape: torch.Size) -> Tensor:
+        """Receive the activations that `stage` reads, from a rank of pp. shape: of the tokens, [s,
+        b]."""
         context = stage.context
-        length = shape[0] // (context.tp.size if context.cut_sequence else 1)
+        length, batch = shape
+        if context.cut_sequence:
+            length //= context.tp.size
         x = torch.empty(
-            length, shape[1], stage.config.hidden, dtype=context.plan.pipeline, device=self.device
+            (length, batch, stage.config.hidden), dtype=context.plan.pipeline, device=self.device
         )
         with waiting():
-            dist.recv(x, group=self.pp.group, group_src=self.rank_of_stage[number])
+            dist.recv(x, group=self.pp.group, group_src=source)
         return x

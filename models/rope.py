@@ -20,6 +20,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 
 ORIGINAL = "original_max_position_embeddings"
+"""The key of the length that a model was first trained on."""
 # The keys that each kind reads. All other keys must keep their defaults.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -50,7 +51,9 @@ class RopeScaling(BaseModel):
 
     kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
         default="none",
-        description="linear: all pairs; dynamic: the base, by the length of the sequence; others: slow",
+        description=(
+            "linear: all pairs; dynamic: the base, by the length of the sequence; others: slow"
+        ),
     )
     factor: float = Field(default=1.0, ge=1, description="how many times longer sequences may be")
     original_max_position_embeddings: int = Field(
@@ -88,12 +91,12 @@ class RopeScaling(BaseModel):
         return self
 
     def _problems(self) -> Iterator[str]:
-        used = PARAMETERS[self.kind]
+        parameters = PARAMETERS[self.kind]
         for name, value in self.model_dump(exclude_defaults=True).items():
-            if name not in ("kind", *used):
-                would = f"it reads {', '.join(used)}" if used else "it reads no other key"
-                yield f'{name} {value} has no effect with kind "{self.kind}": {would}'
-        if ORIGINAL in used and not self.original_max_position_embeddings:
+            if name not in ("kind", *parameters):
+                reads = f"it reads {', '.join(parameters) or 'no other key'}"
+                yield f'{name} {value} has no effect with kind "{self.kind}": {reads}'
+        if ORIGINAL in parameters and not self.original_max_position_embeddings:
             yield f'{ORIGINAL} is missing: kind "{self.kind}" needs it'
         if self.high_freq_factor <= self.low_freq_factor:
             yield (
@@ -109,11 +112,11 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return (cosine, sine), each [length, 1, 1, dims / 2], for `dims` rotated features and
     `length` positions."""
-    angle = torch.arange(length, dtype=torch.float64)[:, None, None, None] * frequencies(
-        scaling, base, dims, length
-    )
-    stretch = attention_factor(scaling)
-    return (angle.cos() * stretch).to(dtype), (angle.sin() * stretch).to(dtype)
+    positions = torch.arange(length, dtype=torch.float64)[:, None, None, None]
+    angles = positions * frequencies(scaling, base, dims, length)
+    # Queries and keys times this: cheaper in the tables than in each layer.
+    factor = attention_factor(scaling)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
@@ -124,11 +127,11 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
     sequence. Hugging Face uses the longest sequence that the model has seen so far, which is the
     same if all sequences are equally long.
     """
+    # A larger base slows all pairs but the fastest one.
     if scaling.kind == "dynamic":
-        excess = scaling.factor * max(length / scaling.original_max_position_embeddings, 1) - (
-            scaling.factor - 1
-        )
-        base *= excess ** (dims / (dims - 2))
+        stretch = max(length / scaling.original_max_position_embeddings, 1)
+        base_factor = scaling.factor * stretch - (scaling.factor - 1)
+        base *= base_factor ** (dims / (dims - 2))
     plain = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     if scaling.kind == "linear":
         return plain / scaling.factor
@@ -148,6 +151,7 @@ def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
     """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original
     length."""
+    # How often each pair turns within the original length.
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return 1 - fast.clamp(0, 1)
@@ -157,22 +161,20 @@ def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
     """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to
     beta_slow turns."""
 
-    def pair(turns: float) -> float:
+    def pair_of_turns(turns: float) -> float:
         """Return the index of the pair that makes `turns` turns over the original length."""
-        return (
-            dims
-            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(base))
-        )
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dims * math.log(wavelength) / (2 * math.log(base))
 
-    first = pair(scaling.beta_fast)
-    last = pair(scaling.beta_slow)
+    first = pair_of_turns(scaling.beta_fast)
+    last = pair_of_turns(scaling.beta_slow)
     if scaling.truncate:
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)
     last = min(last, dims - 1)
-    ramp = (torch.arange(dims // 2, dtype=torch.float64) - first) / ((last - first) or 0.001)
+    width = (last - first) or 0.001  # a step in place of a ramp: all pairs are fast or slow
+    ramp = (torch.arange(dims // 2, dtype=torch.float64) - first) / width
     return ramp.clamp(0, 1)
 
 
@@ -182,10 +184,10 @@ def attention_factor(scaling: RopeScaling) -> float:
         return 1.0
     if scaling.attention_factor:
         return scaling.attention_factor
+    # DeepSeek: `mscale_all_dim` multiplies scores instead (`score_factor`).
     if scaling.mscale and scaling.mscale_all_dim:
-        return _mscale(scaling.factor, scaling.mscale) / _mscale(
-            scaling.factor, scaling.mscale_all_dim
-        )
+        numerator = _mscale(scaling.factor, scaling.mscale)
+        return numerator / _mscale(scaling.factor, scaling.mscale_all_dim)
     return _mscale(scaling.factor, 1.0)
 
 
@@ -198,4 +200,5 @@ def score_factor(scaling: RopeScaling) -> float:
 
 
 def _mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's factor of attention for sequences `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0

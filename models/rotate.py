@@ -1,5 +1,7 @@
-"""The rotation of queries and keys by the angles of their positions, which `models.rope`
-computes."""
+"""The rotation of queries and keys by the angles of their positions.
+
+`models.rope` computes the angles.
+"""
 
 from typing import Any
 
@@ -7,6 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel.leaves import PLAIN, Leaves
+
+RotaryTables = tuple[Tensor, Tensor]
+"""Cosine and sine of the angles of each position, as `models.rope.rotary_tables` returns them."""
 
 
 class Rotate(torch.autograd.Function):
@@ -32,15 +37,16 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Return x [s, b, n, d] with its first features rotated, in the dtype of x."""
     half = cosine.shape[-1]
-    turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
-    cosine, sine = (
-        table.to(torch.promote_types(table.dtype, torch.float32)) for table in (cosine, sine)
-    )
-    # once: promotion would widen each factor again
-    first, second = turning.to(cosine.dtype).chunk(2, -1)
-    turned = torch.empty_like(x)
-    turned[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
-    turned[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)
-    turned[..., 2 * half :] = rest
-    return turned
+    rotary_features, other_features = x.split((2 * half, x.shape[-1] - 2 * half), -1)
+    wide = torch.promote_types(cosine.dtype, torch.float32)
+    cosine = cosine.to(wide)
+    sine = sine.to(wide)
+    # Widened once: promotion would widen them in each of the four products again.
+    first, second = rotary_features.to(wide).chunk(2, -1)
+    rotated = torch.empty_like(x)
+    rotated[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
+    rotated[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)
+    rotated[..., 2 * half :] = other_features
+    return rotated

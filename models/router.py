@@ -2,8 +2,9 @@
 arithmetic.
 
     scores    softmax or sigmoid of the logits, one for each expert
-    choice    the `experts_per_token` highest of scores + correction, where the correction balances loads and is part of
-              nothing else; of groups of neighbouring experts only the best ones may be limited to
+    choice    the `experts_per_token` highest of scores + correction, where the correction balances
+              loads and is part of nothing else; it may be limited to the best groups of
+              neighbouring experts
     weights   the scores of the chosen experts, divided by their sum (`norm_topk`), times `scale`
 
 A softmax over the chosen logits alone is the same as a softmax over all of them, divided by the sum
@@ -22,8 +23,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-# is added to the sum of sigmoid scores, which may all be zero: as transformers and Megatron-core do
-LEAST = 1e-20
+# Added to the sum of sigmoid scores, which may all be zero, as transformers and Megatron-core do.
+SUM_FLOOR = 1e-20
 
 
 class RouterSettings(BaseModel):
@@ -56,18 +57,23 @@ class RouterSettings(BaseModel):
         if experts % self.groups:
             yield f"router.groups {self.groups} does not divide experts {experts}"
             return
-        size = experts // self.groups
-        allowed = self.groups_per_token
-        if allowed > self.groups:
-            yield f"router.groups_per_token {allowed} is more than router.groups {self.groups}"
-        elif self.limits and per_token > allowed * size:
+        group_size = experts // self.groups
+        chosen_groups = self.groups_per_token
+        if chosen_groups > self.groups:
             yield (
-                f"experts_per_token {per_token} is more than the {allowed * size} experts of "
-                "router.groups_per_token "
-                f"{allowed}: choose more groups or fewer experts"
+                f"router.groups_per_token {chosen_groups} is more than router.groups {self.groups}"
             )
-        if self.limits and self.group_best > size:
-            yield f"router.group_best {self.group_best} is more than the {size} experts of a group"
+        elif self.limits and per_token > chosen_groups * group_size:
+            yield (
+                f"experts_per_token {per_token} is more than the {chosen_groups * group_size} "
+                f"experts of router.groups_per_token {chosen_groups}: choose more groups or "
+                "fewer experts"
+            )
+        if self.limits and self.group_best > group_size:
+            yield (
+                f"router.group_best {self.group_best} is more than the {group_size} experts of a "
+                "group"
+            )
 
     def at_least(self, experts: int, per_token: int) -> int:
         """Return the smallest number of experts, `experts` or more, whose groups are of one size
@@ -76,10 +82,9 @@ class RouterSettings(BaseModel):
         Groups are as large as if they were compared, for transformers compares them also where all
         are chosen.
         """
-        size = max(
-            -(-experts // self.groups), -(-per_token // self.groups_per_token), self.group_best
-        )
-        return size * self.groups
+        experts_of_group = -(-experts // self.groups)  # rounded up
+        chosen_of_group = -(-per_token // self.groups_per_token)
+        return max(experts_of_group, chosen_of_group, self.group_best) * self.groups
 
     @property
     def limits(self) -> bool:
@@ -97,46 +102,51 @@ def is_correction(name: str) -> bool:
     return name.endswith(".router.correction")
 
 
-def scored(settings: RouterSettings, logits: Tensor) -> Tensor:
+def expert_scores(settings: RouterSettings, logits: Tensor) -> Tensor:
     """Return the score of each expert, of the shape and dtype of `logits` [..., experts]."""
     return logits.softmax(-1) if settings.score == "softmax" else logits.sigmoid()
 
 
-def chosen_of(
+def choose_experts(
     settings: RouterSettings, scores: Tensor, correction: Tensor | None, per_token: int
 ) -> Tensor:
     """Return the numbers of the chosen experts, int64 [..., per_token].
 
-    scores: [..., experts]; correction: [experts].
+    scores: [..., experts].
+    correction: [experts], or None.
     """
     with torch.no_grad():
         ranked = scores if correction is None else scores + correction
         if settings.limits:
-            ranked = ranked.masked_fill(~allowed(settings, ranked), float("-inf"))
+            eligible = experts_of_best_groups(settings, ranked)
+            ranked = ranked.masked_fill(~eligible, float("-inf"))
         return ranked.topk(per_token, -1).indices
 
 
-def allowed(settings: RouterSettings, ranked: Tensor) -> Tensor:
-    """Return bool [..., experts], True for the experts of the best groups. ranked: [...,
-    experts]."""
+def experts_of_best_groups(settings: RouterSettings, ranked: Tensor) -> Tensor:
+    """Return bool [..., experts], True for the experts of the best groups.
+
+    ranked: [..., experts], by which the experts are compared.
+    """
     groups = ranked.unflatten(-1, (settings.groups, -1))
-    best = (
-        groups.topk(settings.group_best, -1)
-        .values.sum(-1)
-        .topk(settings.groups_per_token, -1)
-        .indices
-    )
-    mask = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=ranked.device).scatter_(
-        -1, best, True
-    )
-    return mask.unsqueeze(-1).expand(groups.shape).flatten(-2)
+    group_scores = groups.topk(settings.group_best, -1).values.sum(-1)
+    best_groups = group_scores.topk(settings.groups_per_token, -1).indices
+    is_best = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=ranked.device)
+    is_best.scatter_(-1, best_groups, True)
+    return is_best.unsqueeze(-1).expand(groups.shape).flatten(-2)
 
 
-def weighted(settings: RouterSettings, scores: Tensor, chosen: Tensor, normalize: bool) -> Tensor:
-    """Return the weights of the chosen experts, [..., per_token]. scores: [..., experts]; chosen:
-    [..., per_token]."""
+def expert_weights(
+    settings: RouterSettings, scores: Tensor, chosen: Tensor, normalize: bool
+) -> Tensor:
+    """Return the weights of the chosen experts, [..., per_token].
+
+    scores: [..., experts].
+    chosen: [..., per_token].
+    normalize: divide by the sum of the chosen experts' scores.
+    """
     weights = scores.gather(-1, chosen)
     if normalize:
-        least = LEAST if settings.score == "sigmoid" else 0.0
-        weights = weights / (weights.sum(-1, keepdim=True) + least)
+        floor = SUM_FLOOR if settings.score == "sigmoid" else 0.0
+        weights = weights / (weights.sum(-1, keepdim=True) + floor)
     return weights if settings.scale == 1 else weights * settings.scale

@@ -4,7 +4,8 @@ the balance of loads.
 Two losses keep a router healthy. Both are means over the positions of one sample, then over the
 samples of the global batch, and they are summed over the layers:
 
-    balance   experts * sum over experts of (fraction of the sample's choices) * (mean probability); 1 if balanced
+    balance   experts * sum over experts of (fraction of the sample's choices) * (mean probability);
+              1 if balanced
     z         square of the log of the sum of the exponentials of the logits
 
 Probabilities are the scores, divided by their sum. The means are over whole samples, whatever ranks
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
 from models.config import ModelConfig
-from models.router import chosen_of, scored, weighted
+from models.router import choose_experts, expert_scores, expert_weights
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import parameter
@@ -50,64 +51,88 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.context = context
-        whole = Part.cut(f"{name}.weight", (config.experts, config.hidden), None, context.tp)
-        self.weight = parameter(context, [whole], config.init_std, partial=True)
-        bias = Part.cut(f"{name}.bias", (config.experts,), None, context.tp)
+        # All of it is on every rank of tp, but each rank has a partial sum of its gradient.
+        weight = Part.cut(f"{name}.weight", (config.experts, config.hidden), None, context.tp)
+        self.weight = parameter(context, [weight], config.init_std, partial=True)
+        self.bias = None
         if config.router_bias:
+            bias = Part.cut(f"{name}.bias", (config.experts,), None, context.tp)
             self.bias = parameter(context, [bias], config.init_std, partial=True)
-        else:
-            self.bias = None
+        self.correction = None
         if config.router.correction:
-            self.correction = _correction(config, context, f"{name}.correction")
-        else:
-            self.correction = None
+            self.correction = _make_correction(config, context, f"{name}.correction")
 
-    def forward(self, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, microbatch: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
         """Return the weights (sensitive dtype) and numbers of each token's experts, both [s, b,
-        experts_per_token]."""
+        experts_per_token].
+
+        microbatch: None: evaluation, without losses, and loads are not counted.
+        Collective over cp if there are losses.
+        """
         config = self.config
         wide = self.context.plan.sensitive
         bias = None if self.bias is None else Widen.apply(self.bias, wide)
+        # In the sensitive dtype: rounded logits would send tokens to other experts.
         logits = F.linear(x.to(wide), Widen.apply(self.weight, wide), bias)
-        scores = scored(config.router, logits)
+        scores = expert_scores(config.router, logits)
         correction = None if self.correction is None else self.correction.to(wide)
-        chosen = chosen_of(config.router, scores, correction, config.experts_per_token)
-        weights = weighted(config.router, scores, chosen, config.norm_topk)
-        if place is not None and (config.router_aux_loss or config.router_z_loss):
-            if place.weight is None:
-                raise ValueError(
-                    "a router's losses need place.weight: the loss scale over the samples of "
-                    "a batch"
-                )
-            sums = 1.0 if config.router.score == "softmax" else scores.sum(-1, keepdim=True)
-            loss = router_losses(config, logits, scores / sums, chosen, self.context.cp).sum()
-            weights = WithLoss.apply(weights, loss, place.weight / self.context.tp.size)
-        if place is not None and self.correction is not None:
+        chosen = choose_experts(config.router, scores, correction, config.experts_per_token)
+        weights = expert_weights(config.router, scores, chosen, config.norm_topk)
+        if microbatch is None:
+            return weights, chosen
+        if config.router_aux_loss or config.router_z_loss:
+            weights = self._attach_losses(weights, logits, scores, chosen, microbatch)
+        if self.correction is not None:
             weights = WithLoads.apply(weights, self.correction, chosen)
         return weights, chosen
 
+    def _attach_losses(
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        chosen: Tensor,
+        microbatch: MicrobatchInfo,
+    ) -> Tensor:
+        """Return `weights`, whose backward pass also starts that of the router's losses."""
+        if microbatch.weight is None:
+            raise ValueError(
+                "a router's losses need place.weight: the loss scale over the samples of a batch"
+            )
+        # Scores of a softmax are probabilities already; those of a sigmoid do not sum to 1.
+        sums = 1.0 if self.config.router.score == "softmax" else scores.sum(-1, keepdim=True)
+        losses = router_losses(self.config, logits, scores / sums, chosen, self.context.cp)
+        # Every rank of tp has the whole loss, and their gradients are summed.
+        return WithLoss.apply(weights, losses.sum(), microbatch.weight / self.context.tp.size)
 
-def _correction(config: ModelConfig, context: Context, name: str) -> nn.Parameter:
+
+def _make_correction(config: ModelConfig, context: Context, name: str) -> nn.Parameter:
+    """Return the correction of the choice: zeros [experts] in the sensitive dtype, the same on all
+    ranks."""
     values = torch.zeros(config.experts, dtype=context.plan.sensitive)
+    # NaN until other values are loaded, as of every parameter.
     if context.blank:
         values.fill_(torch.nan)
-    whole = Part.cut(name, (config.experts,), None, context.tp)
-    return attach(nn.Parameter(values), Layout((whole,), balancing=config.router_correction_speed))
+    part = Part.cut(name, (config.experts,), None, context.tp)
+    return attach(nn.Parameter(values), Layout((part,), balancing=config.router_correction_speed))
 
 
 def router_losses(
     config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor, cp: Axis
 ) -> Tensor:
-    """Return the weighted losses of each sample, [b]. logits, probabilities: [s, b, experts];
-    chosen: [s, b, k].
+    """Return the weighted losses of each sample, [b].
 
-    cp: the ranks that share each sample. All of them return the same.
+    logits, probabilities: [s, b, experts].
+    chosen: [s, b, k].
+    cp: the ranks that share each sample. All of them return the same. Collective over it.
     """
-    hits = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
-    shares = mean_of_sequence(hits, cp) / config.experts_per_token
-    balance = config.experts * (shares * mean_of_sequence(probabilities, cp)).sum(-1)
-    z = mean_of_sequence(logits.logsumexp(-1).square(), cp)
-    return config.router_aux_loss * balance + config.router_z_loss * z
+    # One of the two factors is a count, so the gradient flows through the probabilities alone.
+    is_chosen = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
+    choice_fractions = mean_of_sequence(is_chosen, cp) / config.experts_per_token
+    mean_probabilities = mean_of_sequence(probabilities, cp)
+    balance_loss = config.experts * (choice_fractions * mean_probabilities).sum(-1)
+    z_loss = mean_of_sequence(logits.logsumexp(-1).square(), cp)
+    return config.router_aux_loss * balance_loss + config.router_z_loss * z_loss
 
 
 class WithLoss(torch.autograd.Function):
@@ -135,11 +160,12 @@ class WithLoads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, correction: Tensor, chosen: Tensor) -> Tensor:
         ctx.save_for_backward(chosen)
-        ctx.like = correction
+        ctx.correction = correction
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (chosen,) = ctx.saved_tensors
-        ones = torch.ones(chosen.numel(), dtype=ctx.like.dtype, device=chosen.device)
-        return grad, torch.zeros_like(ctx.like).index_add_(0, chosen.flatten(), ones), None
+        ones = torch.ones(chosen.numel(), dtype=ctx.correction.dtype, device=chosen.device)
+        loads = torch.zeros_like(ctx.correction).index_add_(0, chosen.flatten(), ones)
+        return grad, loads, None

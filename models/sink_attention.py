@@ -15,16 +15,19 @@ So a sink costs two passes over the output, and no matrix of scores is kept. In 
 output is rounded once more than without a sink.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from models import cpu_attention
 
-_ALIGNED = 16  # elements: kernels want the rows of a bias to begin at multiples of it
-_WIDEST = 256  # features of a head that flash attention takes
+# Elements: kernels want the rows of a bias to begin at multiples of it.
+_BIAS_ALIGNMENT = 16
+# Features of a head: flash attention takes no more.
+_FLASH_WIDEST = 256
 _ATEN = torch.ops.aten
 
 
@@ -37,14 +40,17 @@ def fuses(query: Tensor) -> bool:
     if query.device.type == "cpu":
         return True
     width = query.shape[-1]
-    half = query.dtype.itemsize == 2
-    if width % 8 or query.dtype.itemsize > 4 or (half and width > _WIDEST):
+    if width % 8 or query.dtype.itemsize > 4:
         return False
-    return (
-        not half
-        or query.device.type != "cuda"
-        or torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    # Without flash attention, in FP32, every GPU has a kernel.
+    if query.dtype.itemsize != 2:
+        return True
+    if width > _FLASH_WIDEST:
+        return False
+    # Meta tensors stand for a GPU's.
+    if query.device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def attend(
@@ -57,13 +63,14 @@ def attend(
 ) -> Tensor:
     """Return attention with sinks [n]: [b, n, s, d] like `query`, in its dtype.
 
-    key, value: [b, n, t, d], or fewer heads where `takes_groups` of models.blocks is True.
+    key, value: [b, n, t, d], or fewer heads where `takes_groups` of `models.attention_kernels` is
+        True.
     attn_mask: bool [s, t] or [b, 1, s, t], True where a token (row) attends to another; None: to
         itself and all earlier ones.
     scale: None: 1 / sqrt(d).
     """
-    bias = None if attn_mask is None else _bias(attn_mask, query)
-    return _Attend.apply(query, key, value, sinks, bias, scale)
+    bias = None if attn_mask is None else _make_bias(attn_mask, query)
+    return _AttendWithSinks.apply(query, key, value, sinks, bias, scale)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -75,7 +82,15 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
 
 
-class _Attend(torch.autograd.Function):
+class _FusedAttention(NamedTuple):
+    """The result of a fused kernel that knows no sinks."""
+
+    output: Tensor
+    log_sums: Tensor  # [b, n, >= s], of the exponentials of each token's scores
+    backward_inputs: tuple[Any, ...]  # what else the kernel's backward pass needs
+
+
+class _AttendWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -86,94 +101,107 @@ class _Attend(torch.autograd.Function):
         bias: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        plain, kept, *rest = _forward(query, key, value, bias, scale)
+        fused = _fused_forward(query, key, value, bias, scale)
         length = query.shape[2]
-        sums = kept[..., :length]  # a kernel may return more rows than there are tokens
-        total = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
-        output = (plain * (sums - total).exp().unsqueeze(-1)).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, bias, output, total)
-        ctx.rest = rest
+        log_sums = fused.log_sums[..., :length]  # a kernel may return more rows than tokens
+        log_sums_with_sinks = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
+        factors = (log_sums - log_sums_with_sinks).exp().unsqueeze(-1)
+        output = (fused.output * factors).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, bias, output, log_sums_with_sinks)
+        ctx.backward_inputs = fused.backward_inputs
         ctx.scale = scale
-        ctx.padding = kept.shape[-1] - length
+        ctx.padding = fused.log_sums.shape[-1] - length
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, bias, output, total = ctx.saved_tensors
-        along = (grad.to(total.dtype) * output).sum(-1)
-        grad_sinks = (
-            -((sinks.to(total.dtype)[:, None] - total).exp() * along).sum((0, 2)).to(sinks.dtype)
-        )
+        query, key, value, sinks, bias, output, log_sums = ctx.saved_tensors
+        grad_dot_output = (grad.to(log_sums.dtype) * output).sum(-1)
+        sink_weights = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()
+        grad_sinks = -(sink_weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
         # The kernel reads its added rows too. Infinity, which it makes there itself, gives them no
         # weight.
         if ctx.padding:
-            sums = torch.nn.functional.pad(total, (0, ctx.padding), value=torch.inf)
-        else:
-            sums = total
-        grads = _backward(grad, query, key, value, bias, output, sums, ctx.rest, ctx.scale)
+            log_sums = F.pad(log_sums, (0, ctx.padding), value=torch.inf)
+        grads = _fused_backward(
+            grad, query, key, value, bias, output, log_sums, ctx.backward_inputs, ctx.scale
+        )
         return *grads, grad_sinks, None, None
 
 
-def _bias(attn_mask: Tensor, query: Tensor) -> Tensor:
+def _make_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
     """Return what a kernel adds to the scores: 0 where the mask is True, else -inf."""
     bias = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
     bias = bias.masked_fill_(~attn_mask, -torch.inf)
     if query.device.type == "cpu":
         return bias
     keys = bias.shape[-1]
-    whole = torch.nn.functional.pad(bias, (0, -keys % _ALIGNED))[..., :keys]
-    return whole.expand(*query.shape[:3], keys)
+    # Padded and cut again: a view whose rows begin where the kernel wants them.
+    aligned = F.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+    return aligned.expand(*query.shape[:3], keys)
 
 
-def _flash(query: Tensor, bias: Tensor | None) -> bool:
+def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
     """Return True if a GPU takes flash attention: half precision without a mask; else its other
     fused kernel."""
     return bias is None and query.dtype.itemsize == 2
 
 
-def _forward(
+def _fused_forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, *tuple[Any, ...]]:
-    """Return the attention without sinks, its logs of sums [b, n, >= s], and what else `_backward`
-    needs."""
+) -> _FusedAttention:
+    """Return the attention without sinks."""
     causal = bias is None
     if query.device.type == "cpu":
-        return cpu_attention.forward(query, key, value, bias, scale)
-    if _flash(query, bias):
-        made = _ATEN._scaled_dot_product_flash_attention(
+        output, log_sums = cpu_attention.forward(query, key, value, bias, scale)
+        return _FusedAttention(output, log_sums, ())
+    if _takes_flash(query, bias):
+        results = _ATEN._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
         )
-        return *made[:2], *made[2:8]
-    return _ATEN._scaled_dot_product_efficient_attention(
+        # The last result is a mask of dropout, which torch returns for debugging.
+        return _FusedAttention(results[0], results[1], tuple(results[2:8]))
+    output, log_sums, *others = _ATEN._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
     )
+    return _FusedAttention(output, log_sums, tuple(others))
 
 
-def _backward(
+def _fused_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
     output: Tensor,
-    sums: Tensor,
-    rest: list[Any],
+    log_sums: Tensor,
+    backward_inputs: tuple[Any, ...],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of an attention with this output and these logs
     of sums."""
     causal = bias is None
-    held = (query, key, value)
+    attended = (query, key, value)
     if query.device.type == "cpu":
-        return cpu_attention.backward(grad, held, bias, output, sums, scale)
-    if _flash(query, bias):
-        kernel, (from_query, from_key, *most, seed, offset) = (
-            _ATEN._scaled_dot_product_flash_attention_backward,
-            rest,
+        return cpu_attention.backward(grad, attended, bias, output, log_sums, scale)
+    if _takes_flash(query, bias):
+        # The kernel takes dropout and `causal` between these inputs.
+        *lengths, seed, offset = backward_inputs
+        return _ATEN._scaled_dot_product_flash_attention_backward(
+            grad, *attended, output, log_sums, *lengths, 0.0, causal, seed, offset, scale=scale
         )
-        places = from_query, from_key, *most
-        return kernel(grad, *held, output, sums, *places, 0.0, causal, seed, offset, scale=scale)
-    kernel = _ATEN._scaled_dot_product_efficient_attention_backward
-    wanted = (True, True, True, False)
-    return kernel(grad, *held, bias, output, sums, *rest, 0.0, wanted, causal, scale=scale)[:3]
+    wanted_gradients = (True, True, True, False)  # none of the bias
+    grads = _ATEN._scaled_dot_product_efficient_attention_backward(
+        grad,
+        *attended,
+        bias,
+        output,
+        log_sums,
+        *backward_inputs,
+        0.0,
+        wanted_gradients,
+        causal,
+        scale=scale,
+    )
+    return grads[:3]

@@ -1,5 +1,5 @@
-"""Soft-capping: cap * tanh(x / cap), which is x while x is small, and never exceeds the cap (Gemma
-2)."""
+"""Soft-capping (Gemma 2): cap * tanh(x / cap), which is x while x is small and never exceeds the
+cap."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class _Softcap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        slope = _wide(x).div_(ctx.cap).tanh_().square_().neg_().add_(1)
+        slope = _wide(x).div_(ctx.cap).tanh_().square_().neg_().add_(1)  # 1 - tanh(x / cap)^2
         return slope.mul_(grad).to(grad.dtype), None
 
 

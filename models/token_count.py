@@ -19,7 +19,10 @@ from megaprec.optim.exact_sum import exact_total
 
 
 class TokenCount:
-    """A count that is known, or one whose sum is under way. wait: returns it; called once."""
+    """A count that is known, or one whose sum is under way.
+
+    wait: a function that returns it; called once, as late as possible.
+    """
 
     def __init__(self, wait: Callable[[], Tensor]) -> None:
         self._wait = wait
@@ -54,20 +57,28 @@ def count_tokens(
 ) -> TokenCount:
     """Return the count over the replicas. Collective over dp if there is a mask.
 
-    tokens: the number of tokens of a share. mask: the weights of their targets on `device`; None on
-        every replica: all count. divides: True on ranks that have the model's last stage; the
-        others divide nothing and get NaN.
+    tokens: the number of tokens of a share.
+    mask: the weights of their targets on `device`; None on every replica: all count.
+    divides: True on ranks that have the model's last stage; the others divide nothing and get NaN.
     exact: weights need not be integers, but their sum must have the same bits for every number of
         replicas.
     """
+    # NaN, so that a rank which divided by it after all would be noticed.
     if not divides:
-        return TokenCount(lambda: torch.full((), math.nan, dtype=torch.float64, device=device))
+        return _known_count(math.nan, device)
     if mask is None:
-        return TokenCount(
-            lambda: torch.full((), float(tokens * dp.size), dtype=torch.float64, device=device)
-        )
+        return _known_count(float(tokens * dp.size), device)
     if exact:
         return TokenCount(lambda: exact_total(mask, dp))
     count = mask.sum(dtype=torch.float64)  # FP32 counts to 2^24
-    wait = dp.start_sum_(count)
-    return TokenCount(lambda: (wait(), count)[1])
+    wait_for_sum = dp.start_sum_(count)
+
+    def wait() -> Tensor:
+        wait_for_sum()
+        return count  # which the sum has changed in place
+
+    return TokenCount(wait)
+
+
+def _known_count(tokens: float, device: torch.device) -> TokenCount:
+    return TokenCount(lambda: torch.full((), tokens, dtype=torch.float64, device=device))

@@ -113,7 +113,7 @@ def watched(seen: Seen) -> Iterator[None]:
     send = P2P.send
     start = Buffer.start_reduce
     rounded_product = gemm.product_tf32
-    mix = Attention._mix
+    mix = Attention._core_attention
 
     def noted_product(a: Tensor, b: Tensor, *more: Any) -> Tensor:
         seen.note("products", a.dtype)
@@ -158,7 +158,7 @@ def watched(seen: Seen) -> Iterator[None]:
     with (
         patch.object(gemm, "product", noted_product),
         patch.object(gemm, "product_tf32", noted_tf32),
-        patch.object(Attention, "_mix", noted_mix),
+        patch.object(Attention, "_core_attention", noted_mix),
         patch.object(P2P, "send", noted_send),
         patch.object(Buffer, "start_reduce", noted_reduce),
     ):

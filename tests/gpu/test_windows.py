@@ -37,7 +37,9 @@ def test_attention_within_windows_and_documents_is_that_of_the_mask(
     )
     if device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
         assert worthwhile(*here)
-    ours = attention._mix(*here, None, Documents(numbers.to(device), count) if packed else None)
+    ours = attention._core_attention(
+        *here, None, Documents(numbers.to(device), count) if packed else None
+    )
     wanted = torch.randn(ours.shape, generator=random)
     gradients = torch.autograd.grad(ours, here, wanted.to(ours))
     expected = torch.autograd.grad(theirs, exact, wanted.double())

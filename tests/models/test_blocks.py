@@ -1,11 +1,16 @@
 """Attention sees what it should, whichever way it is computed."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megaprec.precision.plan import plan
+from models import attention_kernels, bf16_attention, flash_windows
+from models.attention_kernels import KERNELS, AttentionCall, Kernel, choose_kernel
 from models.blocks import Attention
 from models.config import ModelConfig
+from models.flash_windows import Documents
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 
@@ -33,3 +38,96 @@ def test_attention_with_a_dropout_that_drops_nothing_is_attention_without(window
     torch.testing.assert_close(
         attend(window, 1e-17, x), attend(window, 0.0, x), rtol=1e-12, atol=1e-15
     )
+
+
+CHOICES = [
+    ("", Kernel.TORCH_FUSED),
+    ("slow_bf16", Kernel.FP32_ON_CPU),
+    ("bf16_products", Kernel.BF16_PRODUCTS),
+    ("bf16_products slow_bf16", Kernel.BF16_PRODUCTS),
+    ("flash_windows", Kernel.FLASH_WINDOWS),
+    ("flash_windows bf16_products", Kernel.FLASH_WINDOWS),
+    ("sinks sinks_fuse", Kernel.SINKS),
+    ("sinks sinks_fuse flash_windows", Kernel.SINKS),
+    ("sinks sinks_fuse bf16_products", Kernel.SINKS),
+    ("sinks sinks_fuse slow_bf16", Kernel.SINKS),
+    ("sinks", Kernel.UNFUSED),
+    ("sinks bf16_products", Kernel.UNFUSED),
+    ("sinks flash_windows", Kernel.UNFUSED),
+    ("rounded_scores", Kernel.UNFUSED),
+    ("rounded_scores slow_bf16", Kernel.UNFUSED),
+    ("rounded_scores flash_windows", Kernel.UNFUSED),
+    ("rounded_scores bf16_products", Kernel.BF16_PRODUCTS),
+    ("rounded_scores sinks sinks_fuse", Kernel.UNFUSED),
+    ("rounded_scores sinks sinks_fuse bf16_products", Kernel.UNFUSED),
+    ("softcap", Kernel.UNFUSED),
+    ("softcap bf16_products", Kernel.UNFUSED),
+    ("softcap flash_windows", Kernel.UNFUSED),
+    ("softcap sinks sinks_fuse", Kernel.UNFUSED),
+    ("dropout", Kernel.UNFUSED),
+    ("dropout bf16_products", Kernel.UNFUSED),
+    ("dropout flash_windows", Kernel.UNFUSED),
+    ("dropout sinks sinks_fuse", Kernel.UNFUSED),
+    ("over_ranks", Kernel.OVER_RANKS),
+    ("over_ranks softcap dropout sinks rounded_scores", Kernel.OVER_RANKS),
+    ("over_ranks flash_windows bf16_products slow_bf16", Kernel.OVER_RANKS),
+]
+
+
+@pytest.mark.parametrize(("facts", "kernel"), CHOICES)
+def test_the_kernel_of_a_call_follows_from_its_facts(facts: str, kernel: Kernel) -> None:
+    assert choose_kernel(AttentionCall(**dict.fromkeys(facts.split(), True))) is kernel
+
+
+DOCUMENTS = Documents(torch.zeros(2, 7, dtype=torch.int64), 2)
+CALLS: list[tuple[str, dict[str, Any], str, Any, Kernel]] = [
+    ("fp32", {}, "", None, Kernel.TORCH_FUSED),
+    ("fp16", {}, "", None, Kernel.TORCH_FUSED),
+    ("fp32", {"window": 3}, "", None, Kernel.TORCH_FUSED),
+    ("bf16", {}, "bf16 products", None, Kernel.BF16_PRODUCTS),
+    ("bf16", {}, "slow bf16", None, Kernel.FP32_ON_CPU),
+    ("bf16", {"window": 3}, "flash", None, Kernel.FLASH_WINDOWS),
+    ("bf16", {"window": 7}, "flash", None, Kernel.TORCH_FUSED),
+    ("bf16", {}, "flash", DOCUMENTS, Kernel.FLASH_WINDOWS),
+    ("bf16", {"window": 3}, "flash", torch.ones(7, 7).tril().bool(), Kernel.TORCH_FUSED),
+    ("fp32", {"attention_sinks": True}, "", None, Kernel.SINKS),
+    ("fp32", {"attention_sinks": True}, "", DOCUMENTS, Kernel.SINKS),
+    ("fp32", {"attention_softcap": 9.0}, "", None, Kernel.UNFUSED),
+    ("fp32", {"attention_dropout": 0.5}, "", None, Kernel.UNFUSED),
+]
+
+
+@pytest.mark.parametrize(("compute", "fields", "machine", "mask", "kernel"), CALLS)
+def test_attention_calls_the_kernel_that_plan_model_mask_and_machine_allow(
+    monkeypatch: pytest.MonkeyPatch,
+    compute: str,
+    fields: dict[str, Any],
+    machine: str,
+    mask: Any,
+    kernel: Kernel,
+) -> None:
+    def products(query: torch.Tensor, rounded: bool) -> bool:
+        return machine == "bf16 products"
+
+    def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+        return machine == "flash"
+
+    def slow(query: torch.Tensor) -> bool:
+        return machine == "slow bf16"
+
+    called: list[Kernel] = []
+    for each in Kernel:
+
+        def record(query: torch.Tensor, *more: Any, each: Kernel = each) -> torch.Tensor:
+            called.append(each)
+            return query
+
+        monkeypatch.setitem(KERNELS, each, record)
+    monkeypatch.setattr(bf16_attention, "worthwhile", products)
+    monkeypatch.setattr(flash_windows, "worthwhile", flash)
+    monkeypatch.setattr(attention_kernels, "slow_bf16", slow)
+    config = ModelConfig(layers=1, hidden=8, heads=2, **fields)
+    attention = Attention(config, Context(plan(compute)), "attention")
+    x = torch.zeros(7, 2, 8, dtype=attention.context.plan.compute)
+    attention(x, None, MicrobatchInfo(0, torch.arange(2)), mask)
+    assert called == [kernel]

@@ -250,7 +250,7 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
     "a token's experts are summed in another order": (
         "mixtral",
         "fp32",
-        lambda: put(moe.Take, "backward", staticmethod(flipped_take)),
+        lambda: put(moe.TakeRows, "backward", staticmethod(flipped_take)),
     ),
     "exponentials of the vocabulary are summed in two pieces": (
         "llama",

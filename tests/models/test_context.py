@@ -27,7 +27,7 @@ from models.engine import Share
 from models.estimate.memory import kept_bytes
 from models.estimate.storage import LiveMemory
 from models.packing import causal_mask
-from models.partial_attention import Gradients, Merged, Rule, pairs
+from models.partial_attention import AttentionGradients, MergedAttention, Rule, blocks
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
@@ -148,24 +148,26 @@ def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
             mine = chunks(rank, ranks, own)
             axis = Axis("cp", rank, ranks)
             here = positions(axis, own)
-            merged = Merged(query[:, :, here], mine, heads, 3, rule, wide, sinks)
+            merged = MergedAttention(query[:, :, here], mine, heads, 3, rule, wide, sinks)
             order = random.sample(range(ranks), ranks)
             for other in order:
                 there = positions(Axis("cp", other, ranks), own)
                 merged.add(key[:, :, there], value[:, :, there], chunks(other, ranks, own))
             mixed, log_sum = merged.result()
             torch.testing.assert_close(mixed, whole[:, :, here], rtol=1e-11, atol=1e-12)
-            sums = Gradients(query[:, :, here], mine, mixed, log_sum, grad[:, :, here], rule, wide)
+            sums = AttentionGradients(
+                query[:, :, here], mine, mixed, log_sum, grad[:, :, here], rule, wide
+            )
             for other in order:
                 there = positions(Axis("cp", other, ranks), own)
                 into = torch.zeros_like(key[:, :, there]), torch.zeros_like(value[:, :, there])
-                sums.add(key[:, :, there], value[:, :, there], chunks(other, ranks, own), into)
+                sums.add(key[:, :, there], value[:, :, there], chunks(other, ranks, own), *into)
                 of_key[:, :, there] += into[0]
                 of_value[:, :, there] += into[1]
             torch.testing.assert_close(
-                sums.of_query(), wanted[0][:, :, here], rtol=1e-11, atol=1e-12
+                sums.grad_query(), wanted[0][:, :, here], rtol=1e-11, atol=1e-12
             )
-            of_sinks += 0 if sinks is None else sums.of_sinks(sinks)
+            of_sinks += 0 if sinks is None else sums.grad_sinks(sinks)
     torch.testing.assert_close((of_key, of_value), wanted[1:3], rtol=1e-11, atol=1e-12)
     if sinks is not None:
         torch.testing.assert_close(of_sinks, wanted[3], rtol=1e-11, atol=1e-12)
@@ -189,18 +191,19 @@ def scores_computed(rank: int, size: int, window: int) -> int:
     query = torch.zeros(1, 1, 1, 1024 // size, 8)
     mine = chunks(rank, size, own)
     rule = Rule(1.0, window)
-    among = (
-        pair
+    return sum(
+        len(block.queries) * len(block.keys)
         for other in range(size)
-        for pair in pairs(mine, chunks(other, size, own), rule, query, torch.float32)
+        for block in blocks(mine, chunks(other, size, own), rule, query, torch.float32)
     )
-    return sum(len(queries) * len(keys) for _, queries, _, keys in among)
 
 
 def test_no_rank_computes_more_scores_than_another_and_few_that_are_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(partial_attention._SCORES, "cpu", 1)  # the smallest blocks: 16 queries
+    monkeypatch.setitem(
+        partial_attention._SCORES_BYTES, "cpu", 1
+    )  # the smallest blocks: 16 queries
     for size in (1, 2, 4):
         (computed,) = {scores_computed(rank, size, 0) for rank in range(size)}
         assert 1024 * 1024 // 2 < computed * size < 1024 * 1024 * 0.52

@@ -19,7 +19,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models import dispatch
 from models.config import ModelConfig
-from models.dispatch import own_rows, regrouped
+from models.dispatch import rows_of_rank, transpose_groups
 from models.moe import MixtureOfExperts
 from parallel.context import Context
 
@@ -187,7 +187,7 @@ def test_the_routings_of_this_law_have_every_extreme() -> None:
 
 
 def test_a_wrong_order_of_rows_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "regrouped", lambda rows, counts: rows)
+    monkeypatch.setattr(dispatch, "transpose_groups", lambda rows, counts: rows)
     with pytest.raises(AssertionError):
         require_same_as_alone(range(5))
 
@@ -201,11 +201,11 @@ def test_rows_are_regrouped_and_back() -> None:
         for n in range(count)
     ]
     rows = torch.tensor(names)
-    turned = regrouped(rows, counts)
+    turned = transpose_groups(rows, counts)
     assert [tuple(row) for row in turned.tolist()] == sorted(
         names, key=lambda name: (name[1], name[0], name[2])
     )
-    assert torch.equal(regrouped(turned, [*zip(*counts, strict=True)]), rows)
+    assert torch.equal(transpose_groups(turned, [*zip(*counts, strict=True)]), rows)
 
 
 @pytest.mark.parametrize(("tp", "slices"), [(2, 1), (4, 1), (4, 2)])
@@ -216,7 +216,7 @@ def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(
     sent = []
     for rank in range(tp):
         axes = ExpertAxes(Axis("expert"), Axis("tp", rank % slices, slices), Axis("replicas"))
-        sent += range(count)[own_rows(count, Axis("tp", rank, tp), axes)]
+        sent += range(count)[rows_of_rank(count, Axis("tp", rank, tp), axes)]
     assert sorted(sent) == sorted([*range(count)] * slices)
 
 

@@ -12,7 +12,7 @@ from megaprec.precision.plan import plan
 from models import moe
 from models.clamped_gate import ClampedGate
 from models.config import ModelConfig
-from models.expert_bias import add_biases, bias_of_sum, features_of
+from models.expert_bias import add_biases, features_of_bias, make_bias_of_sum
 from models.moe import Expert, MixtureOfExperts
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
@@ -60,10 +60,10 @@ def layer(**switches: Any) -> tuple[MixtureOfExperts, dict[str, Tensor]]:
     """A layer with biases that matter, and its logical tensors."""
     made = MixtureOfExperts(ModelConfig(**{**GPT_OSS, **switches}), Context(plan("fp64")), "mlp")
     generator = torch.Generator().manual_seed(3)
-    named: dict[str, Tensor] = {
+    named: dict[str, Any] = {
         "mlp.router.weight": made.router.weight,
         "mlp.router.bias": made.router.bias,
-    }  # type: ignore[dict-item]
+    }
     made.to(torch.float64)
     for n, expert in enumerate(made.experts.values()):
         assert (
@@ -146,11 +146,11 @@ def test_each_feature_of_a_sum_gets_its_bias_on_one_rank(size: int) -> None:
     whole = torch.arange(1.0, 11.0, dtype=torch.float64)
     parts = []
     for rank in range(size):
-        bias = bias_of_sum(Context(plan("fp64"), Axis("tp", rank, size)), "down.bias", 10)
-        own = features_of(bias)
+        bias = make_bias_of_sum(Context(plan("fp64"), Axis("tp", rank, size)), "down.bias", 10)
+        own = features_of_bias(bias)
         bias.data[: own.stop - own.start] = whole[own]
         y = torch.zeros(4, 10, dtype=torch.float64, requires_grad=True)
-        added = add_biases(y, [bias], own=own)
+        added = add_biases(y, [bias], features=own)
         added.sum().backward()
         assert bias.grad is not None and bias.grad[: own.stop - own.start].eq(4).all()
         parts.append(added.detach())

@@ -27,7 +27,7 @@ from megaprec.precision.plan import LossScaling, plan
 from models import moe
 from models.config import ModelConfig
 from models.cutting import EngineOptions
-from models.dispatch import Exchange
+from models.dispatch import ExchangeRows
 from models.estimate.memory import StageMemory
 from models.routing import Router
 from models.stages import Cut, Stage
@@ -423,16 +423,16 @@ def experts_are_not_reduced() -> None:
 
 
 def gradients_go_back_to_other_rows() -> None:
-    inner = Exchange.backward
+    inner = ExchangeRows.backward
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return inner(ctx, grad.flip(0))
 
-    Exchange.backward = backward  # type: ignore[method-assign]
+    ExchangeRows.backward = backward  # type: ignore[method-assign]
 
 
 def each_rank_sends_all_tokens() -> None:
-    moe.own_rows = lambda count, tp, experts: slice(0, count)
+    moe.rows_of_rank = lambda count, tp, experts: slice(0, count)
 
 
 @pytest.mark.cases(0, sample=2)

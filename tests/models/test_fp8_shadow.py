@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,9 +151,8 @@ def test_the_cosine_is_that_of_gradients_made_by_autograd() -> None:
             stage: Stage = engine.stages[0]
             loss = stage.losses(stage(tokens.t().contiguous()), targets.t().contiguous()).mean()
             loss.backward()
-        gradients.append(
-            stage.layers["1"].get_submodule("mlp.down").weight.main_grad.clone().flatten()
-        )  # type: ignore[union-attr]
+        weight: Any = stage.layers["1"].get_submodule("mlp.down").weight
+        gradients.append(weight.main_grad.clone().flatten())
     cosine = torch.cosine_similarity(gradients[0].double(), gradients[1].double(), dim=0).item()
     assert found.cosines["layers.1.mlp.down.weight"] == pytest.approx(cosine, abs=1e-9)
 

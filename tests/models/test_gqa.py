@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
 from models import bf16_attention
-from models.blocks import takes_groups
+from models.attention_kernels import takes_groups
 
 S = 128
 D = 16

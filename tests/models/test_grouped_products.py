@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.grouped_products import GroupedLinear, together
-from models.moe import Expert, MixtureOfExperts, counted
+from models.grouped_products import GroupedLinear, stack_weights
+from models.moe import Expert, MixtureOfExperts, count_choices
 from parallel.activation_checkpoint import Module, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -25,20 +25,22 @@ def weights_in_one_memory(experts: int, n: int, k: int, gap: int) -> list[nn.Par
 @pytest.mark.parametrize("gap", [0, 64])
 def test_weights_at_equal_distances_are_one_tensor_without_a_copy(gap: int) -> None:
     weights = weights_in_one_memory(4, 8, 16, gap)
-    whole = together(weights)
+    whole = stack_weights(weights)
     assert whole.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
     assert all(torch.equal(a, b) for a, b in zip(whole, weights, strict=True))
 
 
-def test_weights_elsewhere_are_copied_together() -> None:
+def test_weights_elsewhere_are_copied_stack_weights() -> None:
     weights = weights_in_one_memory(4, 8, 16, 64)
     for some in (
         weights[::-1],
         [weights[0], weights[1], weights[3]],
         [nn.Parameter(w.clone()) for w in weights],
     ):
-        assert all(torch.equal(a, b) for a, b in zip(together(some), some, strict=True))
-        assert together(some).untyped_storage().data_ptr() != some[0].untyped_storage().data_ptr()
+        assert all(torch.equal(a, b) for a, b in zip(stack_weights(some), some, strict=True))
+        assert (
+            stack_weights(some).untyped_storage().data_ptr() != some[0].untyped_storage().data_ptr()
+        )
 
 
 @pytest.mark.parametrize("main", [False, True], ids=["autograd", "main gradients"])
@@ -83,7 +85,9 @@ def test_experts_compute_the_same_grouped(
     place = MicrobatchInfo(0, torch.arange(3), torch.ones(()))
     results = []
     for grouped in (False, True):
-        monkeypatch.setattr(Expert, "groups", lambda self, x, grouped=grouped: grouped)
+        monkeypatch.setattr(
+            Expert, "uses_grouped_products", lambda self, x, grouped=grouped: grouped
+        )
         layer = MixtureOfExperts(
             config, Context(plan("fp32"), recompute=Recompute(recompute)), "mlp"
         )
@@ -97,4 +101,4 @@ def test_experts_compute_the_same_grouped(
 
 def test_counts_are_those_of_bincount() -> None:
     chosen = torch.randint(0, 5, (7, 2))
-    assert torch.equal(counted(chosen, 8), chosen.flatten().bincount(minlength=8))
+    assert torch.equal(count_choices(chosen, 8), chosen.flatten().bincount(minlength=8))

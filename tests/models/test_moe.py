@@ -172,8 +172,9 @@ def every_tp_rank_adds_the_losses_of_routers() -> None:
 def losses_of_routers_stop_at_the_last_stage() -> None:
     inner = Router.forward
 
-    def route(self: Router, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
-        return inner(self, x, place if "layers.2" in layout_of(self.weight).parts[0].name else None)
+    def route(self: Router, x: Tensor, microbatch: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
+        counts = "layers.2" in layout_of(self.weight).parts[0].name
+        return inner(self, x, microbatch if counts else None)
 
     Router.forward = route
 

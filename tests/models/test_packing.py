@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import layout_of
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Resets, Samples
-from megaprec.precision.plan import plan
-from models import blocks, stages
+from megaprec.precision.plan import PrecisionPlan, plan
+from models import attention_kernels, stages
 from models.config import ModelConfig
 from models.cutting import EngineOptions, cuts
 from models.engine import Engine, Share, build_stages
@@ -207,7 +207,7 @@ def test_all_layers_of_a_stage_share_one_mask(monkeypatch: pytest.MonkeyPatch) -
         made.append(causal_mask(*given))
         return made[-1]
 
-    for module in (stages, blocks):
+    for module in (stages, attention_kernels):
         monkeypatch.setattr(module, "causal_mask", noted)
     config = CONFIGS["mistral with a window"]
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, LENGTH)[0])

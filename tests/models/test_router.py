@@ -18,7 +18,7 @@ from models import routing
 from models.best_cut import best_cut
 from models.config import ModelConfig
 from models.presets import PRESETS, preset
-from models.router import RouterSettings, chosen_of, weighted
+from models.router import RouterSettings, choose_experts, expert_weights
 from parallel.activation_checkpoint import Recompute
 from tests import oracle
 from tests.layouts import Result, Run, batches, fragments, make_engine, share_of, train, train_all
@@ -57,10 +57,11 @@ def test_tokens_go_where_the_settings_say_and_through_shared_experts(
 def test_a_correction_changes_who_is_chosen_and_no_weight() -> None:
     settings = RouterSettings(score="sigmoid", correction=True)
     scores = torch.tensor([[0.9, 0.8, 0.1, 0.2]])
-    chosen = chosen_of(settings, scores, torch.tensor([0.0, 0.0, 1.0, 0.0]), 2)
+    chosen = choose_experts(settings, scores, torch.tensor([0.0, 0.0, 1.0, 0.0]), 2)
     assert chosen.tolist() == [[2, 0]]
     assert (
-        weighted(settings, scores, chosen, normalize=False).tolist() == scores[:, [2, 0]].tolist()
+        expert_weights(settings, scores, chosen, normalize=False).tolist()
+        == scores[:, [2, 0]].tolist()
     )
 
 
@@ -68,7 +69,7 @@ def test_the_sum_of_the_two_best_and_the_best_alone_choose_other_groups() -> Non
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
     for best, expected in ((1, 0), (2, 2)):
         settings = RouterSettings(score="softmax", groups=2, groups_per_token=1, group_best=best)
-        assert min(chosen_of(settings, scores, None, 2)[0].tolist()) == expected
+        assert min(choose_experts(settings, scores, None, 2)[0].tolist()) == expected
 
 
 @pytest.mark.parametrize(
@@ -231,8 +232,8 @@ def the_counts_are_of_a_micro_batch() -> None:
 
 
 def the_correction_enters_the_weights() -> None:
-    inner = routing.weighted
-    routing.weighted = lambda settings, scores, chosen, normalize: inner(
+    inner = routing.expert_weights
+    routing.expert_weights = lambda settings, scores, chosen, normalize: inner(
         settings, scores + 0.01, chosen, normalize
     )
 
@@ -244,7 +245,7 @@ def the_correction_enters_the_weights() -> None:
 def test_the_law_of_layouts_finds(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(GLM, steps=2)
     expected: Any = oracle.train(run.config, train(run).before, batches(run), run.lr, run.clip)
-    monkeypatch.setattr(routing, "weighted", routing.weighted)
+    monkeypatch.setattr(routing, "expert_weights", routing.expert_weights)
     monkeypatch.setattr(routing.WithLoads, "backward", routing.WithLoads.backward)
     good = train(run)
     assert not differing(good.grads[0], expected[0]["grads"])

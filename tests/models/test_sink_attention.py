@@ -129,12 +129,12 @@ def test_rows_that_a_kernel_adds_to_the_sums_are_given_back_as_it_makes_them(
     """torch's efficient attention makes multiples of 32 rows, and its backward pass reads all:
     infinity, no weight."""
     (query, key, value, sinks), wanted = tensors()
-    forward = sink_attention._forward
+    forward = sink_attention._fused_forward
     given = list[Tensor]()
 
-    def padded(*args: Any) -> tuple[Any, ...]:
-        plain, sums, *rest = forward(*args)
-        return plain, F.pad(sums, (0, 32 - S), value=torch.inf), *rest
+    def padded(*args: Any) -> Any:
+        fused = forward(*args)
+        return fused._replace(log_sums=F.pad(fused.log_sums, (0, 32 - S), value=torch.inf))
 
     def backward(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
@@ -142,8 +142,8 @@ def test_rows_that_a_kernel_adds_to_the_sums_are_given_back_as_it_makes_them(
         given.append(others[2])
         return query, key, value
 
-    monkeypatch.setattr(sink_attention, "_forward", padded)
-    monkeypatch.setattr(sink_attention, "_backward", backward)
+    monkeypatch.setattr(sink_attention, "_fused_forward", padded)
+    monkeypatch.setattr(sink_attention, "_fused_backward", backward)
     sink_attention.attend(query, key, value, sinks).backward(wanted)
     assert given[0].shape[-1] == 32 and given[0][..., :S].isfinite().all()
     assert (given[0][..., S:] == torch.inf).all()

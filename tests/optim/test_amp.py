@@ -289,7 +289,7 @@ def test_half_attention_is_computed_wide_and_rounded_once(drop: float, size: int
     query = size * query
     key = size * key
     assert ((query.float() @ key.float().mT).abs().max() > 65504) == (size == 300)
-    mixed = attention._mix(query, key, value, MicrobatchInfo(0, torch.arange(2)))
+    mixed = attention._core_attention(query, key, value, MicrobatchInfo(0, torch.arange(2)))
     wide = [z.double().expand(2, 4, 8, 4) for z in (query, key, value)]
     expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True)
     assert mixed.dtype == torch.float16

@@ -136,13 +136,13 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         clamped_gate.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         expert_bias._AddBiases: lambda out, *, y, biases: stamp(out, tp, met(tp, y, *biases)),
-        sink_attention._Attend: attend,
+        sink_attention._AttendWithSinks: attend,
         dropout._Dropout: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         rotate.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         loss.CrossEntropy: cross_entropy,
         routing.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
         routing.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),
-        moe.Take: lambda out, *, x: stamp(out, tp, kind(x, tp)),
+        moe.TakeRows: lambda out, *, x: stamp(out, tp, kind(x, tp)),
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from models import blocks, moe, routing, stages
+from models import attention_kernels, moe, routing, stages
 from models.blocks import Attention, DecoderLayer
 from models.passes import Passes
 from models.stages import Stage
@@ -138,7 +138,7 @@ FAULTS = {
         r"layers\.0\.attention\.output",
         change(
             Attention,
-            "_mix",
+            "_core_attention",
             only(1, "tp", lambda inner, self, query, *rest: inner(self, query * 1.1, *rest)),
         ),
     ),
@@ -198,7 +198,7 @@ FAULTS = {
         "forward",
         r"layers\.0\.attention\.output",
         change(
-            blocks,
+            attention_kernels,
             "attention_dropout",
             lambda inner: (
                 lambda w, p, context, *rest: inner(

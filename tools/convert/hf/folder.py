@@ -23,7 +23,7 @@ from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
 from tools.convert.core.rules import Match, heads, matches
 from tools.convert.core.rules import has_modules as has_rows
 from tools.convert.core.source import Facts, Origin, Source
-from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
@@ -305,12 +305,12 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     size = sum(prod(match.shape) * held.itemsize for match, held in kept.items())
 
     def reserve(folder: Path, write: bool) -> list[Write]:
-        places = dict[Match, Place]()
+        places = dict[Match, Location]()
         for file, inside in shards.items():
             starts = reserve_safetensors(
                 folder / file, {m.foreign: (kept[m], m.shape) for m in inside}, write
             )
-            places |= {m: Place(file, starts[m.foreign], bind(_as, kept[m])) for m in inside}
+            places |= {m: Location(file, starts[m.foreign], bind(_as, kept[m])) for m in inside}
         writes = []
         for m in found:
             keys = tuple(f"weight/{name}" for name in m.logical)

@@ -26,7 +26,7 @@ from models.router import is_correction
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Cut, Match, heads, matches
 from tools.convert.core.source import Source
-from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
 from tools.convert.hf.folder import write_generation
 from tools.convert.megatron.experts import expert_of, is_trained, local_name
@@ -227,12 +227,12 @@ class _Writer:
     def reserve(self, folder: Path, write: bool) -> list[Write]:
         """Makes all ranks' files; one write for each whole tensor and kind, with a place in each
         file that has it."""
-        places: dict[tuple[str, Match], list[Place]] = {}
+        places: dict[tuple[str, Match], list[Location]] = {}
         for rank, file, held in self._files():
             for (kind, tensor, dtype), start in self._make(folder / file, held, rank, write):
                 ranks = self._ranks(tensor.match)
                 take = bind(_part, tensor.match, rank % ranks, ranks, self.padded, dtype)
-                places.setdefault((kind, tensor.match), []).append(Place(file, start, take))
+                places.setdefault((kind, tensor.match), []).append(Location(file, start, take))
         sizes = heads(self.source.model)
         return [
             Write(

@@ -221,11 +221,11 @@ def _tensors(
 
 def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a file, those included that lie in files of their own."""
-    state = state_in(file, state, apart=True)
-    apart = {name: value for name, value in state.items() if isinstance(value, Reference)}
+    state = state_in(file, state, with_references=True)
+    with_references = {name: value for name, value in state.items() if isinstance(value, Reference)}
     at = {
         name: file.with_name(f"{file.name}.tensors") / f"tensor_{one.number}.pt"
-        for name, one in apart.items()
+        for name, one in with_references.items()
     }
     if lost := next((one for one in at.values() if not one.is_file()), None):
         raise UserError(

@@ -16,7 +16,7 @@ from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_modules
 from tools.convert.hf.write_config import model_type, to_hugging_face, unsaid
 from tools.convert.megatron.layout import args_of
-from tools.convert.megatron.layout import unsaid as unsaid_by_args
+from tools.convert.megatron.layout import omitted_fields as unsaid_by_args
 
 SIZES = {"layers": 3, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 53, "max_positions": 16}
 LATENT = {

@@ -38,7 +38,7 @@ from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes, rotary_notes
 from tools.convert.hf.quantized import quantized_notes, with_quantized
-from tools.convert.hf.stacked import one_by_one
+from tools.convert.hf.stacked import unstack_experts
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
@@ -120,7 +120,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     kind = config["model_type"]
     files = _stored(path)
     as_named = _named_like_the_table(text_tensors(files, whole), PREFIXES.get(kind, "model."))
-    as_named = one_by_one(as_named, kind)
+    as_named = unstack_experts(as_named, kind)
     stored = with_quantized(as_named, config, path)
     halves = config.get("rope_interleave", True) is False
     found = matches((IN_HALVES if halves else HUGGING_FACE)[kind], model)

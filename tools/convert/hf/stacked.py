@@ -28,7 +28,7 @@ _RENAMED = {
 }
 
 
-def one_by_one(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
+def unstack_experts(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
     """Return the tensors by the names of published files, experts one by one. kind: model_type.
 
     Raises UserError for a tensor of experts that does not consist of theirs.

@@ -25,9 +25,9 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origin_of
-from tools.convert.megatron.ranks import Held, copied, numbered_over_stages
+from tools.convert.megatron.ranks import TensorSource, notes_on_copies, number_over_stages
 from tools.convert.systems.internevo_model import model_of
-from tools.convert.systems.shards import parts_of, wholes_of
+from tools.convert.systems.shards import collect_shards, merge_shards
 
 CONFIG = "model_config.pt"
 FILE = re.compile(r"model_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)\.pt")
@@ -77,7 +77,7 @@ def open_internevo(path: Path) -> Source:
     found = matches(
         internevo(mlp, _split_hidden(by_name, model.hidden), files.weight_parallel), model
     )
-    weights = wholes_of(path, found, by_name)
+    weights = merge_shards(path, found, by_name)
     check_tensors(path, found, weights)
     origins = [
         origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
@@ -87,7 +87,7 @@ def open_internevo(path: Path) -> Source:
     facts = Facts(
         layout=layout,
         unread=_unread(path),
-        notes=(*filter(None, (note,)), *copied(path, _distinct(files))),
+        notes=(*filter(None, (note,)), *notes_on_copies(path, _distinct(files))),
     )
     return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
 
@@ -164,7 +164,7 @@ def _said(file: Path) -> Mapping[str, Any]:
     return said
 
 
-def _by_name(files: Files) -> dict[str, list[Held]]:
+def _by_name(files: Files) -> dict[str, list[TensorSource]]:
     """Name, with layers counted over all stages -> its parts. Stages are in the order of chunks,
     then of ranks."""
     chunks = {place: len(own) for place, own in files.held.items()}
@@ -174,7 +174,7 @@ def _by_name(files: Files) -> dict[str, list[Held]]:
         _stage(files, p, c) for c in range(max(chunks.values())) for p in range(files.sizes[2])
     ]
     last = len(stages) - 1
-    return numbered_over_stages(
+    return number_over_stages(
         files.path, stages, LAYER, {"embedding.": 0, "norm.": last, "head.": last}
     )
 
@@ -191,7 +191,7 @@ def _distinct(files: Files) -> dict[tuple[int, int, int], list[dict[str, Stored]
     return found
 
 
-def _stage(files: Files, stage: int, chunk: int) -> dict[str, list[Held]]:
+def _stage(files: Files, stage: int, chunk: int) -> dict[str, list[TensorSource]]:
     tp, wp, _ = files.sizes
 
     def place(t: int, w: int, name: str) -> tuple[int, int]:
@@ -205,10 +205,12 @@ def _stage(files: Files, stage: int, chunk: int) -> dict[str, list[Held]]:
         for (t, w, p), held in files.held.items()
         if p == stage
     ]
-    return parts_of(files.path, ranks, LONE)
+    return collect_shards(files.path, ranks, LONE)
 
 
-def _feed_forward(path: Path, by_name: Mapping[str, Sequence[Held]]) -> tuple[dict[str, str], int]:
+def _feed_forward(
+    path: Path, by_name: Mapping[str, Sequence[TensorSource]]
+) -> tuple[dict[str, str], int]:
     """InternEvo's names of the feed-forward's layers -> ours, and its width.
 
     Before 2024 w3 was the closing one, since then w2 is (internlm/model/modules/mlp.py): their
@@ -242,7 +244,7 @@ def _feed_forward(path: Path, by_name: Mapping[str, Sequence[Held]]) -> tuple[di
     }, width
 
 
-def _split_hidden(by_name: Mapping[str, Sequence[Held]], hidden: int) -> bool:
+def _split_hidden(by_name: Mapping[str, Sequence[TensorSource]], hidden: int) -> bool:
     """Return True if ranks hold all tokens of the embedding and some features of each."""
     parts = by_name.get("embedding.weight", ())
     return len(parts) > 1 and parts[0].shape[-1] != hidden

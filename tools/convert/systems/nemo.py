@@ -23,7 +23,7 @@ from tools.convert.core.rules import Match, matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.hf.beside import require_fetched
 from tools.convert.hf.folder import hf_tokenizer, origin_of
-from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
+from tools.convert.megatron.distributed import Chunked, Contents, merge_chunks, read_chunked
 from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
@@ -94,7 +94,7 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     held = _named(folder, contents)
     _check_rows(folder, held, said["vocab_size"])
     found = _found(held, model, bool(said["rotary_interleaved"]))
-    weights = whole_tensors(folder, found, held, model)
+    weights = merge_chunks(folder, found, held, model)
     origins = [
         origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
     ]

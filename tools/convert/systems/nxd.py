@@ -37,9 +37,9 @@ from tools.convert.hf.folder import (
 )
 from tools.convert.hf.notes import notes
 from tools.convert.hf.write_config import ARCHITECTURES
-from tools.convert.megatron.ranks import copied
+from tools.convert.megatron.ranks import notes_on_copies
 from tools.convert.systems.nxd_tensors import hugging_face
-from tools.convert.systems.shards import parts_of
+from tools.convert.systems.shards import collect_shards
 
 FILE = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 OLD = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
@@ -98,7 +98,7 @@ def open_nxd(path: Path) -> Source:
     files = _files(path)
     held, beside = _tensors(path, files)
     tp, pp = (1 + max(rank[axis] for rank in held) for axis in range(2))
-    by_name = parts_of(path, [(lambda _, t=t: (t, tp), own) for (t, _), own in held.items()])
+    by_name = collect_shards(path, [(lambda _, t=t: (t, tp), own) for (t, _), own in held.items()])
     weights = hugging_face(path, by_name, model)
     found = matches(HUGGING_FACE[kind], model)
     check_tied(path, model, weights, found)
@@ -113,7 +113,7 @@ def open_nxd(path: Path) -> Source:
         generation=read_generation(file.parent),
         notes=(
             *(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
-            *copied(path, {rank: [own] for rank, own in held.items()}),
+            *notes_on_copies(path, {rank: [own] for rank, own in held.items()}),
         ),
     )
     return Source(

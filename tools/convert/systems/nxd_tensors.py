@@ -24,7 +24,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.tensors import Stored
-from tools.convert.megatron.ranks import Held, Whole, alike
+from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_copy
 
 QKV = re.compile(r"(.*\.self_attn\.)qkv_proj\.(weight|bias)(?:_(q|k|v|qkv))?")
 GATE_UP = re.compile(r"(.*\.)gate_up_proj\.(weight|bias)")
@@ -64,11 +64,11 @@ class Copies:
 
 
 def hugging_face(
-    path: Path, by_name: Mapping[str, Sequence[Held]], model: ModelConfig
-) -> dict[str, Held]:
+    path: Path, by_name: Mapping[str, Sequence[TensorSource]], model: ModelConfig
+) -> dict[str, TensorSource]:
     """Hugging Face's names -> the whole tensors. by_name: NxD's names -> the parts of the
     tensor-parallel ranks."""
-    pieces: dict[str, Sequence[Held]] = {}
+    pieces: dict[str, Sequence[TensorSource]] = {}
     for name, parts in by_name.items():
         for own, held in _unfused(path, name, parts, model).items():
             if own in pieces:
@@ -82,8 +82,8 @@ def hugging_face(
 
 
 def _unfused(
-    path: Path, name: str, parts: Sequence[Held], model: ModelConfig
-) -> dict[str, Sequence[Held]]:
+    path: Path, name: str, parts: Sequence[TensorSource], model: ModelConfig
+) -> dict[str, Sequence[TensorSource]]:
     """The tensors that NxD keeps as one, on each rank. UserError if ranks have it in several
     shapes."""
     if (GATE_UP.fullmatch(name) or QKV.fullmatch(name)) and len({part.shape for part in parts}) > 1:
@@ -125,19 +125,21 @@ def _require_halves(path: Path, name: str, rows: int) -> None:
         raise UserError(f"{path}: {name} leaves {rows} rows on a rank for two parts of one size")
 
 
-def _rows(held: Held, top: int, bottom: int) -> Whole:
+def _rows(held: TensorSource, top: int, bottom: int) -> MergedTensor:
     def read() -> Tensor:
         if isinstance(held, Stored):
             return held.rows(top, bottom)
         return held.read()[top:bottom]
 
-    return Whole((bottom - top, *held.shape[1:]), held.dtype, read)
+    return MergedTensor((bottom - top, *held.shape[1:]), held.dtype, read)
 
 
-def _joined(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -> Held:
+def _joined(
+    path: Path, name: str, parts: Sequence[TensorSource], model: ModelConfig
+) -> TensorSource:
     """The ranks' parts put together."""
     if len(parts) == 1 or not (ROWS.fullmatch(name) or COLUMNS.fullmatch(name)):
-        return alike(path, name, parts)
+        return checked_copy(path, name, parts)
     across = "embed_tokens" in name and parts[0].shape[-1] != model.hidden  # shard_across_embedding
     dim = 1 if across or COLUMNS.fullmatch(name) else 0
     others = {(len(p.shape), *p.shape[:dim], *p.shape[dim + 1 :], p.dtype) for p in parts}
@@ -145,12 +147,12 @@ def _joined(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) ->
         raise UserError(f"{path}: the parts of {name} on the ranks do not fit each other")
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    return Whole(
+    return MergedTensor(
         tuple(shape), parts[0].dtype, lambda: torch.cat([part.read() for part in parts], dim)
     )
 
 
-def _copies(path: Path, wholes: Mapping[str, Held], model: ModelConfig) -> Copies | None:
+def _copies(path: Path, wholes: Mapping[str, TensorSource], model: ModelConfig) -> Copies | None:
     """Return how the key/value heads are repeated; None if each occurs once. Raises UserError if
     that cannot be recognized.
     """
@@ -183,7 +185,7 @@ def _copies(path: Path, wholes: Mapping[str, Held], model: ModelConfig) -> Copie
     return fits[0]
 
 
-def _single(path: Path, name: str, held: Held, copies: Copies) -> Held:
+def _single(path: Path, name: str, held: TensorSource, copies: Copies) -> TensorSource:
     """The tensor with each key/value head once, and the heads of the others in their order."""
 
     def once() -> Tensor:
@@ -193,9 +195,9 @@ def _single(path: Path, name: str, held: Held, copies: Copies) -> Held:
         return values
 
     if KEY_VALUE.fullmatch(name):
-        return Whole((held.shape[0] // copies.count, *held.shape[1:]), held.dtype, once)
+        return MergedTensor((held.shape[0] // copies.count, *held.shape[1:]), held.dtype, once)
     if QUERY.fullmatch(name):
-        return Whole(held.shape, held.dtype, lambda: copies.in_order(held.read()))
+        return MergedTensor(held.shape, held.dtype, lambda: copies.in_order(held.read()))
     if OUTPUT.fullmatch(name):
-        return Whole(held.shape, held.dtype, lambda: copies.in_order(held.read().t()).t())
+        return MergedTensor(held.shape, held.dtype, lambda: copies.in_order(held.read().t()).t())
     return held

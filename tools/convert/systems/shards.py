@@ -14,21 +14,21 @@ from torch import Tensor
 from megaprec.errors import UserError
 from tools.convert.core.rules import Cut, Match
 from tools.convert.core.tensors import Stored
-from tools.convert.megatron.layout import BLOCKS, merged
-from tools.convert.megatron.ranks import Held, Whole, alike
+from tools.convert.megatron.layout import BLOCKS, join_parts
+from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_copy
 
 # of a tensor's name: which part a rank has, and of how many
-Place = Callable[[str], tuple[int, int]]
+PartOf = Callable[[str], tuple[int, int]]
 
 
-def parts_of(
-    path: Path, ranks: Iterable[tuple[Place, Mapping[str, Stored]]], lone: Sequence[str] = ()
-) -> dict[str, list[Held]]:
+def collect_shards(
+    path: Path, ranks: Iterable[tuple[PartOf, Mapping[str, Stored]]], lone: Sequence[str] = ()
+) -> dict[str, list[TensorSource]]:
     """Name -> its parts, over the ranks of one stage. Copies of a part must be alike.
 
     lone: ends of names that only the first rank has.
     """
-    copies: dict[str, dict[int, list[Held]]] = {}
+    copies: dict[str, dict[int, list[TensorSource]]] = {}
     counts: dict[str, int] = {}
     for place, held in ranks:
         for name, stored in held.items():
@@ -44,13 +44,14 @@ def parts_of(
                 f"{path}: {name} is in the files of some ranks of a stage and not of others"
             )
     return {
-        name: [alike(path, name, parts[n]) for n in sorted(parts)] for name, parts in copies.items()
+        name: [checked_copy(path, name, parts[n]) for n in sorted(parts)]
+        for name, parts in copies.items()
     }
 
 
-def wholes_of(
-    path: Path, found: Sequence[Match], by_name: Mapping[str, list[Held]]
-) -> dict[str, Held]:
+def merge_shards(
+    path: Path, found: Sequence[Match], by_name: Mapping[str, list[TensorSource]]
+) -> dict[str, TensorSource]:
     """The whole tensors by name. One that is not in `found` is returned for `check_tensors` to
     speak of."""
     known = {match.foreign: match for match in found}
@@ -60,9 +61,9 @@ def wholes_of(
     }
 
 
-def _whole(path: Path, match: Match, parts: list[Held]) -> Held:
+def _whole(path: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
     if match.cut == "whole" or len(parts) == 1:
-        return alike(path, match.foreign, parts)
+        return checked_copy(path, match.foreign, parts)
     if len({part.dtype for part in parts}) > 1:
         raise UserError(f"{path}: {match.foreign} has values of another type on some ranks")
     shape = _joined(match.cut, [part.shape for part in parts])
@@ -75,9 +76,9 @@ def _whole(path: Path, match: Match, parts: list[Held]) -> Held:
         )
 
     def read() -> Tensor:
-        return merged((part.read() for part in parts), match.cut, match.shape, len(parts))
+        return join_parts((part.read() for part in parts), match.cut, match.shape, len(parts))
 
-    return Whole(match.shape, parts[0].dtype, read)
+    return MergedTensor(match.shape, parts[0].dtype, read)
 
 
 def _joined(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -7,32 +7,32 @@ from typing import Any
 from models.config import ModelConfig
 
 
-def qwen_experts(m: ModelConfig) -> dict[str, Any]:
+def qwen_experts(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of Qwen's experts, and of the layers without them."""
     return {
-        "num_experts": m.experts,
-        "norm_topk_prob": m.norm_topk,
-        "moe_intermediate_size": m.ffn,
+        "num_experts": model.experts,
+        "norm_topk_prob": model.norm_topk,
+        "moe_intermediate_size": model.ffn,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(m.dense_layers),
-        "intermediate_size": m.dense_ffn,
+        "mlp_only_layers": list(model.dense_layers),
+        "intermediate_size": model.dense_ffn,
     }
 
 
-def softcaps(m: ModelConfig) -> dict[str, Any]:
+def softcaps(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of soft caps; null is none."""
     return {
-        "attn_logit_softcapping": m.attention_softcap or None,
-        "final_logit_softcapping": m.final_softcap or None,
+        "attn_logit_softcapping": model.attention_softcap or None,
+        "final_logit_softcapping": model.final_softcap or None,
     }
 
 
-def layer_types(m: ModelConfig, always: bool = False) -> dict[str, list[str]]:
+def layer_types(model: ModelConfig, always: bool = False) -> dict[str, list[str]]:
     """Return layer_types for a model in which only some layers have the window. always: for any
     model."""
-    if not (m.window_layers or always):
+    if not (model.window_layers or always):
         return {}
-    windowed = [m.of_layer(n).window > 0 for n in range(m.layers)]
+    windowed = [model.of_layer(n).window > 0 for n in range(model.layers)]
     return {"layer_types": ["sliding_attention" if one else "full_attention" for one in windowed]}
 
 

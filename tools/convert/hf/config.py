@@ -42,18 +42,14 @@ def make_model(fields: Json, origin: str) -> ModelConfig:
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
-        found = [
-            e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"
-        ]
-        raise UserError(
-            *(
-                (
-                    f"{origin}: "
-                    f"{' '.join((*map(str, e['loc']), e['msg'].removeprefix('Value error, ')))}"
-                )
-                for e in found
-            )
-        ) from error
+        problems = []
+        for problem in error.errors(include_url=False):
+            # A default that follows from a wrong field is no problem of its own.
+            if problem["type"] == "default_factory_not_called":
+                continue
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{origin}: {' '.join((*map(str, problem['loc']), message))}")
+        raise UserError(*problems) from error
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
@@ -67,15 +63,16 @@ def from_hugging_face(config: Json) -> ModelConfig:
         require_readable(keys)
         fields = _READERS[kind](keys) | {"init_std": keys["initializer_range"]}
         for key in IDS:
-            keys[key]  # `special_ids` has them
+            keys.mark_read(key)  # `special_ids` has them
         if unread := list(keys.unread()):
             raise UserError(*unread)
         return make_model(fields, "config.json")
     except UserError as error:
+        # A null that was read explains what else went wrong.
         raise UserError(*(keys.nulls() or error.problems)) from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        stated = keys.nulls() or [f"config.json of a {kind} model misstates something: {error}"]
-        raise UserError(*stated) from error
+        problems = keys.nulls() or [f"config.json of a {kind} model misstates something: {error}"]
+        raise UserError(*problems) from error
 
 
 def special_ids(config: Json) -> dict[str, Any]:
@@ -126,15 +123,14 @@ def _neox(keys: Keys) -> dict[str, Any]:
     base = keys["rotary_emb_base"]
     fraction = keys["rotary_pct"]
     bias = keys["attention_bias"]
-    turned = rope(keys, base, fraction, "rotary_emb_base")
-    for key, used in (
-        ("rope_theta", turned["rope_base"]),
-        ("partial_rotary_factor", turned["rotary_fraction"]),
-    ):
-        require(keys[key], key, (used, None))  # transformers goes by rotary_emb_base and rotary_pct
+    rotary = rope(keys, base, fraction, "rotary_emb_base")
+    # transformers goes by rotary_emb_base and rotary_pct
+    require(keys["rope_theta"], "rope_theta", (rotary["rope_base"], None))
+    rotary_fraction = rotary["rotary_fraction"]
+    require(keys["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
     return {
         **_common(keys),
-        **turned,
+        **rotary,
         "mlp": GELU[require(keys["hidden_act"], "hidden_act", tuple(GELU))],
         "norm_eps": keys["layer_norm_eps"],
         "qkv_bias": bias,
@@ -147,9 +143,14 @@ def _neox(keys: Keys) -> dict[str, Any]:
 def _rms(keys: Keys) -> dict[str, Any]:
     """Return the fields that the families after Llama share."""
     require(keys["hidden_act"], "hidden_act", SILU)
-    turned = rope(keys, keys["rope_theta"])
-    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
-    return {**_rms_sizes(keys), **turned}
+    return {**_rotary_of_all_features(keys), **_rms_sizes(keys)}
+
+
+def _rotary_of_all_features(keys: Keys) -> dict[str, Any]:
+    """Return the fields of rotary positions. Raises UserError unless all features of a head turn."""
+    rotary = rope(keys, keys["rope_theta"])
+    require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
+    return rotary
 
 
 def _rms_sizes(keys: Keys) -> dict[str, Any]:
@@ -162,14 +163,13 @@ def _rms_sizes(keys: Keys) -> dict[str, Any]:
 def _sizes(keys: Keys) -> dict[str, Any]:
     """Return the fields that the families after Llama share, except for positions and activation
     function."""
+    heads = keys["num_attention_heads"]
     kv_heads = keys["num_key_value_heads"]
     head_dim = keys["head_dim"]
     return {
         **_common(keys),
-        "kv_heads": keys["num_attention_heads"] if kv_heads is None else kv_heads,
-        "head_dim": keys["hidden_size"] // keys["num_attention_heads"]
-        if head_dim is None
-        else head_dim,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": keys["hidden_size"] // heads if head_dim is None else head_dim,
         "norm_eps": keys["rms_norm_eps"],
     }
 
@@ -206,9 +206,8 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen2_moe(keys: Keys) -> dict[str, Any]:
-    if (
-        keys["use_sliding_window"] and keys["layer_types"] is None
-    ):  # versions of transformers differ in what that means
+    # versions of transformers differ in what that means
+    if keys["use_sliding_window"] and keys["layer_types"] is None:
         raise UserError(
             "config.json has use_sliding_window = true: give layer_types, the layers that "
             "have the window"
@@ -239,6 +238,7 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
             f"config.json has n_shared_experts = {keys['n_shared_experts']}, of which only 1 or "
             "more is known"
         )
+    router = {"score": "sigmoid", "correction": True}
     return {
         **_sizes(keys),
         **rope(keys, keys["rope_theta"], 1.0 if fraction is None else fraction),
@@ -253,8 +253,7 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
         "shared_experts": shared,
         "router_aux_loss": 0.0,
         **feed_forwards(keys, list(range(first))),
-        "router": by_groups(keys)
-        | {"score": "sigmoid", "correction": True, "scale": float(keys["routed_scaling_factor"])},
+        "router": {**router, **by_groups(keys), "scale": float(keys["routed_scaling_factor"])},
     }
 
 
@@ -267,9 +266,9 @@ def _olmo3(keys: Keys) -> dict[str, Any]:
     require(keys["hidden_act"], "hidden_act", SILU)
     windows = windows_by_type(keys, 4)
     # transformers takes rope_theta for the layers without the window only
-    usual = DEFAULTS[keys.kind]["rope_theta"]
-    turned = rope_by_layer(keys, keys["rope_theta"], usual, windows)
-    return {**_rms_sizes(keys), **turned, **windows, **_attention_biases(keys)}
+    default_base = DEFAULTS[keys.kind]["rope_theta"]
+    rotary = rope_by_layer(keys, keys["rope_theta"], default_base, windows)
+    return {**_rms_sizes(keys), **rotary, **windows, **_attention_biases(keys)}
 
 
 def _gemma3(keys: Keys) -> dict[str, Any]:
@@ -277,20 +276,49 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
     the family."""
     require(GELU.get(keys["hidden_activation"]), "hidden_activation", ("gelu",))
     windows = windows_by_type(keys, keys["sliding_window_pattern"])
-    turned = rope_by_layer(keys, keys["rope_theta"], keys["rope_local_base_freq"], windows)
-    scalar = float(keys["query_pre_attn_scalar"])
+    rotary = rope_by_layer(keys, keys["rope_theta"], keys["rope_local_base_freq"], windows)
     return {
+        "attention_scalar": float(keys["query_pre_attn_scalar"]),
         **_rms_sizes(keys),
-        **turned,
+        **rotary,
         **windows,
         **_attention_biases(keys),
-        "attention_scalar": scalar,
     }
 
 
 def _deepseek(keys: Keys) -> dict[str, Any]:
     """Return the fields of DeepSeek-V2 and V3; the norms of latents have their own epsilon, that of
     the class."""
+    _require_latent_sizes(keys)
+    heads = keys["num_attention_heads"]
+    rope_dim = keys["qk_rope_head_dim"]
+    nope_dim = keys["qk_nope_head_dim"]
+    require(keys["num_key_value_heads"], "num_key_value_heads", (heads, None))
+    # their classes put the width that turns there
+    require(keys["head_dim"], "head_dim", (rope_dim, None))
+    require(keys["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
+    require(keys["hidden_act"], "hidden_act", SILU)
+    require(keys["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    rotary = _rotary_of_all_features(keys)
+    latent = {
+        "kv_rank": keys["kv_lora_rank"],
+        "query_rank": keys["q_lora_rank"] or 0,
+        "rope_dim": rope_dim,
+        "nope_dim": nope_dim,
+        "value_dim": keys["v_head_dim"],
+    }
+    keys.mark_read("num_mtp_layers")  # of DeepSeek-V3; `notes` says that V2 has none
+    return {
+        **_common(keys),
+        **rotary,
+        **_attention_biases(keys),
+        "latent": latent,
+        "norm_eps": keys["rms_norm_eps"],
+    }
+
+
+def _require_latent_sizes(keys: Keys) -> None:
+    """Raise UserError for sizes with which there is no latent attention."""
     for key in (
         "q_lora_rank",
         "kv_lora_rank",
@@ -298,6 +326,7 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
         "qk_nope_head_dim",
         "v_head_dim",
     ):
+        # Queries may have no latent.
         if keys[key] == 0 or (keys[key] is None and key != "q_lora_rank"):
             raise UserError(
                 f"config.json has {key} = {keys[key]}, with which there is no latent attention"
@@ -307,32 +336,6 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
             f"config.json has qk_rope_head_dim = {keys['qk_rope_head_dim']}: rotary positions "
             "rotate pairs"
         )
-    heads = keys["num_attention_heads"]
-    turning = keys["qk_rope_head_dim"]
-    still = keys["qk_nope_head_dim"]
-    require(keys["num_key_value_heads"], "num_key_value_heads", (heads, None))
-    # their classes put the width that turns there
-    require(keys["head_dim"], "head_dim", (turning, None))
-    require(keys["qk_head_dim"], "qk_head_dim", (turning + still, None))
-    require(keys["hidden_act"], "hidden_act", SILU)
-    require(keys["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
-    turned = rope(keys, keys["rope_theta"])
-    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
-    latent = {
-        "kv_rank": keys["kv_lora_rank"],
-        "query_rank": keys["q_lora_rank"] or 0,
-        "rope_dim": turning,
-        "nope_dim": still,
-        "value_dim": keys["v_head_dim"],
-    }
-    keys["num_mtp_layers"]  # of DeepSeek-V3; `notes` says that V2 has none
-    return {
-        **_common(keys),
-        **turned,
-        **_attention_biases(keys),
-        "latent": latent,
-        "norm_eps": keys["rms_norm_eps"],
-    }
 
 
 def _deepseek_v2(keys: Keys) -> dict[str, Any]:
@@ -341,40 +344,40 @@ def _deepseek_v2(keys: Keys) -> dict[str, Any]:
     fields = {**_deepseek(keys), "mlp_bias": keys["mlp_bias"]}
     method = keys["topk_method"]
     normalized = keys["norm_topk_prob"]
-    routed = _deepseek_experts(keys)
+    experts_fields = _deepseek_experts(keys)
     groups = keys["n_group"]
-    limits = keys["topk_group"]
-    if not routed["experts"]:
-        return {**fields, **routed}
+    chosen_groups = keys["topk_group"]
+    if not experts_fields["experts"]:
+        return {**fields, **experts_fields}
     require(normalized, "norm_topk_prob", (False, None))
-    grouped = require(method, "topk_method", ("greedy", "group_limited_greedy")) != "greedy"
-    if grouped:
-        _require_groups(groups, limits)
-    router = {"score": "softmax", "scale": float(keys["routed_scaling_factor"])}
-    return {**fields, **routed, "router": router | (by_groups(keys, 1) if grouped else {})}
+    router: dict[str, Any] = {"score": "softmax", "scale": float(keys["routed_scaling_factor"])}
+    if require(method, "topk_method", ("greedy", "group_limited_greedy")) != "greedy":
+        _require_groups(groups, chosen_groups)
+        router |= by_groups(keys, 1)
+    return {**fields, **experts_fields, "router": router}
 
 
 def _deepseek_v3(keys: Keys) -> dict[str, Any]:
     # the order of rows, by which they are read
     require(keys["rope_interleave"], "rope_interleave", (True, False))
     fields = _deepseek(keys)
-    routed = _deepseek_experts(keys)
+    experts_fields = _deepseek_experts(keys)
     normalized = keys["norm_topk_prob"]
     fields["mtp_layers"] = keys["num_mtp_layers"] or 0
     scale = keys["routed_scaling_factor"]
     groups = keys["n_group"]
-    limits = keys["topk_group"]
-    if not routed["experts"]:
-        return {**fields, **routed}
-    _require_groups(groups, limits)
+    chosen_groups = keys["topk_group"]
+    if not experts_fields["experts"]:
+        return {**fields, **experts_fields}
+    _require_groups(groups, chosen_groups)
     router = {"score": "sigmoid", "correction": True, "scale": float(scale), **by_groups(keys)}
-    return {**fields, **routed, "norm_topk": bool(normalized), "router": router}
+    return {**fields, **experts_fields, "norm_topk": bool(normalized), "router": router}
 
 
-def _require_groups(groups: Any, limits: Any) -> None:
-    if not all(type(number) is int for number in (groups, limits)):
+def _require_groups(groups: Any, chosen: Any) -> None:
+    if not all(type(number) is int for number in (groups, chosen)):
         raise UserError(
-            f"config.json has n_group = {groups} and topk_group = {limits}: both must be numbers"
+            f"config.json has n_group = {groups} and topk_group = {chosen}: both must be numbers"
         )
 
 
@@ -400,11 +403,9 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
     """Return the fields of Gemma 2; the norms and the scale of embeddings follow from the
     family."""
     require(GELU.get(keys["hidden_activation"]), "hidden_activation", ("gelu",))
-    turned = rope(keys, keys["rope_theta"])
-    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
     return {
+        **_rotary_of_all_features(keys),
         **_rms_sizes(keys),
-        **turned,
         **windows_by_type(keys, 2),
         **_attention_biases(keys),
         "attention_scalar": float(keys["query_pre_attn_scalar"]),
@@ -432,13 +433,10 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
         **_attention_biases(keys),
         **experts(keys, keys["num_local_experts"], keys["router_aux_loss_coef"]),
     }
-    scaling = fields["rope_scaling"]
-    said = (
-        ("initial_context_length", scaling.get(ORIGINAL)),
-        ("experts_per_token", fields["experts_per_token"]),
-    )
-    for key, used in said:  # transformers ignores them
-        require(keys[key], key, (used, None))
+    # transformers ignores these two
+    original_length = fields["rope_scaling"].get(ORIGINAL)
+    require(keys["initial_context_length"], "initial_context_length", (original_length, None))
+    require(keys["experts_per_token"], "experts_per_token", (fields["experts_per_token"], None))
     return {
         **fields,
         "swiglu_alpha": float(keys["swiglu_alpha"]),

@@ -54,27 +54,31 @@ def _turns(model: ModelConfig) -> bool:
 
 
 def _is_glm4_moe(model: ModelConfig) -> bool:
-    leading = model.dense_layers == tuple(range(len(model.dense_layers)))
-    routed = (
-        model.router.score == "sigmoid" and model.router.correction and model.router.group_best == 2
+    router = model.router
+    routes = router.score == "sigmoid" and router.correction and router.group_best == 2
+    has_experts = model.experts > 0 and model.shared_experts > 0
+    has_biases = model.output_bias or model.mlp_bias or model.shared_gate
+    return (
+        _is_gated(model)
+        and routes
+        and has_experts
+        and model.shared_experts % model.ffn == 0
+        and _dense_layers_lead(model)
+        and not has_biases
+        and not model.window
     )
-    experts = (
-        model.experts > 0 and model.shared_experts > 0 and model.shared_experts % model.ffn == 0
-    )
-    biases = not (model.output_bias or model.mlp_bias or model.shared_gate)
-    return _is_gated(model) and routed and experts and leading and biases and not model.window
+
+
+def _dense_layers_lead(model: ModelConfig) -> bool:
+    """Return True if the layers without experts are the first ones."""
+    return model.dense_layers == tuple(range(len(model.dense_layers)))
 
 
 def _is_unusual(model: ModelConfig) -> bool:
     """Return True if the model has what only OLMo, Gemma, DeepSeek or gpt-oss has."""
-    of_layers = (
-        model.latent
-        or model.norm_unit_offset
-        or model.window_rope_base
-        or (model.qk_norm and model.qk_norm_over == "all")
-    )
+    norms_all_heads = model.qk_norm and model.qk_norm_over == "all"
     return (
-        bool(of_layers)
+        bool(model.latent or model.norm_unit_offset or model.window_rope_base or norms_all_heads)
         or model.embedding_scale != 1
         or model.attention_scalar != model.head_dim
         or _is_capped(model)
@@ -97,82 +101,71 @@ def _is_oss(model: ModelConfig) -> bool:
 
 
 def _is_olmo(model: ModelConfig) -> bool:
-    norms = (model.norm_at, model.qk_norm, model.qk_norm_over, model.norm_unit_offset) == (
-        "after",
-        True,
-        "all",
-        False,
-    )
-    plain = (
-        _is_rotary(model)
+    norms = (model.norm_at, model.qk_norm, model.qk_norm_over, model.norm_unit_offset)
+    return (
+        norms == ("after", True, "all", False)
+        and _is_rotary(model)
         and model.mlp == "swiglu"
         and model.embedding_scale == 1
         and model.attention_scalar == model.head_dim
-    )
-    plain = plain and not (_is_capped(model) or _is_oss(model))
-    return (
-        norms
-        and plain
+        and not (_is_capped(model) or _is_oss(model))
         and model.qkv_bias == model.output_bias
         and not (model.mlp_bias or model.experts)
     )
 
 
 def _is_gemma(model: ModelConfig, qk_norm: bool) -> bool:
-    norms = (model.norm_at, model.qk_norm, model.norm_unit_offset) == ("around", qk_norm, True)
-    norms = norms and model.qk_norm_over == "head" and not _is_oss(model)
-    sizes = _divides(model) and model.attention_scalar == int(model.attention_scalar)
-    scaled = model.embedding_scale == default_embedding_scale(
-        {"family": "gemma3", "hidden": model.hidden}
-    )
-    plain = _is_rotary(model) and model.mlp == "geglu" and sizes and scaled
+    scale = default_embedding_scale({"family": "gemma3", "hidden": model.hidden})
+    norms = (model.norm_at, model.qk_norm, model.norm_unit_offset, model.qk_norm_over)
     return (
-        norms
-        and plain
+        norms == ("around", qk_norm, True, "head")
+        and not _is_oss(model)
+        and _divides(model)
+        and model.attention_scalar == int(model.attention_scalar)
+        and model.embedding_scale == scale
+        and _is_rotary(model)
+        and model.mlp == "geglu"
         and model.qkv_bias == model.output_bias
         and not (model.mlp_bias or model.experts)
     )
 
 
 def _is_deepseek(model: ModelConfig) -> bool:
-    usual = default_attention_scalar(model.model_dump() | {"rope_scaling": model.rope_scaling})
-    plain = (
+    scalar = default_attention_scalar(model.model_dump() | {"rope_scaling": model.rope_scaling})
+    return (
         _is_rotary(model)
         and model.mlp == "swiglu"
         and model.norm_at == "before"
         and model.embedding_scale == 1
-    )
-    sizes = (
-        bool(model.latent)
+        and bool(model.latent)
         and model.latent.norm_eps == LATENT_EPS
-        and model.attention_scalar == usual
-    )
-    leading = model.dense_layers == tuple(range(len(model.dense_layers)))
-    experts = not model.experts or (
-        leading and model.shared_experts > 0 and model.shared_experts % model.ffn == 0
-    )
-    experts = experts and not model.shared_gate
-    return (
-        plain
-        and sizes
-        and experts
+        and model.attention_scalar == scalar
+        and _has_deepseek_experts(model)
         and model.qkv_bias == model.output_bias
         and not (model.window or model.window_rope_base)
     )
 
 
+def _has_deepseek_experts(model: ModelConfig) -> bool:
+    """Return True if a model has no experts, or as DeepSeek: with shared ones, after dense
+    layers."""
+    if model.shared_gate:
+        return False
+    if not model.experts:
+        return True
+    if not _dense_layers_lead(model):
+        return False
+    return model.shared_experts > 0 and model.shared_experts % model.ffn == 0
+
+
 def _routes(model: ModelConfig, score: str, correction: bool, group_best: int) -> bool:
     """Return True if the model has no experts, or chooses them in this way."""
-    best = group_best if model.router.limits else model.router.group_best
-    return not model.experts or (
-        model.router.score,
-        model.router.correction,
-        model.router.group_best,
-    ) == (
-        score,
-        correction,
-        best,
-    )
+    router = model.router
+    if not model.experts:
+        return True
+    if router.limits and router.group_best != group_best:
+        return False
+    return (router.score, router.correction) == (score, correction)
 
 
 def _own_heads(model: ModelConfig) -> bool:
@@ -202,15 +195,9 @@ _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 # that a refusal may name
 _KEYS = [key for key in ModelConfig.model_fields if key not in (*TRAINING, *NAMES, *_SIZES)]
 # of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
-TWO_FIELDS = (
-    "linear",
-    "dynamic",
-)
+TWO_FIELDS = ("linear", "dynamic")
 # swiglu_alpha and swiglu_limit of gpt-oss, which transformers 4 has in its code
-PUBLISHED_CLAMP = (
-    1.702,
-    7.0,
-)
+PUBLISHED_CLAMP = (1.702, 7.0)
 TYPES = {"gemma3": "gemma3_text"}  # model_type of a family, if it differs
 # Whether a model_type can say all of a model.
 _SAYS: dict[str, Callable[[ModelConfig], bool]] = {
@@ -319,23 +306,24 @@ ARCHITECTURES = {
 
 
 def model_type(model: ModelConfig) -> str:
-    """The Hugging Face family that can say all of `model`, its own if that can. UserError if there
-    is none."""
+    """Return the Hugging Face family that can say all of `model`, its own if that can. UserError if
+    there is none."""
     computed = as_computed(model)
-    own = TYPES.get(model.family, model.family)
-    for kind in (own, *_SAYS):
+    own_kind = TYPES.get(model.family, model.family)
+    for kind in (own_kind, *_SAYS):
         if _SAYS[kind](computed):
             return kind
-    if would := would_do(computed, _KEYS, _SAYS[own]):
-        raise UserError(f"Hugging Face's {own} cannot say {'; or '.join(would)}")
-    said = ", ".join(unlike_its_family(computed, _KEYS))
+    if remedies := would_do(computed, _KEYS, _SAYS[own_kind]):
+        raise UserError(f"Hugging Face's {own_kind} cannot say {'; or '.join(remedies)}")
+    settings = ", ".join(unlike_its_family(computed, _KEYS))
     raise UserError(
-        f"no Hugging Face family that is known here has all of: {said}, and what else {own} has"
+        f"no Hugging Face family that is known here has all of: {settings}, and what else "
+        f"{own_kind} has"
     )
 
 
 def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of `model`, with weights in `dtype` (float32, bfloat16, ...)."""
+    """Return the config.json of `model`, with weights in `dtype` (float32, bfloat16, ...)."""
     kind = model_type(model)
     shared = {
         "architectures": [ARCHITECTURES[kind]],
@@ -345,26 +333,31 @@ def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": model.tied,
         "initializer_range": model.init_std,
     }
-    return shared | (_gpt2_config(model) if kind == "gpt2" else _rotary_config(model, kind))
+    if kind == "gpt2":
+        return shared | _gpt2_config(model)
+    return shared | _rotary_config(model, kind)
 
 
 def unsaid(model: ModelConfig) -> list[str]:
     """Return what a config.json of `model` omits, as key = value. Raises UserError if the model
     would compute otherwise.
     """
-    said = from_hugging_face(to_hugging_face(model, "float32"))
     ours = as_computed(model)
-    again = as_computed(said)
-    differs = [key for key in type(model).model_fields if getattr(ours, key) != getattr(again, key)]
-    sizeless = ("max_positions",) if model.positions == "rope" else ()
-    if lost := [key for key in differs if key not in (*TRAINING, *NAMES, *sizeless)]:
+    theirs = as_computed(from_hugging_face(to_hugging_face(model, "float32")))
+    keys = type(model).model_fields
+    differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
+    permitted = [*TRAINING, *NAMES]
+    if model.positions == "rope":
+        permitted.append("max_positions")  # the size of nothing
+    lost = [key for key in differing if key not in permitted]
+    if lost:
         raise UserError(
             *(
                 f"no config.json that is known here can say model.{key} = {getattr(model, key)}"
                 for key in lost
             )
         )
-    return [f"{key} = {getattr(model, key)}" for key in differs if key in TRAINING]
+    return [f"{key} = {getattr(model, key)}" for key in differing if key in TRAINING]
 
 
 def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
@@ -387,23 +380,32 @@ def _gelu(model: ModelConfig) -> str:
 
 
 def _rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """Return the keys of families with rotary positions, but for those of all families."""
     scaling = model.rope_scaling
-    said = {key: getattr(scaling, key) for key in PARAMETERS[scaling.kind] if getattr(scaling, key)}
-    said |= {} if scaling.truncate else {"truncate": False}
+    parameters: dict[str, Any] = {}
+    for key in PARAMETERS[scaling.kind]:
+        if value := getattr(scaling, key):
+            parameters[key] = value
+    if not scaling.truncate:
+        parameters["truncate"] = False
+    max_positions = model.max_positions
+    if scaling.kind == "dynamic":
+        max_positions = parameters.pop(ORIGINAL)  # transformers takes it for the original length
+    rope_scaling = {"rope_type": scaling.kind, **parameters} if parameters else None
     common = {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,
         "intermediate_size": model.ffn,
-        "max_position_embeddings": said.pop(ORIGINAL)
-        if scaling.kind == "dynamic"
-        else model.max_positions,
-        **_rope(model, kind, {"rope_type": scaling.kind, **said} if said else None),
+        "max_position_embeddings": max_positions,
+        **_rope(model, kind, rope_scaling),
         "attention_dropout": model.attention_dropout,
     }
     if model.latent:
         return common | _deepseek_config(model, kind)
-    return common | (_neox_config(model) if kind == "gpt_neox" else _llama_config(model, kind))
+    if kind == "gpt_neox":
+        return common | _neox_config(model)
+    return common | _llama_config(model, kind)
 
 
 def _rope(model: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> dict[str, Any]:
@@ -444,6 +446,7 @@ def newer_only(model: ModelConfig) -> list[str]:
 
 
 def _not_in_older(model: ModelConfig) -> Iterator[str]:
+    """Yield what transformers 4 cannot do that a config.json of `model` asks for."""
     kind = model_type(model)
     scaling = model.rope_scaling.kind
     if kind == "olmo2" and scaling not in ("none", *TWO_FIELDS):
@@ -455,12 +458,16 @@ def _not_in_older(model: ModelConfig) -> Iterator[str]:
         )
     if kind == "gpt_oss" and (model.swiglu_alpha, model.swiglu_limit) != PUBLISHED_CLAMP:
         yield (
-            f"use swiglu_alpha = {model.swiglu_alpha:g} and swiglu_limit = {model.swiglu_limit:g}, but "
-            "1.702 and 7 alone"
+            f"use swiglu_alpha = {model.swiglu_alpha:g} and swiglu_limit = "
+            f"{model.swiglu_limit:g}, but 1.702 and 7 alone"
         )
-    if kind not in BY_LAYER or not model.window:
-        return
-    if scaling != "none" and not model.window_rope_base:
+    if kind in BY_LAYER and model.window:
+        yield from _window_not_in_older(model, kind)
+
+
+def _window_not_in_older(model: ModelConfig, kind: str) -> Iterator[str]:
+    """Yield what transformers 4 cannot do with the positions of layers with the window."""
+    if model.rope_scaling.kind != "none" and not model.window_rope_base:
         yield f"scale the rotary positions of layers with sliding_attention in a {kind} model"
     elif kind == "olmo3" and model.window_rope_base not in (0, model.rope_base):
         yield (
@@ -483,7 +490,7 @@ def _neox_config(model: ModelConfig) -> dict[str, Any]:
 
 def _deepseek_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     sizes = model.latent
-    return {
+    config: dict[str, Any] = {
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "num_key_value_heads": model.heads,
@@ -494,97 +501,145 @@ def _deepseek_config(model: ModelConfig, kind: str) -> dict[str, Any]:
         "qk_nope_head_dim": sizes.nope_dim,
         "v_head_dim": sizes.value_dim,
         "num_nextn_predict_layers": model.mtp_layers if kind == "deepseek_v3" else 0,
-        **({"rope_interleave": True} if kind == "deepseek_v3" else {"mlp_bias": model.mlp_bias}),
-        **(
-            _deepseek_experts(model, kind)
-            if model.experts
-            else {"first_k_dense_replace": model.layers}
-        ),
     }
+    if kind == "deepseek_v3":
+        config["rope_interleave"] = True
+    else:
+        config["mlp_bias"] = model.mlp_bias
+    if model.experts:
+        return config | _deepseek_experts(model, kind)
+    return config | {"first_k_dense_replace": model.layers}
 
 
 def _deepseek_experts(model: ModelConfig, kind: str) -> dict[str, Any]:
-    v3 = kind == "deepseek_v3"
+    method = "group_limited_greedy" if model.router.limits else "greedy"
+    if kind == "deepseek_v3":
+        method = "noaux_tc"
     return {
         **_first_layers_and_experts(model),
         "scoring_func": model.router.score,
-        "topk_method": "noaux_tc"
-        if v3
-        else "group_limited_greedy"
-        if model.router.limits
-        else "greedy",
+        "topk_method": method,
         "aux_loss_alpha": model.router_aux_loss,
         "seq_aux": True,
     }
 
 
 def _llama_config(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """The families after Llama; each has some keys of its own."""
-    shared = {
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        **({} if kind.startswith("gemma") else {"hidden_act": "silu"}),
-        "rms_norm_eps": model.norm_eps,
+    """Return the keys of the families after Llama, of which each has some of its own."""
+    shared: dict[str, Any] = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
+    if not kind.startswith("gemma"):
+        shared["hidden_act"] = "silu"
+    shared["rms_norm_eps"] = model.norm_eps
+    return shared | _OF_FAMILY[kind](model)
+
+
+def _llama_keys(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.output_bias, "mlp_bias": model.mlp_bias}
+
+
+def _mistral_keys(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.window or None}
+
+
+def _mixtral_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "sliding_window": model.window or None,
+        "num_local_experts": model.experts,
+        **_experts_per_token(model),
     }
-    experts = {
-        "num_experts_per_tok": model.experts_per_token,
-        "router_aux_loss_coef": model.router_aux_loss,
+
+
+def _olmo2_keys(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.output_bias}
+
+
+def _olmo3_keys(model: ModelConfig) -> dict[str, Any]:
+    return _keys_by_layer_type(model, "olmo3")
+
+
+def _gemma2_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_keys_by_layer_type(model, "gemma2"),
+        **_gemma_keys(model),
+        **softcaps(model),
     }
-    window = {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
-    qwen = {
-        **window,
+
+
+def _gemma3_keys(model: ModelConfig) -> dict[str, Any]:
+    return {**_keys_by_layer_type(model, "gemma3_text"), **_gemma_keys(model)}
+
+
+def _gpt_oss_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_keys_by_layer_type(model, "gpt_oss"),
+        **_experts_per_token(model),
+        "num_local_experts": model.experts,
+        "swiglu_alpha": model.swiglu_alpha,
+        "swiglu_limit": model.swiglu_limit,
+    }
+
+
+def _qwen2_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_optional_window(model),
         "max_window_layers": min(model.window_layers, default=0),
         **layer_types(model),
     }
-    # Not null where no layer has the window: the class of gpt-oss and Gemma 2 takes numbers alone.
-    usual_window = DEFAULTS[kind].get("sliding_window")
-    by_type = {
+
+
+def _qwen2_moe_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": model.qkv_bias,
+        "shared_expert_intermediate_size": model.shared_experts,
+        **qwen_experts(model),
+        **_experts_per_token(model),
+        **_optional_window(model),
+        **layer_types(model, always=model.window > 0),
+    }
+
+
+def _qwen3_keys(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.output_bias, **_qwen2_keys(model)}
+
+
+def _qwen3_moe_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
         "attention_bias": model.output_bias,
-        "sliding_window": model.window or usual_window,
+        **qwen_experts(model),
+        **_experts_per_token(model),
+        **_optional_window(model),
+        "max_window_layers": 0,
+    }
+
+
+def _experts_per_token(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.router_aux_loss,
+    }
+
+
+def _optional_window(model: ModelConfig) -> dict[str, Any]:
+    """Return Qwen's keys of the window."""
+    return {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
+
+
+def _keys_by_layer_type(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """Return the keys of families that say of each layer whether it has the window."""
+    # Not null where no layer has the window: the class of gpt-oss and Gemma 2 takes numbers alone.
+    default_window = DEFAULTS[kind].get("sliding_window")
+    return {
+        "attention_bias": model.output_bias,
+        "sliding_window": model.window or default_window,
         **layer_types(model, always=True),
     }
-    gemma = {
+
+
+def _gemma_keys(model: ModelConfig) -> dict[str, Any]:
+    return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": int(model.attention_scalar),
     }
-    own: dict[str, dict[str, Any]] = {
-        "llama": {"attention_bias": model.output_bias, "mlp_bias": model.mlp_bias},
-        "mistral": {"sliding_window": model.window or None},
-        "mixtral": {
-            "sliding_window": model.window or None,
-            "num_local_experts": model.experts,
-            **experts,
-        },
-        "olmo2": {"attention_bias": model.output_bias},
-        "olmo3": by_type,
-        "gemma2": {**by_type, **gemma, **softcaps(model)},
-        "gemma3_text": {**by_type, **gemma},
-        "gpt_oss": {
-            **by_type,
-            **experts,
-            "num_local_experts": model.experts,
-            "swiglu_alpha": model.swiglu_alpha,
-            "swiglu_limit": model.swiglu_limit,
-        },
-        "qwen2": qwen,
-        "qwen2_moe": {
-            "qkv_bias": model.qkv_bias,
-            "shared_expert_intermediate_size": model.shared_experts,
-            **qwen_experts(model),
-            **experts,
-            **window,
-            **layer_types(model, always=model.window > 0),
-        },
-        "qwen3": {"attention_bias": model.output_bias, **qwen},
-        "qwen3_moe": {
-            "attention_bias": model.output_bias,
-            **qwen_experts(model),
-            **experts,
-            **window,
-            "max_window_layers": 0,
-        },
-    }
-    return shared | (_glm4_moe_config(model) if kind == "glm4_moe" else own[kind])
 
 
 def _glm4_moe_config(model: ModelConfig) -> dict[str, Any]:
@@ -612,3 +667,20 @@ def _first_layers_and_experts(model: ModelConfig) -> dict[str, Any]:
         "n_group": model.router.groups,
         "topk_group": model.router.groups_per_token,
     }
+
+
+_OF_FAMILY: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "llama": _llama_keys,
+    "mistral": _mistral_keys,
+    "mixtral": _mixtral_keys,
+    "olmo2": _olmo2_keys,
+    "olmo3": _olmo3_keys,
+    "gemma2": _gemma2_keys,
+    "gemma3_text": _gemma3_keys,
+    "glm4_moe": _glm4_moe_config,
+    "gpt_oss": _gpt_oss_keys,
+    "qwen2": _qwen2_keys,
+    "qwen2_moe": _qwen2_moe_keys,
+    "qwen3": _qwen3_keys,
+    "qwen3_moe": _qwen3_moe_keys,
+}

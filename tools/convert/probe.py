@@ -229,7 +229,7 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
 def _has_first_window_layer(config: Json) -> bool:
     """Return True for families that say by max_window_layers from which layer on there is a
     window."""
-    return config.get("use_sliding_window") and not config["model_type"].endswith("_moe")
+    return bool(config.get("use_sliding_window")) and not config["model_type"].endswith("_moe")
 
 
 def _spread(kinds: list[Any], layers: int) -> list[Any]:

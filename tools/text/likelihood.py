@@ -26,19 +26,21 @@ def likelihoods(
     report: called with the number of windows of each batch.
     """
     config = model.any.config
-    replicas = model.dp
+    replicas = model.dp  # they share the batches
     # Of each window: the log probability, and how many targets are not the likeliest token.
     sums = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
     rows = {id(window): number for number, window in enumerate(windows)}
+    tokens = LOGITS // config.vocab  # of a batch
     same_length = config.rope_scaling.kind == "dynamic"
-    all_batches = [*batches(windows, LOGITS // config.vocab, same_length)]
+    all_batches = list(batches(windows, tokens, same_length))
     for number, batch in enumerate(all_batches):
         if number % replicas.size == replicas.rank:
             rows_of_batch = [rows[id(window)] for window in batch]
             sums[rows_of_batch] = _sums_of_batch(model, batch)
         report(len(batch))
     busy_replicas = len(all_batches) % replicas.size or replicas.size  # in the last round
-    if model.any.context.experts is not None and replicas.rank >= busy_replicas:
+    is_idle = replicas.rank >= busy_replicas
+    if is_idle and model.any.context.experts is not None:
         # Tokens of the busy replicas may travel to this rank's experts, so it computes too.
         _sums_of_batch(model, all_batches[0])
     totals = model.world.sum_(sums).tolist()
@@ -49,13 +51,16 @@ def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
     """Return [b, 2] on the first tensor rank of the last stage, zeros on others."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
-    if logits is None or model.last is None:
+    stage = model.last
+    if logits is None or stage is None:
         return torch.zeros(len(batch), 2, dtype=torch.float64, device=model.device)
-    losses = model.last.losses(logits, targets).double()
+    losses = stage.losses(logits, targets).double()
     log_probabilities = (-losses * counts).sum(0)
-    unlikely = ~_are_likeliest(model.last, logits, targets) & counts
-    sums = torch.stack((log_probabilities, unlikely.double().sum(0)), dim=1)
-    return sums * (model.last.context.tp.rank == 0)  # other tensor ranks have the same
+    likeliest = _are_likeliest(stage, logits, targets)
+    unlikely = (~likeliest & counts).double().sum(0)
+    sums = torch.stack((log_probabilities, unlikely), dim=1)
+    is_first = stage.context.tp.rank == 0  # other tensor ranks have the same sums
+    return sums * is_first
 
 
 def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
@@ -65,9 +70,11 @@ def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     rows = part.local[0]  # of the vocabulary, on this rank
     tp = stage.context.tp
     local_logits = logits[..., :rows].double()  # without padding
+    largest = local_logits.amax(-1)
+    # A target of another rank takes some logit of this one, which then does not count.
     local_targets = targets - part.start
     is_local = (local_targets >= 0) & (local_targets < rows)
-    clamped = local_targets.clamp(0, rows - 1)
-    target_logits = local_logits.gather(-1, clamped[..., None])[..., 0]
+    indices = local_targets.clamp(0, rows - 1).unsqueeze(-1)
+    target_logits = local_logits.gather(-1, indices).squeeze(-1)
     target_logits = target_logits.masked_fill(~is_local, -torch.inf)
-    return tp.max_(target_logits) >= tp.max_(local_logits.amax(-1))
+    return tp.max_(target_logits) >= tp.max_(largest)

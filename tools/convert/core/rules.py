@@ -18,6 +18,7 @@ from tools.convert.core.transforms import SAME, Heads, Transform
 Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 Layers = Literal["all", "experts", "dense"]
 NamedShape = tuple[str, tuple[int, ...]]
+NamedShapes = Iterator[NamedShape]  # of logical tensors
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
     expected: list[Match] = []
     covered: list[str] = []
     for rule in _rules_in_order(rules, model):
+        names = rule.logical
         # A rule of a tensor that this model does not have, such as a bias, matches nothing.
-        if not rule.logical or any(name not in shapes for name in rule.logical):
+        if not names or any(name not in shapes for name in names):
             continue
-        parts = [torch.empty(shapes[name], device="meta") for name in rule.logical]
-        joined = rule.how.join(parts, sizes)
-        expected.append(Match(rule.foreign, rule.logical, rule.how, rule.cut, tuple(joined.shape)))
-        covered += rule.logical
+        # What a tensor without values becomes tells the foreign tensor's shape.
+        parts = [torch.empty(shapes[name], device="meta") for name in names]
+        shape = tuple(rule.how.join(parts, sizes).shape)
+        expected.append(Match(rule.foreign, names, rule.how, rule.cut, shape))
+        covered += names
     assert sorted(covered) == sorted(shapes), (
         f"the table does not cover {set(shapes) ^ set(covered)}"
     )
@@ -97,7 +100,7 @@ def _rules_of_layers(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule
 
 
 def _rules_of_modules(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
-    """Yield the rules of modules of multi-token prediction, whose layers are as the model's last."""
+    """Yield the rules of modules, whose layers are of the kind of the model's last."""
     kind = model.kind_of_layer(model.layers - 1)
     for module in range(model.mtp_layers):
         for rule in _rules_for_kind(rules, kind):
@@ -152,7 +155,11 @@ def _insert_numbers(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 def heads(model: ModelConfig) -> Heads:
     """Return the sizes of the attention heads of `model`."""
     return Heads(
-        model.heads, model.kv_heads, model.head_dim, model.rotary_dims, model.latent.value_dim
+        query=model.heads,
+        kv=model.kv_heads,
+        dim=model.head_dim,
+        rotary=model.rotary_dims,
+        value=model.latent.value_dim,
     )
 
 
@@ -174,7 +181,7 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _module(model: ModelConfig) -> Iterator[NamedShape]:
+def _module(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around
     it."""
     for name in ("embedding_norm", "hidden_norm", "final_norm"):
@@ -183,7 +190,7 @@ def _module(model: ModelConfig) -> Iterator[NamedShape]:
     yield from _layer(model.kind_of_layer(model.layers - 1))
 
 
-def _layer(model: ModelConfig) -> Iterator[NamedShape]:
+def _layer(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a layer. model: that of the layer (`ModelConfig.kind_of_layer`)."""
     hidden = model.hidden
     yield from _branch_norms("attention", model, hidden)
@@ -200,63 +207,73 @@ def _layer(model: ModelConfig) -> Iterator[NamedShape]:
         yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
 
 
-def _experts(model: ModelConfig) -> Iterator[NamedShape]:
+def _experts(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a layer's router, experts and shared experts."""
-    yield from _linear("mlp.router", model.experts, model.hidden, model.router_bias)
+    hidden = model.hidden
+    bias = model.expert_bias
+    yield from _linear("mlp.router", model.experts, hidden, model.router_bias)
     if model.router.correction:
         yield "mlp.router.correction", (model.experts,)
     for expert in range(model.experts):
-        yield from _feed_forward(f"mlp.experts.{expert}", model, model.ffn, model.expert_bias)
+        name = f"mlp.experts.{expert}"
+        yield from _feed_forward(name, model, model.ffn, bias)
     if model.shared_experts:
-        yield from _feed_forward("mlp.shared", model, model.shared_experts, model.expert_bias)
+        yield from _feed_forward("mlp.shared", model, model.shared_experts, bias)
     if model.shared_gate:
-        yield "mlp.shared_gate.weight", (1, model.hidden)
+        yield "mlp.shared_gate.weight", (1, hidden)
 
 
-def _queries_keys_values(model: ModelConfig) -> Iterator[NamedShape]:
-    query_rows = model.heads * model.head_dim
-    kv_rows = model.kv_heads * model.head_dim
+def _queries_keys_values(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of queries, keys and values of ordinary attention."""
+    head_dim = model.head_dim
+    query_rows = model.heads * head_dim
+    kv_rows = model.kv_heads * head_dim
     for name, rows in (("query", query_rows), ("key", kv_rows), ("value", kv_rows)):
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.qk_norm:
+        # A norm over all heads has a weight for each feature of each head.
         over_all = model.qk_norm_over == "all"
-        yield "attention.query_norm.weight", (query_rows if over_all else model.head_dim,)
-        yield "attention.key_norm.weight", (kv_rows if over_all else model.head_dim,)
+        yield "attention.query_norm.weight", (query_rows if over_all else head_dim,)
+        yield "attention.key_norm.weight", (kv_rows if over_all else head_dim,)
     if model.attention_sinks:
         yield "attention.sinks.weight", (model.heads,)
 
 
-def _latents(model: ModelConfig) -> Iterator[NamedShape]:
+def _latents(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of queries, keys and values of latent attention."""
     hidden = model.hidden
+    bias = model.qkv_bias
     sizes = model.latent
     query_rows = model.heads * model.head_dim
+    key_rows = model.heads * sizes.nope_dim
+    value_rows = model.heads * sizes.value_dim
     if sizes.query_rank:
-        yield from _linear("attention.query_down", sizes.query_rank, hidden, model.qkv_bias)
+        yield from _linear("attention.query_down", sizes.query_rank, hidden, bias)
         yield "attention.query_down_norm.weight", (sizes.query_rank,)
         yield "attention.query_up.weight", (query_rows, sizes.query_rank)
     else:
         yield "attention.query.weight", (query_rows, hidden)
-    yield from _linear("attention.key_value_down", sizes.kv_rank, hidden, model.qkv_bias)
-    yield from _linear("attention.key_rope", sizes.rope_dim, hidden, model.qkv_bias)
+    # All heads share the latent of keys and values, and the rotary part of keys.
+    yield from _linear("attention.key_value_down", sizes.kv_rank, hidden, bias)
+    yield from _linear("attention.key_rope", sizes.rope_dim, hidden, bias)
     yield "attention.key_value_down_norm.weight", (sizes.kv_rank,)
-    yield "attention.key_up.weight", (model.heads * sizes.nope_dim, sizes.kv_rank)
-    yield "attention.value_up.weight", (model.heads * sizes.value_dim, sizes.kv_rank)
+    yield "attention.key_up.weight", (key_rows, sizes.kv_rank)
+    yield "attention.value_up.weight", (value_rows, sizes.kv_rank)
 
 
-def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> Iterator[NamedShape]:
+def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
     for part in ("gate", "up") if model.gated else ("up",):
         yield from _linear(f"{name}.{part}", ffn, model.hidden, bias)
     yield from _linear(f"{name}.down", model.hidden, ffn, bias)
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[NamedShape]:
+def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
 
 
-def _branch_norms(branch: str, model: ModelConfig, features: int) -> Iterator[NamedShape]:
+def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes:
     """Yield the norms before a branch of a layer, after it, or both."""
     if model.norm_at != "after":
         yield from _norm(f"{branch}_norm", model, features)
@@ -264,7 +281,7 @@ def _branch_norms(branch: str, model: ModelConfig, features: int) -> Iterator[Na
         yield from _norm(f"{branch}_post_norm", model, features)
 
 
-def _norm(name: str, model: ModelConfig, features: int) -> Iterator[NamedShape]:
+def _norm(name: str, model: ModelConfig, features: int) -> NamedShapes:
     yield f"{name}.weight", (features,)
     if model.norm == "layer":
         yield f"{name}.bias", (features,)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+Parts = Sequence[Tensor]  # megaprec's tensors, of which another system's consists
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -47,65 +49,65 @@ class Transform:
     split: the inverse.
     """
 
-    join: Callable[[Sequence[Tensor], Heads], Tensor]
-    split: Callable[[Tensor, Heads], Sequence[Tensor]]
+    join: Callable[[Parts, Heads], Tensor]
+    split: Callable[[Tensor, Heads], Parts]
 
 
-def _join_same(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_same(parts: Parts, heads: Heads) -> Tensor:
     return parts[0]
 
 
-def _split_same(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_same(joined: Tensor, heads: Heads) -> Parts:
     return [joined]
 
 
-def _join_transposed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_transposed(parts: Parts, heads: Heads) -> Tensor:
     return parts[0].t()
 
 
-def _split_transposed(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_transposed(joined: Tensor, heads: Heads) -> Parts:
     return [joined.t()]
 
 
-def _join_stacked(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_stacked(parts: Parts, heads: Heads) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _split_stacked(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_stacked(joined: Tensor, heads: Heads) -> Parts:
     return joined.chunk(2)
 
 
-def _split_packed(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_packed(joined: Tensor, heads: Heads) -> Parts:
     query_rows = heads.query * heads.dim
     kv_rows = heads.kv * heads.dim
     return joined.split([query_rows, kv_rows, kv_rows])
 
 
-def _join_packed_transposed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_packed_transposed(parts: Parts, heads: Heads) -> Tensor:
     return _join_stacked(parts, heads).t()
 
 
-def _split_packed_transposed(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_packed_transposed(joined: Tensor, heads: Heads) -> Parts:
     return _split_packed(joined.t(), heads)
 
 
-def _join_per_head(parts: Sequence[Tensor], count: int) -> Tensor:
+def _join_per_head(parts: Parts, count: int) -> Tensor:
     """Return rows of all parts for the first of `count` heads, then for the second, and so on."""
     per_head = [part.unflatten(0, (count, -1)) for part in parts]
     return torch.cat(per_head, 1).flatten(0, 1)
 
 
-def _split_per_head(joined: Tensor, count: int, rows: Sequence[int]) -> Sequence[Tensor]:
+def _split_per_head(joined: Tensor, count: int, rows: Sequence[int]) -> Parts:
     """Invert `_join_per_head`. rows: of each part, for one head."""
     per_head = joined.unflatten(0, (count, -1)).split(list(rows), 1)
     return [part.flatten(0, 1) for part in per_head]
 
 
-def _join_grouped(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_grouped(parts: Parts, heads: Heads) -> Tensor:
     return _join_per_head(parts, heads.kv)
 
 
-def _split_grouped(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_grouped(joined: Tensor, heads: Heads) -> Parts:
     query_rows = heads.query // heads.kv * heads.dim
     return _split_per_head(joined, heads.kv, [query_rows, heads.dim, heads.dim])
 
@@ -113,25 +115,34 @@ def _split_grouped(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
 def _interleave(x: Tensor, heads: Heads) -> Tensor:
     """Move the rotary partners (i, i + r/2) of each head next to each other (2i, 2i + 1)."""
     x = x.unflatten(0, (-1, heads.dim))
-    rotary = x[:, : heads.rotary].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((rotary, x[:, heads.rotary :]), 1).flatten(0, 1)
+    # The first halves of all pairs, then the second halves: [heads, 2, r/2, ...].
+    halves = x[:, : heads.rotary].unflatten(1, (2, -1))
+    rotary = halves.transpose(1, 2).flatten(1, 2)
+    unrotated = x[:, heads.rotary :]
+    return torch.cat((rotary, unrotated), 1).flatten(0, 1)
 
 
 def _deinterleave(x: Tensor, heads: Heads) -> Tensor:
     """Invert `_interleave`."""
     x = x.unflatten(0, (-1, heads.dim))
-    rotary = x[:, : heads.rotary].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((rotary, x[:, heads.rotary :]), 1).flatten(0, 1)
+    pairs = x[:, : heads.rotary].unflatten(1, (-1, 2))  # [heads, r/2, 2, ...]
+    rotary = pairs.transpose(1, 2).flatten(1, 2)
+    unrotated = x[:, heads.rotary :]
+    return torch.cat((rotary, unrotated), 1).flatten(0, 1)
 
 
-def _join_grouped_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    query, key, value = parts
-    return _join_grouped([_interleave(query, heads), _interleave(key, heads), value], heads)
+def _join_grouped_interleaved(parts: Parts, heads: Heads) -> Tensor:
+    query, key, value = parts  # values have no positions
+    query = _interleave(query, heads)
+    key = _interleave(key, heads)
+    return _join_grouped([query, key, value], heads)
 
 
-def _split_grouped_interleaved(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_grouped_interleaved(joined: Tensor, heads: Heads) -> Parts:
     query, key, value = _split_grouped(joined, heads)
-    return [_deinterleave(query, heads), _deinterleave(key, heads), value]
+    query = _deinterleave(query, heads)
+    key = _deinterleave(key, heads)
+    return [query, key, value]
 
 
 def _latent_query(interleaved: bool) -> Transform:
@@ -141,20 +152,24 @@ def _latent_query(interleaved: bool) -> Transform:
     interleaved: rotary partners are neighbours there.
     """
 
-    def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-        query = _interleave(parts[0], heads) if interleaved else parts[0]
+    def join(parts: Parts, heads: Heads) -> Tensor:
+        (query,) = parts
+        if interleaved:
+            query = _interleave(query, heads)
         query = query.unflatten(0, (-1, heads.dim))
         rotary = query[:, : heads.rotary]
         unrotated = query[:, heads.rotary :]
         return torch.cat((unrotated, rotary), 1).flatten(0, 1)
 
-    def split(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+    def split(joined: Tensor, heads: Heads) -> Parts:
         query = joined.unflatten(0, (-1, heads.dim))
         unrotated_dim = heads.dim - heads.rotary
         rotary = query[:, unrotated_dim:]
         unrotated = query[:, :unrotated_dim]
         query = torch.cat((rotary, unrotated), 1).flatten(0, 1)
-        return [_deinterleave(query, heads) if interleaved else query]
+        if interleaved:
+            query = _deinterleave(query, heads)
+        return [query]
 
     return Transform(join, split)
 
@@ -165,38 +180,41 @@ def _latent_down(interleaved: bool) -> Transform:
     interleaved: rotary partners are neighbours in the other system.
     """
 
-    def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    def join(parts: Parts, heads: Heads) -> Tensor:
         latent, key_rope = parts
-        if interleaved:
-            key_rope = _interleave(key_rope, replace(heads, dim=heads.rotary))
+        if interleaved:  # as a head that has nothing but rotary features
+            rope_heads = replace(heads, dim=heads.rotary)
+            key_rope = _interleave(key_rope, rope_heads)
         return torch.cat((latent, key_rope))
 
-    def split(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+    def split(joined: Tensor, heads: Heads) -> Parts:
         latent, key_rope = joined.split([len(joined) - heads.rotary, heads.rotary])
         if interleaved:
-            key_rope = _deinterleave(key_rope, replace(heads, dim=heads.rotary))
+            rope_heads = replace(heads, dim=heads.rotary)
+            key_rope = _deinterleave(key_rope, rope_heads)
         return [latent, key_rope]
 
     return Transform(join, split)
 
 
-def _join_latent_up(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_latent_up(parts: Parts, heads: Heads) -> Tensor:
     return _join_per_head(parts, heads.query)
 
 
-def _split_latent_up(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
-    return _split_per_head(joined, heads.query, [heads.dim - heads.rotary, heads.value])
+def _split_latent_up(joined: Tensor, heads: Heads) -> Parts:
+    nope_dim = heads.dim - heads.rotary  # features of a key without positions
+    return _split_per_head(joined, heads.query, [nope_dim, heads.value])
 
 
-def _join_experts_transposed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_experts_transposed(parts: Parts, heads: Heads) -> Tensor:
     return torch.stack([part.t() for part in parts])
 
 
-def _split_experts_transposed(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_experts_transposed(joined: Tensor, heads: Heads) -> Parts:
     return [expert.t() for expert in joined]
 
 
-def _join_experts_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_experts_interleaved(parts: Parts, heads: Heads) -> Tensor:
     """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
     without h."""
     experts = []
@@ -206,7 +224,7 @@ def _join_experts_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
     return torch.stack(experts)
 
 
-def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Sequence[Tensor]:
+def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Parts:
     """Invert `_join_experts_interleaved`."""
     parts: list[Tensor] = []
     for expert in joined:
@@ -217,7 +235,7 @@ def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Sequence[Tensor]
 
 SAME = Transform(_join_same, _split_same)
 TRANSPOSED = Transform(_join_transposed, _split_transposed)
-# two of one size
+# Two of one size, such as gate and up.
 STACKED = Transform(_join_stacked, _split_stacked)
 PACKED = Transform(_join_stacked, _split_packed)
 PACKED_TRANSPOSED = Transform(_join_packed_transposed, _split_packed_transposed)

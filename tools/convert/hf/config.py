@@ -147,7 +147,7 @@ def _rms(keys: Keys) -> dict[str, Any]:
 
 
 def _rotary_of_all_features(keys: Keys) -> dict[str, Any]:
-    """Return the fields of rotary positions. Raises UserError unless all features of a head turn."""
+    """Return the fields of rotary positions. Raises UserError unless all features turn."""
     rotary = rope(keys, keys["rope_theta"])
     require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
     return rotary

@@ -302,8 +302,8 @@ def check_tied(
 
 
 def check_tensors(path: Path, expected: Sequence[Match], tensors: Mapping[str, Any]) -> None:
-    """Raise UserError unless `tensors` are exactly those that are expected, with the same shapes, of
-    floats."""
+    """Raise UserError unless `tensors` are exactly those that are expected, with the same shapes,
+    of floats."""
     shapes = {match.foreign: match.shape for match in expected}
     _check_not_wrapped(path, next(iter(shapes), ""), tensors)
     problems = [

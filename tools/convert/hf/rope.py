@@ -180,10 +180,30 @@ def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
     if ORIGINAL in PARAMETERS[kind]:
         stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, kind)
     if kind == "yarn":
-        if "factor" in parameters:
-            stated.setdefault("factor", longest / stated[ORIGINAL])
-        if "truncate" in parameters:
-            stated["truncate"] = bool(parameters["truncate"])  # null is false to transformers
+        stated |= _yarn_defaults(parameters, stated, longest)
+    _require_complete(kind, stated)
+    return {"kind": kind, **stated}
+
+
+def _yarn_defaults(
+    parameters: dict[str, Any], stated: dict[str, Any], longest: int
+) -> dict[str, Any]:
+    """Return what transformers takes for YaRN's parameters that are null.
+
+    parameters: all of them.
+    stated: those that are not null.
+    longest: the length of the model.
+    """
+    defaults = {}
+    if "factor" in parameters:
+        defaults["factor"] = stated.get("factor", longest / stated[ORIGINAL])
+    if "truncate" in parameters:
+        defaults["truncate"] = bool(parameters["truncate"])
+    return defaults
+
+
+def _require_complete(kind: str, stated: dict[str, Any]) -> None:
+    """Raise UserError for parameters that a kind needs, and for a factor that leaves nothing."""
     for key in ("factor", *REQUIRED.get(kind, ())):
         if key not in stated:
             raise UserError(f"config.json lacks {key}, which rope_type {kind!r} needs")
@@ -191,7 +211,6 @@ def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
         raise UserError(
             "config.json has attention_factor = 0, with which queries and keys would be nothing"
         )
-    return {"kind": kind, **stated}
 
 
 def _require_nothing_else(parameters: dict[str, Any]) -> None:

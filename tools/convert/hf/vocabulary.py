@@ -187,8 +187,8 @@ def _named(files: Sequence[Path], name: str) -> list[Path]:
 def _settings(
     files: Sequence[Path], content: dict[str, Any], tokenizer: Tokenizer, begin: int | None
 ) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a tokenizer: the one it has, with the roles of tokens that
-    no file names. content: of its tokenizer.json."""
+    """Return the tokenizer_config.json of a tokenizer: the one it has, with the roles of tokens
+    that no file names. content: of its tokenizer.json."""
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     for file in _named(files, CONFIG)[:1]:
         settings = parse_json(read_text(file))

@@ -122,16 +122,12 @@ def experts_of(args: Args, experts: int, bias: bool) -> dict[str, Any]:
             "converted: beside other "
             "feed-forwards experts have no biases here"
         )
-    balances = args.get("moe_router_load_balancing_type") != "none"
-    aux_loss = argument_or(args, "moe_aux_loss_coeff", 0.0)
     fields: dict[str, Any] = {
         "experts": experts,
         "experts_per_token": topk,
         "norm_topk": topk > 1 if sigmoid else not pre_softmax,
         "router": _router(args, topk, sigmoid),
-        "router_aux_loss": float(aux_loss) if balances else 0.0,
-        "router_z_loss": float(args.get("moe_z_loss_coeff") or 0.0),
-        "router_correction_speed": float(argument_or(args, "moe_router_bias_update_rate", 1e-3)),
+        **_router_losses(args),
         "expert_bias": bias,
         "router_bias": bias,
         "shared_experts": shared,
@@ -141,6 +137,18 @@ def experts_of(args: Args, experts: int, bias: bool) -> dict[str, Any]:
         fields["dense_layers"] = dense
         fields["dense_ffn"] = args.get("ffn_hidden_size") or 4 * args["hidden_size"]
     return fields
+
+
+def _router_losses(args: Args) -> dict[str, float]:
+    """Return the weights of a router's losses, and the speed of its correction."""
+    aux_loss = argument_or(args, "moe_aux_loss_coeff", 0.0)
+    if args.get("moe_router_load_balancing_type") == "none":
+        aux_loss = 0.0
+    return {
+        "router_aux_loss": float(aux_loss),
+        "router_z_loss": float(args.get("moe_z_loss_coeff") or 0.0),
+        "router_correction_speed": float(argument_or(args, "moe_router_bias_update_rate", 1e-3)),
+    }
 
 
 def _dense_layers(args: Args) -> tuple[int, ...]:
@@ -229,8 +237,6 @@ def without_feed_forward(model: ModelConfig) -> Iterator[str]:
 
 def _without_experts(model: ModelConfig) -> Iterator[str]:
     """Yield the properties of experts and their router that Megatron's GPT model lacks."""
-    router = model.router
-    topk = model.experts_per_token
     biases = {
         "output_bias": model.output_bias,
         "expert_bias": model.expert_bias,
@@ -241,6 +247,15 @@ def _without_experts(model: ModelConfig) -> Iterator[str]:
         yield f"{settings} (it has all of them or none)"
     if model.expert_bias and (model.dense_layers or model.shared_experts):
         yield "expert_bias = True beside dense_layers or shared_experts"
+    yield from _without_scores(model)
+    if model.router.limits:
+        yield from _without_groups(model)
+
+
+def _without_scores(model: ModelConfig) -> Iterator[str]:
+    """Yield how a router's scores become weights of experts, if Megatron's do not."""
+    router = model.router
+    topk = model.experts_per_token
     if router.score == "sigmoid" and model.norm_topk != (topk > 1):
         yield f"norm_topk = {model.norm_topk} of sigmoid scores and {topk} experts for each token"
     if router.score == "softmax":
@@ -248,8 +263,6 @@ def _without_experts(model: ModelConfig) -> Iterator[str]:
             yield "norm_topk with one expert for each token (it wants moe_router_pre_softmax there)"
         if router.correction:
             yield "router.correction of softmax scores"
-    if router.limits:
-        yield from _without_groups(model)
 
 
 def _without_groups(model: ModelConfig) -> Iterator[str]:

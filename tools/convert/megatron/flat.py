@@ -108,14 +108,29 @@ def flat_state(
             raise _unknown_layout(rank)
         for (chunk, parameters), flat in zip(buffers, flats, strict=True):
             bucket_size = 0 if chunk else _bucket_size(rank, args, stage)
-            starts, length = _starts(parameters, bucket_size)
-            if flat["numel_unpadded"] != length:
-                raise _unknown_layout(rank)
-            for name, start in starts.items():
-                shape = rank.chunks[chunk][name].shape
-                for kind, flat_name in FLAT.items():
-                    chunks[chunk][kind][name] = _part(flat[flat_name], start, shape)
+            named = _name_parts(rank, rank.chunks[chunk], parameters, bucket_size, flat)
+            for kind, tensors in named.items():
+                chunks[chunk][kind] |= tensors
     return chunks
+
+
+def _name_parts(
+    rank: RankFile,
+    weights: Mapping[str, Stored],
+    parameters: Sequence[Parameter],
+    bucket_size: int,
+    flat: Mapping[str, Any],
+) -> dict[str, dict[str, Stored]]:
+    """Return kind -> name -> tensor of a buffer. weights: of its chunk. flat: its flat tensors."""
+    starts, length = _starts(parameters, bucket_size)
+    if flat["numel_unpadded"] != length:
+        raise _unknown_layout(rank)
+    named: dict[str, dict[str, Stored]] = {}
+    for kind, flat_name in FLAT.items():
+        named[kind] = {}
+        for name, start in starts.items():
+            named[kind][name] = _part(flat[flat_name], start, weights[name].shape)
+    return named
 
 
 def _unknown_layout(rank: RankFile) -> UserError:

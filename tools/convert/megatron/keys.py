@@ -174,7 +174,9 @@ _CORE = {
     "of generation": (
         "flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill "
     ),
-    "of generation, or of what is refused": "cache_mla_latents mrope_section mtp_block_spec is_hybrid_mtp",
+    "of generation, or of what is refused": (
+        "cache_mla_latents mrope_section mtp_block_spec is_hybrid_mtp"
+    ),
 }
 # What a training program has besides.
 _TRAINING = (

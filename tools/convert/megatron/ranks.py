@@ -130,7 +130,7 @@ def read_ranks(path: Path) -> RankFiles:
 
 
 def _find_files(path: Path) -> dict[Path, re.Match[str]]:
-    """Return the files of ranks, each with the match of its folder's name, in the order of names."""
+    """Return the files of ranks by name, each with the match of its folder's name."""
     matches: dict[Path, re.Match[str]] = {}
     for folder in sorted(path.iterdir()):
         if match := RANK.fullmatch(folder.name):
@@ -138,7 +138,8 @@ def _find_files(path: Path) -> dict[Path, re.Match[str]]:
     for folder in path.glob("mp_rank_*"):
         if folder.is_dir() and not RANK.fullmatch(folder.name):
             raise UserError(
-                f"{folder} is not named as a rank's folder is: move it away if it belongs to no rank"
+                f"{folder} is not named as a rank's folder is: move it away if it belongs to no "
+                "rank"
             )
     for file in matches:
         if not file.is_file():
@@ -262,7 +263,7 @@ def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
 
 
 def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
-    """Return the state dicts of a rank: one, or one for each virtual stage. Without extra states."""
+    """Return the tensors of a rank: of its model, or of each of its virtual stages."""
     numbered = [f"model{number}" for number in range(len(content))]
     keys = ["model"] if "model" in content else [key for key in numbered if key in content]
     surplus = [key for key in content if CHUNK.fullmatch(key)]
@@ -324,8 +325,8 @@ def _names_at_ends(
 def _parts_of_stage(
     ranks: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
-    """Return name, with experts counted over all ranks -> its parts. What several ranks have must be
-    the same on all of them."""
+    """Return name, with experts counted over all ranks -> its parts. What several ranks have must
+    be the same on all of them."""
     experts = (ranks.args.get("num_experts") or 0) // ranks.sizes.ep
     hidden = ranks.args["hidden_size"]
     # By name and by part: the copies, each with the ep rank that has it.
@@ -448,8 +449,8 @@ def merge_parts(
     parts_by_name: Mapping[str, list[TensorSource]],
     vocab: int,
 ) -> dict[str, TensorSource]:
-    """Return the whole tensors. One that fits no match keeps its shape, for `check_tensors` to speak
-    of.
+    """Return the whole tensors. One that fits no match keeps its shape, for `check_tensors` to
+    speak of.
 
     UserError for parts of other shapes than ranks have of it, and for parts in several dtypes.
     """

@@ -300,8 +300,9 @@ def _require_form(path: Path, content: Mapping[str, Any]) -> None:
     """Raise UserError for a file's version or counts that are not read."""
     require_kinds({"iteration": content.get("iteration"), "num_steps": _scheduled(content)})
     version = content.get("checkpoint_version")
-    is_read = is_number(version) and OLDEST_VERSION <= version <= NEWEST_VERSION
-    if version is not None and not is_read:
+    if version is None:
+        return
+    if not is_number(version) or not OLDEST_VERSION <= version <= NEWEST_VERSION:
         raise UserError(
             f"{path}: checkpoint_version = {version!r}, and only 2.0 and 3.0 are read, for "
             "older ones have the rows of "
@@ -311,7 +312,11 @@ def _require_form(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _facts(content: Mapping[str, Any], args: Mapping[str, Any], sizes: PerAxis) -> Facts:
-    """Return the facts of a checkpoint. content: a rank's file, or what all ranks have in common."""
+    """Return the facts of a checkpoint.
+
+    content: a rank's file, or what all ranks have in common.
+    sizes: how many ranks there are along each axis.
+    """
     steps = steps_of(content)
     layout = {
         "tensor": sizes.tp,

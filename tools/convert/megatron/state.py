@@ -67,7 +67,7 @@ def optimizer_state(
 def _tensors_of_kind(
     states: Mapping[Path, RankState], kind: str, rank: RankFile
 ) -> list[dict[str, Stored]]:
-    """Return the tensors of one kind of each of a rank's chunks. states: by the folder of a rank."""
+    """Return the tensors of one kind of each of a rank's chunks. states: by a rank's folder."""
     return [chunk[kind] for chunk in states[rank.folder]]
 
 
@@ -139,6 +139,12 @@ def _named_state(rank: RankFile, optimizers: Sequence[Mapping[str, Any]]) -> Ran
             if masters:
                 for (chunk, name), master in zip(parameters, masters[number], strict=True):
                     chunks[chunk].setdefault("master", {})[name] = master
+    _require_all_parameters(rank, chunks)
+    return chunks
+
+
+def _require_all_parameters(rank: RankFile, chunks: RankState) -> None:
+    """Raise UserError unless there is a tensor of each kind for each parameter."""
     for chunk, weights in zip(chunks, rank.chunks, strict=True):
         trained = sum(map(is_trained, weights))
         if any(len(tensors) != trained for tensors in chunk.values()):
@@ -146,7 +152,6 @@ def _named_state(rank: RankFile, optimizers: Sequence[Mapping[str, Any]]) -> Ran
                 f"{rank.folder}: its optimizer has not the parameters of the model, or some of "
                 "them twice"
             )
-    return chunks
 
 
 def _parameters_of_group(rank: RankFile, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]:

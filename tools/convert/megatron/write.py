@@ -387,8 +387,8 @@ def _has_all_moments(source: Source) -> bool:
 def _param_group(
     steps: int, wd_mult: float, params: Sequence[int], experts: bool
 ) -> dict[str, Any]:
-    """Return a group of parameters as Megatron's optimizer tells it from others; rates and decay are
-    for it to set."""
+    """Return a group of parameters as Megatron's optimizer tells it from others; rates and decay
+    are for it to set."""
     return {
         "wd_mult": wd_mult,
         "lr_mult": 1.0,

@@ -43,8 +43,8 @@ EXPORT = "InternEvo's transformers/convert2hf_internlm.py makes a Hugging Face f
 
 
 class RankAxes(NamedTuple):
-    """A number along each axis: where a rank is, or how many ranks there are. tp, wp: 0, or 1, where
-    files do not name them."""
+    """A number along each axis: where a rank is, or how many ranks there are. tp, wp: 0, or 1,
+    where files do not name them."""
 
     tp: int
     wp: int
@@ -114,36 +114,64 @@ def _refuse_unread_kinds(path: Path) -> None:
 def _read_ranks(path: Path) -> RankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
     names = sorted(file.name for file in path.iterdir())
-    found = {name: match for name in names if (match := FILE.fullmatch(name))}
-    forms = {tuple(group is not None for group in match.groups()) for match in found.values()}
+    matches_by_name = {name: match for name in names if (match := FILE.fullmatch(name))}
+    forms = {
+        tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
+    }
     if len(forms) > 1:
-        raise UserError(f"{path} has files of two forms: {', '.join(found)}")
+        raise UserError(f"{path} has files of two forms: {', '.join(matches_by_name)}")
     ((names_tp, names_wp, _),) = forms
-    names_by_rank: dict[RankAxes, list[str]] = {}
-    for name, match in found.items():
-        names_by_rank.setdefault(_rank_of(match), []).append(name)
-    # Files of topology and optimizers tell of ranks too.
-    ranks = [_rank_of(match) for name in names if (match := RANK.fullmatch(name))]
-    sizes = RankAxes(*(1 + max(numbers) for numbers in zip(*ranks, strict=True)))
-    for rank_names in names_by_rank.values():
-        if len(rank_names) > 1:
-            raise UserError(
-                f"{path / rank_names[0]} and {rank_names[-1]} are both of one rank: move one away"
-            )
+    files = _file_of_each_rank(path, matches_by_name)
+    sizes = _count_ranks(names)
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
-        for numbers in product(*(range(size) for size in sizes)):
-            rank = RankAxes(*numbers)
-            if rank not in names_by_rank:
-                tensor = f"tp{rank.tp}_" if names_tp else ""
-                weight = f"wp{rank.wp}_" if names_wp else ""
-                name = f"model_{tensor}{weight}pp{rank.pp}.pt"
-                raise UserError(f"{path / name} is missing")
-    files = {rank: path / rank_names[0] for rank, rank_names in names_by_rank.items()}
+        _require_all_ranks(path, files, sizes, names_tp, names_wp)
     chunks = {}
     for (rank, file), state in zip(files.items(), contents([*files.values()]), strict=True):
         chunks[rank] = _chunks(file, state)
     return RankFiles(path, chunks, sizes, names_wp)
+
+
+def _file_of_each_rank(
+    path: Path, matches_by_name: Mapping[str, re.Match[str]]
+) -> dict[RankAxes, Path]:
+    """Return the file of each rank. UserError if two are of one rank."""
+    names_by_rank: dict[RankAxes, list[str]] = {}
+    for name, match in matches_by_name.items():
+        names_by_rank.setdefault(_rank_of(match), []).append(name)
+    for names in names_by_rank.values():
+        if len(names) > 1:
+            raise UserError(
+                f"{path / names[0]} and {names[-1]} are both of one rank: move one away"
+            )
+    return {rank: path / names[0] for rank, names in names_by_rank.items()}
+
+
+def _count_ranks(names: Sequence[str]) -> RankAxes:
+    """Return how many ranks there are, of which files of topology and optimizers tell too."""
+    ranks = [_rank_of(match) for name in names if (match := RANK.fullmatch(name))]
+    return RankAxes(
+        1 + max(rank.tp for rank in ranks),
+        1 + max(rank.wp for rank in ranks),
+        1 + max(rank.pp for rank in ranks),
+    )
+
+
+def _require_all_ranks(
+    path: Path,
+    files: Mapping[RankAxes, Path],
+    sizes: RankAxes,
+    names_tp: bool,
+    names_wp: bool,
+) -> None:
+    """Raise UserError if a rank has no file. names_tp, names_wp: what names of files tell."""
+    for numbers in product(*(range(size) for size in sizes)):
+        rank = RankAxes(*numbers)
+        if rank not in files:
+            tensor = f"tp{rank.tp}_" if names_tp else ""
+            weight = f"wp{rank.wp}_" if names_wp else ""
+            name = f"model_{tensor}{weight}pp{rank.pp}.pt"
+            raise UserError(f"{path / name} is missing")
 
 
 def _rank_of(match: re.Match[str]) -> RankAxes:
@@ -220,8 +248,8 @@ def _shards_of_stage(ranks: RankFiles, stage: int, chunk: int) -> dict[str, list
 
 
 def _part_of(ranks: RankFiles, rank: RankAxes, name: str) -> Part:
-    """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the ends
-    of the model over tp where files name both."""
+    """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
+    ends of the model over tp where files name both."""
     is_in_layer = LAYER.match(name) is not None
     if ranks.weight_parallel and (is_in_layer or ranks.sizes.tp == 1):
         return Part(rank.wp, ranks.sizes.wp)

@@ -145,14 +145,21 @@ def _refuse(config: Mapping[str, Any], origin: str) -> None:
         for key in config
         if key not in known
     ]
+    problems += _problems_of_numbers(config, origin)
+    if problems:
+        raise UserError(*problems)
+
+
+def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> list[str]:
+    """Return a line for each value that is not the number that it has to be."""
+    problems = []
     for key in WHOLE_NUMBERS:
         if key in config and not (is_number(config[key], whole=True) and config[key] > 0):
             problems.append(f"{origin}: {key} = {config[key]!r} must be a whole number above 0")
     for key in NUMBERS:
         if key in config and not is_number(config[key]):
             problems.append(f"{origin}: {key} = {config[key]!r} must be a number")
-    if problems:
-        raise UserError(*problems)
+    return problems
 
 
 def _check_against_tensors(

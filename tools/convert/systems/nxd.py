@@ -171,26 +171,42 @@ def _find_files(path: Path) -> dict[ModelRank, Path]:
     if (path / MERGED).is_file():
         raise UserError(f"{path} has files of ranks and {MERGED}: leave in it what is meant")
     names = sorted(file.name for file in folder.iterdir())
-    for name in names:
-        if EXPERTS.fullmatch(name):
-            raise UserError(
-                f"{folder / name} holds experts of a rank, which cannot be read here: {EXPORT}"
-            )
+    _refuse_experts(folder, names)
     new = _new_files(folder, names)
     old = _old_files(folder, names)
     if new and old:
         raise UserError(f"{folder} has files of two versions of NxD: leave in it what is meant")
     files = new or old
-    ranks = [*files, *_ranks_of_optimizer(path)]
-    for tp, pp in product(
-        range(1 + max(rank.tp for rank in ranks)), range(1 + max(rank.pp for rank in ranks))
-    ):
+    _require_all_ranks(folder, files, _ranks_of_optimizer(path), bool(old))
+    return files
+
+
+def _require_all_ranks(
+    folder: Path, files: Mapping[ModelRank, Path], others: Sequence[ModelRank], old: bool
+) -> None:
+    """Raise UserError if a rank has no file.
+
+    others: ranks that other files tell of.
+    old: files have the names of older versions.
+    """
+    ranks = [*files, *others]
+    tp_size = 1 + max(rank.tp for rank in ranks)
+    pp_size = 1 + max(rank.pp for rank in ranks)
+    for tp, pp in product(range(tp_size), range(pp_size)):
         name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
         usual = folder / (name if old else f"dp_rank_00_{name}.pt")
         file = files.get(ModelRank(tp, pp), usual)
         if not file.is_file():
             raise UserError(f"{file} is missing")
-    return files
+
+
+def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
+    """Raise UserError for a file with the experts of a rank."""
+    for name in names:
+        if EXPERTS.fullmatch(name):
+            raise UserError(
+                f"{folder / name} holds experts of a rank, which cannot be read here: {EXPORT}"
+            )
 
 
 def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:

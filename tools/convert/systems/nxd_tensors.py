@@ -121,7 +121,11 @@ def _unfuse(
 def _split_rows(
     shards: Sequence[TensorSource], prefix: str, kind: str, rows: Mapping[str, int]
 ) -> dict[str, Sequence[TensorSource]]:
-    """Return the projections that lie one below the other in each shard. rows: of each, in order."""
+    """Return the projections that lie one below the other in each shard.
+
+    prefix, kind: what is before and after a projection in names.
+    rows: of each projection, in order.
+    """
     projections: dict[str, Sequence[TensorSource]] = {}
     top = 0
     for projection, count in rows.items():

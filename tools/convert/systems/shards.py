@@ -27,67 +27,79 @@ class Part(NamedTuple):
 
 
 PartOf = Callable[[str], Part]  # of a rank, by the name of a tensor
+RankTensors = tuple[PartOf, Mapping[str, Stored]]
+Shards = list[TensorSource]  # of a tensor, in order
 
 
 def collect_shards(
-    path: Path, ranks: Iterable[tuple[PartOf, Mapping[str, Stored]]], lone: Sequence[str] = ()
-) -> dict[str, list[TensorSource]]:
+    path: Path, ranks: Iterable[RankTensors], lone: Sequence[str] = ()
+) -> dict[str, Shards]:
     """Return name -> its parts, over the ranks of one stage. Copies of a part must be the same.
 
     ranks: of each, which parts it has, and its tensors.
     lone: ends of names that only the first rank has.
     """
-    copies: dict[str, dict[int, list[TensorSource]]] = {}
-    counts: dict[str, int] = {}
+    copies: dict[str, dict[int, Shards]] = {}  # by the number of the part
+    counts: dict[str, int] = {}  # of parts that there must be
     for part_of, tensors in ranks:
         for name, stored in tensors.items():
             if not stored.shape:
                 raise UserError(f"{path}: {name} is a single number, and no tensor of a model is")
             part = part_of(name)
             counts[name] = part.count
-            copies.setdefault(name, {}).setdefault(part.number, []).append(stored)
-    shards: dict[str, list[TensorSource]] = {}
+            parts = copies.setdefault(name, {})
+            parts.setdefault(part.number, []).append(stored)
     for name, parts in copies.items():
-        complete = sorted(parts) == [*range(counts[name])]
-        on_first_alone = list(parts) == [0] and name.endswith(tuple(lone))
-        if not complete and not on_first_alone:
+        is_complete = sorted(parts) == [*range(counts[name])]
+        is_lone = list(parts) == [0] and name.endswith(tuple(lone))
+        if not is_complete and not is_lone:
             raise UserError(
                 f"{path}: {name} is in the files of some ranks of a stage and not of others"
             )
+    shards: dict[str, Shards] = {}
     for name, parts in copies.items():
-        shards[name] = [checked_copy(path, name, parts[number]) for number in sorted(parts)]
+        shards[name] = []
+        for number in sorted(parts):
+            shard = checked_copy(path, name, parts[number])
+            shards[name].append(shard)
     return shards
 
 
 def merge_shards(
-    path: Path, expected: Sequence[Match], shards_by_name: Mapping[str, list[TensorSource]]
+    path: Path, expected: Sequence[Match], shards_by_name: Mapping[str, Shards]
 ) -> dict[str, TensorSource]:
     """Return the whole tensors by name. Of one that is not expected the first part is returned, for
     `check_tensors` to speak of."""
     matches = {match.foreign: match for match in expected}
     merged: dict[str, TensorSource] = {}
     for name, shards in shards_by_name.items():
-        merged[name] = _merge(path, matches[name], shards) if name in matches else shards[0]
+        if name in matches:
+            merged[name] = _merge(path, matches[name], shards)
+        else:
+            merged[name] = shards[0]
     return merged
 
 
-def _merge(path: Path, match: Match, shards: list[TensorSource]) -> TensorSource:
+def _merge(path: Path, match: Match, shards: Shards) -> TensorSource:
     """Return the tensor of `match` put together from its parts."""
     if match.cut == "whole" or len(shards) == 1:
         return checked_copy(path, match.foreign, shards)
-    if len({shard.dtype for shard in shards}) > 1:
+    count = len(shards)
+    dtypes = {shard.dtype for shard in shards}
+    if len(dtypes) > 1:
         raise UserError(f"{path}: {match.foreign} has values of another type on some ranks")
     shape = _joined_shape(match.cut, [shard.shape for shard in shards])
     if shape != match.shape:
         raise UserError(
-            f"{path}: {match.foreign} of {len(shards)} ranks makes {list(shape or ())}, but "
+            f"{path}: {match.foreign} of {count} ranks makes {list(shape or ())}, but "
             "the model asks for "
             f"{list(match.shape)}: files of ranks are missing, or it is another model that is "
             "described"
         )
 
     def read() -> Tensor:
-        return join_parts((shard.read() for shard in shards), match.cut, match.shape, len(shards))
+        parts = (shard.read() for shard in shards)  # one after another, to save memory
+        return join_parts(parts, match.cut, match.shape, count)
 
     return MergedTensor(match.shape, shards[0].dtype, read)
 
@@ -95,11 +107,15 @@ def _merge(path: Path, match: Match, shards: list[TensorSource]) -> TensorSource
 def _joined_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the shape of the parts put together; None if they do not fit each other."""
     dim = 1 if cut == "columns" else 0
-    other_sizes = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if len(other_sizes) != 1 or len(shapes[0]) <= dim:
-        return None
-    if any(shape[0] % BLOCKS.get(cut, 1) for shape in shapes):
-        return None
     joined = list(shapes[0])
-    joined[dim] = sum(shape[dim] for shape in shapes)
+    if len(joined) <= dim:
+        return None
+    blocks = BLOCKS.get(cut, 1)
+    joined[dim] = 0
+    for shape in shapes:
+        # All sizes but that of the cut dimension are the same, and blocks are cut evenly.
+        same_sizes = shape[:dim] == shapes[0][:dim] and shape[dim + 1 :] == shapes[0][dim + 1 :]
+        if len(shape) != len(joined) or not same_sizes or shape[0] % blocks:
+            return None
+        joined[dim] += shape[dim]
     return tuple(joined)
